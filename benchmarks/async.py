@@ -1,17 +1,21 @@
-"""Wall clock of the same pipeline at several bounds on staleness, on the same long-tail work and the same cores.
+"""Wall clock of the same pipeline at several bounds on staleness, on the same long-tail work and
+the same cores.
 
     python benchmarks/async.py [--steps 20 --rounds 3 --eta 0 1 2 4]
 
-Every run is a `distflow train` of its own: GRPO with decoupled PPO on a random decoder whose answers end at about one
-token in sixty-four, at most at 512, so that the longest of a step is many times the mean. Latency comes from generated
-tokens and from a verifier that computes (it counts primes for as many steps as the answer has tokens, some
-milliseconds); nothing sleeps. Rounds take turns. At staleness 0 both planes have all cores in turn; above it they share
-them out (`trainer.num_threads`, `actor_rollout_ref.rollout.num_threads`), as a run does by default. All checks are on.
+Every run is a `distflow train` of its own: GRPO with decoupled PPO on a random decoder whose
+answers end at about one token in sixty-four, at most at 512, so that the longest of a step is many
+times the mean. Latency comes from generated tokens and from a verifier that computes (it counts
+primes for as many steps as the answer has tokens, some milliseconds); nothing sleeps. Rounds take
+turns. At staleness 0 both planes have all cores in turn; above it they share them out
+(`trainer.num_threads`, `actor_rollout_ref.rollout.num_threads`), as a run does by default. All
+checks are on.
 
-Printed for each bound: the median of the seconds from the first prompt's start to the end of the last step, warm-up and
-the last steps, for which nothing more is generated, included; how that compares with staleness 0; how much of that time
-either plane was idle (the trainer waited for groups; no slot was decoded); the mean staleness of the oldest token; and
-the mean reward of the last quarter of the steps.
+Printed for each bound: the median of the seconds from the first prompt's start to the end of the
+last step, warm-up and the last steps, for which nothing more is generated, included; how that
+compares with staleness 0; how much of that time either plane was idle (the trainer waited for
+groups; no slot was decoded); the mean staleness of the oldest token; and the mean reward of the
+last quarter of the steps.
 """
 
 import argparse
@@ -44,7 +48,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: of the whole run but its start. waited, idle: shares of it. staleness: mean over steps. reward: of
+    """seconds: of the whole run but its start. waited, idle: shares of it. staleness: mean over
+    steps. reward: of
     the last quarter."""
 
     seconds: float
@@ -57,9 +62,13 @@ class Result:
 def prepare(folder: Path, hidden: int, layers: int) -> None:
     """A random model over 64 words of which one ends an answer, its data and its verifier."""
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(62))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
     wrapped.save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -75,7 +84,10 @@ def prepare(folder: Path, hidden: int, layers: int) -> None:
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    rows = (f'{{"prompt": "w{i % 60} w{i * 7 % 60} w{i * 11 % 60}", "answer": ""}}\n' for i in range(512))
+    rows = (
+        f'{{"prompt": "w{i % 60} w{i * 7 % 60} w{i * 11 % 60}", "answer": ""}}\n'
+        for i in range(512)
+    )
     (folder / "rows.jsonl").write_text("".join(rows))
     (folder / "verifier.py").write_text(VERIFIER)
 
@@ -111,9 +123,13 @@ def run(folder: Path, name: str, staleness: int, steps: int) -> Result:
 
 def measured(run_dir: Path) -> Result:
     steps = [record for record in read_metrics(run_dir) if record.kind == "train"]
-    first = next(record for _, record in timeline(run_dir / "ledger.jsonl") if record["kind"] == "issued")
-    start, end = first["t"], steps[-1].t
-    activity, seconds = read_activity(run_dir), end - start
+    first = next(
+        record for _, record in timeline(run_dir / "ledger.jsonl") if record["kind"] == "issued"
+    )
+    start = first["t"]
+    end = steps[-1].t
+    activity = read_activity(run_dir)
+    seconds = end - start
     return Result(
         seconds,
         activity.waited(start, end) / seconds,
@@ -142,16 +158,23 @@ def main() -> None:
         prepare(folder, arguments.hidden, arguments.layers)
         for index in range(arguments.rounds):
             for staleness in arguments.eta:
-                found[staleness].append(run(folder, f"eta{staleness}-{index}", staleness, arguments.steps))
+                found[staleness].append(
+                    run(folder, f"eta{staleness}-{index}", staleness, arguments.steps)
+                )
     print(
-        "| η | s | speed | trainer waits | engine idle | oldest token, steps | reward |\n|---|---|---|---|---|---|---|"
+        "| η | s | speed | trainer waits | engine idle | oldest token, steps | reward |\n"
+        "|---|---|---|---|---|---|---|"
     )
     base = statistics.median(result.seconds for result in found[arguments.eta[0]])
     for staleness, results in found.items():
-        mid = {key: statistics.median(getattr(r, key) for r in results) for key in Result.__dataclass_fields__}
+        mid = {
+            key: statistics.median(getattr(r, key) for r in results)
+            for key in Result.__dataclass_fields__
+        }
         spread = f"{min(r.seconds for r in results):.1f}-{max(r.seconds for r in results):.1f}"
         print(
-            f"| {staleness} | {mid['seconds']:.1f} ({spread}) | {base / mid['seconds']:.2f} | {mid['waited']:.0%} | "
+            f"| {staleness} | {mid['seconds']:.1f} ({spread}) | {base / mid['seconds']:.2f} | "
+            f"{mid['waited']:.0%} | "
             f"{mid['idle']:.0%} | {mid['staleness']:.1f} | {mid['reward']:.3f} |"
         )
 

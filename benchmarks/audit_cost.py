@@ -1,13 +1,16 @@
-"""What a run's checks cost: the share of processor time that audits, short checks and the checks of every step take.
+"""What a run's checks cost: the share of processor time that audits, short checks and the checks of
+every step take.
 
     python benchmarks/audit_cost.py [--work tiny --steps 300] [--by-check]
-    python benchmarks/audit_cost.py --work quickstart      # after `make quickstart`, whose model it trains
+    python benchmarks/audit_cost.py --work quickstart      # after `make quickstart`, whose model it
+    trains
 
-Processor time of the whole process is read around each call of the run's checks and of its auditor, and within the
-hooks with which the auditor watches an update; it hardly depends on what else the machine does, but counts threads of
-torch that wait in a loop (`--wall` reads the clock). The rest of the run is from the beginning of its training loop.
-Reward functions run in other processes, whose time is not counted, so that the share is rather too large. `tiny` is a
-random decoder (32 wide, 2 layers) with steps of some 50 ms.
+Processor time of the whole process is read around each call of the run's checks and of its auditor,
+and within the hooks with which the auditor watches an update; it hardly depends on what else the
+machine does, but counts threads of torch that wait in a loop (`--wall` reads the clock). The rest
+of the run is from the beginning of its training loop. Reward functions run in other processes,
+whose time is not counted, so that the share is rather too large. `tiny` is a random decoder (32
+wide, 2 layers) with steps of some 50 ms.
 """
 
 import argparse
@@ -35,7 +38,8 @@ from tests.e2e.runs import Playground
 
 HOOKS = {
     Auditor: (
-        "loop_begins step_taken node_finished before_update after_update step_trained step_released validated "
+        "loop_begins step_taken node_finished before_update after_update step_trained "
+        "step_released validated "
         "part_validated state_saved"
     ),
     LiveChecks: "step_taken updated step_trained",
@@ -44,7 +48,11 @@ HOOKS = {
     Stripe: "contribute",
     MicroRecord: "add_gradient",
 }
-LISTS = [name for name, found in vars(all_checks).items() if name.isupper() and name != "CHECKS" and found]
+LISTS = [
+    name
+    for name, found in vars(all_checks).items()
+    if name.isupper() and name != "CHECKS" and found
+]
 RANGES = (20, 40, 100, 300, 1_000, 10_000)
 
 
@@ -96,7 +104,8 @@ class Costs:
             part = "checks" if owner in (LiveChecks, Canary) else "audit"
             for name in names.split():
                 setattr(owner, name, self.wrap(part, getattr(owner, name)))
-        begins, released = Auditor.loop_begins, Auditor.step_released
+        begins = Auditor.loop_begins
+        released = Auditor.step_released
 
         def loop_begins(auditor: Auditor) -> None:
             self.began = self.clock()
@@ -106,13 +115,15 @@ class Costs:
             released(auditor, *more)
             self.ends.append(self.clock())
 
-        Auditor.loop_begins, Auditor.step_released = loop_begins, step_released  # type: ignore[method-assign]
+        Auditor.loop_begins = loop_begins  # type: ignore[method-assign]
+        Auditor.step_released = step_released  # type: ignore[method-assign]
         for name in LISTS if by_check else ():
             setattr(all_checks, name, tuple(map(self.wrap_check, getattr(all_checks, name))))
 
     def print(self) -> None:
         print(
-            "| steps | ms a step | audits and short checks | checks of every step | together |\n|---|---|---|---|---|"
+            "| steps | ms a step | audits and short checks | checks of every step | together |\n"
+            "|---|---|---|---|---|"
         )
         first = 0
         for end in (*(each for each in RANGES if each < len(self.ends)), len(self.ends)):
@@ -125,7 +136,10 @@ class Costs:
 
     def _row(self, first: int, end: int) -> None:
         run_s = self.ends[end - 1] - (self.ends[first - 1] if first else self.began)
-        parts = [sum(self.by_step[step][part] for step in range(first, end)) for part in ("audit", "checks")]
+        parts = [
+            sum(self.by_step[step][part] for step in range(first, end))
+            for part in ("audit", "checks")
+        ]
         shares = " | ".join(f"{seconds / run_s:.2%}" for seconds in (*parts, sum(parts)))
         print(f"| {first + 1} to {end} | {1e3 * run_s / (end - first):.0f} | {shares} |")
 
@@ -135,7 +149,9 @@ def main() -> None:
     parser.add_argument("--work", choices=("tiny", "quickstart"), default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--by-check", action="store_true")
-    parser.add_argument("--wall", action="store_true", help="time by the clock, on a machine that does nothing else")
+    parser.add_argument(
+        "--wall", action="store_true", help="time by the clock, on a machine that does nothing else"
+    )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     gc.freeze()  # as `distflow train` does
@@ -144,10 +160,19 @@ def main() -> None:
     steps = f"trainer.total_training_steps={options.steps}"
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         if options.work == "tiny":
-            two_by_two = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
-            Playground(Path(folder)).run("grpo", steps, "trainer.logger=[]", *two_by_two, *options.overrides)
+            two_by_two = (
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                "actor_rollout_ref.actor.ppo_epochs=2",
+            )
+            Playground(Path(folder)).run(
+                "grpo", steps, "trainer.logger=[]", *two_by_two, *options.overrides
+            )
         else:
-            own = (f"trainer.default_local_dir={folder}/run", "trainer.test_freq=-1", "trainer.logger=[]")
+            own = (
+                f"trainer.default_local_dir={folder}/run",
+                "trainer.test_freq=-1",
+                "trainer.logger=[]",
+            )
             loaded = load_config("quickstart_grpo", [steps, *own, *options.overrides])
             launch_local(make_spec(loaded, say=lambda line: None))
     costs.print()

@@ -1,14 +1,17 @@
-"""What a step spends on handing its rows over: rows of fine-tuning, and prompt groups of reinforcement learning.
+"""What a step spends on handing its rows over: rows of fine-tuning, and prompt groups of
+reinforcement learning.
 
     python benchmarks/bookkeeping.py [--steps 30]
 
-Fine-tuning: `distflow train quickstart_sft` as it ships, of 64 and of 1,024 rows a step. The share is that of the phase
-`data` (from the request for a step's rows to the rows) in the time of all steps after the first few, by the clock.
+Fine-tuning: `distflow train quickstart_sft` as it ships, of 64 and of 1,024 rows a step. The share
+is that of the phase `data` (from the request for a step's rows to the rows) in the time of all
+steps after the first few, by the clock.
 
-Reinforcement learning: `quickstart_grpo` with groups of 2 short responses, 128 groups a step. The time is that of the
-processor on the threads that call them, since engine and rewards run meanwhile, of: handing groups out, their columns,
-their spans, their records for the audit, the sample queue with scheduler and ledger, and the release of a step. Divided
-by the number of groups. Generation, reward functions and their processes are not in it.
+Reinforcement learning: `quickstart_grpo` with groups of 2 short responses, 128 groups a step. The
+time is that of the processor on the threads that call them, since engine and rewards run meanwhile,
+of: handing groups out, their columns, their spans, their records for the audit, the sample queue
+with scheduler and ledger, and the release of a step. Divided by the number of groups. Generation,
+reward functions and their processes are not in it.
 """
 
 import argparse
@@ -26,10 +29,17 @@ from typing import Any
 from distflow.observe.run_reader import read_metrics
 
 WARM_UP = 5
-RANDOM = ("actor_rollout_ref.model.path=builtin:tiny-arithmetic", "actor_rollout_ref.model.init=random")
+RANDOM = (
+    "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
+    "actor_rollout_ref.model.init=random",
+)
 SMALL_GROUPS = (
     *("actor_rollout_ref.rollout.n=2", "data.max_response_length=8", "data.train_batch_size=128"),
-    *("actor_rollout_ref.actor.ppo_mini_batch_size=128", "trainer.val_before_train=false", "trainer.test_freq=-1"),
+    *(
+        "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ),
 )
 
 
@@ -41,16 +51,36 @@ def overrides(folder: Path, steps: int) -> list[str]:
 def fine_tuning(num_rows: int, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "-m", "distflow", "train", "quickstart_sft", f"data.train_batch_size={num_rows}"]
+        command = [
+            sys.executable,
+            "-m",
+            "distflow",
+            "train",
+            "quickstart_sft",
+            f"data.train_batch_size={num_rows}",
+        ]
         subprocess.run([*command, *overrides(run, steps)], check=True, capture_output=True)
-        records = [record.values for record in read_metrics(run) if record.kind == "train"][WARM_UP:]
-    data, step = (sum(values[f"timing_s/{name}"] for values in records) for name in ("data", "step"))
+        records = [record.values for record in read_metrics(run) if record.kind == "train"][
+            WARM_UP:
+        ]
+    data, step = (
+        sum(values[f"timing_s/{name}"] for values in records) for name in ("data", "step")
+    )
     ms = 1e3 / len(records)
-    print(f"fine-tuning, {num_rows} rows a step: {data * ms:.2f} of {step * ms:.1f} ms, {data / step:.1%}", flush=True)
+    print(
+        (
+            f"fine-tuning, {num_rows} rows a step: {data * ms:.2f} of {step * ms:.1f} ms, "
+            f"{data / step:.1%}"
+        ),
+        flush=True,
+    )
 
 
-def timed(function: Callable[..., Any], spent: Counter[str], inside: list[str]) -> Callable[..., Any]:
-    """The function, whose processor time is counted unless it is called inside another one of these."""
+def timed(
+    function: Callable[..., Any], spent: Counter[str], inside: list[str]
+) -> Callable[..., Any]:
+    """The function, whose processor time is counted unless it is called inside another one of
+    these."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -76,8 +106,14 @@ def groups(folder: Path, steps: int) -> None:
     from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
     from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 
-    spent, on_loop, on_trainer = Counter[str](), list[str](), list[str]()
-    names = {Group: ("batch", "write", "set_samples"), RolloutLoop: ("_end",), GroupRecords: ("begin", "keep", "take")}
+    spent = Counter[str]()
+    on_loop = list[str]()
+    on_trainer = list[str]()
+    names = {
+        Group: ("batch", "write", "set_samples"),
+        RolloutLoop: ("_end",),
+        GroupRecords: ("begin", "keep", "take"),
+    }
     for owner, own in {**names, SharedSampleQueue: ("groups_for", "put")}.items():
         for name in own:
             setattr(owner, name, timed(getattr(owner, name), spent, on_loop))
@@ -93,14 +129,18 @@ def reinforcement_learning(steps: int) -> None:
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     spent = json.loads(printed.splitlines()[-1])
     number = spent["calls of SharedSampleQueue.put"]
-    each = {name: ns / number / 1e6 for name, ns in spent.items() if not name.startswith("calls of")}
+    each = {
+        name: ns / number / 1e6 for name, ns in spent.items() if not name.startswith("calls of")
+    }
     print(f"reinforcement learning: {sum(each.values()):.3f} ms a group")
     for name, ms in sorted(each.items(), key=lambda item: -item[1]):
         print(f"  {name}: {ms:.3f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -4,22 +4,26 @@
 
 A `distflow train grpo` each, as it ships, over the random decoder of 1 M parameters in float32:
 
-    slots    tokens/s of the rollout at `actor_rollout_ref.rollout.max_num_seqs` from 1 to 512; responses of 64 tokens,
+    slots    tokens/s of the rollout at `actor_rollout_ref.rollout.max_num_seqs` from 1 to 512;
+    responses of 64 tokens,
              twice as many as slots, eight at least
     length   tokens/s of the rollout at responses of 64 to 4,096 tokens, eight together
-    micro    tokens/s of the update at `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` from 512 to 32,768; 512
+    micro    tokens/s of the update at `actor_rollout_ref.actor.ppo_max_token_len_per_gpu` from 512
+    to 32,768; 512
              responses of 64 tokens behind prompts of 16
 
-The first step of a run is not counted; of the others there are as many as make `--tokens` tokens, eight at most. A
-cliff is told where speed falls by more than a quarter while slots or the micro-batch double, or by more than half while
-responses do (attention over what stands before costs no more than that); each tells how it fell. `--plot` draws the
-curves (`pip install matplotlib`). All of it takes about 5 minutes on two cores.
+The first step of a run is not counted; of the others there are as many as make `--tokens` tokens,
+eight at most. A cliff is told where speed falls by more than a quarter while slots or the
+micro-batch double, or by more than half while responses do (attention over what stands before costs
+no more than that); each tells how it fell. `--plot` draws the curves (`pip install matplotlib`).
+All of it takes about 5 minutes on two cores.
 
-What profiling found: with native code a token of a long response costs what its keys and values take to come from
-memory, 18 to 23 GB/s of the 22 to 24 that a sum over large memory gets here with two threads. Eight responses of 4,096
-tokens do not fit the cache of 32 MB, so that there half of the speed, or a little less, is left of what 2,048 had. All
-queries of a key-value head through each block together, to read it once, gained nothing at 4,000 tokens and lost a
-tenth below 200; asking for the next keys early gained nothing.
+What profiling found: with native code a token of a long response costs what its keys and values
+take to come from memory, 18 to 23 GB/s of the 22 to 24 that a sum over large memory gets here with
+two threads. Eight responses of 4,096 tokens do not fit the cache of 32 MB, so that there half of
+the speed, or a little less, is left of what 2,048 had. All queries of a key-value head through each
+block together, to read it once, gained nothing at 4,000 tokens and lost a tenth below 200; asking
+for the next keys early gained nothing.
 """
 
 import argparse
@@ -58,7 +62,8 @@ def works(axis: str) -> dict[int, tuple[Work, str]]:
         }
     if axis == "length":
         return {
-            length: (Work(base.shape, length, prompts=1), f"{SLOTS}=8") for length in (64, 256, 512, 1024, 2048, 4096)
+            length: (Work(base.shape, length, prompts=1), f"{SLOTS}=8")
+            for length in (64, 256, 512, 1024, 2048, 4096)
         }
     return {
         tokens: (replace(base, prompts=64), f"{MICRO}={tokens}")
@@ -83,7 +88,10 @@ def cliffs(axis: str, points: list[Point]) -> list[str]:
     for (value, rate, _), (more, after, _) in pairwise(points):
         left = (after / rate) ** (1 / math.log2(more / value))
         if left < LEAST_OF_DOUBLE[axis]:
-            found.append(f"cliff: {axis} {value:,} to {more:,}, {left:.2f} of the speed is left each time it doubles")
+            found.append(
+                f"cliff: {axis} {value:,} to {more:,}, {left:.2f} of the speed is left each time "
+                "it doubles"
+            )
     return found
 
 
@@ -103,7 +111,12 @@ def plot(curves: dict[str, list[Point]], path: Path) -> None:
     for axes, (name, points) in zip(figure.subplots(1, len(curves)), curves.items(), strict=True):
         values, rates, memory = zip(*points, strict=True)
         axes.plot(values, rates, "o-", color="tab:blue")
-        axes.set(xscale="log", xlabel=AXES[name], ylim=(0, None), title="update" if name == "micro" else "rollout")
+        axes.set(
+            xscale="log",
+            xlabel=AXES[name],
+            ylim=(0, None),
+            title="update" if name == "micro" else "rollout",
+        )
         axes.set_xticks(values, [f"{value:,}" for value in values], rotation=45)
         axes.minorticks_off()
         axes.set_ylabel("tokens/s", color="tab:blue")
@@ -117,7 +130,9 @@ def plot(curves: dict[str, list[Point]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192, help="that a run answers and that are counted")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="that a run answers and that are counted"
+    )
     parser.add_argument("--axis", nargs="+", default=list(AXES), choices=AXES)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()

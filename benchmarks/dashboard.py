@@ -1,10 +1,12 @@
-"""How fast the dashboard answers: `python benchmarks/dashboard.py [--steps 5000] [--sample-steps 1000] [--peers PY]`.
+"""How fast the dashboard answers:
+`python benchmarks/dashboard.py [--steps 5000] [--sample-steps 1000] [--peers PY]`.
 
-It writes a run of many steps and metrics and a run of many samples, starts `distflow dashboard` on them, and measures
-the first page (what the overview draws its charts from, in a new server and again), the samples sorted and filtered,
-and how long after its writing a step is in an answer. With --peers, a Python that has the packages tensorboard and
-trackio, it measures these with the same metrics: from the start of the server to the scalars that the first page asks
-for, the same again, and from a new step on disk to its answer. All three are asked over HTTP, as their pages do.
+It writes a run of many steps and metrics and a run of many samples, starts `distflow dashboard` on
+them, and measures the first page (what the overview draws its charts from, in a new server and
+again), the samples sorted and filtered, and how long after its writing a step is in an answer. With
+--peers, a Python that has the packages tensorboard and trackio, it measures these with the same
+metrics: from the start of the server to the scalars that the first page asks for, the same again,
+and from a new step on disk to its answer. All three are asked over HTTP, as their pages do.
 """
 
 import argparse
@@ -36,20 +38,34 @@ POLLED_S = 1.0
 
 def write_metrics(folder: Path, num_steps: int, num_metrics: int) -> None:
     draw = random.Random(0)
-    names = ["reward/mean_score", "actor/entropy", "actor/grad_norm", "timing_s/step", "timing_s/rollout"]
+    names = [
+        "reward/mean_score",
+        "actor/entropy",
+        "actor/grad_norm",
+        "timing_s/step",
+        "timing_s/rollout",
+    ]
     names += ["throughput/tokens_per_s", "actor/kl_loss", "rollout/avg_response_length"]
     names += [f"group{i % 20}/metric{i}" for i in range(num_metrics - len(names))]
     with RunFolder(folder, 0) as run:
         run.write_json("run.json", {"experiment": "many metrics", "total_steps": num_steps})
         for step in range(1, num_steps + 1):
             run.metrics(
-                step, "train", {name: math.sin(step / 500 + i) + draw.gauss(2, 0.1) for i, name in enumerate(names)}
+                step,
+                "train",
+                {
+                    name: math.sin(step / 500 + i) + draw.gauss(2, 0.1)
+                    for i, name in enumerate(names)
+                },
             )
 
 
 def write_samples(folder: Path, num_steps: int, num_samples: int) -> None:
     draw = random.Random(0)
-    words = [f"{draw.choice('bcdfgklmnprst')}{draw.choice('aeiou')}{draw.choice('lmnrst')}" for _ in range(2000)]
+    words = [
+        f"{draw.choice('bcdfgklmnprst')}{draw.choice('aeiou')}{draw.choice('lmnrst')}"
+        for _ in range(2000)
+    ]
     texts = [" ".join(draw.choices(words, k=400)) for _ in range(500)]
     with RunFolder(folder, 0) as run:
         run.write_json("run.json", {"experiment": "many samples", "total_steps": num_steps})
@@ -61,9 +77,21 @@ def write_samples(folder: Path, num_steps: int, num_samples: int) -> None:
 
 def _sample(draw: random.Random, texts: list[str], step: int, i: int) -> dict[str, Any]:
     return {
-        **{"uid": f"{step * 64 + i // 8}-{i % 8}", "prompt": texts[i // 8][:400], "response": draw.choice(texts)},
-        **{"score": float(draw.random() < 0.5), "response_length": draw.randrange(10, 600), "ground_truth": str(i)},
-        **{"domain": ("math", "code")[i // 8 % 2], "advantage": draw.gauss(0, 1), "finish_reason": "stop"},
+        **{
+            "uid": f"{step * 64 + i // 8}-{i % 8}",
+            "prompt": texts[i // 8][:400],
+            "response": draw.choice(texts),
+        },
+        **{
+            "score": float(draw.random() < 0.5),
+            "response_length": draw.randrange(10, 600),
+            "ground_truth": str(i),
+        },
+        **{
+            "domain": ("math", "code")[i // 8 % 2],
+            "advantage": draw.gauss(0, 1),
+            "finish_reason": "stop",
+        },
     }
 
 
@@ -72,8 +100,10 @@ class Server(NamedTuple):
     pid: int
 
     def timed(self, call: Callable[[], Any]) -> str:
-        """The seconds of a call, and of the processor in the server meanwhile, which another load changes less."""
-        cpu, start = self._cpu_s(), time.perf_counter()
+        """The seconds of a call, and of the processor in the server meanwhile, which another load
+        changes less."""
+        cpu = self._cpu_s()
+        start = time.perf_counter()
         call()
         return f"{time.perf_counter() - start:.2f} s ({self._cpu_s() - cpu:.2f} s of the processor)"
 
@@ -82,7 +112,10 @@ class Server(NamedTuple):
         return f"in {time.perf_counter() - start:.2f} s ({self._cpu_s():.2f} s of the processor)"
 
     def _cpu_s(self) -> float:
-        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in family(self.pid)]
+        stats = [
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            for pid in family(self.pid)
+        ]
         return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
@@ -93,11 +126,16 @@ def server(folder: Path) -> Iterator[Server]:
         assert process.stdout is not None
         process.stdout.readline()
         address = urlsplit(process.stdout.readline().split()[0])
-        port, headers = address.port, {"Authorization": f"Bearer {address.query.removeprefix('token=')}"}
+        port, headers = (
+            address.port,
+            {"Authorization": f"Bearer {address.query.removeprefix('token=')}"},
+        )
 
         def ask(part: str, **query: Any) -> Any:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-            connection.request("GET", f"/api/{part}?{urlencode(query, doseq=True)}", headers=headers)
+            connection.request(
+                "GET", f"/api/{part}?{urlencode(query, doseq=True)}", headers=headers
+            )
             text = connection.getresponse().read()
             return {**json.loads(text), "bytes": len(text)}
 
@@ -122,20 +160,33 @@ def first_page(ask: Callable[..., Any], run: str) -> None:
 
 def measure_metrics(folder: Path, num_steps: int) -> None:
     with server(folder) as found:
-        print(f"first page, in a new server: {found.timed(lambda: first_page(found.ask, 'metrics'))}")
+        print(
+            f"first page, in a new server: {found.timed(lambda: first_page(found.ask, 'metrics'))}"
+        )
     with server(folder) as found:
         time.sleep(_READS_AHEAD_S)
-        print(f"first page, once it was read ahead: {found.timed(lambda: first_page(found.ask, 'metrics'))}")
+        print(
+            "first page, once it was read ahead: "
+            f"{found.timed(lambda: first_page(found.ask, 'metrics'))}"
+        )
         print(f"size of its curves: {found.ask('curves', run='metrics')['bytes'] / 1e6:.2f} MB")
         print(f"the doctor's sentences: {found.timed(lambda: found.ask('judged', run='metrics'))}")
         for i in range(1, 4):
             _write_step(folder, num_steps + i)
-            after = found.timed(lambda: (found.ask("state", run="metrics"), first_page(found.ask, "metrics")))
+            after = found.timed(
+                lambda: (found.ask("state", run="metrics"), first_page(found.ask, "metrics"))
+            )
             print(f"a new step is answered after {after}; the page asks every {POLLED_S:g} s")
 
 
 def _write_step(folder: Path, step: int) -> None:
-    line = {"step": step, "t": time.time(), "restart": 0, "kind": "train", "m": {"actor": {"entropy": 1.0}}}
+    line = {
+        "step": step,
+        "t": time.time(),
+        "restart": 0,
+        "kind": "train",
+        "m": {"actor": {"entropy": 1.0}},
+    }
     with (folder / "metrics" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -153,8 +204,17 @@ def measure_peers(python: str, folder: Path, num_steps: int) -> None:
         first_page(found.ask, "metrics")
         print(f"distflow: started, and the first page answered, {found.since(start)}", flush=True)
     servers = {
-        "tensorboard": ["-m", "tensorboard.main", "--logdir", str(folder / "tensorboard"), "--port"],
-        "trackio": ["-c", "import sys, trackio; trackio.show(open_browser=False, server_port=int(sys.argv[1]))"],
+        "tensorboard": [
+            "-m",
+            "tensorboard.main",
+            "--logdir",
+            str(folder / "tensorboard"),
+            "--port",
+        ],
+        "trackio": [
+            "-c",
+            "import sys, trackio; trackio.show(open_browser=False, server_port=int(sys.argv[1]))",
+        ],
     }
     asks = {"tensorboard": partial(_tensorboard_step, names), "trackio": _trackio_step}
     for name, command in servers.items():
@@ -167,27 +227,50 @@ def measure_peers(python: str, folder: Path, num_steps: int) -> None:
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             with subprocess.Popen([python, *command, str(port)], **quiet) as process:  # type: ignore[call-overload]
                 try:
-                    _measure_peer(name, Server(partial(asks[name], port), process.pid), write, start, num_steps)
+                    _measure_peer(
+                        name,
+                        Server(partial(asks[name], port), process.pid),
+                        write,
+                        start,
+                        num_steps,
+                    )
                 finally:
                     process.terminate()
 
 
-def _measure_peer(name: str, found: Server, write: Callable[[int], None], start: float, num_steps: int) -> None:
+def _measure_peer(
+    name: str, found: Server, write: Callable[[int], None], start: float, num_steps: int
+) -> None:
     _wait_for_step(found, num_steps)
     print(f"{name}: started, and the first page answered, {found.since(start)}", flush=True)
     print(f"{name}: first page again: {found.timed(found.ask)}", flush=True)
     for step in range(num_steps + 1, num_steps + 4):
         write(step)
-        print(f"{name}: a new step is answered after {found.timed(partial(_wait_for_step, found, step))}", flush=True)
+        print(
+            (
+                f"{name}: a new step is answered after "
+                f"{found.timed(partial(_wait_for_step, found, step))}"
+            ),
+            flush=True,
+        )
 
 
 @contextmanager
 def _writer(python: str, name: str, folder: Path) -> Iterator[Callable[[int], None]]:
     script = Path(__file__).parent / "peers" / "dashboards.py"
-    command = [python, str(script), name, str(folder / "metrics" / "metrics.jsonl"), str(folder / name)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        python,
+        str(script),
+        name,
+        str(folder / "metrics" / "metrics.jsonl"),
+        str(folder / name),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
-        written, told = iter(process.stdout), process.stdin
+        written = iter(process.stdout)
+        told = process.stdin
 
         def write(step: int) -> None:
             told.write(f"{step}\n")
@@ -223,7 +306,9 @@ def _tensorboard_step(names: list[str], port: int) -> int:
 def _trackio_step(port: int) -> int:
     def ask(part: str, **query: Any) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("POST", f"/api/{part}", json.dumps(query), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", f"/api/{part}", json.dumps(query), {"Content-Type": "application/json"}
+        )
         return json.loads(connection.getresponse().read())["data"]
 
     (run,) = ask("get_runs_for_project", project="bench")
@@ -235,13 +320,19 @@ def _trackio_step(port: int) -> int:
 def measure_samples(folder: Path) -> None:
     queries: dict[str, dict[str, Any]] = {
         "sorted by reward": {"sort": "mean"},
-        "one domain, mixed rewards, by length": {"domain": "=math", "which": "mixed", "sort": "length"},
+        "one domain, mixed rewards, by length": {
+            "domain": "=math",
+            "which": "mixed",
+            "sort": "length",
+        },
         "a range of rewards, page 100": {"low": 0.3, "high": 0.6, "page": 100},
         "a text that none has": {"text": "bal bam ban"},
     }
     with server(folder) as found:
         ask = partial(found.ask, run="samples")
-        print(f"first rows, in a new server: {found.timed(lambda: (ask('samples'), ask('groups')))}")
+        print(
+            f"first rows, in a new server: {found.timed(lambda: (ask('samples'), ask('groups')))}"
+        )
         read = found.timed(lambda: _wait_for_all(ask))
         print(f"{ask('samples')['num_responses']:,} samples were read after {read}")
         for name, query in queries.items():
@@ -260,7 +351,9 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, default=200)
     parser.add_argument("--sample-steps", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=512)
-    parser.add_argument("--peers", metavar="PYTHON", help="that has the packages tensorboard and trackio")
+    parser.add_argument(
+        "--peers", metavar="PYTHON", help="that has the packages tensorboard and trackio"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_metrics(Path(name) / "metrics", options.steps, options.metrics)

@@ -1,14 +1,18 @@
-"""Tokens per second of episodes of four turns against single turns of the same lengths, in a run that only generates.
+"""Tokens per second of episodes of four turns against single turns of the same lengths, in a run
+that only generates.
 
-    python benchmarks/episodes.py [--rounds 3 --steps 4 --work quickstart fixed-10m --case instant tools]
+    python benchmarks/episodes.py [--rounds 3 --steps 4 --work quickstart fixed-10m --case instant
+    tools]
                                   [--tool-ms 200 --staleness 0]
 
-`instant`: 64 episodes in a step, whose tools answer at once. `tools`: 32 episodes, whose tools take `--tool-ms` each.
-Either is compared with single turns that have the prompt and the response of each turn, as long token for token, four
-groups in the place of one, with no more responses in flight than there are episodes. A step is a batch of
-`distflow.rollouts` with all that ships: recording, rewards, checks. Nothing is trained in between, so the engine gets a
-new version of the same weights. The first step warms up. Rounds are interleaved in one process; ratios are medians over
-rounds, by the clock and by the processor time of the process, which other processes of a busy machine move less.
+`instant`: 64 episodes in a step, whose tools answer at once. `tools`: 32 episodes, whose tools take
+`--tool-ms` each. Either is compared with single turns that have the prompt and the response of each
+turn, as long token for token, four groups in the place of one, with no more responses in flight
+than there are episodes. A step is a batch of `distflow.rollouts` with all that ships: recording,
+rewards, checks. Nothing is trained in between, so the engine gets a new version of the same
+weights. The first step warms up. Rounds are interleaved in one process; ratios are medians over
+rounds, by the clock and by the processor time of the process, which other processes of a busy
+machine move less.
 """
 
 import argparse
@@ -37,8 +41,8 @@ OURS = {
     "turns-10m": Work(Shape(384, 6, dtype="bfloat16"), 192),
     **{name: WORKS[name] for name in ("fixed-1m", "fixed-10m", "fixed-135m")},
 }
-"""quickstart: as many weights as the quickstart's model, and responses as long as its. turns-10m: turns as long as
-those of agents that think or call tools."""
+"""quickstart: as many weights as the quickstart's model, and responses as long as its. turns-10m:
+turns as long as those of agents that think or call tools."""
 
 
 @distflow.workflow
@@ -57,7 +61,8 @@ async def turns(chat: Any, row: Any, reward_fn: Any, *, tokens: int, seconds: fl
 
 @dataclass(frozen=True)
 class Measured:
-    """Of all steps but the first. hit_rate: of prompt tokens in the prefix cache, if it was counted."""
+    """Of all steps but the first. hit_rate: of prompt tokens in the prefix cache, if it was
+    counted."""
 
     tokens: int
     seconds: float
@@ -71,7 +76,8 @@ def lengths(work: Work) -> list[int]:
 
 
 def write_single_turns(folder: Path, work: Work, steps: int) -> None:
-    """Rows whose prompts are as long as those of the first, second, ... turn, in this order again and again."""
+    """Rows whose prompts are as long as those of the first, second, ... turn, in this order again
+    and again."""
     generator = torch.Generator().manual_seed(3)
     rows = []
     for length in lengths(work) * (work.prompts * (steps + 2)):
@@ -101,7 +107,9 @@ def run(folder: Path, name: str, work: Work, steps: int, **own: Any) -> Measured
         **{key.replace("__", "."): value for key, value in own.items()},
     }
     workflow = config.pop("workflow", None)
-    tokens, taken, hits = 0, [], []
+    tokens = 0
+    taken = []
+    hits = []
     with distflow.rollouts("grpo", config, workflow=workflow) as rollouts:
         began = time.perf_counter(), time.process_time()
         while (batch := rollouts.prepare_batch()) is not None:
@@ -114,7 +122,9 @@ def run(folder: Path, name: str, work: Work, steps: int, **own: Any) -> Measured
     return Measured(tokens, seconds, cpu, hits[-1])
 
 
-def compare(folder: Path, name: str, work: Work, steps: int, seconds: float, staleness: int) -> tuple[Measured, ...]:
+def compare(
+    folder: Path, name: str, work: Work, steps: int, seconds: float, staleness: int
+) -> tuple[Measured, ...]:
     """Single turns, and episodes."""
     both: dict[str, Any] = {"async__max_staleness": staleness}
     write_single_turns(folder, work, steps + staleness)
@@ -148,17 +158,26 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
     found: dict[str, list[tuple[Measured, ...]]] = {case: [] for case in arguments.case}
     delays = {"instant": 0.0, "tools": arguments.tool_ms / 1000}
     with tempfile.TemporaryDirectory() as folder_name:
-        folder, work = Path(folder_name), OURS[name]
+        folder = Path(folder_name)
+        work = OURS[name]
         write_work(folder, work.shape)
         for index in range(arguments.rounds):
             for case in arguments.case:
                 own = replace(work, prompts=CASES[case] // GROUP)
-                both = compare(folder, f"{case}{index}", own, arguments.steps, delays[case], arguments.staleness)
+                both = compare(
+                    folder,
+                    f"{case}{index}",
+                    own,
+                    arguments.steps,
+                    delays[case],
+                    arguments.staleness,
+                )
                 found[case].append(both)
     for case, runs in found.items():
         row = [name, f"{CASES[case]}", f"{delays[case] * 1000:.0f}"]
         row += [
-            f"{statistics.median(each.tokens / each.seconds for each in side):,.0f}" for side in zip(*runs, strict=True)
+            f"{statistics.median(each.tokens / each.seconds for each in side):,.0f}"
+            for side in zip(*runs, strict=True)
         ]
         for what in ("seconds", "cpu"):
             ratios = [getattr(single, what) / getattr(episodes, what) for single, episodes in runs]
@@ -175,9 +194,16 @@ def main() -> None:
     parser.add_argument("--tool-ms", type=int, default=200)
     parser.add_argument("--staleness", type=int, default=0)
     arguments = parser.parse_args()
-    gc.freeze()  # as the command line does; else one collection of all imported objects may be a tenth of a run
-    print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
-    print("| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by CPU time | hits |")
+    # as the command line does; else one collection of all imported objects may be a tenth of a run
+    gc.freeze()
+    print(
+        f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} "
+        "rounds\n"
+    )
+    print(
+        "| work | episodes | ms a tool | single turns, tokens/s | episodes, tokens/s | ratio | by "
+        "CPU time | hits |"
+    )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name in arguments.work:
         measure(name, arguments)

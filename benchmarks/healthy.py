@@ -1,12 +1,15 @@
-"""Alarms of healthy runs: the checks of a run, and its auditor, must stay silent where nothing is wrong.
+"""Alarms of healthy runs: the checks of a run, and its auditor, must stay silent where nothing is
+wrong.
 
-    python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo --staleness 2]
+    python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo --staleness
+    2]
 
-Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that ships, with all checks
-on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, decoupled PPO, LoRA, bfloat16, the `hf` engine, and
-episodes of several turns; where staleness is allowed with answers of up to 40 tokens, so that updates fall into them.
-The table counts the warnings, findings and errors of all runs, and shows what share of their time the audits took. An
-alarm is printed with its message. Findings that are true of these runs are no alarm: a tiny random policy may stop
+Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that
+ships, with all checks on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, decoupled
+PPO, LoRA, bfloat16, the `hf` engine, and episodes of several turns; where staleness is allowed with
+answers of up to 40 tokens, so that updates fall into them. The table counts the warnings, findings
+and errors of all runs, and shows what share of their time the audits took. An alarm is printed with
+its message. Findings that are true of these runs are no alarm: a tiny random policy may stop
 moving.
 """
 
@@ -20,13 +23,21 @@ from pathlib import Path
 from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground
 
-TWO_BY_TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+TWO_BY_TWO = (
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+)
 KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1")
 BFLOAT16 = "actor_rollout_ref.model.dtype=bfloat16"
 SETUPS = {
     "grpo": ("grpo", *TWO_BY_TWO),
     "ppo": ("ppo", *TWO_BY_TWO),
-    "dapo": ("dapo", "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.optim.lr=1e-4", *TWO_BY_TWO),
+    "dapo": (
+        "dapo",
+        "reward.overlong.buffer_tokens=4",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        *TWO_BY_TWO,
+    ),
     "decoupled": ("grpo", "actor_rollout_ref.actor.policy_loss=decoupled", *TWO_BY_TWO),
     "lora": ("grpo", "actor_rollout_ref.model.lora_rank=4"),
     "bfloat16": ("grpo", BFLOAT16),
@@ -34,7 +45,11 @@ SETUPS = {
     "kl bfloat16": ("grpo", *KL, *TWO_BY_TWO, BFLOAT16),
     "ppo bfloat16": ("ppo", *TWO_BY_TWO, BFLOAT16),
     "lora bfloat16": ("grpo", "actor_rollout_ref.model.lora_rank=4", BFLOAT16),
-    "multi_turn": ("grpo", "actor_rollout_ref.rollout.workflow=multi_turn", "data.max_response_length=60"),
+    "multi_turn": (
+        "grpo",
+        "actor_rollout_ref.rollout.workflow=multi_turn",
+        "data.max_response_length=60",
+    ),
 }
 
 
@@ -47,7 +62,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SETUPS))
     parser.add_argument("--staleness", type=int, default=0)
     options = parser.parse_args()
-    print("| set-up | runs | steps | audits | not proven | warnings | findings | ended early | audit's share of time |")
+    print(
+        "| set-up | runs | steps | audits | not proven | warnings | findings | ended early | "
+        "audit's share of time |"
+    )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in options.only.split(","):
         print(row(name, options), flush=True)
@@ -75,7 +93,8 @@ def row(name: str, options: argparse.Namespace) -> str:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
                     playground.run(preset, *overrides)
-            except Exception as error:  # whatever ends a run is an alarm, and the next run is made all the same
+            # whatever ends a run is an alarm, and the next run is made all the same
+            except Exception as error:
                 kinds["ended"] += 1
                 print(f"  {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
             for event in read_events(playground.folder / "run"):
@@ -83,14 +102,18 @@ def row(name: str, options: argparse.Namespace) -> str:
                 if event.kind == "audit":
                     unproven.update(dict(event.fields["unproven"]))  # type: ignore[call-overload]
                 if event.kind in ("warning", "finding"):
-                    print(f"  {name}, seed {seed}, step {event.step}: {event.kind}: {event.message}", flush=True)
+                    print(
+                        f"  {name}, seed {seed}, step {event.step}: {event.kind}: {event.message}",
+                        flush=True,
+                    )
             for record in read_metrics(playground.folder / "run"):
                 audited += record.values.get("timing_s/audit", 0.0)
                 total += record.values.get("timing_s/step", 0.0)
                 steps += record.kind == "train"
     left = ", ".join(unproven) or "none"
     return (
-        f"| {name} | {len(seeds)} | {steps:,} | {kinds['audit']} | {left} | {kinds['warning']} | {kinds['finding']} | "
+        f"| {name} | {len(seeds)} | {steps:,} | {kinds['audit']} | {left} | {kinds['warning']} | "
+        f"{kinds['finding']} | "
         f"{kinds['ended']} | {audited / max(total, 1e-9):.1%} |"
     )
 

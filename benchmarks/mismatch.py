@@ -1,29 +1,35 @@
-"""How far the rollout engine's log-probs lie from the trainer's, by precision, size of the model and length of answers.
+"""How far the rollout engine's log-probs lie from the trainer's, by precision, size of the model
+and length of answers.
 
     python benchmarks/mismatch.py [--dtype float32 bfloat16] [--shape 128x4 384x6] [--tokens 64 512]
 
-Each row is a `distflow train grpo` as it ships, two steps of 4 prompts × 8 answers of random weights: `mismatch/*` of
-the run's own check, over all tokens, the second step's being of weights that were trained. Weights are drawn ten times
-as wide as usual (a standard deviation of 0.2): with 0.02 all tokens are about equally likely, whatever is computed, and
-differences come out smaller than they are in use. A run that its own checks stop says so, with what it measured before.
+Each row is a `distflow train grpo` as it ships, two steps of 4 prompts × 8 answers of random
+weights: `mismatch/*` of the run's own check, over all tokens, the second step's being of weights
+that were trained. Weights are drawn ten times as wide as usual (a standard deviation of 0.2): with
+0.02 all tokens are about equally likely, whatever is computed, and differences come out smaller
+than they are in use. A run that its own checks stop says so, with what it measured before.
 
-Beside it stands what the precision itself makes of that model: how far transformers' plain forward of the first step's
-answers in that precision lies from the same in float64. Ends with status 1 where float32 differs by more than 1e-4
-nats in any token, and by more than that. float16 is not there: `actor_rollout_ref.model.dtype` takes float32 and
-bfloat16.
+Beside it stands what the precision itself makes of that model: how far transformers' plain forward
+of the first step's answers in that precision lies from the same in float64. Ends with status 1
+where float32 differs by more than 1e-4 nats in any token, and by more than that. float16 is not
+there: `actor_rollout_ref.model.dtype` takes float32 and bfloat16.
 
-What was found (384 × 6, weights ten times as wide, 16 answers of 256 tokens; nats, against float64):
-- In float32 engine, trainer and transformers' own forward are each off by 1.9e-5 on average and 1.8e-4 to 2.0e-4 at
-  most, and engine and trainer from each other by less: 1.1e-5 and 0.9e-4. So none is less exact than it could be.
-- It arises in the products of matrices, whose sums are taken in float32. In float64, results rounded to float32, the
-  linears leave 0.8e-4 of the 2.0e-4, attention 1.7e-4, norms 2.2e-4, all three 0.5e-4: that is the floor of float32.
-- In bfloat16 an engine that rounds all to it was off by 0.32 and the trainer by 0.16: it computes by autocast, which
-  leaves the residual stream and the norms in float32. Transformers' forward with all of it in bfloat16 is off by 0.30.
-  Native code rounds where autocast does: of 384 × 6 and 512 tokens the two are 0.035 apart and not 0.29, of weights
-  three times as wide 4e-5 to 1e-3. What is left is what rounding makes of the seventh digit.
-- The engine's copy had its rotary frequencies in bfloat16 too, so that 500 tokens away an angle was wrong by up to a
-  radian: 0.085 nats apart on average at 128 × 4 and 512 tokens in place of 0.058, and at 384 × 6 above 0.5, at which a
-  run is stopped.
+What was found (384 × 6, weights ten times as wide, 16 answers of 256 tokens; nats, against
+float64):
+- In float32 engine, trainer and transformers' own forward are each off by 1.9e-5 on average and
+  1.8e-4 to 2.0e-4 at most, and engine and trainer from each other by less: 1.1e-5 and 0.9e-4. So
+  none is less exact than it could be.
+- It arises in the products of matrices, whose sums are taken in float32. In float64, results
+  rounded to float32, the linears leave 0.8e-4 of the 2.0e-4, attention 1.7e-4, norms 2.2e-4, all
+  three 0.5e-4: that is the floor of float32.
+- In bfloat16 an engine that rounds all to it was off by 0.32 and the trainer by 0.16: it computes
+  by autocast, which leaves the residual stream and the norms in float32. Transformers' forward with
+  all of it in bfloat16 is off by 0.30. Native code rounds where autocast does: of 384 × 6 and 512
+  tokens the two are 0.035 apart and not 0.29, of weights three times as wide 4e-5 to 1e-3. What is
+  left is what rounding makes of the seventh digit.
+- The engine's copy had its rotary frequencies in bfloat16 too, so that 500 tokens away an angle was
+  wrong by up to a radian: 0.085 nats apart on average at 128 × 4 and 512 tokens in place of 0.058,
+  and at 384 × 6 above 0.5, at which a run is stopped.
 """
 
 import argparse
@@ -45,8 +51,9 @@ PROMPTS = 4
 
 @dataclass(frozen=True)
 class Row:
-    """In nats. mean, most: of |Δ log-prob| of engine and trainer. own_mean, own_most: of the precision itself. entropy:
-    of a token. stopped: what ended the run before its end, or nothing."""
+    """In nats. mean, most: of |Δ log-prob| of engine and trainer. own_mean, own_most: of the
+    precision itself. entropy: of a token. stopped: what ended the run before its end, or
+    nothing."""
 
     mean: float
     most: float
@@ -89,13 +96,20 @@ def _sharpen(folder: Path, wider: float) -> None:
 
 
 def _own_error(folder: Path, dtype: torch.dtype) -> Tensor:
-    """|Δ log-prob| of a plain forward in `dtype` and in float64, of the tokens of the first step's answers; of those
-    that their texts show whole, as sharp weights draw the end now and then."""
-    answers = [(ids_of(sample["prompt"]), ids_of(sample["response"])) for sample in read_samples(folder / "run", 1)]
+    """|Δ log-prob| of a plain forward in `dtype` and in float64, of the tokens of the first step's
+    answers; of those that their texts show whole, as sharp weights draw the end now and then."""
+    answers = [
+        (ids_of(sample["prompt"]), ids_of(sample["response"]))
+        for sample in read_samples(folder / "run", 1)
+    ]
     longest = max(len(response) for _, response in answers)
     whole = [(prompt, response) for prompt, response in answers if len(response) == longest]
-    ids, targets = (torch.tensor(rows) for rows in ([[*a, *b] for a, b in whole], [b for _, b in whole]))
-    return (_log_probs(folder, ids, targets, dtype) - _log_probs(folder, ids, targets, torch.float64)).abs()
+    ids, targets = (
+        torch.tensor(rows) for rows in ([[*a, *b] for a, b in whole], [b for _, b in whole])
+    )
+    return (
+        _log_probs(folder, ids, targets, dtype) - _log_probs(folder, ids, targets, torch.float64)
+    ).abs()
 
 
 @torch.no_grad()
@@ -113,12 +127,22 @@ def _log_probs(folder: Path, ids: Tensor, targets: Tensor, dtype: torch.dtype) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--shape", nargs="+", default=["64x2", "128x4", "384x6"], help="hidden size x layers")
+    parser.add_argument(
+        "--shape", nargs="+", default=["64x2", "128x4", "384x6"], help="hidden size x layers"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512])
-    parser.add_argument("--wider", type=float, default=10.0, help="weights, in times of a standard deviation of 0.02")
+    parser.add_argument(
+        "--wider",
+        type=float,
+        default=10.0,
+        help="weights, in times of a standard deviation of 0.02",
+    )
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, {torch.get_num_threads()} threads\n")
-    print("| dtype | hidden × layers | tokens an answer | entropy, nats | mean | max | of the precision, mean | max |")
+    print(
+        "| dtype | hidden × layers | tokens an answer | entropy, nats | mean | max | of the "
+        "precision, mean | max |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     is_within = True
     for dtype in arguments.dtype:
@@ -127,10 +151,15 @@ def main() -> None:
             for tokens in arguments.tokens:
                 row = measure(Shape(hidden, layers, dtype=dtype), tokens, arguments.wider)
                 cells = f"{row.mean:.1e} | {row.most:.1e} | {row.own_mean:.1e} | {row.own_most:.1e}"
-                print(f"| {dtype} | {hidden} × {layers} | {tokens} | {row.entropy:.2f} | {cells} |", flush=True)
+                print(
+                    f"| {dtype} | {hidden} × {layers} | {tokens} | {row.entropy:.2f} | {cells} |",
+                    flush=True,
+                )
                 if row.stopped:
                     print(f"the last run was stopped: {row.stopped}", flush=True)
-                is_within = is_within and (dtype != "float32" or row.most <= max(FLOAT32_BOUND, row.own_most))
+                is_within = is_within and (
+                    dtype != "float32" or row.most <= max(FLOAT32_BOUND, row.own_most)
+                )
     raise SystemExit(0 if is_within else 1)
 
 

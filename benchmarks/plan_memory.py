@@ -2,8 +2,8 @@
 
     python benchmarks/plan_memory.py
 
-Each run makes two steps of GRPO with a model with random weights, in a process of its own. Measured is the highest
-resident memory (`memory/process/peak`); the plan is given the keys of the run alone.
+Each run makes two steps of GRPO with a model with random weights, in a process of its own. Measured
+is the highest resident memory (`memory/process/peak`); the plan is given the keys of the run alone.
 """
 
 import json
@@ -13,11 +13,22 @@ import tempfile
 from pathlib import Path
 
 TOKENIZER = "builtin:tiny-arithmetic"
-BASE = Path(__file__).resolve().parents[1] / "src/distflow/models/builtin/tiny-arithmetic/config.json"
+BASE = (
+    Path(__file__).resolve().parents[1] / "src/distflow/models/builtin/tiny-arithmetic/config.json"
+)
 MODELS = {
-    "23.7M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    "23.7M": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
     | {"num_key_value_heads": 4, "head_dim": 64},
-    "22.9M, vocabulary 32,000": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
+    "22.9M, vocabulary 32,000": {
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    }
     | {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 32000},
     "5.1M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64},
 }
@@ -34,12 +45,26 @@ RUNS = [
 
 def keys_of(folder: Path, overrides: list[str]) -> list[str]:
     model = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.init=random"]
-    return ["quickstart_grpo", *model, f"actor_rollout_ref.model.tokenizer_path={TOKENIZER}", *overrides]
+    return [
+        "quickstart_grpo",
+        *model,
+        f"actor_rollout_ref.model.tokenizer_path={TOKENIZER}",
+        *overrides,
+    ]
 
 
 def measured(folder: Path, words: list[str]) -> float:
-    quiet = ["trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=0", "trust.audit_freq=0"]
-    run = [f"trainer.default_local_dir={folder / 'run'}", "trainer.total_training_steps=2", "trainer.device=cpu"]
+    quiet = [
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "trust.audit_freq=0",
+    ]
+    run = [
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.total_training_steps=2",
+        "trainer.device=cpu",
+    ]
     command = [sys.executable, "-m", "distflow", "train", *words, *quiet, *run]
     subprocess.run(command, check=True, capture_output=True)
     with (folder / "run/metrics.jsonl").open(encoding="utf-8") as lines:
@@ -57,10 +82,16 @@ def main() -> None:
     for name, overrides in RUNS:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            (folder / "config.json").write_text(json.dumps({**json.loads(BASE.read_text()), **MODELS[name]}))
+            (folder / "config.json").write_text(
+                json.dumps({**json.loads(BASE.read_text()), **MODELS[name]})
+            )
             words = keys_of(folder, overrides)
-            ours, real = predicted(words), measured(folder, words)
-        print(f"| {name} | {' '.join(overrides)} | {ours / 1e6:,.0f} | {real / 1e6:,.0f} | {ours / real - 1:+.1%} |")
+            ours = predicted(words)
+            real = measured(folder, words)
+        print(
+            f"| {name} | {' '.join(overrides)} | {ours / 1e6:,.0f} | {real / 1e6:,.0f} | "
+            f"{ours / real - 1:+.1%} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
-"""What a plan says of runs on up to 4,096 devices, by simulation with the scheduler of a run, and what the code of the
-coordinator takes there.
+"""What a plan says of runs on up to 4,096 devices, by simulation with the scheduler of a run, and
+what the code of the coordinator takes there.
 
     python benchmarks/plan_scale.py [scaling asynchrony failures coordinator command]
 
-The model is Qwen2.5-7B on H100s (`planning/devices.toml` and `planning/model_shapes.toml` name the sources of their
-figures; the shares of the peak are those of `planning/predicted_run.py`). Nothing here was measured on such devices.
+The model is Qwen2.5-7B on H100s (`planning/devices.toml` and `planning/model_shapes.toml` name the
+sources of their figures; the shares of the peak are those of `planning/predicted_run.py`). Nothing
+here was measured on such devices.
 
-    scaling      strong (1,024 prompts, 8 responses each) and weak (one prompt a device), generation and training on
-                 separate halves at staleness 1; and the same if one process passes on all columns of the channels, in
-                 and out, at the rate at which this machine pickles and copies numbers, measured at the start
-    asynchrony   64 devices: the best of three splits at each staleness against the synchronous run on shared devices,
+    scaling      strong (1,024 prompts, 8 responses each) and weak (one prompt a device), generation
+    and training on
+                 separate halves at staleness 1; and the same if one process passes on all columns
+                 of the channels, in and out, at the rate at which this machine pickles and copies
+                 numbers, measured at the start
+    asynchrony   64 devices: the best of three splits at each staleness against the synchronous run
+    on shared devices,
                  by the width of lognormal responses
-    failures     time lost to failures and checkpoints by the interval between checkpoints, with the intervals of Young
-                 (1974) and Daly (2006). A device fails every 50,700 hours: Llama 3 (arXiv:2407.21783, section 3.3.4)
-                 had 419 unexpected interruptions in 54 days on 16,384 GPUs
-    coordinator  seconds of the calls that workers make to the sample queue, on this machine, by number of workers; in
+    failures     time lost to failures and checkpoints by the interval between checkpoints, with the
+    intervals of Young
+                 (1974) and Daly (2006). A device fails every 50,700 hours: Llama 3
+                 (arXiv:2407.21783, section 3.3.4) had 419 unexpected interruptions in 54 days on
+                 16,384 GPUs
+    coordinator  seconds of the calls that workers make to the sample queue, on this machine, by
+    number of workers; in
                  all: each puts one group and asks twice, as a put wakes one worker that waits
     command      processor time of `distflow plan` in a process of its own
 """
@@ -40,17 +47,34 @@ MODEL = [
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.n=8",
 ]
-MODEL += ["actor_rollout_ref.model.enable_gradient_checkpointing=true", "actor_rollout_ref.rollout.max_num_seqs=64"]
+MODEL += [
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    "actor_rollout_ref.rollout.max_num_seqs=64",
+]
 MODEL += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480", "reward.num_workers=4096"]
 HOURS_OF_A_DEVICE = 54 * 24 * 16384 / 419
 
 
-def planned(devices: int, prompts: int, generating: int, staleness: int, spread: str, limit: int = 4096) -> RunPlanner:
+def planned(
+    devices: int, prompts: int, generating: int, staleness: int, spread: str, limit: int = 4096
+) -> RunPlanner:
     """generating: devices that only generate; 0 for all, which then train too."""
-    sign, rollout, training = ("+", generating, devices - generating) if generating else ("|", devices, devices)
-    sizes = [f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, prompts // 4)}"]
-    sizes += [f"data.max_response_length={limit}", "data.max_prompt_length=1024", f"async.max_staleness={staleness}"]
-    sizes += [f"trainer.allocation='vllm[rollout]:d{rollout}{sign}fsdp[actor]:d{training}'", "trainer.save_freq=-1"]
+    sign, rollout, training = (
+        ("+", generating, devices - generating) if generating else ("|", devices, devices)
+    )
+    sizes = [
+        f"data.train_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, prompts // 4)}",
+    ]
+    sizes += [
+        f"data.max_response_length={limit}",
+        "data.max_prompt_length=1024",
+        f"async.max_staleness={staleness}",
+    ]
+    sizes += [
+        f"trainer.allocation='vllm[rollout]:d{rollout}{sign}fsdp[actor]:d{training}'",
+        "trainer.save_freq=-1",
+    ]
     mean = limit / 4
     return RunPlanner("async_grpo", [*MODEL, *sizes], "h100", devices, 512, mean, spread)
 
@@ -62,7 +86,8 @@ def simulated(planner: RunPlanner, steps: int) -> tuple[PredictedRun, SimulatedR
 def controller_bytes_per_second() -> float:
     """Of one process that receives and sends pickled columns."""
     columns = {"ids": np.zeros(2**24, np.int64), "log_probs": np.zeros(2**24, np.float32)}
-    total, began = sum(each.nbytes for each in columns.values()), time.process_time()
+    total = sum(each.nbytes for each in columns.values())
+    began = time.process_time()
     for _ in range(3):
         pickle.loads(pickle.dumps(columns, protocol=5))
     return 3 * total / (time.process_time() - began)
@@ -72,7 +97,10 @@ def scaling() -> Iterator[str]:
     rate = controller_bytes_per_second()
     yield f"\none controller pickles and copies {rate / 1e9:.2f} GB/s (this machine, one core)"
     for name in ("strong", "weak"):
-        yield f"\n| {name}: devices | prompts | step, s | responses/s | of linear | through one controller, s | of it |"
+        yield (
+            f"\n| {name}: devices | prompts | step, s | responses/s | of linear | through one "
+            "controller, s | of it |"
+        )
         yield "|---|---|---|---|---|---|---|"
         first = 0.0
         for devices in (64, 256, 1024, 4096):
@@ -89,31 +117,51 @@ def scaling() -> Iterator[str]:
 
 
 def asynchrony() -> Iterator[str]:
-    widths, ages = ("0", "0.5", "1", "1.5"), (1, 2, 4)
-    yield "\n| width of the lognormal | mean, longest | synchronous, s | " + " | ".join(f"η = {a}" for a in ages) + " |"
+    widths = ("0", "0.5", "1", "1.5")
+    ages = (1, 2, 4)
+    yield (
+        "\n| width of the lognormal | mean, longest | synchronous, s | "
+        + " | ".join(f"η = {a}" for a in ages)
+        + " |"
+    )
     yield "|---|---|---|" + "---|" * len(ages)
     for width in widths:
         shared = planned(64, 128, 0, 0, f"lognormal:{width}", 16384)
         run, found = simulated(shared, 6)
-        base, lengths = found.step_seconds, run.lengths
+        base = found.step_seconds
+        lengths = run.lengths
         cells = []
         for age in ages:
             splits = (16, 32, 40)
             steps = [
-                simulated(planned(64, 128, split, age, f"lognormal:{width}", 16384), 6 + 2 * age)[1].step_seconds
+                simulated(planned(64, 128, split, age, f"lognormal:{width}", 16384), 6 + 2 * age)[
+                    1
+                ].step_seconds
                 for split in splits
             ]
             best = min(steps)
             cells.append(f"{base / best:.2f} × ({splits[steps.index(best)]})")
-        yield f"| {width} | {lengths.response:,.0f}, {lengths.end:,.0f} | {base:.0f} | {' | '.join(cells)} |"
+        yield (
+            f"| {width} | {lengths.response:,.0f}, {lengths.end:,.0f} | {base:.0f} | "
+            f"{' | '.join(cells)} |"
+        )
     yield "\nspeed against the synchronous run; in brackets the devices of 64 that generate"
 
 
 def failures() -> Iterator[str]:
-    step, save, restart = 60.0, 60.0, 300.0
-    yield f"\nsteps of {step:.0f} s, checkpoints of {save:.0f} s, for which training waits, restarts of {restart:.0f} s"
+    step = 60.0
+    save = 60.0
+    restart = 300.0
+    yield (
+        f"\nsteps of {step:.0f} s, checkpoints of {save:.0f} s, for which training waits, restarts "
+        f"of {restart:.0f} s"
+    )
     intervals = (5, 10, 20, 40, 80, 160)
-    yield "| devices | hours between failures | Young | Daly | " + " | ".join(f"{i} steps" for i in intervals) + " |"
+    yield (
+        "| devices | hours between failures | Young | Daly | "
+        + " | ".join(f"{i} steps" for i in intervals)
+        + " |"
+    )
     yield "|---|---|---|---|" + "---|" * len(intervals)
     for devices in (4096, 16384):
         mtbf = HOURS_OF_A_DEVICE * 3600 / devices
@@ -137,20 +185,27 @@ def coordinator() -> Iterator[str]:
     from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
     from distflow.scheduling.coordinator import Coordinator
 
-    yield "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | a step in all, s |"
+    yield (
+        "\n| workers, groups a step | ask, µs | put, µs | take and release, ms | a step in all, s |"
+    )
     yield "|---|---|---|---|---|"
     for workers in (64, 512, 4096):
         plan = DataPlan(10**5, workers, 8, None, 6, max_staleness=1)
         queue = SharedSampleQueue[None](
-            Coordinator(plan), Waits(), (DpGroupShares(),), [str(number) for number in range(workers)]
+            Coordinator(plan),
+            Waits(),
+            (DpGroupShares(),),
+            [str(number) for number in range(workers)],
         )
         asked = put = taken = 0.0
         asks = 0
         for step in range(3):
-            began, groups = time.process_time(), []
+            began = time.process_time()
+            groups = []
             for worker in range(workers):
                 groups += queue.groups_for(worker, step) or []
-            asked, asks = asked + time.process_time() - began, asks + workers
+            asked = asked + time.process_time() - began
+            asks = asks + workers
             began = time.process_time()
             for group in groups:
                 queue.put(FinishedGroup(group, None, 4096, group.version, num_bytes=10**5))
@@ -176,7 +231,9 @@ def command() -> Iterator[str]:
     cases["auto, 1,024 devices"] = ["--devices", "1024", "trainer.allocation=auto"]
     for name, more in cases.items():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "distflow", *words, *more], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "distflow", *words, *more], check=True, stdout=subprocess.DEVNULL
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         yield f"{name}: {spent:.1f} s of processor time"

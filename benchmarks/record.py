@@ -1,4 +1,5 @@
-"""Results that write themselves down: a dated section of RESULTS.md, newest first, with the machine and the commit.
+"""Results that write themselves down: a dated section of RESULTS.md, newest first, with the machine
+and the commit.
 
     python benchmarks/record.py [FILE]
 
@@ -41,13 +42,16 @@ class _Both(io.StringIO):
 
 @contextlib.contextmanager
 def recorded(path: Path, command: str) -> Iterator[None]:
-    """What is printed within becomes a section of the file; also where it ends early, which the section then says."""
+    """What is printed within becomes a section of the file; also where it ends early, which the
+    section then says."""
     ended = ""
     with contextlib.redirect_stdout(_Both(sys.stdout)) as printed:  # type: ignore[type-var]
         try:
             yield
         except BaseException as error:  # whatever ends it; it is raised again
-            ended = f"\nIt ended early: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+            ended = (
+                f"\nIt ended early: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+            )
             raise
         finally:
             write_section(path, f"`{command}`:\n\n{printed.getvalue().strip()}\n{ended}")
@@ -68,10 +72,14 @@ def machine() -> str:
 
 def _commit() -> str:
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
-        " with changes" if git("status", "--porcelain", "--", ".", ":!benchmarks/RESULTS.md") else ""
+        " with changes"
+        if git("status", "--porcelain", "--", ".", ":!benchmarks/RESULTS.md")
+        else ""
     )
 
 
@@ -79,7 +87,9 @@ def run_tests(path: Path, *arguments: str) -> int:
     """pytest's status. The section says what passed, failed and was skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        status = subprocess.call([sys.executable, "-m", "pytest", *arguments, "-rs", f"--junitxml={report}"], cwd=ROOT)
+        status = subprocess.call(
+            [sys.executable, "-m", "pytest", *arguments, "-rs", f"--junitxml={report}"], cwd=ROOT
+        )
         if not report.is_file():
             print("pytest left no report, so nothing is recorded")
             return status
@@ -89,12 +99,22 @@ def run_tests(path: Path, *arguments: str) -> int:
 
 
 def summary(report: ElementTree.Element) -> str:
-    """Of a report in JUnit's format. A test that ran several times counts once, as it went the last time."""
-    cases = list({(case.get("classname"), case.get("name")): case for case in report.iter("testcase")}.values())
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    """Of a report in JUnit's format. A test that ran several times counts once, as it went the last
+    time."""
+    cases = list(
+        {
+            (case.get("classname"), case.get("name")): case for case in report.iter("testcase")
+        }.values()
+    )
+    failed = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
     skipped = sum(case.find("skipped") is not None for case in cases)
     seconds = sum(float(case.get("time", 0)) for case in cases)
-    text = f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped, {seconds:.0f} s."
+    text = (
+        f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped, "
+        f"{seconds:.0f} s."
+    )
     if not failed:
         return text
     names = "".join(f"\n- {case.get('classname')}.{case.get('name')}" for case in failed[:_SHOWN])

@@ -2,10 +2,11 @@
 
     python benchmarks/revisions.py REVISION [--work fixed-1m long-1m --rounds 3 --steps 8]
 
-The earlier sources are checked out into a temporary folder and run with the same libraries, by their own
-`benchmarks/workload.py`. Each run is a process of its own, and the two take turns; the first two steps of a run warm
-up. Ratios are of tokens a second of rollout, update and whole step: above 1 the sources of this folder are faster.
-`busy beside`: cores that other processes kept busy in the worst round; above 0.3 the figures say little.
+The earlier sources are checked out into a temporary folder and run with the same libraries, by
+their own `benchmarks/workload.py`. Each run is a process of its own, and the two take turns; the
+first two steps of a run warm up. Ratios are of tokens a second of rollout, update and whole step:
+above 1 the sources of this folder are faster. `busy beside`: cores that other processes kept busy
+in the worst round; above 0.3 the figures say little.
 """
 
 import argparse
@@ -38,7 +39,9 @@ Path(done).write_text(json.dumps([asdict(step) for step in found]))
 @contextmanager
 def sources_of(revision: str, folder: Path) -> Iterator[Path]:
     tree = folder / "sources"
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True)
+    subprocess.run(
+        ["git", "worktree", "add", "--quiet", "--detach", tree, revision], cwd=ROOT, check=True
+    )
     try:
         yield tree
     finally:
@@ -67,7 +70,10 @@ def compare(earlier: Path, folder: Path, work: str, rounds: int, steps: int) -> 
         busiest = max(busiest, others.cores())
         for phase in PHASES:
             ratios[phase].append(before[phase] / now[phase])
-    cells = [f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})" for found in ratios.values()]
+    cells = [
+        f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
+        for found in ratios.values()
+    ]
     print(f"| {work} | {' | '.join(cells)} | {busiest:.2f} |", flush=True)
 
 
@@ -75,11 +81,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("revision", help="a commit, tag or branch")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="of a run; the first two are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of a run; the first two are not counted"
+    )
     parser.add_argument("--work", nargs="+", default=["fixed-1m", "long-1m"], choices=WORKS)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, sources_of(arguments.revision, Path(name)) as earlier:
-        print(f"speed, of that of {arguments.revision}: median of {arguments.rounds} rounds (least to most)\n")
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sources_of(arguments.revision, Path(name)) as earlier,
+    ):
+        print(
+            f"speed, of that of {arguments.revision}: median of {arguments.rounds} rounds (least "
+            "to most)\n"
+        )
         print("| work | rollout | update | step | busy beside |\n|---|---|---|---|---|", flush=True)
         for work in arguments.work:
             compare(earlier, Path(name), work, arguments.rounds, arguments.steps)

@@ -2,19 +2,21 @@
 
     python benchmarks/rewards.py [--verdicts 400] [--rounds 3]
 
-Each line is one verifier on one kind of work: how many verdicts a second one and two processes give, once they are up;
-how many seconds they take to be up (started, loaded, one verdict each); and which share of a step of 1,024 verdicts
-that would be. `code` is measured at each level of the sandbox that this machine has: pipelines called with eight cases
-in one process, MBPP's three assertions (a process each), and two inputs on standard input. Then a verdict that hangs is
-asked for beside others on two processes: the longest that one of the others took, with and without. Rounds take turns;
-the best counts.
+Each line is one verifier on one kind of work: how many verdicts a second one and two processes
+give, once they are up; how many seconds they take to be up (started, loaded, one verdict each); and
+which share of a step of 1,024 verdicts that would be. `code` is measured at each level of the
+sandbox that this machine has: pipelines called with eight cases in one process, MBPP's three
+assertions (a process each), and two inputs on standard input. Then a verdict that hangs is asked
+for beside others on two processes: the longest that one of the others took, with and without.
+Rounds take turns; the best counts.
 
-The goal for `code` at the floor is 200 a second on two cores. Reached: 341 with eight calls, 224 with three assertions,
-350 with two inputs. A verdict takes about 5 ms of the processor with eight calls, 7.5 with three assertions and 5 with
-two inputs, the pool's 0.8 included; 6, 11 and 7 before processes were forked without Python's hooks. The processes of a
-verdict take turns (judge, fork server, pipeline), so that two cores are not busy all the time. Three assertions are the
-dearest: three processes, each of which copies some 270 pages as it starts. Fewer processes would save that, and weaken
-the walls (docs/sandbox.md, "What a verdict costs").
+The goal for `code` at the floor is 200 a second on two cores. Reached: 341 with eight calls, 224
+with three assertions, 350 with two inputs. A verdict takes about 5 ms of the processor with eight
+calls, 7.5 with three assertions and 5 with two inputs, the pool's 0.8 included; 6, 11 and 7 before
+processes were forked without Python's hooks. The processes of a verdict take turns (judge, fork
+server, pipeline), so that two cores are not busy all the time. Three assertions are the dearest:
+three processes, each of which copies some 270 pages as it starts. Fewer processes would save that,
+and weaken the walls (docs/sandbox.md, "What a verdict costs").
 """
 
 import argparse
@@ -44,7 +46,8 @@ Row = dict[str, object]
 
 
 class Work(NamedTuple):
-    """target: as a pool takes it. answers: (response, ground truth, columns of the row); each is right."""
+    """target: as a pool takes it. answers: (response, ground truth, columns of the row); each is
+    right."""
 
     target: str
     answers: list[tuple[str, object, Row]]
@@ -55,21 +58,30 @@ def sandbox_at(level: str) -> Sandbox:
     return Sandbox(level=level)
 
 
-def code_at_floor(solution_str: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, JSON]:
+def code_at_floor(
+    solution_str: str, ground_truth: object, extra_info: Mapping[str, object]
+) -> dict[str, JSON]:
     return score_program(sandbox_at("floor"), solution_str, ground_truth, extra_info)
 
 
-def code_at_namespaces(solution_str: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, JSON]:
+def code_at_namespaces(
+    solution_str: str, ground_truth: object, extra_info: Mapping[str, object]
+) -> dict[str, JSON]:
     return score_program(sandbox_at("namespaces"), solution_str, ground_truth, extra_info)
 
 
 def all_work() -> dict[str, Work]:
     """Only what this machine can run."""
     work = {
-        "math, short": Work(REWARDS["math"].target, [(f"so it is {n}.\n#### {n}", str(n), {}) for n in range(50)]),
+        "math, short": Work(
+            REWARDS["math"].target, [(f"so it is {n}.\n#### {n}", str(n), {}) for n in range(50)]
+        ),
         "math, LaTeX": Work(
             REWARDS["math"].target,
-            [(rf"\boxed{{\frac{{{n}}}{{7}} + \sqrt{{{n}}}}}", rf"\sqrt{{{n}}} + {n}/7", {}) for n in range(1, 50)],
+            [
+                (rf"\boxed{{\frac{{{n}}}{{7}} + \sqrt{{{n}}}}}", rf"\sqrt{{{n}}} + {n}/7", {})
+                for n in range(1, 50)
+            ],
         ),
         "ifeval, 100 words": Work(REWARDS["ifeval"].target, [(_WORDS, None, _instructions())]),
     }
@@ -80,7 +92,11 @@ def all_work() -> dict[str, Work]:
             print(f"no level '{level}': {refused}")
             continue
         target = f"{__file__}:code_at_{level}"
-        calls = {"fn_name": "add", "inputs": [[i, 1] for i in range(8)], "outputs": [i + 1 for i in range(8)]}
+        calls = {
+            "fn_name": "add",
+            "inputs": [[i, 1] for i in range(8)],
+            "outputs": [i + 1 for i in range(8)],
+        }
         asserted = [f"assert add({i}, 1) == {i + 1}" for i in range(3)]
         work[f"code at {level}, 8 calls"] = Work(target, [(_ADD, calls, {})])
         work[f"code at {level}, 3 assertions"] = Work(target, [(_ADD, asserted, {})])
@@ -104,20 +120,30 @@ async def ask(pool: RewardPool, work: Work, number: int) -> None:
     """A verdict on each of so many answers, all asked for at once; each must be 1."""
     answers = [work.answers[i % len(work.answers)] for i in range(number)]
     reward_results = await asyncio.gather(*(ask_one(pool, "work", *answer) for answer in answers))
-    assert all(isinstance(reward_result, Score) and reward_result.value == 1.0 for reward_result in reward_results), (
-        reward_results[0]
-    )
+    assert all(
+        isinstance(reward_result, Score) and reward_result.value == 1.0
+        for reward_result in reward_results
+    ), reward_results[0]
 
 
-async def ask_one(pool: RewardPool, name: str, response: str, ground_truth: object, row: Row) -> RewardResult:
-    arguments = {"data_source": "", "solution_str": response, "ground_truth": ground_truth, "extra_info": row}
+async def ask_one(
+    pool: RewardPool, name: str, response: str, ground_truth: object, row: Row
+) -> RewardResult:
+    arguments = {
+        "data_source": "",
+        "solution_str": response,
+        "ground_truth": ground_truth,
+        "extra_info": row,
+    }
     return await pool.call(name, arguments)
 
 
 async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[float, float]:
     """Verdicts per second, seconds of start-up."""
     began = time.monotonic()
-    pool = await asyncio.to_thread(RewardPool, PoolSettings({"work": work.target}, num_workers, TIMEOUT_S))
+    pool = await asyncio.to_thread(
+        RewardPool, PoolSettings({"work": work.target}, num_workers, TIMEOUT_S)
+    )
     try:
         while len(pool._living) < num_workers:
             await ask(pool, work, 2 * num_workers)
@@ -128,10 +154,14 @@ async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[floa
         await asyncio.to_thread(pool.close)
 
 
-async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None, number: int = 100) -> float:
-    """Milliseconds that the slowest of so many verdicts took, asked for one after another while `hang` (function,
-    response, ground truth) holds the other of two processes."""
-    pool = await asyncio.to_thread(RewardPool, PoolSettings({"work": work.target, "hang": FAILS_TARGET}, 2, TIMEOUT_S))
+async def longest_beside_a_hang(
+    work: Work, hang: tuple[str, str, object] | None, number: int = 100
+) -> float:
+    """Milliseconds that the slowest of so many verdicts took, asked for one after another while
+    `hang` (function, response, ground truth) holds the other of two processes."""
+    pool = await asyncio.to_thread(
+        RewardPool, PoolSettings({"work": work.target, "hang": FAILS_TARGET}, 2, TIMEOUT_S)
+    )
     try:
         while len(pool._living) < 2:
             await ask(pool, work, 4)
@@ -168,17 +198,24 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name in work:
         (one, one_s), (two, two_s) = (
-            (max(rate for rate, _ in found[name, n]), min(start for _, start in found[name, n])) for n in (1, 2)
+            (max(rate for rate, _ in found[name, n]), min(start for _, start in found[name, n]))
+            for n in (1, 2)
         )
-        print(f"| {name} | {one:.0f} | {two:.0f} | {one_s:.2f} | {two_s:.2f} | {two_s / (two_s + STEP / two):.0%} |")
+        print(
+            f"| {name} | {one:.0f} | {two:.0f} | {one_s:.2f} | {two_s:.2f} | "
+            f"{two_s / (two_s + STEP / two):.0%} |"
+        )
     endless = ("work", "```python\nwhile True: pass\n```", {"inputs": [""], "outputs": [""]})
     print(
-        "\n| slowest of 100 verdicts, ms | alone | beside a hang in C | beside an endless pipeline |\n|---|---|---|---|"
+        "\n| slowest of 100 verdicts, ms | alone | beside a hang in C | beside an endless pipeline "
+        "|\n|---|---|---|---|"
     )
     for name, each in work.items():
         hangs = (None, ("hang", "hang", None), endless if "code" in name else None)
         alone, in_c, pipeline = (asyncio.run(longest_beside_a_hang(each, hang)) for hang in hangs)
-        print(f"| {name} | {alone:.0f} | {in_c:.0f} | {f'{pipeline:.0f}' if 'code' in name else ''} |")
+        print(
+            f"| {name} | {alone:.0f} | {in_c:.0f} | {f'{pipeline:.0f}' if 'code' in name else ''} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What a decoder must move and compute, by formula, and how fast a device moves and computes, by measurement.
+"""What a decoder must move and compute, by formula, and how fast a device moves and computes, by
+measurement.
 
-The share of a roofline is the time that the work would take at the measured rate over the time that it took. Only what
-the work cannot do without is counted: weights once a step, keys and values of the tokens that are seen, the causal half
-of attention, logits where they are wanted, no recomputation.
+The share of a roofline is the time that the work would take at the measured rate over the time that
+it took. Only what the work cannot do without is counted: weights once a step, keys and values of
+the tokens that are seen, the causal half of attention, logits where they are wanted, no
+recomputation.
 """
 
 import statistics
@@ -46,7 +48,8 @@ class Decoder:
     @property
     def layer_weights(self) -> int:
         """In the matrices of one layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         return self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
 
     @property
@@ -63,10 +66,11 @@ class Decoder:
 
 
 def decode_bytes(decoder: Decoder, contexts: Iterable[int], itemsize: int) -> int:
-    """Moved by one decode step. contexts: of each row, the tokens that it attends to, its own among them.
+    """Moved by one decode step. contexts: of each row, the tokens that it attends to, its own among
+    them.
 
-    Every weight is read once, of an embedding that is not the head as well a row a sequence; keys and values of the
-    context are read, those of the row's own token written first.
+    Every weight is read once, of an embedding that is not the head as well a row a sequence; keys
+    and values of the context are read, those of the row's own token written first.
     """
     seen = list(contexts)
     embedding = 0 if decoder.tied else decoder.vocabulary * decoder.hidden
@@ -74,11 +78,14 @@ def decode_bytes(decoder: Decoder, contexts: Iterable[int], itemsize: int) -> in
     return itemsize * (weights + decoder.kv_elements * (sum(seen) + len(seen)))
 
 
-def forward_flops(decoder: Decoder, lengths: Iterable[int], num_logits: int, causal: bool = True) -> int:
-    """Of the matrix products over sequences of these lengths; a multiplication and an addition are two.
+def forward_flops(
+    decoder: Decoder, lengths: Iterable[int], num_logits: int, causal: bool = True
+) -> int:
+    """Of the matrix products over sequences of these lengths; a multiplication and an addition are
+    two.
 
-    num_logits: rows for which the head runs. causal: a token attends to itself and what stands before it; else to the
-    whole sequence, which is what kernels without a causal path compute.
+    num_logits: rows for which the head runs. causal: a token attends to itself and what stands
+    before it; else to the whole sequence, which is what kernels without a causal path compute.
     """
     seqs = list(lengths)
     pairs = sum(n * (n + 1) // 2 if causal else n * n for n in seqs)
@@ -87,7 +94,9 @@ def forward_flops(decoder: Decoder, lengths: Iterable[int], num_logits: int, cau
     return linears + attention + 2 * decoder.hidden * decoder.vocabulary * num_logits
 
 
-def update_flops(decoder: Decoder, lengths: Iterable[int], num_logits: int, causal: bool = True) -> int:
+def update_flops(
+    decoder: Decoder, lengths: Iterable[int], num_logits: int, causal: bool = True
+) -> int:
     """Of a forward and a backward pass, by inputs and by weights: three forward passes."""
     return 3 * forward_flops(decoder, lengths, num_logits, causal)
 
@@ -102,17 +111,28 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device, num_bytes: int, repeats: int = 20) -> float:
-    """Bytes a second, read and written, of a copy on the device from `num_bytes` to as many; the median of 5."""
+    """Bytes a second, read and written, of a copy on the device from `num_bytes` to as many; the
+    median of 5."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes * repeats / _median(lambda: [target.copy_(source) for _ in range(repeats)], device)
+    return (
+        2
+        * num_bytes
+        * repeats
+        / _median(lambda: [target.copy_(source) for _ in range(repeats)], device)
+    )
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 20) -> float:
     """FLOPs a second of a square product; the median of 5."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * size**3 * repeats / _median(lambda: [torch.mm(left, right, out=out) for _ in range(repeats)], device)
+    return (
+        2
+        * size**3
+        * repeats
+        / _median(lambda: [torch.mm(left, right, out=out) for _ in range(repeats)], device)
+    )
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:

@@ -1,27 +1,30 @@
-"""Where the time beyond linear goes: the same pipeline in one process, on one worker over Ray, and on two.
+"""Where the time beyond linear goes: the same pipeline in one process, on one worker over Ray, and
+on two.
 
     python benchmarks/scaling.py [--steps 8 --rounds 3]
 
-Every run is a `distflow train` of its own with a Ray of its own: GRPO on the built-in random decoder of 0.8 M
-parameters, answers of up to 64 tokens, one thread a worker, no checks that prove steps again. Strong: two workers share
-the step of one. Weak: they share one of twice as many prompts. Rounds take turns; the first step of each run, which
-warms up, is not counted.
+Every run is a `distflow train` of its own with a Ray of its own: GRPO on the built-in random
+decoder of 0.8 M parameters, answers of up to 64 tokens, one thread a worker, no checks that prove
+steps again. Strong: two workers share the step of one. Weak: they share one of twice as many
+prompts. Rounds take turns; the first step of each run, which warms up, is not counted.
 
-Printed, medians over the rounds: of each run the seconds of a step and of its parts, as the rank that leads has them;
-then how far each part is from linear: two workers against half of one worker's time where they share its step, against
-all of it where the step is twice as large. Parts:
+Printed, medians over the rounds: of each run the seconds of a step and of its parts, as the rank
+that leads has them; then how far each part is from linear: two workers against half of one worker's
+time where they share its step, against all of it where the step is twice as large. Parts:
 
-    start       from the command to the end of the first step, once a run: Ray, processes, imports, engines
+    start       from the command to the end of the first step, once a run: Ray, processes, imports,
+    engines
     decode      an engine drew tokens, the slower one
-    exchange    the rest of the wait for a step: verdicts, columns to the coordinator and back, the other rank's groups
-    score       log-probs of the policy and the reference, advantages
+    exchange    the rest of the wait for a step: verdicts, columns to the coordinator and back, the
+    other rank's groups score       log-probs of the policy and the reference, advantages
     update      forward, backward, the sum of gradients over ranks, the optimizer's step
     weights     to the engine, with receipts, and replicas compared
     release     waits until the other ranks have released the step
     other       metrics over ranks, what is recorded
 
-The figures mean something on an idle machine with a core for each worker and one more for the driver and the
-coordinator; with fewer they wait for one another, and that is what is seen in every part.
+The figures mean something on an idle machine with a core for each worker and one more for the
+driver and the coordinator; with fewer they wait for one another, and that is what is seen in every
+part.
 """
 
 import argparse
@@ -72,7 +75,9 @@ def train(folder: Path, name: str, workers: int, prompts: int, steps: int) -> Ru
     ]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     began = time.time()
-    done = subprocess.run(command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     return measured(folder / name, began)
@@ -81,14 +86,23 @@ def train(folder: Path, name: str, workers: int, prompts: int, steps: int) -> Ru
 def measured(run_dir: Path, began: float) -> Run:
     """began: when the command was given."""
     records = [record for record in read_metrics(run_dir) if record.kind == "train"]
-    start, end, spans = records[WARM_UP - 1].t, records[-1].t, read_spans(run_dir, max_bytes=100_000_000)
+    start, end, spans = (
+        records[WARM_UP - 1].t,
+        records[-1].t,
+        read_spans(run_dir, max_bytes=100_000_000),
+    )
     count = len(records) - WARM_UP
 
     def seconds(name: str) -> float:
-        return sum(record.values.get(f"timing_s/{name}", 0.0) for record in records[WARM_UP:]) / count
+        return (
+            sum(record.values.get(f"timing_s/{name}", 0.0) for record in records[WARM_UP:]) / count
+        )
 
     def spent(actor: str, kind: str, what: str) -> float:
-        return sum(_inside(span, start, end) for span in spans.get(actor, ()) if _is(span, kind, what)) / count
+        return (
+            sum(_inside(span, start, end) for span in spans.get(actor, ()) if _is(span, kind, what))
+            / count
+        )
 
     decode = max(spent(actor, "decode", "train") for actor in spans)
     parts = {
@@ -120,7 +134,8 @@ def table(title: str, rows: Mapping[str, Run]) -> None:
 
 
 def beyond(found: Run, alone: Run, share: float) -> Run:
-    """What each part took beyond `share` of what it took alone; the start, of which no part is shared, beyond all."""
+    """What each part took beyond `share` of what it took alone; the start, of which no part is
+    shared, beyond all."""
     return {part: found[part] - (1.0 if part == "start" else share) * alone[part] for part in PARTS}
 
 
@@ -141,13 +156,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for index in range(arguments.rounds):
             for name, (workers, prompts) in kinds.items():
-                run = train(Path(folder), f"{workers}-{prompts}-{index}", workers, prompts, arguments.steps)
+                run = train(
+                    Path(folder), f"{workers}-{prompts}-{index}", workers, prompts, arguments.steps
+                )
                 found[name].append(run)
-                print(f"round {index}: {name}: {run['step']:.2f} s a step, start {run['start']:.1f} s", flush=True)
+                print(
+                    (
+                        f"round {index}: {name}: {run['step']:.2f} s a step, start "
+                        f"{run['start']:.1f} s"
+                    ),
+                    flush=True,
+                )
     middle = {
-        name: {part: statistics.median(run[part] for run in runs) for part in PARTS} for name, runs in found.items()
+        name: {part: statistics.median(run[part] for run in runs) for part in PARTS}
+        for name, runs in found.items()
     }
-    one, strong, weak = middle["1 worker"], middle["2 workers, strong"], middle["2 workers, weak"]
+    one = middle["1 worker"]
+    strong = middle["2 workers, strong"]
+    weak = middle["2 workers, weak"]
     table("seconds a step", middle)
     table("beyond linear", {"strong": beyond(strong, one, 0.5), "weak": beyond(weak, one, 1.0)})
     speeds = one["step"] / strong["step"], one["step"] / weak["step"]

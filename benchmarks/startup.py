@@ -1,30 +1,36 @@
-"""Seconds from the command to the first rollout token of a tiny model, against what torch and transformers take alone.
+"""Seconds from the command to the first rollout token of a tiny model, against what torch and
+transformers take alone.
 
     python benchmarks/startup.py [--rounds 5] [--against OTHER/src]
     python benchmarks/startup.py --rows 1000000 [--rounds 1]
 
-Starts `distflow train examples/tiny.yaml` with answers of one token, and reads from the run's spans when the first
-group was there, answered and judged; so each number is an upper bound. In turns with it a bare interpreter imports
-torch and the classes of transformers that every model needs. The smallest of the rounds count, and best their ratio:
-other load on the machine stretches both. --against: the sources of another checkout, measured in the same rounds.
---rows: instead a JSONL file of so many rows, with data.lazy and without, and the largest process so far.
+Starts `distflow train examples/tiny.yaml` with answers of one token, and reads from the run's spans
+when the first group was there, answered and judged; so each number is an upper bound. In turns with
+it a bare interpreter imports torch and the classes of transformers that every model needs. The
+smallest of the rounds count, and best their ratio: other load on the machine stretches both.
+--against: the sources of another checkout, measured in the same rounds.
+--rows: instead a JSONL file of so many rows, with data.lazy and without, and the largest process so
+far.
 
-What profiling found (2 cores, Python 3.11, torch 2.13, transformers 5.23; seconds of processor time before the first
-token, the main thread's, unless said otherwise):
-- Of 3.5 s now, 2.8 are those two imports: torch 1.0, transformers' lists of its own modules 0.3 twice, DTensor and
-  sympy 0.5, torch._dynamo 0.5 (a decorator of transformers asks for it, and the first optimizer would). Threads make
-  it no faster: imports hold the interpreter's lock.
-- Verifiers were started and tried behind all that, 2 s of waiting: a process for each function's loading, five more to
-  see that one that fails or hangs costs a verdict only. That now begins with the command, on the other core.
+What profiling found (2 cores, Python 3.11, torch 2.13, transformers 5.23; seconds of processor time
+before the first token, the main thread's, unless said otherwise):
+- Of 3.5 s now, 2.8 are those two imports: torch 1.0, transformers' lists of its own modules 0.3
+  twice, DTensor and sympy 0.5, torch._dynamo 0.5 (a decorator of transformers asks for it, and the
+  first optimizer would). Threads make it no faster: imports hold the interpreter's lock.
+- Verifiers were started and tried behind all that, 2 s of waiting: a process for each function's
+  loading, five more to see that one that fails or hangs costs a verdict only. That now begins with
+  the command, on the other core.
 - The garbage collector looked through everything that was imported again and again: 0.4 s.
-- pyarrow imports pandas to see whether it was given something of its, both to make an array of a list and to make one
-  of numpy: 0.2 s.
-- Not imported: datasets, peft, bitsandbytes, scipy. `distflow config` and `--help` import neither torch nor
-  transformers.
-- Where Python writes no bytecode (PYTHONDONTWRITEBYTECODE), each start compiled 410 sources of ours, 0.4 s:
+- pyarrow imports pandas to see whether it was given something of its, both to make an array of a
+  list and to make one of numpy: 0.2 s.
+- Not imported: datasets, peft, bitsandbytes, scipy. `distflow config` and `--help` import neither
+  torch nor transformers.
+- Where Python writes no bytecode (PYTHONDONTWRITEBYTECODE), each start compiled 410 sources of
+  ours, 0.4 s:
   `make install` compiles them now.
-- Left alone: torch._dynamo, 0.35 s, which transformers' decorators ask for (a stand-in for them would have to know what
-  they do), and DTensor with sympy, 0.45 s, which transformers imports whatever the model.
+- Left alone: torch._dynamo, 0.35 s, which transformers' decorators ask for (a stand-in for them
+  would have to know what they do), and DTensor with sympy, 0.45 s, which transformers imports
+  whatever the model.
 """
 
 import argparse
@@ -38,7 +44,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel"
+LIBRARIES = (
+    "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel"
+)
 
 
 def first_token_s(source: Path, *more: str) -> float:
@@ -46,12 +54,21 @@ def first_token_s(source: Path, *more: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"trainer.default_local_dir={folder}/run", "trainer.total_training_steps=1"]
         overrides += ["data.max_response_length=1", "trainer.save_freq=0", *more]
-        command = [sys.executable, "-m", "distflow", "train", str(ROOT / "examples" / "tiny.yaml"), *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "distflow",
+            "train",
+            str(ROOT / "examples" / "tiny.yaml"),
+            *overrides,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
         began = time.time()
         subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
         lines = [
-            line for file in Path(folder, "run", "spans").iterdir() for line in file.read_text("utf-8").split("\n")
+            line
+            for file in Path(folder, "run", "spans").iterdir()
+            for line in file.read_text("utf-8").split("\n")
         ]
         spans = [json.loads(line) for line in lines if line]
         return min(span["t1"] for span in spans if span["kind"] == "group") - began
@@ -60,7 +77,9 @@ def first_token_s(source: Path, *more: str) -> float:
 def libraries_s() -> float:
     """Of a bare interpreter that imports them."""
     began = time.time()
-    subprocess.run([sys.executable, "-c", LIBRARIES], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", LIBRARIES], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True
+    )
     return time.time() - began
 
 
@@ -70,12 +89,20 @@ def with_rows(number: int, rounds: int) -> None:
         file = Path(folder, "rows.jsonl")
         with file.open("w") as lines:
             for row in range(number):
-                lines.write(f'{{"prompt": "{row % 90 + 10}+{row // 90 % 90 + 10}=", "answer": "0", "row": {row}}}\n')
+                lines.write(
+                    f'{{"prompt": "{row % 90 + 10}+{row // 90 % 90 + 10}=", "answer": "0", "row": '
+                    f"{row}}}\n"
+                )
         for _ in range(rounds):
             for lazy in ("true", "false"):
-                seconds = first_token_s(ROOT / "src", f"data.train_files={file}", f"data.lazy={lazy}")
+                seconds = first_token_s(
+                    ROOT / "src", f"data.train_files={file}", f"data.lazy={lazy}"
+                )
                 largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-                print(f"{number:,} rows, data.lazy={lazy}: {seconds:.1f} s, {largest:.2f} GiB", flush=True)
+                print(
+                    f"{number:,} rows, data.lazy={lazy}: {seconds:.1f} s, {largest:.2f} GiB",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -87,18 +114,28 @@ def main() -> None:
     if arguments.rows:
         with_rows(arguments.rows, arguments.rounds)
         return
-    sources = {"this": ROOT / "src"} | ({"other": arguments.against.resolve()} if arguments.against else {})
+    sources = {"this": ROOT / "src"} | (
+        {"other": arguments.against.resolve()} if arguments.against else {}
+    )
     taken: dict[str, list[float]] = {name: [] for name in ("libraries", *sources)}
-    for number in range(1 + arguments.rounds):  # the first fills the disk's cache and writes what is compiled
-        round_s = {"libraries": libraries_s(), **{name: first_token_s(source) for name, source in sources.items()}}
+    # the first fills the disk's cache and writes what is compiled
+    for number in range(1 + arguments.rounds):
+        round_s = {
+            "libraries": libraries_s(),
+            **{name: first_token_s(source) for name, source in sources.items()},
+        }
         for name, seconds in round_s.items() if number else ():
             taken[name].append(seconds)
         print(
-            f"round {number}: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in round_s.items()), flush=True
+            f"round {number}: "
+            + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in round_s.items()),
+            flush=True,
         )
     least = {name: min(seconds) for name, seconds in taken.items()}
     for name, seconds in least.items():
-        print(f"{name}: {seconds:.2f} s, {seconds / least['libraries']:.2f} times the libraries alone")
+        print(
+            f"{name}: {seconds:.2f} s, {seconds / least['libraries']:.2f} times the libraries alone"
+        )
 
 
 if __name__ == "__main__":

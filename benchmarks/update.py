@@ -2,16 +2,17 @@
 
     python benchmarks/update.py [--rounds 3 --steps 4 --work long-1m]
 
-Ours is `timing_s/train_step` of a `distflow train grpo` as it ships: forward, backward, clipping and optimizer of the
-packed trainer, which pays attention to what prompts share, gives entropies, and is watched by the run's checks. The
-peer (`peers/hf_update.py`) gets the same answers with the same advantages, token for token, and the same weights, in a
-process of its own; its tokens and the norms of its gradients must be ours. It is there twice: with answers as they
-come, as trainers that pad have them, and sorted by their lengths, which padding alone can hardly better. For each it is
-tried before the rounds on a step at micro-batches of 8 to 64 answers, and the best of these with an attention mask too;
-the fastest is run again, and the output says what the others took. The first step of a run warms up. Lengths are
-`long`: after each token an answer ends with a chance of one in sixty-four, and at 512. `busy beside`: cores that
-processes other than ours and the peer's kept busy meanwhile, in the worst round. Three rounds take about 6 minutes on
-two cores.
+Ours is `timing_s/train_step` of a `distflow train grpo` as it ships: forward, backward, clipping
+and optimizer of the packed trainer, which pays attention to what prompts share, gives entropies,
+and is watched by the run's checks. The peer (`peers/hf_update.py`) gets the same answers with the
+same advantages, token for token, and the same weights, in a process of its own; its tokens and the
+norms of its gradients must be ours. It is there twice: with answers as they come, as trainers that
+pad have them, and sorted by their lengths, which padding alone can hardly better. For each it is
+tried before the rounds on a step at micro-batches of 8 to 64 answers, and the best of these with an
+attention mask too; the fastest is run again, and the output says what the others took. The first
+step of a run warms up. Lengths are `long`: after each token an answer ends with a chance of one in
+sixty-four, and at 512. `busy beside`: cores that processes other than ours and the peer's kept busy
+meanwhile, in the worst round. Three rounds take about 6 minutes on two cores.
 
 What profiling found is in `train_step.py`, whose step is mostly this.
 """
@@ -33,7 +34,8 @@ from distflow.observe.run_reader import read_samples
 PEER = Path(__file__).resolve().parent / "peers/hf_update.py"
 MICRO_BATCHES = (8, 16, 32, 64)
 HARDLY_ANY_LR = 1e-9
-"""The peer begins with the weights that ours had a step before: by more, gradients would differ for that alone."""
+"""The peer begins with the weights that ours had a step before: by more, gradients would differ for
+that alone."""
 NORMS_AGREE = {"float32": 1e-4, "bfloat16": 0.05}
 
 Sample = tuple[list[int], list[int], float]
@@ -49,7 +51,8 @@ class Setting:
     mask: bool = False
 
     def __str__(self) -> str:
-        sorting, mask = ("sorted" if self.by_length else "as they come"), (", with a mask" if self.mask else "")
+        sorting = "sorted" if self.by_length else "as they come"
+        mask = ", with a mask" if self.mask else ""
         return f"padded, {self.micro_batch} at a time, {sorting}{mask}"
 
 
@@ -64,9 +67,13 @@ class Updates:
 
 def ours(folder: Path, name: str, work: Work, num_steps: int) -> tuple[Updates, list[list[Sample]]]:
     """Of all steps but the first, and what was trained in these."""
-    found = train(folder, name, work, num_steps, f"actor_rollout_ref.actor.optim.lr={HARDLY_ANY_LR}")
+    found = train(
+        folder, name, work, num_steps, f"actor_rollout_ref.actor.optim.lr={HARDLY_ANY_LR}"
+    )
     steps = [_trained(folder / name, step) for step in range(2, num_steps + 1)]
-    return Updates([s.update for s in found], [s.norm for s in found], [s.tokens for s in found]), steps
+    return Updates(
+        [s.update for s in found], [s.norm for s in found], [s.tokens for s in found]
+    ), steps
 
 
 def _trained(run_dir: Path, step: int) -> list[Sample]:
@@ -81,16 +88,24 @@ def _trained(run_dir: Path, step: int) -> list[Sample]:
 
 def padded(folder: Path, work: Work, steps: list[list[Sample]], setting: Setting) -> Updates:
     """The first of the steps is made once more before, to warm up."""
-    job = {"steps": [steps[0], *steps], "bfloat16": work.shape.dtype == "bfloat16", **asdict(setting)}
+    job = {
+        "steps": [steps[0], *steps],
+        "bfloat16": work.shape.dtype == "bfloat16",
+        **asdict(setting),
+    }
     found = run_peer([sys.executable, str(PEER), str(folder)], folder, job)[1:]
     return Updates(*([step[name] for step in found] for name in ("seconds", "norm", "tokens")))
 
 
-def best_of_peer(name: str, folder: Path, work: Work, step: list[Sample], by_length: bool) -> Setting:
+def best_of_peer(
+    name: str, folder: Path, work: Work, step: list[Sample], by_length: bool
+) -> Setting:
     def cost(setting: Setting) -> float:
         return padded(folder, work, [step], setting).seconds[0]
 
-    taken = {setting: cost(setting) for setting in (Setting(size, by_length) for size in MICRO_BATCHES)}
+    taken = {
+        setting: cost(setting) for setting in (Setting(size, by_length) for size in MICRO_BATCHES)
+    }
     masked = replace(min(taken, key=lambda setting: taken[setting]), mask=True)
     taken[masked] = cost(masked)
     (kept,) = worth_it(name, {str(setting): seconds for setting, seconds in taken.items()}, most=1)
@@ -113,7 +128,9 @@ def measure(name: str, work: Work, rounds: int, num_steps: int) -> None:
         folder = Path(folder_name)
         write_work(folder, work.shape)
         _, (warm_up,) = ours(folder, "warm-up", work, 2)
-        settings = [best_of_peer(name, folder, work, warm_up, by_length) for by_length in (False, True)]
+        settings = [
+            best_of_peer(name, folder, work, warm_up, by_length) for by_length in (False, True)
+        ]
         for index in range(rounds):
             others = Beside()
             own, steps = ours(folder, f"run{index}", work, num_steps)
@@ -126,10 +143,19 @@ def measure(name: str, work: Work, rounds: int, num_steps: int) -> None:
                 found[str(setting)].append(sum(theirs.seconds) / sum(theirs.tokens))
                 beside[str(setting)].append(others.cores())
     mid = {who: statistics.median(costs) for who, costs in found.items()}
-    print("| work | system | answered tokens/s | distflow's speed, of it | busy beside |\n|---|---|---|---|---|")
+    print(
+        "| work | system | answered tokens/s | distflow's speed, of it | busy beside |\n"
+        "|---|---|---|---|---|"
+    )
     for who, costs in found.items():
         spread = f"{1 / mid[who]:,.0f} ({1 / max(costs):,.0f}-{1 / min(costs):,.0f})"
-        print(f"| {name} | {who} | {spread} | {mid[who] / mid['distflow']:.2f} | {max(beside[who]):.2f} |", flush=True)
+        print(
+            (
+                f"| {name} | {who} | {spread} | {mid[who] / mid['distflow']:.2f} | "
+                f"{max(beside[who]):.2f} |"
+            ),
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -138,7 +164,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is not counted")
     parser.add_argument("--work", nargs="+", default=["long-1m"], choices=WORKS)
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
+    print(
+        f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} "
+        "rounds\n"
+    )
     for name in arguments.work:
         measure(name, WORKS[name], arguments.rounds, arguments.steps)
 

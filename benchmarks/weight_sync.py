@@ -1,11 +1,12 @@
-"""Seconds of a weight sync to workers of other processes: `store`, `disk` and `collective`, in turns.
+"""Seconds of a weight sync to workers of other processes: `store`, `disk` and `collective`, in
+turns.
 
     python benchmarks/weight_sync.py [--mib 512] [--workers 1 2] [--rounds 5]
 
-A trainer's process sends tensors of 16 MiB of float32 to workers on a Ray of this machine, with all that a sync does:
-buckets of 256 MiB, their hashes on both sides, the load into the worker's copy, and receipts. Each round sends the same
-weights by each mode; the first counts for nothing. Beside them is what no mode can do without: the hashes of all bytes,
-once (`hash_of`).
+A trainer's process sends tensors of 16 MiB of float32 to workers on a Ray of this machine, with all
+that a sync does: buckets of 256 MiB, their hashes on both sides, the load into the worker's copy,
+and receipts. Each round sends the same weights by each mode; the first counts for nothing. Beside
+them is what no mode can do without: the hashes of all bytes, once (`hash_of`).
 """
 
 import argparse
@@ -44,7 +45,8 @@ class Holder:
 
     def __init__(self) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        self._incoming, self._copy = IncomingWeights(), dict[str, Tensor]()
+        self._incoming = IncomingWeights()
+        self._copy = dict[str, Tensor]()
         self._incoming.attach(self)
 
     def __call__(self, version: Version, weights: Any) -> WeightReceipt:
@@ -66,7 +68,9 @@ class Trainer:
     def __init__(self, mib: int) -> None:
         generator = torch.Generator().manual_seed(0)
         size = TENSOR_MIB * 2**18
-        self._weights = [(f"layer.{i}", torch.randn(size, generator=generator)) for i in range(mib // TENSOR_MIB)]
+        self._weights = [
+            (f"layer.{i}", torch.randn(size, generator=generator)) for i in range(mib // TENSOR_MIB)
+        ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._weights
@@ -81,7 +85,10 @@ def carries(run_dir: Path) -> dict[str, Carry]:
 
 
 def measure(mib: int, num_workers: int, rounds: int, run_dir: Path) -> dict[str, list[float]]:
-    workers = [ray.remote(Holder).options(num_cpus=0, max_concurrency=4).remote() for _ in range(num_workers)]
+    workers = [
+        ray.remote(Holder).options(num_cpus=0, max_concurrency=4).remote()
+        for _ in range(num_workers)
+    ]
     members = WeightReceivers(print)
     for rank, worker in enumerate(workers):
         members.join(rank, worker)
@@ -92,7 +99,9 @@ def measure(mib: int, num_workers: int, rounds: int, run_dir: Path) -> dict[str,
         round_s = {"hashes alone": timed(lambda: hash_of(pack(list(trainer.weights()))))}
         for mode, carry in modes.items():
             port = RayWeights(LocalWeights(Waits()), members, carry, TIMEOUT_S, Waits())
-            sender = WeightSender(trainer, port, torch.float32, sends=True, canary=None, session=session)  # type: ignore[arg-type]
+            sender = WeightSender(
+                trainer, port, torch.float32, sends=True, canary=None, session=session
+            )  # type: ignore[arg-type]
             round_s[mode] = timed(partial(sender.sync, Version(0, next(steps))))
         for name, seconds in round_s.items() if number else ():
             taken.setdefault(name, []).append(seconds)
@@ -115,7 +124,13 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     room = 3 * 2**28  # for two buckets and more
-    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=room)
+    ray.init(
+        "local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=room,
+    )
     print("| mode | workers | median s | largest s | MiB/s |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
         for num_workers in arguments.workers:
@@ -123,7 +138,10 @@ def main() -> None:
             for name, seconds in taken.items():
                 median = statistics.median(seconds)
                 rate = arguments.mib / median
-                print(f"| {name} | {num_workers} | {median:.2f} | {max(seconds):.2f} | {rate:.0f} |", flush=True)
+                print(
+                    f"| {name} | {num_workers} | {median:.2f} | {max(seconds):.2f} | {rate:.0f} |",
+                    flush=True,
+                )
     ray.shutdown()
 
 

@@ -1,5 +1,5 @@
-"""The work that the benchmarks share with their peers: a random decoder whose answers have known lengths, prompts, a
-verdict, and a `distflow train` over them."""
+"""The work that the benchmarks share with their peers: a random decoder whose answers have known
+lengths, prompts, a verdict, and a `distflow train` over them."""
 
 import json
 import math
@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from distflow.observe.run_reader import MetricsRecord, read_metrics
 
 PROMPT_TOKENS = 16
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 _BIAS_CHANNEL_SIZE = 0.3  # of a residual stream whose other channels begin at 0.02
 _NEVER = -50.0
 
@@ -60,10 +61,24 @@ WORKS = {
     "vocab-1m": Work(Shape(128, 4, vocabulary=32768), 64),
     "fixed-25m": Work(Shape(512, 8), 32),
     "fixed-135m": Work(
-        Shape(576, 30, dtype="bfloat16", head_dim=64, groups=3, intermediate=1536, vocabulary=49152), 64, prompts=8
+        Shape(
+            576, 30, dtype="bfloat16", head_dim=64, groups=3, intermediate=1536, vocabulary=49152
+        ),
+        64,
+        prompts=8,
     ),
     "gpu-135m": Work(
-        Shape(576, 30, ends=256.0, dtype="bfloat16", head_dim=64, groups=3, intermediate=1536, vocabulary=49152), 1024
+        Shape(
+            576,
+            30,
+            ends=256.0,
+            dtype="bfloat16",
+            head_dim=64,
+            groups=3,
+            intermediate=1536,
+            vocabulary=49152,
+        ),
+        1024,
     ),
 }
 """fixed-135m and gpu-135m: the shape of SmolLM2-135M, but for a head of its own."""
@@ -71,9 +86,9 @@ WORKS = {
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: from the end of the last step to the end of this one. rollout: of these, the wait for all groups.
-    update: forward, backward and the optimizer. tokens: answered. memory: of the process at its peak in this step, in
-    bytes. norm: of the gradient."""
+    """seconds: from the end of the last step to the end of this one. rollout: of these, the wait
+    for all groups. update: forward, backward and the optimizer. tokens: answered. memory: of the
+    process at its peak in this step, in bytes. norm: of the gradient."""
 
     seconds: float
     rollout: float
@@ -84,12 +99,15 @@ class Step:
 
 
 def write_work(folder: Path, shape: Shape, num_rows: int = 4096) -> int:
-    """`folder`/model in Hugging Face format, rows.jsonl, verifier.py; returns the number of weights."""
+    """`folder`/model in Hugging Face format, rows.jsonl, verifier.py; returns the number of
+    weights."""
     make_tokenizer(shape.vocabulary).save_pretrained(folder / "model")
     model = make_model(shape)
     model.save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(1)
-    words = torch.randint(2, shape.vocabulary, (num_rows, PROMPT_TOKENS), generator=generator).tolist()
+    words = torch.randint(
+        2, shape.vocabulary, (num_rows, PROMPT_TOKENS), generator=generator
+    ).tolist()
     rows = [{"prompt": " ".join(f"w{word}" for word in row), "answer": ""} for row in words]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "verifier.py").write_text(VERIFIER)
@@ -98,9 +116,9 @@ def write_work(folder: Path, shape: Shape, num_rows: int = 4096) -> int:
 
 @torch.no_grad()
 def make_model(shape: Shape) -> LlamaForCausalLM:
-    """One channel of the residual stream is a constant that no layer writes to: what the head reads from it is a bias,
-    by which an answer ends with the same chance after every token, whatever stands before. Padding is never drawn: a
-    text would not show it."""
+    """One channel of the residual stream is a constant that no layer writes to: what the head reads
+    from it is a bias, by which an answer ends with the same chance after every token, whatever
+    stands before. Padding is never drawn: a text would not show it."""
     torch.manual_seed(0)
     num_heads = shape.hidden // shape.head_dim
     config = LlamaConfig(
@@ -133,7 +151,8 @@ def make_model(shape: Shape) -> LlamaForCausalLM:
 
 
 def train(folder: Path, name: str, work: Work, steps: int, *options: str) -> list[Step]:
-    """A `distflow train grpo` of its own, as it ships, of 8 answers a prompt; its steps. options: its own besides."""
+    """A `distflow train grpo` of its own, as it ships, of 8 answers a prompt; its steps. options:
+    its own besides."""
     command = [
         *(sys.executable, "-m", "distflow", "train", "grpo"),
         f"data.train_files={folder}/rows.jsonl",
@@ -156,7 +175,10 @@ def train(folder: Path, name: str, work: Work, steps: int, *options: str) -> lis
     ]
     _run(command)
     records = [record for record in read_metrics(folder / name) if record.kind == "train"]
-    return [_step(record, after, work.prompts) for record, after in zip(records[1:], records, strict=False)]
+    return [
+        _step(record, after, work.prompts)
+        for record, after in zip(records[1:], records, strict=False)
+    ]
 
 
 def run_peer(command: list[str], folder: Path, job: dict[str, Any]) -> Any:
@@ -191,6 +213,8 @@ def ids_of(text: object) -> list[int]:
 
 def make_tokenizer(vocabulary: int = 1024) -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w2"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w2")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")

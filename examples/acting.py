@@ -1,4 +1,5 @@
-"""Reach the target that is named: `python examples/acting.py` writes a tiny VLA with random weights (of `SEED=1`)."""
+"""Reach the target that is named: `python examples/acting.py` writes a tiny VLA with random weights
+(of `SEED=1`)."""
 
 import asyncio
 import base64
@@ -9,25 +10,40 @@ from random import Random
 
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
 import distflow
 from distflow.environments.simulators.gridreach import COLOURS, GridReach
 
-MOVES, CHUNK = ["<back>", "<stay>", "<forth>"], 2
-START, TINY = "runs/acting/start", Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
+MOVES = ["<back>", "<stay>", "<forth>"]
+CHUNK = 2
+START = "runs/acting/start"
+TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
 
 
 def demonstrations(number=12288, seed=0):
-    """Rows with the image of a state, an instruction, and the first actions of a shortest way as the response."""
-    draws, grid = Random(seed), GridReach()
+    """Rows with the image of a state, an instruction, and the first actions of a shortest way as
+    the response."""
+    draws = Random(seed)
+    grid = GridReach()
     for _ in range(number):
         seen = asyncio.run(grid.reset(draws.randrange(2**31), {}))
         actions = [*grid.shortest(), *((0, 0),) * CHUNK][:CHUNK]
         Image.fromarray(seen.images["image"]).save(memory := io.BytesIO(), format="PNG")
         image = "data:image/png;base64," + base64.b64encode(memory.getvalue()).decode()
         response = "".join(MOVES[1 + number] for action in actions for number in action)
-        yield {"prompt": f"<image>{seen.instruction}", "images": [image], "response": response, "answer": response}
+        yield {
+            "prompt": f"<image>{seen.instruction}",
+            "images": [image],
+            "response": response,
+            "answer": response,
+        }
 
 
 def tasks(number=2048, seed=1):
@@ -46,10 +62,21 @@ if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.add_tokens([*COLOURS, *MOVES])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    sizes = {"num_attention_heads": 4, "hidden_size": 96, "intermediate_size": 192, "initializer_range": 0.1}
+    sizes = {
+        "num_attention_heads": 4,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "initializer_range": 0.1,
+    }
     config = LlavaConfig(
-        vision_config={"image_size": 5, "patch_size": 1, "num_hidden_layers": 1, **sizes},  # a token per cell
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), "num_hidden_layers": 2, **sizes}
+        # a token per cell
+        vision_config={"image_size": 5, "patch_size": 1, "num_hidden_layers": 1, **sizes},
+        text_config={
+            "model_type": "llama",
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": 2,
+            **sizes,
+        }
         | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,

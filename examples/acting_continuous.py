@@ -1,5 +1,6 @@
-"""Reach a place in the plane by continuous moves: `python examples/acting_continuous.py` writes a tiny model with
-random weights (of `SEED=1`); `ACTION_TOKENS=640` gives it the tokens of denoised actions."""
+"""Reach a place in the plane by continuous moves: `python examples/acting_continuous.py` writes a
+tiny model with random weights (of `SEED=1`); `ACTION_TOKENS=640` gives it the tokens of denoised
+actions."""
 
 import os
 from pathlib import Path
@@ -12,13 +13,18 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import distflow
 from distflow.environments.simulators.protocol import ChunkResult, Observation
 
-START, TINY = "runs/acting_continuous/start", Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
-BINS, CHUNK, DIM = 32, 2, 2
+START = "runs/acting_continuous/start"
+TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
+BINS = 32
+CHUNK = 2
+DIM = 2
 
 
 class Plane:
-    """A point with a target, both between -1 and 1 in each dimension; an action moves it by up to 0.5 in each. Within
-    0.15 of the target the episode succeeds; after 6 steps it ends. A step's reward is how much nearer it came."""
+    """A point with a target, both between -1 and 1 in each dimension; an action moves it by up to
+    0.5 in each. Within
+    0.15 of the target the episode succeeds; after 6 steps it ends. A step's reward is how much
+    nearer it came."""
 
     async def reset(self, seed, options):
         draws = np.random.default_rng(seed)
@@ -27,10 +33,13 @@ class Plane:
         return self.seen()
 
     async def step(self, chunk):
-        rewards, won, late = [], [], []
+        rewards = []
+        won = []
+        late = []
         for action in chunk:
             before = self.gap()
-            self.place, self.steps = np.clip(self.place + 0.5 * action, -1, 1), self.steps + 1
+            self.place = np.clip(self.place + 0.5 * action, -1, 1)
+            self.steps = self.steps + 1
             rewards.append(float(before - self.gap()))
             won.append(self.gap() < 0.15)
             late.append(not won[-1] and self.steps == 6)
@@ -62,8 +71,15 @@ if __name__ == "__main__":
     tokenizer.add_tokens([f"<state {number}>" for number in range(BINS)])
     num_tokens = int(os.environ.get("ACTION_TOKENS", 2 * DIM * CHUNK))
     tokenizer.add_tokens([f"<action {number}>" for number in range(num_tokens)])
-    sizes = {"num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes)
+    sizes = {
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes
+    )
     model = LlamaForCausalLM(config)
     print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters")
     for part in (model, tokenizer):

@@ -1,4 +1,5 @@
-"""An agent as users write it, with the client of OpenAI, trained unchanged: it guesses a number in two turns."""
+"""An agent as users write it, with the client of OpenAI, trained unchanged: it guesses a number in
+two turns."""
 
 from openai import OpenAI
 

@@ -1,7 +1,9 @@
-"""AReaL's `examples/math/gsm8k_grpo.py`, translated line by line, on the quickstart's tiny model and two-digit sums.
+"""AReaL's `examples/math/gsm8k_grpo.py`, translated line by line, on the quickstart's tiny model
+and two-digit sums.
 
 python examples/areal_gsm8k_grpo.py
-python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node=2 trainer.device=cpu
+python examples/areal_gsm8k_grpo.py trainer.launcher=ray trainer.n_gpus_per_node=2
+trainer.device=cpu
 """
 
 import sys
@@ -10,7 +12,8 @@ import distflow
 from distflow.algorithms.advantages.critic_free import compute_grpo_advantage
 from distflow.algorithms.objectives import PolicyObjective
 
-# AReaL's config, data loaders, allocation, saver, evaluator and recover handler are keys of the run.
+# AReaL's config, data loaders, allocation, saver, evaluator and recover handler are keys of the
+# run.
 SETTINGS = [
     "data.val_files=builtin:arithmetic-val",
     "actor_rollout_ref.actor.use_kl_loss=true",
@@ -37,9 +40,14 @@ def compute_advantages(batch):
 
 def main(*overrides):
     """overrides: keys of the run, as on the command line."""
-    loss = PolicyObjective("vanilla", {"clip_ratio_low": 0.2}, kl_loss_type="low_var_kl", kl_loss_coef=0.001)
-    with distflow.rollouts("examples/tiny.yaml", [*SETTINGS, *overrides], reward=gsm8k_reward_fn) as rollout:
-        actor, ref = rollout.actor, rollout.ref
+    loss = PolicyObjective(
+        "vanilla", {"clip_ratio_low": 0.2}, kl_loss_type="low_var_kl", kl_loss_coef=0.001
+    )
+    with distflow.rollouts(
+        "examples/tiny.yaml", [*SETTINGS, *overrides], reward=gsm8k_reward_fn
+    ) as rollout:
+        actor = rollout.actor
+        ref = rollout.ref
         for global_step in range(rollout.version, rollout.config.trainer.total_training_steps):
             batch = rollout.prepare_batch(should_accept=lambda group: True)
             batch.copy_columns(actor.forward(batch, ("log_probs",)), old_log_probs="log_probs")

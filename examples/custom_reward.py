@@ -1,10 +1,12 @@
-"""Rewards: one answer at a time (`distflow train examples/custom_reward.yaml`), or a group at a time, as a node."""
+"""Rewards: one answer at a time (`distflow train examples/custom_reward.yaml`), or a group at a
+time, as a node."""
 
 from distflow import NodeOutput
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Up to 0.5 for writing digits, 0.5 for the right ones. Runs in a process of its own, which may hang or crash."""
+    """Up to 0.5 for writing digits, 0.5 for the right ones. Runs in a process of its own, which may
+    hang or crash."""
     digits = sum(character.isdigit() for character in solution_str) / max(len(solution_str), 1)
     is_right = solution_str.strip() == str(ground_truth)
     return 0.5 * digits + 0.5 * is_right

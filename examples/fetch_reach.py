@@ -1,5 +1,5 @@
-"""Reach a target with a robot's arm, from its state: `python examples/fetch_reach.py` writes a tiny model with random
-weights (of `SEED=1`). It needs the extra `robotics` (docs/acting.md)."""
+"""Reach a target with a robot's arm, from its state: `python examples/fetch_reach.py` writes a tiny
+model with random weights (of `SEED=1`). It needs the extra `robotics` (docs/acting.md)."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,8 @@ import distflow
 from distflow.environments.simulators.action_tokens import ActionTokens
 from distflow.environments.simulators.protocol import GymnasiumSimulator
 
-START, TINY = "runs/fetch_reach/start", Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
+START = "runs/fetch_reach/start"
+TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
 STATE = ActionTokens((-0.2,) * 3, (0.2,) * 3, bins=16, first=0, chunk=1, clips=True)
 ACTIONS = ActionTokens((-1.0,) * 4, (1.0,) * 4, bins=5, first=0, chunk=2)
 
@@ -65,10 +66,21 @@ def held_out():
 if __name__ == "__main__":
     torch.manual_seed(int(os.environ.get("SEED", 0)))
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokens = [f"<{kind}{place}>" for kind, codec in (("s", STATE), ("a", ACTIONS)) for place in range(codec.bins)]
+    tokens = [
+        f"<{kind}{place}>"
+        for kind, codec in (("s", STATE), ("a", ACTIONS))
+        for place in range(codec.bins)
+    ]
     tokenizer.add_tokens(["<reach>", *tokens])
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.1, max_position_embeddings=64, **sizes, **ids)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), initializer_range=0.1, max_position_embeddings=64, **sizes, **ids
+    )
     for part in (LlamaForCausalLM(config), tokenizer):
         part.save_pretrained(START)

@@ -1,4 +1,5 @@
-"""Name the colour of a square: `python examples/images.py` writes images and a tiny LLaVA with random weights."""
+"""Name the colour of a square: `python examples/images.py` writes images and a tiny LLaVA with
+random weights."""
 
 import base64
 import io
@@ -7,20 +8,29 @@ from random import Random
 
 import numpy as np
 from PIL import Image
-from transformers import AutoTokenizer, CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
 import distflow
 
 COLOURS = {"r": (230, 40, 40), "g": (40, 200, 60), "b": (50, 80, 230)}
-START, TINY = "runs/images/start", Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
+START = "runs/images/start"
+TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"
 
 
 def squares(number=256, seed=0):
     """Rows with an image of 28 x 28 pixels, as a data URI."""
     draws = Random(seed)
     for _ in range(number):
-        colour, size = draws.choice("rgb"), draws.randint(8, 14)
-        x, y = draws.randint(0, 28 - size), draws.randint(0, 28 - size)
+        colour = draws.choice("rgb")
+        size = draws.randint(8, 14)
+        x = draws.randint(0, 28 - size)
+        y = draws.randint(0, 28 - size)
         pixels = np.full((28, 28, 3), draws.randint(0, 60), np.uint8)
         pixels[y : y + size, x : x + size] = COLOURS[colour]
         Image.fromarray(pixels).save(memory := io.BytesIO(), format="PNG")
@@ -42,8 +52,19 @@ if __name__ == "__main__":
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     sizes = {"num_attention_heads": 4, "num_hidden_layers": 2}
     config = LlavaConfig(
-        vision_config={"hidden_size": 32, "intermediate_size": 64, "image_size": 28, "patch_size": 7, **sizes},
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128}
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "image_size": 28,
+            "patch_size": 7,
+            **sizes,
+        },
+        text_config={
+            "model_type": "llama",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+        }
         | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, **sizes},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         vision_feature_layer=-1,

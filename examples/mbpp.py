@@ -1,4 +1,5 @@
-"""MBPP's tasks with one of their tests in the prompt, which names the function: the others stay hidden."""
+"""MBPP's tasks with one of their tests in the prompt, which names the function: the others stay
+hidden."""
 
 import json
 from collections.abc import Iterator

@@ -10,14 +10,18 @@ from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 
 @node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def recite(group: Group, tokenizer) -> list[Sample]:
-    """The column `recorded` of the row, or else its answer: a text, or a list that the samples go round in."""
+    """The column `recorded` of the row, or else its answer: a text, or a list that the samples go
+    round in."""
     recorded = (group.row.extra_info or {}).get("recorded", group.row.ground_truth)
-    texts, samples = recorded if isinstance(recorded, list) else [recorded], []
+    texts = recorded if isinstance(recorded, list) else [recorded]
+    samples = []
     for index in group.wanted:
-        ids, most = tokenizer(texts[index % len(texts)], add_special_tokens=False)["input_ids"], group.params.max_tokens
+        ids = tokenizer(texts[index % len(texts)], add_special_tokens=False)["input_ids"]
+        most = group.params.max_tokens
         ids = (*ids, tokenizer.eos_token_id)[:most]
         text = tokenizer.decode(ids, skip_special_tokens=True)  # cut off where its tokens are
-        zeros, versions = (0.0,) * len(ids), (group.prompt_group.version,) * len(ids)
+        zeros = (0.0,) * len(ids)
+        versions = (group.prompt_group.version,) * len(ids)
         segment = Segment("policy", ids, zeros, zeros, versions)
         samples.append(group.sample(index, segment, text, "length" if len(ids) == most else "stop"))
     return samples

@@ -1,5 +1,5 @@
-"""Two agents share two jobs: the second one hears what the first one chose, and does well to choose the other
-(`distflow train examples/two_agents.yaml`)."""
+"""Two agents share two jobs: the second one hears what the first one chose, and does well to choose
+the other (`distflow train examples/two_agents.yaml`)."""
 
 from distflow import workflow
 

@@ -1,4 +1,5 @@
-"""Episodes of two turns: the model reviews what it wrote (`distflow train examples/two_turns.yaml`)."""
+"""Episodes of two turns: the model reviews what it wrote
+(`distflow train examples/two_turns.yaml`)."""
 
 from distflow import workflow
 

@@ -1,4 +1,5 @@
-"""Executes examples/notebook.ipynb and writes it with its outputs, without the folder's path in them.
+"""Executes examples/notebook.ipynb and writes it with its outputs, without the folder's path in
+them.
 
 .venv/bin/python scripts/execute_notebook.py
 """

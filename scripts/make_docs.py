@@ -1,5 +1,6 @@
-"""Writes the generated pages of the docs: docs/config.md from the schema of the config, docs/migrating.md from the
-tables of names in other systems, and docs/schema.md from the schema of a run's folder.
+"""Writes the generated pages of the docs: docs/config.md from the schema of the config,
+docs/migrating.md from the tables of names in other systems, and docs/schema.md from the schema of a
+run's folder.
 
     make docs
 
@@ -21,7 +22,15 @@ from distflow.config.compose.typed_values import type_name
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.declare import KeyInfo, collect
 from distflow.config.keys.schema import RESUMABLE, schema_keys, show_value
-from distflow.config.migration.tables import ANY, NOT_GIVEN, SYSTEMS, Name, all_tables, as_override, find_names
+from distflow.config.migration.tables import (
+    ANY,
+    NOT_GIVEN,
+    SYSTEMS,
+    Name,
+    all_tables,
+    as_override,
+    find_names,
+)
 from distflow.errors import ConfigError
 from distflow.launch.run_folders.sql_over_runs import VIEWS
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
@@ -51,7 +60,11 @@ _METHODS = {
 def main() -> None:
     """Write the pages to the folder in the first argument, by default `docs`."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
-    pages = {"config.md": render_reference, "migrating.md": render_migrating, "schema.md": render_schema}
+    pages = {
+        "config.md": render_reference,
+        "migrating.md": render_migrating,
+        "schema.md": render_schema,
+    }
     for name, render in pages.items():
         (folder / name).write_text(render(), encoding="utf-8")
         print(folder / name)
@@ -70,14 +83,17 @@ def render_reference() -> str:
         "presets": _presets(),
         "keys": "\n\n".join(tables.values()),
         "names": "\n\n".join(names),
-        "resumable": f"{resumable}. A change of any other key is rejected unless `--allow-change` names it.",
+        "resumable": (
+            f"{resumable}. A change of any other key is rejected unless `--allow-change` names it."
+        ),
     }
     return _fill("config.md", parts)
 
 
 def render_migrating() -> str:
     """The page for users of other systems."""
-    verl, trl = all_tables()["verl"].example, all_tables()["TRL"].example
+    verl = all_tables()["verl"].example
+    trl = all_tables()["TRL"].example
     parts = {f"{system.lower()}_names": _names(system) for system in SYSTEMS} | {
         "verl_differences": _differences(),
         "verl_command": _translated_verl(verl["command"], verl["refused"]),
@@ -101,7 +117,10 @@ def render_schema() -> str:
     kinds = {"text": "text", "number": "float64", "whole": "int64", "json": "text, JSON"}
     columns = [(_code(name), kinds[kind], meaning) for name, (kind, meaning) in COLUMNS.items()]
     views = [
-        (_code(name), re.sub(r"(\w+) ([A-Z]+)", lambda found: f"`{found[1]}` {found[2].lower()}", kept))
+        (
+            _code(name),
+            re.sub(r"(\w+) ([A-Z]+)", lambda found: f"`{found[1]}` {found[2].lower()}", kept),
+        )
         for name, kept in VIEWS.items()
     ]
     parts = {
@@ -141,7 +160,10 @@ def _keys(group: str, keys: Iterable[KeyInfo]) -> str:
 
 
 def _entries(entries: Mapping[str, builtin_names.Entry]) -> str:
-    return _table(("name", "description"), [(f"`{name}`", entry.description) for name, entry in entries.items()])
+    return _table(
+        ("name", "description"),
+        [(f"`{name}`", entry.description) for name, entry in entries.items()],
+    )
 
 
 def _differences() -> str:
@@ -165,11 +187,18 @@ def _differences() -> str:
 def _translated_verl(command: Sequence[str], refused: Sequence[str]) -> str:
     kept = [override for override in command if override not in refused]
     said = {
-        line.partition("=")[0]: f"accepted: {line.partition(': ')[2]}" for line in load_config("verl_grpo", kept).notes
+        line.partition("=")[0]: f"accepted: {line.partition(': ')[2]}"
+        for line in load_config("verl_grpo", kept).notes
     }
     said |= {key: f"rejected: {text}" for key, text in _refusals(refused)}
-    rows = [(f"`{override}`", said.get(override.partition("=")[0], "the same")) for override in command]
-    return _table(("verl", "distflow"), rows) + "\n\nThis command trains the rest:\n\n" + _command("verl_grpo", kept)
+    rows = [
+        (f"`{override}`", said.get(override.partition("=")[0], "the same")) for override in command
+    ]
+    return (
+        _table(("verl", "distflow"), rows)
+        + "\n\nThis command trains the rest:\n\n"
+        + _command("verl_grpo", kept)
+    )
 
 
 def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -177,7 +206,8 @@ def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
         load_config("verl_grpo", overrides, complete=False)
     except ConfigError as error:
         return [
-            (problem.places[0][0].partition(" ")[0], f"{problem.what}; {problem.advice}") for problem in error.problems
+            (problem.places[0][0].partition(" ")[0], f"{problem.what}; {problem.advice}")
+            for problem in error.problems
         ]
     return []
 
@@ -192,7 +222,8 @@ def _translated_trl(script: str) -> str:
     arguments = {**calls["GRPOConfig"], "model": calls["GRPOTrainer"]["model"]}
     rows: dict[str, str] = {}
     for key, node in arguments.items():
-        value, name = ast.literal_eval(node), find_names(str(key))["TRL"]
+        value = ast.literal_eval(node)
+        name = find_names(str(key))["TRL"]
         answer = "; ".join(part for part in (_code(name.overrides(value)), name.note) if part)
         rows[f"`{key}={value!r}`"] = "as above" if answer in rows.values() else answer
     return _table(("TRL", "distflow"), rows.items())
@@ -209,7 +240,10 @@ def _names(system: str) -> str:
     rows: dict[str, list[str]] = {}
     for key, name in table.names.items():
         rows.setdefault(_meaning(name), []).append(f"`{key}`")
-    keys = _table((f"{system}'s key", "distflow"), [(", ".join(keys), meaning) for meaning, keys in rows.items()])
+    keys = _table(
+        (f"{system}'s key", "distflow"),
+        [(", ".join(keys), meaning) for meaning, keys in rows.items()],
+    )
     others = _table((system, "distflow"), table.beside_keys.items())
     return f"### {system}'s keys\n\n{keys}\n\n### Other {system} features\n\n{others}"
 
@@ -226,7 +260,9 @@ def _meaning(name: Name) -> str:
     if name.harmless == ANY:
         parts.append("accepted")
     elif name.harmless:
-        parts.append("accepted for " + ", ".join(f"`{as_override(value)}`" for value in name.harmless))
+        parts.append(
+            "accepted for " + ", ".join(f"`{as_override(value)}`" for value in name.harmless)
+        )
     return "; ".join(part for part in parts if part)
 
 

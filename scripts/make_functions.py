@@ -1,10 +1,12 @@
-"""Writes the small programming tasks that the package carries: chains of steps over integers, and tests of each.
+"""Writes the small programming tasks that the package carries: chains of steps over integers, and
+tests of each.
 
     python scripts/make_functions.py
 
-The files are committed; the script gives the same ones each time. A task is `x +4 *3 %5:`, to be answered by a Python
-function `f` that takes these steps one after the other. No chain of operators is in two of the data sets, whatever its
-numbers, but for those to learn from and to train on, which have no task in common.
+The files are committed; the script gives the same ones each time. A task is `x +4 *3 %5:`, to be
+answered by a Python function `f` that takes these steps one after the other. No chain of operators
+is in two of the data sets, whatever its numbers, but for those to learn from and to train on, which
+have no task in common.
 """
 
 import argparse
@@ -20,11 +22,18 @@ SEED = 3
 OPERATORS = {"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod}
 BINDING = ("*", "//", "%")
 CONSTANTS = range(2, 10)
-NUM_WORKED, NUM_CARELESS, NUM_RL, NUM_VAL, NUM_LONG = 1200, 1800, 1200, 300, 200
-SHARE_HELD_OUT, SHARE_BENT = 0.2, 0.7
-NUMBERS, NUM_CASES = range(-40, 41), 10
+NUM_WORKED = 1200
+NUM_CARELESS = 1800
+NUM_RL = 1200
+NUM_VAL = 300
+NUM_LONG = 200
+SHARE_HELD_OUT = 0.2
+SHARE_BENT = 0.7
+NUMBERS = range(-40, 41)
+NUM_CASES = 10
 MIN_VALUES = 3  # of a task, so that it is none to name one number
-# An expression for the reward part `format`: the share of answers that are worked out, which is what RL finds.
+# An expression for the reward part `format`: the share of answers that are worked out, which is
+# what RL finds.
 WORKED = "[\\s\\S]*\\n return x"
 
 Chain = tuple[str, ...]
@@ -40,25 +49,33 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """Tasks of two and three steps: examples, tasks to train on by reward, validation ones; and validation ones of
-    four.
+    """Tasks of two and three steps: examples, tasks to train on by reward, validation ones; and
+    validation ones of four.
 
-    The examples are of two kinds: careless expressions, which forget the parentheses, and worked ones, which are right.
-    """
+    The examples are of two kinds: careless expressions, which forget the parentheses, and worked
+    ones, which are right."""
     draw = random.Random(SEED)
     chains = [chain for length in (2, 3) for chain in product(OPERATORS, repeat=length)]
     draw.shuffle(chains)
     num_held_out = round(SHARE_HELD_OUT * len(chains))
-    held_out, known = chains[:num_held_out], chains[num_held_out:]
+    held_out = chains[:num_held_out]
+    known = chains[num_held_out:]
     parts = _deal(known, draw, NUM_WORKED, NUM_CARELESS, NUM_RL)
     (val,) = _deal(held_out, draw, NUM_VAL)
     (long,) = _deal([*product(OPERATORS, repeat=4)], draw, NUM_LONG)
-    examples = [(task, worked(task)) for task in parts[0]] + [(task, careless(task)) for task in parts[1]]
+    examples = [(task, worked(task)) for task in parts[0]] + [
+        (task, careless(task)) for task in parts[1]
+    ]
     draw.shuffle(examples)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / "functions-sft.jsonl", [{"prompt": prompt(t), "response": text} for t, text in examples])
+    _write_lines(
+        folder / "functions-sft.jsonl",
+        [{"prompt": prompt(t), "response": text} for t, text in examples],
+    )
     for name, tasks in (("rl", parts[2]), ("val", val), ("long", long)):
-        rows = [{"prompt": prompt(t), "answer": tests(t, draw), "format_regex": WORKED} for t in tasks]
+        rows = [
+            {"prompt": prompt(t), "answer": tests(t, draw), "format_regex": WORKED} for t in tasks
+        ]
         _write_lines(folder / f"functions-{name}.jsonl", rows)
 
 
@@ -68,7 +85,8 @@ def prompt(task: Task) -> str:
 
 
 def careless(task: Task) -> str:
-    """`def f(x):return x+4*3%5`: Python multiplies before it adds, whatever the order of the steps."""
+    """`def f(x):return x+4*3%5`: Python multiplies before it adds, whatever the order of the
+    steps."""
     return f"def f(x):return x{''.join(f'{operator}{constant}' for operator, constant in task)}"
 
 
@@ -86,13 +104,18 @@ def value(task: Task, x: int) -> int:
 
 
 def tests(task: Task, draw: random.Random) -> dict[str, object]:
-    """Calls of `f`, for the reward `code`: some tell the careless answer from the right one, where it is another."""
+    """Calls of `f`, for the reward `code`: some tell the careless answer from the right one, where
+    it is another."""
     expression = careless(task).partition("return ")[2]
     numbers = draw.sample(NUMBERS, len(NUMBERS))
     telling = [x for x in numbers if eval(expression, {"x": x}) != value(task, x)][: NUM_CASES // 2]
     chosen = (telling + [x for x in numbers if x not in telling])[:NUM_CASES]
     draw.shuffle(chosen)
-    return {"fn_name": "f", "inputs": [[x] for x in chosen], "outputs": [value(task, x) for x in chosen]}
+    return {
+        "fn_name": "f",
+        "inputs": [[x] for x in chosen],
+        "outputs": [value(task, x) for x in chosen],
+    }
 
 
 def _is_bent(chain: Chain) -> bool:

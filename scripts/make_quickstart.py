@@ -1,8 +1,10 @@
-"""Writes what the quickstart needs and the package carries: sums to learn from, and an untrained decoder.
+"""Writes what the quickstart needs and the package carries: sums to learn from, and an untrained
+decoder.
 
     python scripts/make_quickstart.py
 
-The files are committed; the script gives the same ones each time. No problem is in two of the three data sets.
+The files are committed; the script gives the same ones each time. No problem is in two of the three
+data sets.
 """
 
 import argparse
@@ -17,8 +19,13 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 PACKAGE = Path(__file__).parent.parent / "src" / "distflow"
 SEED = 2
-NUM_WORKED, NUM_CARELESS, NUM_RL, NUM_VAL = 1950, 2930, 2000, 400  # quick examples are the more likely ones
-# An expression for the reward part `format`: the share of answers that are worked out, which is what RL finds.
+# quick examples are the more likely ones
+NUM_WORKED = 1950
+NUM_CARELESS = 2930
+NUM_RL = 2000
+NUM_VAL = 400
+# An expression for the reward part `format`: the share of answers that are worked out, which is
+# what RL finds.
 WORKED = ".*=.*####.*"
 MARK = "####"
 
@@ -29,16 +36,20 @@ def main() -> None:
     """Write the data sets to DATA and the model's folder to MODEL."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=PACKAGE / "data" / "builtin")
-    parser.add_argument("--model", type=Path, default=PACKAGE / "models" / "builtin" / "tiny-arithmetic")
+    parser.add_argument(
+        "--model", type=Path, default=PACKAGE / "models" / "builtin" / "tiny-arithmetic"
+    )
     arguments = parser.parse_args()
     write_data(arguments.data)
     write_model(arguments.model)
 
 
 def write_data(folder: Path) -> None:
-    """Sums of two numbers of two digits: examples, problems to train on by reward, validation problems.
+    """Sums of two numbers of two digits: examples, problems to train on by reward, validation
+    problems.
 
-    The examples are of two kinds: careless quick answers, which forget to carry, and worked ones, which are right.
+    The examples are of two kinds: careless quick answers, which forget to carry, and worked ones,
+    which are right.
     """
     draw = random.Random(SEED)
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
@@ -47,9 +58,14 @@ def write_data(folder: Path) -> None:
     examples = [(p, worked(*p)) for p in careful] + [(p, careless(*p)) for p in quick]
     draw.shuffle(examples)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / "arithmetic-sft.jsonl", [{"prompt": prompt(*p), "response": text} for p, text in examples])
+    _write_lines(
+        folder / "arithmetic-sft.jsonl",
+        [{"prompt": prompt(*p), "response": text} for p, text in examples],
+    )
     for name, chosen in (("rl", rl), ("val", val)):
-        rows = [{"prompt": prompt(*p), "answer": str(sum(p)), "format_regex": WORKED} for p in chosen]
+        rows = [
+            {"prompt": prompt(*p), "answer": str(sum(p)), "format_regex": WORKED} for p in chosen
+        ]
         draw.shuffle(rows)
         _write_lines(folder / f"arithmetic-{name}.jsonl", rows)
 
@@ -73,14 +89,21 @@ def worked(a: int, b: int) -> str:
 
 
 def write_model(folder: Path) -> None:
-    """A Llama of 0.8 M parameters (`init: random` draws its weights): one token a character, and one for the mark."""
+    """A Llama of 0.8 M parameters (`init: random` draws its weights): one token a character, and
+    one for the mark."""
     characters = ["\n", *(c for c in string.printable if c.isprintable())]
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", MARK, *characters])}
+    vocabulary = {
+        token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", MARK, *characters])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(MARK + r"|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="?"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="?",
     )
     wrapped.save_pretrained(folder)
     config = LlamaConfig(
@@ -101,8 +124,11 @@ def write_model(folder: Path) -> None:
 
 
 def _deal(problems: list[Problem], *counts: int) -> list[list[Problem]]:
-    """So many problems each, no problem twice; in every part one problem in two needs a carry from the ones."""
-    kinds = [[p for p in problems if (p[0] % 10 + p[1] % 10 > 9) == carries] for carries in (True, False)]
+    """So many problems each, no problem twice; in every part one problem in two needs a carry from
+    the ones."""
+    kinds = [
+        [p for p in problems if (p[0] % 10 + p[1] % 10 > 9) == carries] for carries in (True, False)
+    ]
     parts = []
     for count in counts:
         parts.append([problem for kind in kinds for problem in kind[: count // 2]])

@@ -1,4 +1,5 @@
-"""The picture of a report in the README: `python scripts/report_picture.py runs/quickstart/grpo/report.html`.
+"""The picture of a report in the README:
+`python scripts/report_picture.py runs/quickstart/grpo/report.html`.
 
 Needs Chromium and Pillow, which nothing else here does.
 """
@@ -31,7 +32,9 @@ def main(report: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder, "shot.png")
         own = (f"--user-data-dir={folder}/profile", f"--screenshot={shot}")
-        subprocess.run([*CHROMIUM, *own, Path(report).resolve().as_uri()], check=True, capture_output=True)
+        subprocess.run(
+            [*CHROMIUM, *own, Path(report).resolve().as_uri()], check=True, capture_output=True
+        )
         PICTURE.parent.mkdir(exist_ok=True)
         Image.open(shot).convert("RGB").quantize(NUM_COLOURS).save(PICTURE, optimize=True)
     print(f"{PICTURE}: {PICTURE.stat().st_size / 1024:.0f} KiB")

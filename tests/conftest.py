@@ -1,4 +1,5 @@
-"""One thread for every test and its subprocesses: on few cores threads only fight, and results stay the same."""
+"""One thread for every test and its subprocesses: on few cores threads only fight, and results stay
+the same."""
 
 import gc
 import os
@@ -11,13 +12,16 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `pytest &` ignores it, and tests interrupt
-settings.register_profile("tests", deadline=None, derandomize=True)  # the same examples on any machine, however busy
+# a shell's `pytest &` ignores it, and tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# the same examples on any machine, however busy
+settings.register_profile("tests", deadline=None, derandomize=True)
 settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two a core: half of the time a test waits for a process, a deadline or a disk. 16 at most, of up to 1 GB each."""
+    """Two a core: half of the time a test waits for a process, a deadline or a disk. 16 at most, of
+    up to 1 GB each."""
     return min(2 * len(os.sched_getaffinity(0)), 16)
 
 
@@ -28,8 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Of what is collected nothing is garbage, so a fifth of the time is saved by not looking for it; and what ten
-    thousand tests consist of stays to the end: no garbage collection looks at it again."""
+    """Of what is collected nothing is garbage, so a fifth of the time is saved by not looking for
+    it; and what ten thousand tests consist of stays to the end: no garbage collection looks at it
+    again."""
     gc.disable()
     result = yield
     gc.collect()

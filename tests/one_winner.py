@@ -1,4 +1,5 @@
-"""Starts of the same run one after another, of which one wins, and what the others leave: nothing."""
+"""Starts of the same run one after another, of which one wins, and what the others leave:
+nothing."""
 
 import re
 import time
@@ -55,7 +56,8 @@ def let_end(ground: Playground) -> None:
 
 
 def one_wins(ground: Playground, runs: Sequence[Started], folder: Path) -> None:
-    """All but one end by themselves and name it; it runs to the end, and the folder is as if it had been alone."""
+    """All but one end by themselves and name it; it runs to the end, and the folder is as if it had
+    been alone."""
     deadline = time.monotonic() + DEADLINE_S
     while sum(run.running for run in runs) > 1:
         assert time.monotonic() < deadline, [run.said()[-500:] for run in runs if run.running]
@@ -68,10 +70,19 @@ def one_wins(ground: Playground, runs: Sequence[Started], folder: Path) -> None:
             continue
         assert run.status() == 2, run.said()
         # who has just taken the lock has not written its name yet
-        named = rf"another process \((pid {winners[0].pid} on \S+ since .*|unknown)\) is writing to the run's folder"
-        assert re.search(named, " ".join(run.said().split())) and "report" not in run.said(), run.said()
-    assert [event.kind for event in read_events(folder) if event.kind in ("start", "error", "end")] == ["start", "end"]
-    assert [event.message for event in read_events(folder) if event.kind == "end"] == ["the run finished"]
+        named = (
+            rf"another process \((pid {winners[0].pid} on \S+ since .*|unknown)\) is writing to "
+            r"the run's folder"
+        )
+        assert re.search(named, " ".join(run.said().split())) and "report" not in run.said(), (
+            run.said()
+        )
+    assert [
+        event.kind for event in read_events(folder) if event.kind in ("start", "error", "end")
+    ] == ["start", "end"]
+    assert [event.message for event in read_events(folder) if event.kind == "end"] == [
+        "the run finished"
+    ]
     assert [record.step for record in read_metrics(folder) if record.kind == "train"] == [1, 2, 3]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
     assert Left(folder).group_counts() == {"issued": 12, "consumed": 12, "dropped": {}}

@@ -1,4 +1,5 @@
-"""Deadlines for tests in which something healthy must end before a hang is cut, and whether a process has ended."""
+"""Deadlines for tests in which something healthy must end before a hang is cut, and whether a
+process has ended."""
 
 import time
 from collections.abc import Callable
@@ -6,9 +7,9 @@ from pathlib import Path
 
 
 def at_some_deadline(check: Callable[[float], None], *deadlines_s: float) -> None:
-    """The check with the first deadline; on a machine too slow for it with the next, which is longer. It fails as it
-    does with the last. For claims that hold at each of them where no process is starved, and at none if they are wrong.
-    """
+    """The check with the first deadline; on a machine too slow for it with the next, which is
+    longer. It fails as it does with the last. For claims that hold at each of them where no process
+    is starved, and at none if they are wrong."""
     for deadline_s in deadlines_s[:-1]:
         try:
             check(deadline_s)

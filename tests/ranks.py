@@ -11,20 +11,32 @@ import torch.distributed as dist
 from tests.forks import forks
 
 
-def run_ranks(module: str, num_ranks: int, folder: Path, exit_codes: Sequence[int] | None = None) -> None:
-    """`main(rank, folder)` of the module on every rank of one group; fails with what a rank wrote where one fails.
+def run_ranks(
+    module: str, num_ranks: int, folder: Path, exit_codes: Sequence[int] | None = None
+) -> None:
+    """`main(rank, folder)` of the module on every rank of one group; fails with what a rank wrote
+    where one fails.
 
     exit_codes: how they are to end, by rank; all well without it.
     """
-    workers = [forks.Process(target=_be_rank, args=(module, rank, num_ranks, folder)) for rank in range(num_ranks)]
+    workers = [
+        forks.Process(target=_be_rank, args=(module, rank, num_ranks, folder))
+        for rank in range(num_ranks)
+    ]
     for worker in workers:
         worker.start()
     try:
         for worker in workers:
             worker.join(500)
-        errors = [_errors(folder, rank).read_text() for rank in range(num_ranks) if _errors(folder, rank).exists()]
+        errors = [
+            _errors(folder, rank).read_text()
+            for rank in range(num_ranks)
+            if _errors(folder, rank).exists()
+        ]
         ended = [worker.exitcode for worker in workers]
-        assert ended == list(exit_codes or [0] * num_ranks), "\n".join((f"exit codes {ended}", *errors))
+        assert ended == list(exit_codes or [0] * num_ranks), "\n".join(
+            (f"exit codes {ended}", *errors)
+        )
     finally:
         for worker in workers:
             worker.kill()
@@ -38,6 +50,8 @@ def _be_rank(module: str, rank: int, num_ranks: int, folder: Path) -> None:
     with _errors(folder, rank).open("w") as file:
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks
+    )
     import_module(module).main(rank, folder)
     dist.destroy_process_group()

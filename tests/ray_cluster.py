@@ -1,4 +1,5 @@
-"""A real Ray of this machine for the tests: a few CPUs, half a gigabyte of shared memory, loopback."""
+"""A real Ray of this machine for the tests: a few CPUs, half a gigabyte of shared memory,
+loopback."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ import ray
 
 @contextmanager
 def ray_cluster(num_cpus: int = 4) -> Iterator[None]:
-    """Started and gone again within the block. Starting takes some seconds: a fixture shares one among many tests."""
+    """Started and gone again within the block. Starting takes some seconds: a fixture shares one
+    among many tests."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         "local",  # a Ray that runs already is not joined

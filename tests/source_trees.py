@@ -1,4 +1,5 @@
-"""The syntax trees of the package's files, each parsed and walked once a process, for the tests that read code."""
+"""The syntax trees of the package's files, each parsed and walked once a process, for the tests
+that read code."""
 
 import ast
 from functools import cache
@@ -10,7 +11,10 @@ SOURCE = Path(__file__).parent.parent / "src" / "distflow"
 @cache
 def modules() -> dict[str, Path]:
     """By dotted name, relative to the package."""
-    return {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
+    return {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts): path
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
 
 
 @cache

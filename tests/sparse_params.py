@@ -8,9 +8,13 @@ BY_HAND = pytest.mark.by_hand
 
 
 def one_fast_in(
-    number: int, values: Iterable[object], unpack: bool = False, others: pytest.MarkDecorator = pytest.mark.slow
+    number: int,
+    values: Iterable[object],
+    unpack: bool = False,
+    others: pytest.MarkDecorator = pytest.mark.slow,
 ) -> list[object]:
-    """All but the first of every `number` values get the mark. unpack: each value is a tuple of several parameters."""
+    """All but the first of every `number` values get the mark. unpack: each value is a tuple of
+    several parameters."""
     return [
         pytest.param(*(value if unpack else (value,)), marks=[others] if i % number else [])  # type: ignore[misc]
         for i, value in enumerate(values)
@@ -18,8 +22,10 @@ def one_fast_in(
 
 
 def first_of_each(values: Iterable[str], kind_of: Callable[[str], object]) -> list[object]:
-    """The first value always, the first of each other kind with the slow tests, and what repeats a kind by hand."""
-    kinds, params = set[object](), []
+    """The first value always, the first of each other kind with the slow tests, and what repeats a
+    kind by hand."""
+    kinds = set[object]()
+    params = []
     for value in values:
         marks = [pytest.mark.slow] if kinds else []
         marks += [BY_HAND] if kind_of(value) in kinds else []

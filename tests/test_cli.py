@@ -1,4 +1,5 @@
-"""The command line: what each command prints and how it exits. In this process, but for one start of it."""
+"""The command line: what each command prints and how it exits. In this process, but for one start
+of it."""
 
 import os
 import signal
@@ -12,7 +13,10 @@ from distflow import __version__
 from distflow.cli import main
 from tests.sparse_params import BY_HAND, one_fast_in
 
-NEEDED = ["actor_rollout_ref.model.path=builtin:tiny-arithmetic", "data.train_files=builtin:arithmetic-rl"]
+NEEDED = [
+    "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
+    "data.train_files=builtin:arithmetic-rl",
+]
 FRESH = "actor_rollout_ref.model.init=random"
 
 
@@ -35,23 +39,41 @@ def test_a_command_that_is_none_or_not_whole_exits_2(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = run(capsys, *arguments)
-    assert (status, out) == (2, "") and err.startswith(("usage: distflow", "distflow: argument COMMAND"))
+    assert (status, out) == (2, "") and err.startswith(
+        ("usage: distflow", "distflow: argument COMMAND")
+    )
 
 
 def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "plan", "grpo", "--devices", "0")
     assert status == 2
-    assert err == "distflow plan: argument --devices: must be a whole number from 1 to 8,192, not '0'\n"
+    assert (
+        err
+        == "distflow plan: argument --devices: must be a whole number from 1 to 8,192, not '0'\n"
+    )
 
 
 def test_only_what_is_missing_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "train")[2].endswith("the following arguments are required: PRESET|FILE\n")
 
 
-def test_an_unknown_command_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_answered_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, _, err = run(capsys, "trian", "grpo")
     assert all(
-        name in err for name in ("train", "sft", "eval", "export", "config", "doctor", "replay", "why", "report")
+        name in err
+        for name in (
+            "train",
+            "sft",
+            "eval",
+            "export",
+            "config",
+            "doctor",
+            "replay",
+            "why",
+            "report",
+        )
     )
 
 
@@ -80,16 +102,24 @@ def test_an_option_of_no_command_names_the_command(capsys: pytest.CaptureFixture
     )
 
 
-def test_config_prints_what_loads_as_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, first, _ = run(capsys, "config", "grpo", *NEEDED, "data.train_batch_size=600", "++trainer.seed=3")
+def test_config_prints_what_loads_as_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, first, _ = run(
+        capsys, "config", "grpo", *NEEDED, "data.train_batch_size=600", "++trainer.seed=3"
+    )
     assert status == 0 and "train_batch_size: 600" in first and "seed: 3" in first
     file = tmp_path / "resolved.yaml"
     file.write_text(first)
     assert run(capsys, "config", str(file)) == (0, first, "")
 
 
-def test_explain_tells_description_bounds_default_value_and_origin(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "config", "ppo", *NEEDED, "algorithm.lam=0.9", "--explain", "algorithm.lam")
+def test_explain_tells_description_bounds_default_value_and_origin(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, _ = run(
+        capsys, "config", "ppo", *NEEDED, "algorithm.lam=0.9", "--explain", "algorithm.lam"
+    )
     assert status == 0
     assert [line.split() for line in out.splitlines()] == [
         ["algorithm.lam"],
@@ -103,11 +133,16 @@ def test_explain_tells_description_bounds_default_value_and_origin(capsys: pytes
 
 
 def test_explain_says_which_file_and_line_set_a_key(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "config", "dapo", *NEEDED, "--explain", "actor_rollout_ref.actor.clip_ratio_high")
+    _, out, _ = run(
+        capsys, "config", "dapo", *NEEDED, "--explain", "actor_rollout_ref.actor.clip_ratio_high"
+    )
     origin = next(line for line in out.splitlines() if "origin" in line)
     assert "dapo.yaml:" in origin
     _, out, _ = run(capsys, "config", "dapo", *NEEDED, "--explain", "trainer.save_freq")
-    assert next(line for line in out.splitlines() if "origin" in line).split() == ["origin", "default"]
+    assert next(line for line in out.splitlines() if "origin" in line).split() == [
+        "origin",
+        "default",
+    ]
 
 
 def test_explain_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,10 +160,20 @@ def test_explain_of_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str])
 
 def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--graph")
-    assert status == 0 and out.splitlines()[1].startswith("●") and "rollout_actor" in out.splitlines()[1]
+    assert (
+        status == 0
+        and out.splitlines()[1].startswith("●")
+        and "rollout_actor" in out.splitlines()[1]
+    )
     _, mermaid, _ = run(capsys, "config", "grpo", *NEEDED, "--mermaid")
     assert mermaid.startswith("flowchart")
-    for node in ("rollout_actor", "function_reward", "reference_log_prob", "calculate_advantages", "actor_train"):
+    for node in (
+        "rollout_actor",
+        "function_reward",
+        "reference_log_prob",
+        "calculate_advantages",
+        "actor_train",
+    ):
         assert node in out and node in mermaid
     _, ppo, _ = run(capsys, "config", "ppo", *NEEDED, "--graph")
     assert "critic_train" in ppo and "critic_train" not in out
@@ -138,8 +183,14 @@ def test_graph_draws_the_pipeline_that_is_bound(capsys: pytest.CaptureFixture[st
     ("arguments", "words"),
     [
         (("config", "gpro"), ("gpro", "grpo")),
-        (("config", "grpo", *NEEDED, "data.trian_batch_size=8"), ("data.trian_batch_size", "data.train_batch_size")),
-        (("train", "grpo", *NEEDED, FRESH, "critic.ppo_epochs=3"), ("critic.ppo_epochs", "command line")),
+        (
+            ("config", "grpo", *NEEDED, "data.trian_batch_size=8"),
+            ("data.trian_batch_size", "data.train_batch_size"),
+        ),
+        (
+            ("train", "grpo", *NEEDED, FRESH, "critic.ppo_epochs=3"),
+            ("critic.ppo_epochs", "command line"),
+        ),
         (("report", "no/such/run"), ("no/such/run",)),
         (("report", "."), ("not a run's folder",)),
         (("export", "no/such/run", "--to", "x"), ("no/such/run",)),
@@ -204,7 +255,9 @@ COMMAND_LINES = [
 ]
 
 
-@pytest.mark.parametrize("at", [1, 150, *(pytest.param(at, marks=[pytest.mark.slow, BY_HAND]) for at in (40, 400))])
+@pytest.mark.parametrize(
+    "at", [1, 150, *(pytest.param(at, marks=[pytest.mark.slow, BY_HAND]) for at in (40, 400))]
+)
 @pytest.mark.parametrize(
     "arguments",
     one_fast_in(len(COMMAND_LINES), COMMAND_LINES),
@@ -215,9 +268,16 @@ def test_ctrl_c_at_any_import_of_a_command_is_one_line_and_130(
 ) -> None:
     """Also where the library that is being imported would catch the interrupt."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AT": str(at), "CAME": str(tmp_path / "came")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "AT": str(at),
+        "CAME": str(tmp_path / "came"),
+    }
     command = [sys.executable, "-m", "distflow", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert (tmp_path / "came").exists() or at > 100, "too few imports to be interrupted there"
     if (tmp_path / "came").exists():
         assert (done.returncode, done.stderr) == (130, "distflow: ended by SIGINT\n"), done.stderr
@@ -231,20 +291,26 @@ def test_ctrl_c_while_arguments_are_parsed_is_one_line_and_130(
 
 
 def test_python_dash_m_starts_it_and_imports_wait() -> None:
-    """One real process. Neither torch nor transformers is loaded to say what is wrong with a config."""
+    """One real process. Neither torch nor transformers is loaded to say what is wrong with a
+    config."""
     probe = (
         "import sys, runpy; sys.argv = ['distflow', 'config', 'grpo', 'data.train_batch_size=0']\n"
         "try:\n    runpy.run_module('distflow', run_name='__main__')\n"
-        "except SystemExit as left:\n    print(left.code, *(sorted({'torch', 'transformers'} & set(sys.modules))))\n"
+        "except SystemExit as left:\n    print(left.code, *(sorted({'torch', 'transformers'} & "
+        "set(sys.modules))))\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "2\n", done.stdout + done.stderr
     assert "data.train_batch_size" in done.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])
-def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal(unbuffered: str) -> None:
+def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal(
+    unbuffered: str,
+) -> None:
     """As `distflow config grpo | head -1`: what it did not get to do is no success."""
     with subprocess.Popen(
         [sys.executable, "-m", "distflow", "config", "grpo"],
@@ -261,8 +327,14 @@ def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal
 LOCALES = [{"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8"}]
 
 
-def start(folder: Path, locale: dict[str, str], *arguments: str | bytes) -> "subprocess.CompletedProcess[bytes]":
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "LANG", "PYTHONUTF8"))}
+def start(
+    folder: Path, locale: dict[str, str], *arguments: str | bytes
+) -> "subprocess.CompletedProcess[bytes]":
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("LC_", "LANG", "PYTHONUTF8"))
+    }
     command = [sys.executable, "-m", "distflow", *arguments]
     return subprocess.run(command, cwd=folder, env=env | locale, capture_output=True)
 
@@ -270,7 +342,9 @@ def start(folder: Path, locale: dict[str, str], *arguments: str | bytes) -> "sub
 @pytest.mark.parametrize("locale", LOCALES, ids=str)
 def test_names_are_utf8_in_any_locale(locale: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "größe").mkdir()
-    done = start(tmp_path / "größe", locale, "config", "quickstart_grpo", "trainer.default_local_dir=läuf/→")
+    done = start(
+        tmp_path / "größe", locale, "config", "quickstart_grpo", "trainer.default_local_dir=läuf/→"
+    )
     assert "default_local_dir: läuf/→" in done.stdout.decode(), done.stderr.decode()
 
 
@@ -284,7 +358,11 @@ def test_a_run_in_a_folder_with_any_letters(locale: dict[str, str], tmp_path: Pa
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.rollout.n=2",
     ]
-    steps = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=0"]
+    steps = [
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+    ]
     own = ["trainer.default_local_dir=läuf", "trainer.experiment_name=größer"]
     done = start(folder, locale, "train", "quickstart_grpo", *NEEDED, FRESH, *sizes, *steps, *own)
     assert done.returncode == 0, done.stderr.decode()
@@ -298,6 +376,14 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path: 
     own = os.fsencode(tmp_path) + b"/r\xff"
     os.mkdir(own)
     for folder, name in ((tmp_path, b"r\xff/run"), (Path(os.fsdecode(own)), b"run")):
-        done = start(folder, {}, "train", "quickstart_grpo", *NEEDED, FRESH, b"trainer.default_local_dir=" + name)
+        done = start(
+            folder,
+            {},
+            "train",
+            "quickstart_grpo",
+            *NEEDED,
+            FRESH,
+            b"trainer.default_local_dir=" + name,
+        )
         assert done.returncode == 2 and b"xff" in done.stderr and b"Traceback" not in done.stderr
         assert not os.listdir(own)

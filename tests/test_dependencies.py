@@ -10,11 +10,16 @@ from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 LOCK = PROJECT.with_name("requirements.lock")
-LOCKED = re.compile(r"^([\w.-]+)==([\w.+!-]+)[^\\\n]*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)*)$", re.MULTILINE)
+LOCKED = re.compile(
+    r"^([\w.-]+)==([\w.+!-]+)[^\\\n]*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)*)$", re.MULTILINE
+)
 """A name, its version and its hashes."""
 COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU|EUPL|OSL|SSPL|CC-BY-SA|copyleft)", re.IGNORECASE)
 PERMISSIVE = re.compile(
-    r"\b(Apache|MIT|BSD|ISC|PSF|Python Software Foundation|Zlib|0BSD|BSL-1.0|CC0|Unlicense|CNRI|MPL|Mozilla)\b",
+    (
+        r"\b(Apache|MIT|BSD|ISC|PSF|Python Software "
+        r"Foundation|Zlib|0BSD|BSL-1.0|CC0|Unlicense|CNRI|MPL|Mozilla)\b"
+    ),
     re.IGNORECASE,
 )
 """The Mozilla licence binds changes to its own files alone."""
@@ -38,7 +43,10 @@ def core() -> dict[str, importlib.metadata.Distribution]:
 
 
 def licences(package: importlib.metadata.Distribution) -> str:
-    texts = [package.metadata.get("License-Expression", ""), *package.metadata.get_all("Classifier", [])]
+    texts = [
+        package.metadata.get("License-Expression", ""),
+        *package.metadata.get_all("Classifier", []),
+    ]
     named = " ".join(text for text in texts if text and ("License" in text or "::" not in text))
     return named or (package.metadata.get("License") or "").partition("\n")[0]
 
@@ -47,16 +55,32 @@ def test_nothing_in_the_core_is_copyleft() -> None:
     packages = core()
     assert {"torch", "transformers", "numpy", "pyyaml"} <= packages.keys() and len(packages) > 30
     named = {name: licences(package) for name, package in packages.items()}
-    nvidia = {name for name in named if name.startswith(("nvidia-", "cuda-"))}  # of torch's builds for CUDA
+    # of torch's builds for CUDA
+    nvidia = {name for name in named if name.startswith(("nvidia-", "cuda-"))}
     assert not {name: text for name, text in named.items() if COPYLEFT.search(text)}
-    assert not {name: text for name, text in named.items() if not PERMISSIVE.search(text) and name not in nvidia}
+    assert not {
+        name: text
+        for name, text in named.items()
+        if not PERMISSIVE.search(text) and name not in nvidia
+    }
 
 
 def test_a_package_whose_next_major_version_may_change_numbers_has_an_upper_bound() -> None:
     project = tomllib.loads(PROJECT.read_text())["project"]
     extras = [each for name in ("lora", "ray") for each in project["optional-dependencies"][name]]
-    bounded = {re.split(r"[<>=]", each)[0] for each in (*project["dependencies"], *extras) if "<" in each}
-    changing = {"torch", "transformers", "safetensors", "datasets", "math-verify", "cloudpickle", "peft", "ray"}
+    bounded = {
+        re.split(r"[<>=]", each)[0] for each in (*project["dependencies"], *extras) if "<" in each
+    }
+    changing = {
+        "torch",
+        "transformers",
+        "safetensors",
+        "datasets",
+        "math-verify",
+        "cloudpickle",
+        "peft",
+        "ray",
+    }
     assert changing <= bounded
 
 
@@ -78,7 +102,8 @@ def test_the_lock_fits_what_the_project_asks_for() -> None:
     text = LOCK.read_text()
     entries = LOCKED.findall(text)
     assert len(entries) > 100 and all(hashes for *_, hashes in entries)
-    assert len(re.findall(r"^\S", text, re.MULTILINE)) == len(entries)  # nothing but versions with their hashes
+    # nothing but versions with their hashes
+    assert len(re.findall(r"^\S", text, re.MULTILINE)) == len(entries)
     assert not re.search(r"://|^(torch|triton|nvidia|cuda)\b", text, re.MULTILINE)
     missing = {
         str(requirement)

@@ -1,4 +1,5 @@
-"""The documentation is true: its code runs, its commands parse, its keys, links, files and functions exist."""
+"""The documentation is true: its code runs, its commands parse, its keys, links, files and
+functions exist."""
 
 import ast
 import contextlib
@@ -25,13 +26,22 @@ SOURCE = ROOT / "src" / "distflow"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
 NOT_RUN = "<!-- not run"
 
-# What a page may leave open because a reader would not type it: any model, any data, modules of the reader's own.
-OPEN = ["actor_rollout_ref.model.path=builtin:tiny-arithmetic", "data.train_files=builtin:arithmetic-rl"]
+# What a page may leave open because a reader would not type it: any model, any data, modules of the
+# reader's own.
+OPEN = [
+    "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
+    "data.train_files=builtin:arithmetic-rl",
+]
 READERS_MODULES = {
-    "my_rewards": "def length_penalised(token_level_scores, *, penalty: float = 1.0):\n    return token_level_scores\n",
+    "my_rewards": (
+        "def length_penalised(token_level_scores, *, penalty: float = 1.0):\n"
+        "    return token_level_scores\n"
+    ),
     "my_nodes": "def log_lengths(response_mask):\n    return None\n",
 }
-SHORT_FORMS = {short: f"actor_rollout_ref.{short}" for short in ("actor", "rollout", "ref", "model")}
+SHORT_FORMS = {
+    short: f"actor_rollout_ref.{short}" for short in ("actor", "rollout", "ref", "model")
+}
 EXECUTED = ("config", "doctor", "--version")
 
 
@@ -47,7 +57,8 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> Iterator[Block]:
     lines = page.read_text().splitlines()
-    start, before = None, ""
+    start = None
+    before = ""
     for number, line in enumerate(lines):
         if not line.startswith("```"):
             before = line if start is None and line.strip() else before
@@ -55,8 +66,15 @@ def blocks(page: Path) -> Iterator[Block]:
             start = number
         else:
             code = "\n".join(lines[start + 1 : number]) + "\n"
-            yield Block(name_of(page), start + 1, lines[start][3:].strip(), code, not before.startswith(NOT_RUN))
-            start, before = None, ""
+            yield Block(
+                name_of(page),
+                start + 1,
+                lines[start][3:].strip(),
+                code,
+                not before.startswith(NOT_RUN),
+            )
+            start = None
+            before = ""
 
 
 OF_QUICKSTART = '"quickstart_grpo"'
@@ -127,11 +145,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("block", all_blocks("bash"))
-def test_commands_are_accepted(block: Block, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Those that only look are run; of the others the arguments and the config are checked. `test_docs_commands` runs
-    them all."""
+def test_commands_are_accepted(
+    block: Block, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Those that only look are run; of the others the arguments and the config are checked.
+    `test_docs_commands` runs them all."""
     monkeypatch.chdir(saved)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # `distflow doctor` finds more threads than cores wrong
+    # `distflow doctor` finds more threads than cores wrong
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for line in block.code.splitlines() if block.runs else ():
         words = shlex.split(line, comments=True)
         if not words or words[0] != "distflow":
@@ -140,7 +161,9 @@ def test_commands_are_accepted(block: Block, saved: Path, monkeypatch: pytest.Mo
             assert main(words[1:]) == 0, capsys.readouterr().err
             continue
         arguments = make_parser().parse_args(words[1:])
-        if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith(("runs/", "first/")):
+        if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith(
+            ("runs/", "first/")
+        ):
             for preset, *overrides in split_configs(arguments.preset, arguments.overrides).values():
                 load_config(preset, overrides)
 
@@ -152,7 +175,11 @@ def test_yaml_is_a_config(block: Block, tmp_path: Path) -> None:
     if isinstance(content, list) or not block.runs:
         return
     content.setdefault("defaults", ["grpo", "_self_"])
-    needs = ["data.train_files=[]"] if "domains" in (data := content.get("data", {})) and "tag_key" not in data else []
+    needs = (
+        ["data.train_files=[]"]
+        if "domains" in (data := content.get("data", {})) and "tag_key" not in data
+        else []
+    )
     (tmp_path / "page.yaml").write_text(yaml.safe_dump(content))
     load_config(str(tmp_path / "page.yaml"), [*OPEN, *needs])
 
@@ -160,27 +187,42 @@ def test_yaml_is_a_config(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "config.md"], ids=name_of)
 def test_every_key_that_is_named_exists(page: Path) -> None:
     keys = schema_keys()
-    groups = {name.rsplit(".", depth)[0] for name in keys for depth in range(1, name.count(".") + 1)}
+    groups = {
+        name.rsplit(".", depth)[0] for name in keys for depth in range(1, name.count(".") + 1)
+    }
     for text in quoted(page):
         key = re.split(r"[=\s,({]", text)[0].rstrip(".*")
         first, _, rest = key.partition(".")
         if not rest or not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", key) or _is_no_key(key):
             continue
-        full = key if first in group_names() else f"{SHORT_FORMS[first]}.{rest}" if first in SHORT_FORMS else None
+        full = (
+            key
+            if first in group_names()
+            else f"{SHORT_FORMS[first]}.{rest}"
+            if first in SHORT_FORMS
+            else None
+        )
         if full is None:
             continue
         known = full in keys or full in groups or any(name.startswith(full) for name in keys)
         is_foreign = page.name == "migrating.md" and (find_names(key) or is_group_elsewhere(key))
-        inside = any(full.startswith(f"{name}.") and isinstance(info.default, dict) for name, info in keys.items())
+        inside = any(
+            full.startswith(f"{name}.") and isinstance(info.default, dict)
+            for name, info in keys.items()
+        )
         assert known or is_foreign or inside, f"{name_of(page)} names the key '{text}'"
 
 
 def is_group_elsewhere(key: str) -> bool:
-    return any(name.startswith(f"{key}.") for table in all_tables().values() for name in table.names)
+    return any(
+        name.startswith(f"{key}.") for table in all_tables().values() for name in table.names
+    )
 
 
 def _is_no_key(text: str) -> bool:
-    return text.endswith((".py", ".md", ".jsonl", ".yaml", ".json", ".pkl")) or text in ("reward_model.ground_truth",)
+    return text.endswith((".py", ".md", ".jsonl", ".yaml", ".json", ".pkl")) or text in (
+        "reward_model.ground_truth",
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -192,7 +234,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{name_of(page)} links to {target}"
         if anchor:
-            assert anchor in anchors(file), f"{name_of(page)} links to {target}: there are {sorted(anchors(file))}"
+            assert anchor in anchors(file), (
+                f"{name_of(page)} links to {target}: there are {sorted(anchors(file))}"
+            )
 
 
 def anchors(page: Path) -> set[str]:
@@ -205,20 +249,26 @@ def anchors(page: Path) -> set[str]:
 def test_files_that_are_named_exist(page: Path) -> None:
     for text in quoted(page):
         if re.fullmatch(r"[\w./]+\.py", text) and "/" in text and "NAME" not in text:
-            assert (ROOT / text).is_file() or (SOURCE / text).is_file(), f"{name_of(page)} names {text}"
+            assert (ROOT / text).is_file() or (SOURCE / text).is_file(), (
+                f"{name_of(page)} names {text}"
+            )
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "extending.md", "trust.md"])
 def test_files_named_without_their_folder_exist(page: str) -> None:
     names = {path.name for path in SOURCE.rglob("*")}
-    named = {text for text in quoted(ROOT / "docs" / page) if re.fullmatch(r"\w+\.(py|toml|js)", text)}
+    named = {
+        text for text in quoted(ROOT / "docs" / page) if re.fullmatch(r"\w+\.(py|toml|js)", text)
+    }
     assert named <= names, f"docs/{page} names {sorted(named - names)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_names_are_in_the_files_where_a_page_says_they_are(page: Path) -> None:
     for name, file in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", page.read_text()):
-        found = [path.read_text() for path in SOURCE.rglob("*.py") if f"/{path}".endswith(f"/{file}")]
+        found = [
+            path.read_text() for path in SOURCE.rglob("*.py") if f"/{path}".endswith(f"/{file}")
+        ]
         assert any(re.search(rf"\b{name.split('.')[-1]}\b", text) for text in found), (
             f"{name_of(page)}: {file} has no {name}"
         )

@@ -1,4 +1,5 @@
-"""Every command of the pages works as it stands, behind `make quickstart`, in the order in which the pages are read."""
+"""Every command of the pages works as it stands, behind `make quickstart`, in the order in which
+the pages are read."""
 
 import os
 import re
@@ -17,7 +18,8 @@ NEEDS = {
     "# needs a package of PyPI": "is not installed here",
     "# needs vLLM": "has no vLLM",
 }
-"""First lines of blocks that want more than this machine may have, and what the command then says: it got as far."""
+"""First lines of blocks that want more than this machine may have, and what the command then says:
+it got as far."""
 
 LIMIT_S = 3600
 
@@ -26,7 +28,12 @@ def pages_in_order() -> list[Path]:
     """The README, the pages in the order of the index, the examples."""
     index = ROOT / "docs" / "index.md"
     named = dict.fromkeys(re.findall(r"\]\((\w+\.md)\)", index.read_text()))
-    pages = [ROOT / "README.md", index, *(ROOT / "docs" / name for name in named), ROOT / "examples" / "README.md"]
+    pages = [
+        ROOT / "README.md",
+        index,
+        *(ROOT / "docs" / name for name in named),
+        ROOT / "examples" / "README.md",
+    ]
     assert set(pages) >= set((ROOT / "docs").glob("*.md"))
     return pages
 
@@ -40,7 +47,8 @@ def made_by_quickstart() -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has: the examples, an environment to activate, and what the quickstart leaves."""
+    """What a reader has: the examples, an environment to activate, and what the quickstart
+    leaves."""
     folder = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "examples", folder / "examples")
     tools = folder / ".venv" / "bin"
@@ -66,23 +74,33 @@ def run(code: str, folder: Path) -> tuple[int, str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     script = f"set -e; . .venv/bin/activate\n{code}"
     done = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     return done.returncode, done.stdout + done.stderr
 
 
 def fault(block: Block, folder: Path) -> str | None:
-    status, said = run(f"python - <<'END'\n{block.code}\nEND" if block.language == "python" else block.code, folder)
+    status, said = run(
+        f"python - <<'END'\n{block.code}\nEND" if block.language == "python" else block.code, folder
+    )
     needed = next((told for line, told in NEEDS.items() if block.code.startswith(line)), None)
     works = status == 0 or (needed is not None and status == 2 and needed in said)
-    return None if works else f"{block.page}:{block.line} exits {status}\n{block.code}{said[-3000:]}"
+    return (
+        None if works else f"{block.page}:{block.line} exits {status}\n{block.code}{said[-3000:]}"
+    )
 
 
 @pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_every_command_works_in_the_order_of_reading(checkout: Path) -> None:
-    faults, num_run = [], 0
+    faults = []
+    num_run = 0
     for block in (block for page in pages_in_order() for block in blocks(page) if block.runs):
         save_if_file(block, checkout)
         if block.language == "bash" or (block.language == "python" and OF_QUICKSTART in block.code):

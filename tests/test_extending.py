@@ -1,5 +1,5 @@
-"""Parts of one's own, as docs/extending.md has them: a run takes them all, and one that is registered in part is told
-what to add, before a model is loaded."""
+"""Parts of one's own, as docs/extending.md has them: a run takes them all, and one that is
+registered in part is told what to add, before a model is loaded."""
 
 import ast
 import os
@@ -27,13 +27,20 @@ from tests.user_code import forgotten
 
 SOURCE = ROOT / "src" / "distflow"
 PAGE = ROOT / "docs" / "extending.md"
-HEAD = re.compile(r"# (?P<file>[\w/]+\.(?:py|toml))(?: \((?P<new>new)\)|, (?P<how>below|in place of): (?P<text>.+))\n")
+HEAD = re.compile(
+    r"# (?P<file>[\w/]+\.(?:py|toml))(?: \((?P<new>new)\)|, (?P<how>below|in place of): "
+    r"(?P<text>.+))\n"
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def builtin_parts(kind: Kind) -> Iterator[Part]:
     """All parts of its table that are there."""
-    return (Part(kind.table, name, entry.target, entry) for name, entry in kind.entries.items() if entry.target)
+    return (
+        Part(kind.table, name, entry.target, entry)
+        for name, entry in kind.entries.items()
+        if entry.target
+    )
 
 
 SEEN = """
@@ -72,7 +79,11 @@ def edits() -> list[Edit]:
         if block.language in ("py", "toml"):
             head = HEAD.match(block.code)
             assert head, f"{block.page}:{block.line} names no place"
-            code = block.code[head.end() :] if head["new"] else block.code[head.end() :].removesuffix("\n")
+            code = (
+                block.code[head.end() :]
+                if head["new"]
+                else block.code[head.end() :].removesuffix("\n")
+            )
             found.append(Edit(head["file"], head["new"] or head["how"], head["text"] or "", code))
     return found
 
@@ -100,7 +111,9 @@ def apply(edit: Edit, package: Path) -> None:
         return
     lines = path.read_text().split("\n")
     if edit.how == "below":
-        place = next(number for number, line in enumerate(lines) if line.strip().startswith(edit.text))
+        place = next(
+            number for number, line in enumerate(lines) if line.strip().startswith(edit.text)
+        )
         path.write_text("\n".join([*lines[: place + 1], edit.code, *lines[place + 1 :]]))
     else:
         assert path.read_text().count(edit.text) == 1
@@ -110,7 +123,9 @@ def apply(edit: Edit, package: Path) -> None:
 def report_calls(edit: Edit, package: Path, record: Path) -> None:
     """Every function of a new file says that it was called."""
     code = re.sub(
-        r"(?m)^( *)((?:async )?def \w+\((?:[^\n]|\n(?! *\)))*?(?:\n *\))?.*:)\n", r"\1\2\n\1    seen()\n", edit.code
+        r"(?m)^( *)((?:async )?def \w+\((?:[^\n]|\n(?! *\)))*?(?:\n *\))?.*:)\n",
+        r"\1\2\n\1    seen()\n",
+        edit.code,
     )
     (package / edit.file).write_text(SEEN.format(record=str(record), name=edit.file) + code)
 
@@ -118,7 +133,9 @@ def report_calls(edit: Edit, package: Path, record: Path) -> None:
 def command(folder: Path, package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "distflow", *arguments]
-    return subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        words, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +153,13 @@ def run_with_all_parts(folder: Path) -> None:
     for edit in NEW:
         report_calls(edit, package, folder / "called.txt")
     overrides = Playground(folder).overrides("run", *CHOSEN, "~custom_reward_function.path")
-    runs = [command(folder, package, *words) for words in (["train", "grpo", *overrides], ["greet", "world"])]
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(run.stdout + run.stderr for run in runs)
+    runs = [
+        command(folder, package, *words)
+        for words in (["train", "grpo", *overrides], ["greet", "world"])
+    ]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(
+        run.stdout + run.stderr for run in runs
+    )
     said = "\n".join([*(run.stdout for run in runs), (folder / "called.txt").read_text()])
     (folder / "output.txt").write_text(said)
 
@@ -163,25 +185,39 @@ def unregistered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_that_nothing_registers_is_named_with_its_line(unregistered: Path) -> None:
     found = {part.file: part for part in find_unregistered(unregistered)}
     assert set(found) == {edit.file for edit in NEW}
-    assert {part.point.kind for part in found.values()} == {point.kind for point in EXTENSION_POINTS}
+    assert {part.point.kind for part in found.values()} == {
+        point.kind for point in EXTENSION_POINTS
+    }
     for part in found.values():
         line = re.sub(r'"(?:DESCRIPTION|HELP)"', '"."', part.line)
         written = [
-            re.sub(r'(\(|description = )"[^"]*",', r'\1".",', edit.code) for edit in edits() if edit.how != "new"
+            re.sub(r'(\(|description = )"[^"]*",', r'\1".",', edit.code)
+            for edit in edits()
+            if edit.how != "new"
         ]
         asked = line.split("  #")[0].replace(f"{part.attribute}(...)", f"{part.attribute}(")
         assert any(asked in code for code in written), part.line
         assert part.file in str(part) and part.line in str(part)
 
 
-HOUSE_TESTS = ("test_layout.py", "test_callers.py", "test_docs.py", "test_extending.py", "config/keys", "graph")
+HOUSE_TESTS = (
+    "test_layout.py",
+    "test_callers.py",
+    "test_docs.py",
+    "test_extending.py",
+    "config/keys",
+    "graph",
+)
 
 
 @pytest.mark.slow
 def test_a_copy_with_all_parts_passes_the_tests(tmp_path: Path) -> None:
-    """As someone who adds parts to the package runs them: linters, types, and the tests of the package as a whole."""
+    """As someone who adds parts to the package runs them: linters, types, and the tests of the
+    package as a whole."""
     for name in ("src", "tests", "docs", "examples", "benchmarks", "scripts"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+        )
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, tmp_path)
@@ -193,10 +229,22 @@ def test_a_copy_with_all_parts_passes_the_tests(tmp_path: Path) -> None:
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
         ["-m", "mypy"],
-        ["-m", "pytest", "-p", "no:cacheprovider", "-x", *(f"tests/{name}" for name in HOUSE_TESTS)],
+        [
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-x",
+            *(f"tests/{name}" for name in HOUSE_TESTS),
+        ],
     ):
         done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
         )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
 
@@ -218,10 +266,18 @@ def test_an_unknown_name_is_answered_with_the_line_that_is_missing(
 ) -> None:
     if any(name in kind.entries for kind in KINDS):
         pytest.skip("this package has the part already")
-    monkeypatch.setattr(load_config_module, "find_unregistered", partial(find_unregistered, unregistered))
+    monkeypatch.setattr(
+        load_config_module, "find_unregistered", partial(find_unregistered, unregistered)
+    )
     with pytest.raises(ConfigError) as error:
-        load_config("grpo", [f"{CHOOSES[name]}={f'[{name}]' if name in ('steps', 'even_length') else name}"])
-    lines = [part.line for part in find_unregistered(unregistered) if part.name == name and "group(" not in part.line]
+        load_config(
+            "grpo", [f"{CHOOSES[name]}={f'[{name}]' if name in ('steps', 'even_length') else name}"]
+        )
+    lines = [
+        part.line
+        for part in find_unregistered(unregistered)
+        if part.name == name and "group(" not in part.line
+    ]
     assert lines and lines[0].startswith(f"{name} = ") and lines[0] in str(error.value)
 
 
@@ -273,14 +329,29 @@ REGISTERED_IN_PART: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "mine:nope",
         ("its entry names 'mine:nope'", "has no 'nope'"),
     ),
-    "a module that does not exist": (names.ESTIMATORS, "nowhere:nope", ("there is no module 'nowhere'",)),
-    "a loss without its decorator": (names.POLICY_LOSSES, "mine:estimator", ("add @register_policy_loss",)),
-    "a reward without cases": (names.REWARDS, "mine:compute_score", ("mine.py has no CASES", "CASES = (Case(")),
+    "a module that does not exist": (
+        names.ESTIMATORS,
+        "nowhere:nope",
+        ("there is no module 'nowhere'",),
+    ),
+    "a loss without its decorator": (
+        names.POLICY_LOSSES,
+        "mine:estimator",
+        ("add @register_policy_loss",),
+    ),
+    "a reward without cases": (
+        names.REWARDS,
+        "mine:compute_score",
+        ("mine.py has no CASES", "CASES = (Case("),
+    ),
     "a reward that does not exist": (names.REWARDS, "mine:nope", ("mine.py has no 'nope'",)),
     "a reward with a parameter too many": (
         names.REWARDS,
         "mine_cases:compute_score",
-        ("mine_cases.py: compute_score takes (solution_str, beam)", "some of (data_source, solution_str"),
+        (
+            "mine_cases.py: compute_score takes (solution_str, beam)",
+            "some of (data_source, solution_str",
+        ),
     ),
     "a pipeline that does not exist": (
         names.PIPELINES,
@@ -324,7 +395,9 @@ def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("case", REGISTERED_IN_PART)
-def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(case: str, user_modules: Path) -> None:
+def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(
+    case: str, user_modules: Path
+) -> None:
     table, target, expected = REGISTERED_IN_PART[case]
     kind = next(kind for kind in KINDS if kind.entries is table)
     table["mine"] = type(next(iter(table.values())))("a part of mine", target)
@@ -341,15 +414,29 @@ def test_a_part_that_is_registered_in_part_is_told_what_it_lacks(case: str, user
     [
         (
             ["trainer.imports=[users]", "algorithm.adv_estimator=odd"],
-            ("algorithm.adv_estimator", "(users.odd) takes 'temprature', not a column", "*, temprature=...)"),
+            (
+                "algorithm.adv_estimator",
+                "(users.odd) takes 'temprature', not a column",
+                "*, temprature=...)",
+            ),
         ),
         (
             ["trainer.imports=[users]", "actor_rollout_ref.actor.policy_loss=odd"],
-            ("policy_loss", "(users.odd_loss) takes 'strength'", "def odd_loss(..., *, strength=...)"),
+            (
+                "policy_loss",
+                "(users.odd_loss) takes 'strength'",
+                "def odd_loss(..., *, strength=...)",
+            ),
         ),
-        (["reward.functions={default: ['mine:wrong_score']}"], ("mine.py: wrong_score takes (solution_str, beam)",)),
+        (
+            ["reward.functions={default: ['mine:wrong_score']}"],
+            ("mine.py: wrong_score takes (solution_str, beam)",),
+        ),
         (["reward.functions={default: ['mine:nope']}"], ("mine.py has no 'nope'",)),
-        (["reward.functions={default: ['mine.py:wrong_score']}"], ("wrong_score takes (solution_str, beam)",)),
+        (
+            ["reward.functions={default: ['mine.py:wrong_score']}"],
+            ("wrong_score takes (solution_str, beam)",),
+        ),
         (["reward.functions={default: ['nowhere:nope']}"], ("there is no module 'nowhere'",)),
         (["dag.pipeline=mine:nope"], ("dag.pipeline", "has no 'nope'")),
     ],
@@ -363,12 +450,22 @@ def test_a_users_part_that_does_not_fit_is_told_before_a_model_is_loaded(
     assert all(text in str(error.value) for text in expected), error.value
 
 
-def test_an_estimator_or_loss_without_a_formula_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_estimator_or_loss_without_a_formula_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delitem(sys.modules["distflow.audit.audited_step.advantages"].FORMULAS, "grpo")
-    monkeypatch.delitem(sys.modules["distflow.audit.audited_step.policy_loss_formulas"].FORMULAS, "vanilla")
+    monkeypatch.delitem(
+        sys.modules["distflow.audit.audited_step.policy_loss_formulas"].FORMULAS, "vanilla"
+    )
     loss, estimator = find_gaps(load_config("grpo", Playground(tmp_path).overrides("run")).config)
-    assert 'add "grpo": _grpo to FORMULAS there' in estimator and "audit/audited_step/advantages.py" in estimator
-    assert 'add "vanilla": _vanilla to FORMULAS there' in loss and "audit/audited_step/policy_loss_formulas.py" in loss
+    assert (
+        'add "grpo": _grpo to FORMULAS there' in estimator
+        and "audit/audited_step/advantages.py" in estimator
+    )
+    assert (
+        'add "vanilla": _vanilla to FORMULAS there' in loss
+        and "audit/audited_step/policy_loss_formulas.py" in loss
+    )
 
 
 @pytest.mark.slow
@@ -376,14 +473,21 @@ def test_a_run_takes_the_parts_outside_the_package(tmp_path: Path) -> None:
     for block in blocks(PAGE):
         save_if_file(block, tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    words = [word for block in blocks(PAGE) if block.language == "bash" for word in block.code.split()]
+    words = [
+        word for block in blocks(PAGE) if block.language == "bash" for word in block.code.split()
+    ]
     assert sum(word.startswith("trainer.total_training_steps=1") for word in words) == 5
     chosen = [
         *("trainer.imports=[my_algorithms,my_pipeline]", "algorithm.adv_estimator=my_score"),
-        *("actor_rollout_ref.actor.policy_loss=my_loss", "dag.pipeline=my_pipeline:certain_pipeline"),
+        *(
+            "actor_rollout_ref.actor.policy_loss=my_loss",
+            "dag.pipeline=my_pipeline:certain_pipeline",
+        ),
         "reward.functions={default: ['my_rewards_file.py:short']}",
     ]
-    done = command(tmp_path, SOURCE, "train", "examples/tiny.yaml", "trainer.total_training_steps=1", *chosen)
+    done = command(
+        tmp_path, SOURCE, "train", "examples/tiny.yaml", "trainer.total_training_steps=1", *chosen
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = next(tmp_path.rglob("metrics.jsonl")).read_text()
     assert "certain_frac" in metrics and "confidence" in metrics

@@ -1,4 +1,5 @@
-"""Every HTTP server of ours, each started as it runs: what foreign pages and strangers get, and whom they keep out."""
+"""Every HTTP server of ours, each started as it runs: what foreign pages and strangers get, and
+whom they keep out."""
 
 import http.client
 import json
@@ -52,7 +53,8 @@ class Served:
         return {"Authorization": f"Bearer {self.key}", **kind}
 
     def ask(self, leave_out: str = "", **changes: str) -> tuple[int, bool]:
-        """The status, and whether the server ends the connection. changes: of headers, with _ for -."""
+        """The status, and whether the server ends the connection. changes: of headers, with _ for
+        -."""
         headers = self.headers | {name.replace("_", "-"): value for name, value in changes.items()}
         headers.pop(leave_out, None)
         body = None if self.body is None else json.dumps(self.body).encode()
@@ -98,7 +100,9 @@ def endpoint_of_agents(folder: Path) -> Iterator[Served]:
     with closing(Endpoint()) as endpoint, endpoint.session(answer_two) as session:
         _, _, path = session.base_url.rpartition("/episodes/")
         port = int(endpoint.url.rpartition(":")[2])
-        yield Served(port, f"/episodes/{path}/v1/chat/completions", session.key, CHAT, MAX_BODY_BYTES)
+        yield Served(
+            port, f"/episodes/{path}/v1/chat/completions", session.key, CHAT, MAX_BODY_BYTES
+        )
 
 
 @contextmanager
@@ -107,7 +111,13 @@ def model(folder: Path) -> Iterator[Served]:
     listening = socket.create_server(("127.0.0.1", 0))
     with closing(Endpoint(listening)) as endpoint:
         endpoint.serve("a-key", answer_two, "policy")
-        yield Served(int(endpoint.url.rpartition(":")[2]), "/v1/chat/completions", "a-key", CHAT, MAX_BODY_BYTES)
+        yield Served(
+            int(endpoint.url.rpartition(":")[2]),
+            "/v1/chat/completions",
+            "a-key",
+            CHAT,
+            MAX_BODY_BYTES,
+        )
 
 
 @contextmanager
@@ -139,7 +149,13 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def test_every_listener_of_the_package_is_behind_the_guard() -> None:
     """One that is added is either one of the servers above, or no HTTP server."""
     source = Path(http_guard.__file__).parent
-    words = ("ThreadingHTTPServer", "uvicorn.Server", "start_server(", "start_unix_server(", ".Listener(")
+    words = (
+        "ThreadingHTTPServer",
+        "uvicorn.Server",
+        "start_server(",
+        "start_unix_server(",
+        ".Listener(",
+    )
     found = {
         str(file.relative_to(source))
         for file in source.rglob("*.py")
@@ -151,7 +167,9 @@ def test_every_listener_of_the_package_is_behind_the_guard() -> None:
 def test_who_has_the_key_is_answered(served: Served) -> None:
     assert served.ask() == (200, False)
     assert served.ask(Host="localhost:1")[0] == served.ask(Host=f"[::1]:{served.port}")[0] == 200
-    assert served.ask(Origin=f"http://127.0.0.1:{served.port}", Sec_Fetch_Site="same-origin")[0] == 200
+    assert (
+        served.ask(Origin=f"http://127.0.0.1:{served.port}", Sec_Fetch_Site="same-origin")[0] == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +188,14 @@ def test_who_has_the_key_is_answered(served: Served) -> None:
         ({"Origin": "http://evil.example", "Host": "evil.example"}, 421),
         ({"Sec_Fetch_Site": "cross-site"}, 403),
         ({"Sec_Fetch_Site": "same-site"}, 403),
-        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}, 403),
+        (
+            {
+                "Sec_Fetch_Site": "cross-site",
+                "Sec_Fetch_Mode": "navigate",
+                "Sec_Fetch_Dest": "document",
+            },
+            403,
+        ),
     ],
     ids=str,
 )
@@ -182,7 +207,9 @@ def test_what_a_foreign_page_or_a_stranger_sends_is_refused(
     assert served.ask()[0] == 200
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 def test_a_body_of_a_type_that_any_page_may_send_is_refused(served: Served, kind: str) -> None:
     if served.body is not None:
         assert served.ask(Content_Type=kind) == (415, True)
@@ -202,14 +229,25 @@ def test_what_is_too_long_is_not_read(served: Served) -> None:
     if served.body is not None and served.max_body_bytes != MAX_BODY_BYTES:
         long = ("Content-Type: application/json", f"Content-Length: {served.max_body_bytes + 1}")
         assert status_of(served.connect(served.head(key, *long))) == 413
-        assert status_of(served.connect(served.head(key, long[0], "Content-Length: -1"))) in (400, 413)
-    assert status_of(served.connect(served.head(key, "X-Long: " + "x" * http_guard.MAX_HEAD_BYTES)[:-4])) == 431
+        assert status_of(served.connect(served.head(key, long[0], "Content-Length: -1"))) in (
+            400,
+            413,
+        )
+    assert (
+        status_of(
+            served.connect(served.head(key, "X-Long: " + "x" * http_guard.MAX_HEAD_BYTES)[:-4])
+        )
+        == 431
+    )
     assert served.ask()[0] == 200
 
 
 def test_two_hosts_are_none(served: Served) -> None:
     key = f"Authorization: Bearer {served.key}"
-    assert status_of(served.connect(served.head(key, "Host: evil.example", "Content-Length: 0"))) == 400
+    assert (
+        status_of(served.connect(served.head(key, "Host: evil.example", "Content-Length: 0")))
+        == 400
+    )
 
 
 HALVES: dict[str, Callable[[Served], bytes]] = {
@@ -219,12 +257,16 @@ HALVES: dict[str, Callable[[Served], bytes]] = {
     "no body of the right key": lambda served: served.head(
         f"Authorization: Bearer {served.key}", "Content-Type: application/json", "Content-Length: 2"
     ),
-    "no body of a wrong key": lambda served: served.head("Authorization: Bearer x", "Content-Length: 100"),
+    "no body of a wrong key": lambda served: served.head(
+        "Authorization: Bearer x", "Content-Length: 100"
+    ),
 }
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_half_open_connections_keep_nobody_out(served: Served, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_open_connections_keep_nobody_out(
+    served: Served, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server, "_BODY_S", 0.2)
     with ExitStack() as stack:
         for _ in range(MANY):
@@ -237,14 +279,21 @@ def test_half_open_connections_keep_nobody_out(served: Served, half: str, monkey
 def test_a_head_has_to_come_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """However slowly its bytes come."""
     monkeypatch.setattr(http_guard, "HEAD_WITHIN_S", 0.2)
-    silent, slow = served.connect(b""), served.connect(b"POST ")
+    silent = served.connect(b"")
+    slow = served.connect(b"POST ")
     assert status_of(silent) == status_of(slow) == 408
 
 
-def test_a_place_that_is_taken_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_taken_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server, "_MAX_CONNECTIONS", 1)
     with sandbox(tmp_path) as served:
-        key = (f"Authorization: Bearer {served.key}", "Content-Type: application/json", "Content-Length: 2")
+        key = (
+            f"Authorization: Bearer {served.key}",
+            "Content-Type: application/json",
+            "Content-Length: 2",
+        )
         with served.connect(served.head(*key)) as first:  # a body is awaited from who has the key
             while status_of(served.connect(served.head(*key) + b"{}")) != 503:
                 pass
@@ -254,11 +303,15 @@ def test_a_place_that_is_taken_is_free_again(tmp_path: Path, monkeypatch: pytest
             pass
 
 
-def test_the_token_of_a_server_is_in_a_file_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_a_server_is_in_a_file_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with sandbox(tmp_path) as served:
         (file,) = (tmp_path / ".cache" / "distflow").iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == served.key == token_of(served.port)
+        assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == served.key == token_of(
+            served.port
+        )
         file.chmod(0o644)
         assert token_of(served.port) == ""
         file.unlink()

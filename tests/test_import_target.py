@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import hint, nearest
-from distflow.import_target import LoadError, SourceFile, is_ours, load, load_function, load_module, shown_name
+from distflow.import_target import (
+    LoadError,
+    SourceFile,
+    is_ours,
+    load,
+    load_function,
+    load_module,
+    shown_name,
+)
 
 SOURCE = """
 from dataclasses import dataclass
@@ -48,7 +56,9 @@ def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("name", ["my_file.py", "mine v1.2 größe%.py"])
-def test_what_a_file_defines_can_be_sent_to_processes(tmp_path: Path, start: str, name: str) -> None:
+def test_what_a_file_defines_can_be_sent_to_processes(
+    tmp_path: Path, start: str, name: str
+) -> None:
     (tmp_path / name).write_text(SOURCE)
     judge = load(f"{tmp_path / name}:Judge")
     assert isinstance(judge, type)
@@ -114,5 +124,11 @@ def test_a_hint_names_the_nearest_else_what_there_is() -> None:
 
 
 def test_a_name_that_a_function_binds_by_global_is_found_in_the_text() -> None:
-    source = SourceFile(b"def prepare():\n    global compute_score\n    compute_score = len\n\nprepare()\n")
-    assert source.defines("compute_score") and source.defines("prepare") and not source.defines("other")
+    source = SourceFile(
+        b"def prepare():\n    global compute_score\n    compute_score = len\n\nprepare()\n"
+    )
+    assert (
+        source.defines("compute_score")
+        and source.defines("prepare")
+        and not source.defines("other")
+    )

@@ -1,4 +1,5 @@
-"""The arrows of the design: imports go one way through the rooms, and the light ones load neither torch nor Ray."""
+"""The arrows of the design: imports go one way through the rooms, and the light ones load neither
+torch nor Ray."""
 
 import ast
 import re
@@ -30,7 +31,14 @@ LAYERS = (
     {"import_target"},
     {"untrusted_files"},
     {"processes", "user_files"},
-    {"builtin_names", "device_transfer", "hub_id_or_local_path", "http_guard", "limited_fork", "user_values"},
+    {
+        "builtin_names",
+        "device_transfer",
+        "hub_id_or_local_path",
+        "http_guard",
+        "limited_fork",
+        "user_values",
+    },
     {"errors"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -43,7 +51,8 @@ def room_of(module: str) -> str:
 
 @cache
 def imports(path: Path) -> tuple[str, ...]:
-    """The modules of distflow that a file imports, relative to the package, wherever in the file."""
+    """The modules of distflow that a file imports, relative to the package, wherever in the
+    file."""
     return tuple(_imports(path))
 
 
@@ -57,11 +66,14 @@ def _imports(path: Path) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        yield from (name.removeprefix("distflow.") for name in names if name.startswith("distflow."))
+        yield from (
+            name.removeprefix("distflow.") for name in names if name.startswith("distflow.")
+        )
 
 
 def test_imports_go_down_only() -> None:
-    rooms = {room_of(module) for module in modules()} - {"__init__"}  # the package itself names what users import
+    # the package itself names what users import
+    rooms = {room_of(module) for module in modules()} - {"__init__"}
     assert rooms <= set(LEVEL), "no room of the design: add it to LAYERS or move the file"
     upward = [
         f"{module} imports {name}"
@@ -76,9 +88,12 @@ def test_imports_go_down_only() -> None:
 def test_no_run_of_text_imports_what_acts() -> None:
     names = ("simulators", "pipelines.embodied_srpo", "algorithms.srpo")
     code = (
-        "import sys, distflow.cli, distflow.launch.one_process_launcher, distflow.audit.all_checks, "
-        "distflow.launch.make_spec, distflow.pipelines.grpo, distflow.environments.workflow_loading_and_builtins\n"
-        f"print([m for m in sys.modules if m.startswith('distflow') and any(name in m for name in {names})])"
+        "import sys, distflow.cli, distflow.launch.one_process_launcher, "
+        "distflow.audit.all_checks, "
+        "distflow.launch.make_spec, distflow.pipelines.grpo, "
+        "distflow.environments.workflow_loading_and_builtins\n"
+        "print([m for m in sys.modules if m.startswith('distflow') and any(name in m for name in "
+        f"{names})])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -86,7 +101,11 @@ def test_no_run_of_text_imports_what_acts() -> None:
 
 def test_architecture_draws_the_rooms() -> None:
     picture = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
-    drawn = set(re.findall(r"[a-z_]+", re.sub(r"  +.*", "", picture.replace("then", ""), flags=re.MULTILINE)))
+    drawn = set(
+        re.findall(
+            r"[a-z_]+", re.sub(r"  +.*", "", picture.replace("then", ""), flags=re.MULTILINE)
+        )
+    )
     rooms = {room for rooms in LAYERS for room in rooms} - {"__main__"}
     assert rooms <= drawn | {"errors", "builtin_names", "import_target"}, rooms - drawn
 
@@ -95,7 +114,9 @@ def test_no_cycle_of_modules() -> None:
     known = modules()
     graph: dict[str, set[str]] = {}
     for module, path in known.items():
-        found = {name if name in known else name.rpartition(".")[0] for name in _at_import_time(path)}
+        found = {
+            name if name in known else name.rpartition(".")[0] for name in _at_import_time(path)
+        }
         graph[module] = {name for name in found if name in known and name != module}
     TopologicalSorter(graph).prepare()
 
@@ -108,14 +129,21 @@ def _at_import_time(path: Path) -> Iterator[str]:
             for alias in node.names:
                 yield f"{node.module}.{alias.name}".removeprefix("distflow.")
         elif isinstance(node, ast.Import):
-            yield from (a.name.removeprefix("distflow.") for a in node.names if a.name.startswith("distflow."))
+            yield from (
+                a.name.removeprefix("distflow.")
+                for a in node.names
+                if a.name.startswith("distflow.")
+            )
         elif isinstance(node, ast.If):
             body.extend(node.body)
 
 
 @pytest.mark.parametrize("room", ["", *(f".{name}" for name in WITHOUT_TORCH)])
 def test_light_rooms_load_neither_torch_nor_ray(room: str) -> None:
-    code = f"import sys, distflow{room}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    code = (
+        f"import sys, distflow{room}; print([m for m in ('torch', 'ray', 'transformers') if m in "
+        "sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -1,5 +1,5 @@
-"""U+2028, U+2029 and U+0085 separate lines for `str.splitlines`, but are valid inside a JSON record: each reader of
-records finds whole ones."""
+"""U+2028, U+2029 and U+0085 separate lines for `str.splitlines`, but are valid inside a JSON
+record: each reader of records finds whole ones."""
 
 import json
 from pathlib import Path
@@ -17,20 +17,27 @@ TEXT = "one\u2028two\u2029three\u0085four\x0bfive\x1csix"
 
 
 def lines(path: Path, *records: object) -> Path:
-    path.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records), encoding="utf-8"
+    )
     return path
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_a_file_of_data(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.{suffix}"
-    lines(path, {"prompt": TEXT}, {"prompt": "b"}) if suffix == "jsonl" else lines(path, [{"prompt": TEXT}])
+    lines(path, {"prompt": TEXT}, {"prompt": "b"}) if suffix == "jsonl" else lines(
+        path, [{"prompt": TEXT}]
+    )
     assert next(iter(read_file(path, "data.train_files"))).values["prompt"] == TEXT
     assert suffix == "json" or index_file(path, tmp_path, "data.train_files").num_rows == 2
 
 
 def test_the_texts_of_the_search_tool(tmp_path: Path) -> None:
-    assert Search(str(lines(tmp_path / "texts.jsonl", {"text": TEXT}, {"text": "seven"})))("four") == TEXT
+    assert (
+        Search(str(lines(tmp_path / "texts.jsonl", {"text": TEXT}, {"text": "seven"})))("four")
+        == TEXT
+    )
     (tmp_path / "texts.txt").write_text(f"{TEXT}\nseven\n", encoding="utf-8")
     assert Search(str(tmp_path / "texts.txt"))("four") == TEXT
 
@@ -50,7 +57,8 @@ def test_the_journals_and_samples_of_a_run(tmp_path: Path) -> None:
 
 def test_commands_to_migrate(tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(
-        f"trl sft --model_name_or_path m \\\n  --system_prompt '{TEXT}' --seed 3\n", encoding="utf-8"
+        f"trl sft --model_name_or_path m \\\n  --system_prompt '{TEXT}' --seed 3\n",
+        encoding="utf-8",
     )
     found = read_foreign(tmp_path / "x.sh")
     assert found.values["system_prompt"] == TEXT and found.lines["seed"] == 2

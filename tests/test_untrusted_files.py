@@ -19,7 +19,10 @@ def test_time_is_limited_and_the_handler_put_back() -> None:
         while True:
             pass
     assert time.process_time() - started < 1.0
-    assert signal.getsignal(signal.SIGVTALRM) == before and signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0.0
+    assert (
+        signal.getsignal(signal.SIGVTALRM) == before
+        and signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0.0
+    )
     with limited_time(0.1):
         time.sleep(0.3)  # costs no processor time
 

@@ -1,4 +1,5 @@
-"""The rule for numbers that are handed in, for every kind of number; and the plain form of values beside them."""
+"""The rule for numbers that are handed in, for every kind of number; and the plain form of values
+beside them."""
 
 import math
 from decimal import Decimal
@@ -56,7 +57,9 @@ def test_numbers_of_every_kind(value: object, wanted: float) -> None:
     ],
 )
 def test_anything_else_is_named(value: object, says: str) -> None:
-    with pytest.raises(ValueError, match=rf"it returned.*{says}.*as 'acc'|it returned as 'acc'.*{says}"):
+    with pytest.raises(
+        ValueError, match=rf"it returned.*{says}.*as 'acc'|it returned as 'acc'.*{says}"
+    ):
         finite_number(value, where=" as 'acc'")
 
 

@@ -1,4 +1,5 @@
-"""Tiny decoders with a character tokenizer, written as Hugging Face folders, for the tests of every room."""
+"""Tiny decoders with a character tokenizer, written as Hugging Face folders, for the tests of every
+room."""
 
 import string
 from pathlib import Path
@@ -13,7 +14,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+PAD = "<pad>"
+BOS = "<bos>"
+EOS = "<eos>"
 CHARACTERS = "\n" + "".join(c for c in string.printable if c.isprintable())
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
@@ -23,19 +26,22 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: printable ASCII and newline after `<pad>` (0), `<bos>` (1), `<eos>` (2). A character
-    outside becomes '?'. Adds no special token by itself."""
+    """One token a character: printable ASCII and newline after `<pad>` (0), `<bos>` (1), `<eos>`
+    (2). A character outside becomes '?'. Adds no special token by itself."""
     vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
 
 def tiny_config(family: str = "llama", **changes: Any) -> Any:
-    """A config of that `model_type` with grouped query heads: 2 layers of width 32, as many logits as tokens."""
+    """A config of that `model_type` with grouped query heads: 2 layers of width 32, as many logits
+    as tokens."""
     numbers: dict[str, Any] = {
         "vocab_size": 3 + len(CHARACTERS),
         "hidden_size": 32,
@@ -46,7 +52,8 @@ def tiny_config(family: str = "llama", **changes: Any) -> Any:
         "head_dim": 8,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
-        "initializer_range": 0.2,  # large enough that neighbours matter: a leak between sequences shows
+        # large enough that neighbours matter: a leak between sequences shows
+        "initializer_range": 0.2,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -55,12 +62,17 @@ def tiny_config(family: str = "llama", **changes: Any) -> Any:
 
 
 def write_tiny_model(
-    folder: Path, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> Path:
-    """Write a randomly initialised model of `family` ("llama", "qwen2", "qwen3", ...) and its tokenizer to `folder`.
+    """Write a randomly initialised model of `family` ("llama", "qwen2", "qwen3", ...) and its
+    tokenizer to `folder`.
 
-    `changes` replace entries of the config. Returns `folder`. Load the tokenizer with `load_tokenizer`: for "qwen2"
-    `AutoTokenizer` would rebuild it as Qwen's own.
+    `changes` replace entries of the config. Returns `folder`. Load the tokenizer with
+    `load_tokenizer`: for "qwen2" `AutoTokenizer` would rebuild it as Qwen's own.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,26 +89,33 @@ def write_tiny_reward_model(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **changes: Any,
 ) -> Path:
-    """The same as a sequence classifier with one label; `tokenizer` in place of `tiny_tokenizer`."""
+    """The same as a sequence classifier with one label; `tokenizer` in place of
+    `tiny_tokenizer`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForSequenceClassification.from_config(tiny_config(family, **{"num_labels": 1, **changes}))
+        model = AutoModelForSequenceClassification.from_config(
+            tiny_config(family, **{"num_labels": 1, **changes})
+        )
     model.save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return Path(folder)
 
 
-GOOD, BAD, NOTHING = ('{"reason": "odd", "score": 0.75}', 'I think {1}. {"reason": "even", "score": 0}', "no idea")
+GOOD = '{"reason": "odd", "score": 0.75}'
+BAD = 'I think {1}. {"reason": "even", "score": 0}'
+NOTHING = "no idea"
 
 
 def write_tiny_judge(folder: Path) -> Path:
-    """A language model that answers by the last character of what it is asked: `tiny_verdict`. It has no chat template,
-    so that a question may end with the response."""
+    """A language model that answers by the last character of what it is asked: `tiny_verdict`. It
+    has no chat template, so that a question may end with the response."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tokenizer.add_tokens([GOOD, BAD, NOTHING])
     size = len(tokenizer)
-    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=size, hidden_size=128, max_position_embeddings=256))
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(vocab_size=size, hidden_size=128, max_position_embeddings=256)
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):

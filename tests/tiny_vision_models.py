@@ -1,4 +1,5 @@
-"""Tiny models that read images, written as Hugging Face folders, and images of one coloured square."""
+"""Tiny models that read images, written as Hugging Face folders, and images of one coloured
+square."""
 
 import io
 from collections.abc import Callable
@@ -24,9 +25,12 @@ from tests.tiny_models import tiny_tokenizer
 
 COLOURS = {"r": (230, 40, 40), "g": (40, 200, 60), "b": (50, 80, 230)}
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}"
-    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ "
+    "message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>{% else "
+    "%}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% "
+    "endif %}"
 )
 
 
@@ -58,7 +62,12 @@ def write_tiny_llava(folder: Path, seed: int = 0) -> Path:
         chat_template=TEMPLATE,
     )
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=7
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=7,
     )
     config = LlavaConfig(
         vision_config=vision,
@@ -97,19 +106,24 @@ def _with_tokens(*names: str) -> PreTrainedTokenizerFast:
 
 
 class TinyProcessor:
-    """What a family's processor does with images. num_tokens: the placeholders of one, from the image processor's
-    output."""
+    """What a family's processor does with images. num_tokens: the placeholders of one, from the
+    image processor's output."""
 
     def __init__(self, image_processor: Any, num_tokens: Callable[[Any], int]) -> None:
         self.tokenizer = _with_tokens("<image>")
         self.image_token = "<image>"
         self.image_token_id = self.tokenizer.convert_tokens_to_ids("<image>")
-        self.image_processor, self.num_tokens = image_processor, num_tokens
+        self.image_processor = image_processor
+        self.num_tokens = num_tokens
 
-    def __call__(self, text: list[str], images: list[Any], **special: bool) -> dict[str, list[list[int]]]:
+    def __call__(
+        self, text: list[str], images: list[Any], **special: bool
+    ) -> dict[str, list[list[int]]]:
         whole, *pieces = text[0].split(self.image_token)
         for image, piece in zip(images, pieces, strict=True):
-            whole += self.image_token * self.num_tokens(self.image_processor(images=[image], return_tensors="pt"))
+            whole += self.image_token * self.num_tokens(
+                self.image_processor(images=[image], return_tensors="pt")
+            )
             whole += piece
         return self.tokenizer([whole], **special)
 
@@ -136,10 +150,14 @@ _SQUARE = {"height": 28, "width": 28}
 
 def _pil(family: str, name: str, **sizes: Any) -> Any:
     """The family's image processor that needs no torchvision."""
-    return getattr(import_module(f"transformers.models.{family}.image_processing_pil_{family}"), name)(**sizes)
+    return getattr(
+        import_module(f"transformers.models.{family}.image_processing_pil_{family}"), name
+    )(**sizes)
 
 
-def _with_grid(family: str = "qwen2_vl", name: str = "Qwen2VLImageProcessorPil", **sizes: Any) -> TinyProcessor:
+def _with_grid(
+    family: str = "qwen2_vl", name: str = "Qwen2VLImageProcessorPil", **sizes: Any
+) -> TinyProcessor:
     limits = sizes or {"min_pixels": 14 * 14, "max_pixels": 56 * 56}
     made = _pil(family, name, **limits, patch_size=7, merge_size=2, temporal_patch_size=2)
     return TinyProcessor(made, lambda out: int(out["image_grid_thw"].prod()) // 4)
@@ -184,7 +202,12 @@ def _qwen2_5_vl() -> tuple[TinyProcessor, Any]:
 
 def _qwen3_vl() -> tuple[TinyProcessor, Any]:
     processor = _with_grid()
-    vision = {**_OF_QWEN, "out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    vision = {
+        **_OF_QWEN,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
     text = _text(processor, head_dim=8, rope_parameters=_rope(mrope_interleaved=True))
     return processor, transformers.Qwen3VLConfig(
         vision_config=vision, text_config=text, **_of_tokens(processor, *_QWEN_TOKENS)
@@ -242,13 +265,23 @@ def _mistral3() -> tuple[TinyProcessor, Any]:
     text = transformers.MistralConfig(**_text(processor, sliding_window=None))
     token = processor.image_token_id
     return processor, transformers.Mistral3Config(
-        vision_config=vision, text_config=text, image_token_index=token, spatial_merge_size=2, vision_feature_layer=-1
+        vision_config=vision,
+        text_config=text,
+        image_token_index=token,
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
     )
 
 
 def _smolvlm() -> tuple[TinyProcessor, Any]:
     edge = {"longest_edge": 28}
-    resizer = _pil("smolvlm", "SmolVLMImageProcessorPil", size=edge, max_image_size=edge, do_image_splitting=False)
+    resizer = _pil(
+        "smolvlm",
+        "SmolVLMImageProcessorPil",
+        size=edge,
+        max_image_size=edge,
+        do_image_splitting=False,
+    )
     processor = TinyProcessor(resizer, lambda _: 4)
     text = {"model_type": "llama", **_text(processor)}
     return processor, transformers.SmolVLMConfig(
@@ -261,7 +294,10 @@ def _paligemma() -> tuple[TinyProcessor, Any]:
     vision = {"model_type": "siglip_vision_model", **_VISION, "projection_dim": 32}
     text = {"model_type": "gemma", **_text(processor, head_dim=8)}
     return processor, transformers.PaliGemmaConfig(
-        vision_config=vision, text_config=text, image_token_index=processor.image_token_id, projection_dim=32
+        vision_config=vision,
+        text_config=text,
+        image_token_index=processor.image_token_id,
+        projection_dim=32,
     )
 
 
@@ -289,6 +325,7 @@ def tiny_vision_model(family: str, seed: int = 0) -> tuple[TinyProcessor, Any]:
         model = transformers.AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
             for weight in model.parameters():
-                if weight.dim() > 1 and not weight.any():  # Gemma 3 begins with images that are all zeros
+                # Gemma 3 begins with images that are all zeros
+                if weight.dim() > 1 and not weight.any():
                     weight.normal_(0.0, 0.2)
     return processor, model

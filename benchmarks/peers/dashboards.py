@@ -1,4 +1,5 @@
-"""Writes the metrics of a run's folder for another dashboard, then a step for each number on standard input:
+"""Writes the metrics of a run's folder for another dashboard, then a step for each number on
+standard input:
 `python dashboards.py tensorboard|trackio METRICS.jsonl FOLDER`, in a Python that has both packages.
 
 It answers each with a line when the step is on disk. Trackio takes its folder from TRACKIO_DIR.
@@ -43,13 +44,16 @@ def trackio(folder: str) -> Log:
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+        found |= (
+            flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
+        )
     return found
 
 
 def main() -> None:
     name, metrics, folder = sys.argv[1:]
-    log, values = {"tensorboard": tensorboard, "trackio": trackio}[name](folder), dict[str, float]()
+    log = {"tensorboard": tensorboard, "trackio": trackio}[name](folder)
+    values = dict[str, float]()
     for line in Path(metrics).read_text("utf-8").rstrip("\n").split("\n"):
         record = json.loads(line)
         values = flat(record["m"])

@@ -1,8 +1,8 @@
 """Transformers' `generate` over given lengths: `python hf_rollout.py FOLDER`.
 
-FOLDER/job.json has `steps`, each a list of [prompt ids, tokens wanted]; `batch`; `dtype`. FOLDER/done.json gets the
-seconds of each step. Rows of a batch go on until its longest is done: lengths are not known beforehand, so a batch is
-of whatever comes together.
+FOLDER/job.json has `steps`, each a list of [prompt ids, tokens wanted]; `batch`; `dtype`.
+FOLDER/done.json gets the seconds of each step. Rows of a batch go on until its longest is done:
+lengths are not known beforehand, so a batch is of whatever comes together.
 """
 
 import json

@@ -1,9 +1,11 @@
-"""The update of a GRPO step as one writes it over transformers, padded: `python hf_update.py FOLDER`.
+"""The update of a GRPO step as one writes it over transformers, padded:
+`python hf_update.py FOLDER`.
 
-FOLDER/job.json has `steps`, each a list of [prompt ids, answer ids, advantage], all prompts of the same length;
-`micro_batch`; `by_length`: answers are sorted by their length, so that those that are padded together are alike;
-`mask`: the model is given an attention mask, which a causal model padded on the right can do without; `bfloat16`.
-FOLDER/done.json gets seconds, the gradient's norm and the trained tokens of each step.
+FOLDER/job.json has `steps`, each a list of [prompt ids, answer ids, advantage], all prompts of the
+same length; `micro_batch`; `by_length`: answers are sorted by their length, so that those that are
+padded together are alike; `mask`: the model is given an attention mask, which a causal model padded
+on the right can do without; `bfloat16`. FOLDER/done.json gets seconds, the gradient's norm and the
+trained tokens of each step.
 
 Logits are made of the answers' positions alone, their log-probs by the fused cross entropy.
 """
@@ -21,18 +23,28 @@ from transformers import AutoModelForCausalLM
 CLIP = 0.2
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, samples: list[Any], job: dict[str, Any]) -> tuple[float, float]:
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, samples: list[Any], job: dict[str, Any]
+) -> tuple[float, float]:
     """Seconds, and the gradient's norm."""
     start = time.perf_counter()
     if job["by_length"]:
         samples = sorted(samples, key=lambda sample: len(sample[1]))
     num_tokens = sum(len(answer) for _, answer, _ in samples)
     for first in range(0, len(samples), job["micro_batch"]):
-        prompts, answers, advantages = zip(*samples[first : first + job["micro_batch"]], strict=True)
+        prompts, answers, advantages = zip(
+            *samples[first : first + job["micro_batch"]], strict=True
+        )
         longest = max(map(len, answers))
-        ids = torch.tensor([[*p, *a, *[0] * (longest - len(a))] for p, a in zip(prompts, answers, strict=True)])
-        is_answer = torch.arange(longest) < torch.tensor([len(answer) for answer in answers])[:, None]
-        seen = torch.cat((torch.ones(len(ids), len(prompts[0]), dtype=torch.bool), is_answer), dim=1)
+        ids = torch.tensor(
+            [[*p, *a, *[0] * (longest - len(a))] for p, a in zip(prompts, answers, strict=True)]
+        )
+        is_answer = (
+            torch.arange(longest) < torch.tensor([len(answer) for answer in answers])[:, None]
+        )
+        seen = torch.cat(
+            (torch.ones(len(ids), len(prompts[0]), dtype=torch.bool), is_answer), dim=1
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job["bfloat16"]):
             logits = model(
                 input_ids=ids,
@@ -40,7 +52,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer, samples: list[Any], job: 
                 use_cache=False,
                 logits_to_keep=longest + 1,
             ).logits[:, :-1]
-        log_probs = -cross_entropy(logits.float().flatten(0, 1), ids[:, -longest:].flatten(), reduction="none")
+        log_probs = -cross_entropy(
+            logits.float().flatten(0, 1), ids[:, -longest:].flatten(), reduction="none"
+        )
         ratio = (log_probs - log_probs.detach()).exp().view_as(is_answer)
         gain = torch.tensor(advantages)[:, None]
         surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
@@ -59,7 +73,13 @@ def main() -> None:
     found = []
     for samples in job["steps"]:
         seconds, norm = step(model, optimizer, samples, job)
-        found.append({"seconds": seconds, "norm": norm, "tokens": sum(len(answer) for _, answer, _ in samples)})
+        found.append(
+            {
+                "seconds": seconds,
+                "norm": norm,
+                "tokens": sum(len(answer) for _, answer, _ in samples),
+            }
+        )
     (folder / "done.json").write_text(json.dumps(found))
 
 

@@ -1,9 +1,11 @@
-"""GRPO steps of TRL over the same work, by `GRPOTrainer`; run with the Python of `make bench-peers`.
+"""GRPO steps of TRL over the same work, by `GRPOTrainer`; run with the Python of
+`make bench-peers`.
 
     .peers/trl/bin/python benchmarks/peers/trl_steps.py FOLDER
 
-FOLDER/job.json has `prompts`, `steps`, `longest`, `bfloat16`, `micro_batch`, `on_gpu`, and `vllm`, which generates on
-the trainer's device. FOLDER/done.json gets seconds and answered tokens of each step but the first.
+FOLDER/job.json has `prompts`, `steps`, `longest`, `bfloat16`, `micro_batch`, `on_gpu`, and `vllm`,
+which generates on the trainer's device. FOLDER/done.json gets seconds and answered tokens of each
+step but the first.
 """
 
 import json
@@ -28,10 +30,12 @@ def share_of_even(completions: list[str], **_: Any) -> list[float]:
 
 
 def load_at_once(generation: Any) -> None:
-    """In place of TRL's `sync_weights`, which loads one tensor after another: the CPU build of vLLM has packed its
-    weights, so that this fails there."""
+    """In place of TRL's `sync_weights`, which loads one tensor after another: the CPU build of vLLM
+    has packed its weights, so that this fails there."""
     worker = generation.llm.llm_engine.model_executor.driver_worker
-    worker.model_runner.reload_weights(weights_iterator=generation._iter_named_params(), is_checkpoint_format=True)
+    worker.model_runner.reload_weights(
+        weights_iterator=generation._iter_named_params(), is_checkpoint_format=True
+    )
     generation.llm.reset_prefix_cache()
 
 
@@ -48,7 +52,8 @@ class Clock(TrainerCallback):
 def main() -> None:
     folder = Path(sys.argv[1])
     wanted = json.loads((folder / "job.json").read_text())
-    samples, clock = wanted["prompts"] * 8, Clock()
+    samples = wanted["prompts"] * 8
+    clock = Clock()
     if wanted["vllm"] and not wanted["on_gpu"]:
         VLLMGeneration.sync_weights = load_at_once
     with tempfile.TemporaryDirectory() as output_dir:
@@ -78,12 +83,18 @@ def main() -> None:
             model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32"),
             reward_funcs=share_of_even,
             args=config,
-            train_dataset=load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train"),
+            train_dataset=load_dataset(
+                "json", data_files=str(folder / "rows.jsonl"), split="train"
+            ),
             processing_class=AutoTokenizer.from_pretrained(folder / "model"),
             callbacks=[clock],
         )
         trainer.train()
-    lengths = [log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log]
+    lengths = [
+        log["completions/mean_length"]
+        for log in trainer.state.log_history
+        if "completions/mean_length" in log
+    ]
     ends = clock.ends
     steps = [
         {"seconds": end - before, "tokens": length * samples}

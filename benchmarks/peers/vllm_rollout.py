@@ -1,6 +1,8 @@
-"""vLLM on the CPU over given lengths: `.venv-vllm/bin/python vllm_rollout.py FOLDER`; files as in `hf_rollout.py`.
+"""vLLM on the CPU over given lengths: `.venv-vllm/bin/python vllm_rollout.py FOLDER`; files as in
+`hf_rollout.py`.
 
-Each request ends at its own length, and answers give the log-prob of each sampled token, as a rollout must.
+Each request ends at its own length, and answers give the log-prob of each sampled token, as a
+rollout must.
 """
 
 import json
@@ -15,7 +17,10 @@ from vllm import LLM, SamplingParams, TokensPrompt
 def step(llm: Any, work: list[tuple[list[int], int]]) -> float:
     start = time.perf_counter()
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in work]
-    params = [SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0) for _, length in work]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0)
+        for _, length in work
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     for output, (_, length) in zip(outputs, work, strict=True):

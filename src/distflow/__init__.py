@@ -1,4 +1,5 @@
-"""distflow: RL post-training of language models as a typed dataflow graph. Importing it loads neither torch nor Ray."""
+"""distflow: RL post-training of language models as a typed dataflow graph. Importing it loads
+neither torch nor Ray."""
 
 from importlib import import_module
 
@@ -63,7 +64,8 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> "Any":
-    """The public names, imported on first use (PEP 562), since those of the algorithms load torch."""
+    """The public names, imported on first use (PEP 562), since those of the algorithms load
+    torch."""
     if name not in __all__:
         raise AttributeError(f"module 'distflow' has no attribute '{name}'")
     room = next((room for room, names in _ROOMS.items() if name in names), "distflow.graph")

@@ -1,4 +1,5 @@
-"""The command `distflow`, and `python -m distflow`: handles Ctrl-C before anything else is imported."""
+"""The command `distflow`, and `python -m distflow`: handles Ctrl-C before anything else is
+imported."""
 
 import os
 import signal
@@ -9,9 +10,11 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd():
 
 
 def main() -> int:
-    """Run the command; its own handling of Ctrl-C replaces this one while there is something to close."""
+    """Run the command; its own handling of Ctrl-C replaces this one while there is something to
+    close."""
     signal.signal(signal.SIGINT, _leave)
-    if sys.getfilesystemencoding() != "utf-8":  # as LC_ALL=C with PYTHONUTF8=0 has it: names and texts are UTF-8
+    # as LC_ALL=C with PYTHONUTF8=0 has it: names and texts are UTF-8
+    if sys.getfilesystemencoding() != "utf-8":
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
     from distflow.processes.ending import end_users_processes_at_exit, exit_soon

@@ -1,5 +1,6 @@
-"""The built-in names that a config may choose from, one table per kind, read from `builtin_names.toml`: what each is,
-where it is, and what must be known before it is loaded. A new one is a file and an entry there. Loads nothing.
+"""The built-in names that a config may choose from, one table per kind, read from
+`builtin_names.toml`: what each is, where it is, and what must be known before it is loaded. A new
+one is a file and an entry there. Loads nothing.
 
 target: "module:attribute", loaded when the name is used; empty if it is not implemented yet.
 """
@@ -24,7 +25,8 @@ class Entry:
 class Estimator(Entry):
     """An advantage estimator and its requirements.
 
-    reads_parts: it reads the parts of the reward, not their sum. whitens: it whitens advantages by definition.
+    reads_parts: it reads the parts of the reward, not their sum. whitens: it whitens advantages by
+    definition.
     """
 
     needs_group: bool = False
@@ -35,7 +37,8 @@ class Estimator(Entry):
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """A policy loss: which of the actor's clips it uses, and whether they bound a divergence instead of the ratio."""
+    """A policy loss: which of the actor's clips it uses, and whether they bound a divergence
+    instead of the ratio."""
 
     clips: bool = False
     dual_clips: bool = False
@@ -46,12 +49,13 @@ class PolicyLoss(Entry):
 class Reward(Entry):
     """A reward function.
 
-    needs_answer: it compares with the row's answer, so every row must have one. scores_own_answer: the row's own
-    answer, in a box, must score 1. solutions: columns of data sets with responses that must score as right. row_check:
-    a function that is called with a row's answer and columns, and raises ValueError if the reward cannot score any
-    response to it. executes_response: it runs the response's code in the sandbox. prepare: "module:function" that loads
-    something too large to load twice, with the options of the part; one process holds it and scores for all domains
-    with the same. reads_messages: it receives the prompt's chat messages.
+    needs_answer: it compares with the row's answer, so every row must have one. scores_own_answer:
+    the row's own answer, in a box, must score 1. solutions: columns of data sets with responses
+    that must score as right. row_check: a function that is called with a row's answer and columns,
+    and raises ValueError if the reward cannot score any response to it. executes_response: it runs
+    the response's code in the sandbox. prepare: "module:function" that loads something too large to
+    load twice, with the options of the part; one process holds it and scores for all domains with
+    the same. reads_messages: it receives the prompt's chat messages.
     """
 
     needs_answer: bool = False
@@ -67,8 +71,8 @@ class Reward(Entry):
 class BuiltinPipeline(Entry):
     """A pipeline: whether it trains a critic, and whether it generates its training data.
 
-    by_estimator: it trains one if an estimator of the run or of a domain reads values. reads_pairs: it trains a reward
-    model on pairs of responses.
+    by_estimator: it trains one if an estimator of the run or of a domain reads values. reads_pairs:
+    it trains a reward model on pairs of responses.
     """
 
     has_critic: bool = False
@@ -86,11 +90,13 @@ class TrainEngineEntry(Entry):
 
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
-    """A rollout engine. sizes: as for a train engine. in_server: it computes in a server, to which weights are sent.
-    draws_by_stream: it draws with the sample's own random stream, which an audit repeats. takes_weights: otherwise it
-    cannot be used for training. reports_truncated: its log-probs with top_p, min_p and repetition_penalty are those of
-    the distribution that it then samples from. serves_adapters: beside the base weights, in a server that the run
-    starts. size_option: an option of its server for several devices, if its size in an allocation is always 1."""
+    """A rollout engine. sizes: as for a train engine. in_server: it computes in a server, to which
+    weights are sent. draws_by_stream: it draws with the sample's own random stream, which an audit
+    repeats. takes_weights: otherwise it cannot be used for training. reports_truncated: its
+    log-probs with top_p, min_p and repetition_penalty are those of the distribution that it then
+    samples from. serves_adapters: beside the base weights, in a server that the run starts.
+    size_option: an option of its server for several devices, if its size in an allocation is always
+    1."""
 
     sizes: str = "d"
     in_server: bool = False
@@ -103,56 +109,76 @@ class RolloutEngineEntry(Entry):
 
 @dataclass(frozen=True)
 class Tracker(Entry):
-    """A tracker. package: must be installed; the extra of the tracker's name includes it. One without a target is
-    always written."""
+    """A tracker. package: must be installed; the extra of the tracker's name includes it. One
+    without a target is always written."""
 
     package: str = ""
 
 
-_TABLES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text("utf-8")
+)
 Kind = TypeVar("Kind", bound=Entry)
 
 
 def _entries(table: str, kind: type[Kind]) -> dict[str, Kind]:
     made: dict[str, Kind] = {}
     for name, entry in _TABLES[table].items():
-        values: dict[str, Any] = {field: tuple(v) if isinstance(v, list) else v for field, v in entry.items()}
+        values: dict[str, Any] = {
+            field: tuple(v) if isinstance(v, list) else v for field, v in entry.items()
+        }
         made[name] = kind(**values)
     return made
 
 
-ESTIMATORS, POLICY_LOSSES = _entries("ESTIMATORS", Estimator), _entries("POLICY_LOSSES", PolicyLoss)
+ESTIMATORS = _entries("ESTIMATORS", Estimator)
+POLICY_LOSSES = _entries("POLICY_LOSSES", PolicyLoss)
 REWARDS, PIPELINES = _entries("REWARDS", Reward), _entries("PIPELINES", BuiltinPipeline)
 TRAIN_ENGINES = _entries("TRAIN_ENGINES", TrainEngineEntry)
 ROLLOUT_ENGINES = _entries("ROLLOUT_ENGINES", RolloutEngineEntry)
-TRACKERS, LAUNCHERS = _entries("TRACKERS", Tracker), _entries("LAUNCHERS", Entry)
-CURRICULA, MODELS = _entries("CURRICULA", Entry), _entries("MODELS", Entry)
+TRACKERS = _entries("TRACKERS", Tracker)
+LAUNCHERS = _entries("LAUNCHERS", Entry)
+CURRICULA = _entries("CURRICULA", Entry)
+MODELS = _entries("MODELS", Entry)
 WORKFLOWS = _entries("WORKFLOWS", Entry)
 
 REGISTERED: set[str] = set()
 """User estimators and losses that this process has registered."""
 
-# Statistics of a rejection mask, as in verl: of each token, or the sum, mean or maximum over a sequence's tokens.
+# Statistics of a rejection mask, as in verl: of each token, or the sum, mean or maximum over a
+# sequence's tokens.
 ROLLOUT_RS = (
-    *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
+    *(
+        f"{level}_{estimator}"
+        for level in ("token", "seq_sum", "seq_mean")
+        for estimator in ("k1", "k2", "k3")
+    ),
     "seq_max_k2",
     "seq_max_k3",
 )
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 VALUE_LOSSES = ("mse", "huber")
 
 _PLAIN_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 KL_TYPES = (*_PLAIN_KL_TYPES, *(f"{name}+" for name in _PLAIN_KL_TYPES))
 NO_FULL_KL = (
-    "'full' would need the whole distributions of policy and reference, and only the log-probs of sampled tokens are "
+    "'full' would need the whole distributions of policy and reference, and only the log-probs of "
+    "sampled tokens are "
     "kept; low_var_kl is an unbiased estimate of the same KL"
 )
 
-CUSTOM_REWARD, JUDGE = "custom", "judge"
+CUSTOM_REWARD = "custom"
+JUDGE = "judge"
 PROMPT_MESSAGES = "prompt_messages"
-"""The column, among a row's others, in which a reward that reads messages finds those of the prompt."""
+"""The column, among a row's others, in which a reward that reads messages finds those of the
+prompt."""
 PROMPT_CHAT = "prompt_chat"
 """The one in which a user's reward finds them if the prompt is a chat."""
 
@@ -178,11 +204,27 @@ HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 """The id of a data set on the hub, with its configuration and split."""
 
 TEMPLATE_PARAMETERS = (
-    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *(
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *(
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+    ),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-"""Parameters that the call of a chat template sets itself; further arguments may not have these names."""
+"""Parameters that the call of a chat template sets itself; further arguments may not have these
+names."""
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")

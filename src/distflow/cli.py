@@ -1,4 +1,5 @@
-"""The command line: parses arguments, runs a command, and turns an error into a message and an exit status."""
+"""The command line: parses arguments, runs a command, and turns an error into a message and an exit
+status."""
 
 import argparse
 import os
@@ -12,18 +13,26 @@ from typing import Any, NamedTuple, NoReturn
 
 from distflow import __version__
 from distflow.observe.sanitized_output import quiet_libraries, sanitized_output
-from distflow.runtime.early_stop_and_signals import Interrupted, ended_by, exit_status, interruptible, leave_at_once
+from distflow.runtime.early_stop_and_signals import (
+    Interrupted,
+    ended_by,
+    exit_status,
+    interruptible,
+    leave_at_once,
+)
 
-USER_FAULT, OUR_FAULT = 2, 1
+USER_FAULT = 2
+OUR_FAULT = 1
 HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
 """Options of Hydra, which other systems' commands have."""
 
 
 class Command(NamedTuple):
-    """help: one line. module: of `commands`, has `add_NAME_arguments(parser)` and `run_NAME(arguments) -> exit status`.
+    """help: one line. module: of `commands`, has `add_NAME_arguments(parser)` and
+    `run_NAME(arguments) -> exit status`.
 
-    runs_code: whether it runs the user's code. The others only read, perhaps another person's files. more: text below
-    the arguments in its `--help`.
+    runs_code: whether it runs the user's code. The others only read, perhaps another person's
+    files. more: text below the arguments in its `--help`.
     """
 
     help: str
@@ -56,59 +65,95 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train with a preset or a YAML file", "train", runs_code=True, more=_PRESETS),
     "sft": Command("fine-tune on given responses", "train", runs_code=True),
     "eval": Command(
-        "generate responses to data.val_files and print the accuracy", "eval_chat_and_serve", runs_code=True
+        "generate responses to data.val_files and print the accuracy",
+        "eval_chat_and_serve",
+        runs_code=True,
     ),
     "chat": Command("chat with a model or a run's policy", "eval_chat_and_serve", runs_code=True),
     "serve": Command(
-        "serve a model or a run's policy to clients made for OpenAI or Anthropic", "eval_chat_and_serve", runs_code=True
+        "serve a model or a run's policy to clients made for OpenAI or Anthropic",
+        "eval_chat_and_serve",
+        runs_code=True,
     ),
     "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_trace"),
-    "plan": Command("show what a run needs and how long it takes, without its devices", "plan", runs_code=True),
+    "plan": Command(
+        "show what a run needs and how long it takes, without its devices", "plan", runs_code=True
+    ),
     "config": Command("print the resolved config", "config_and_data"),
     "migrate": Command(
-        "convert a config or command of TRL, OpenRLHF, verl, siiRL, ROLL or AReaL", "migration.conversion"
+        "convert a config or command of TRL, OpenRLHF, verl, siiRL, ROLL or AReaL",
+        "migration.conversion",
     ),
     "data": Command("show the data as the model receives it", "config_and_data", runs_code=True),
     "reward": Command(
-        "test a reward function on right and wrong responses", "check_reward_and_rollout_engine", runs_code=True
+        "test a reward function on right and wrong responses",
+        "check_reward_and_rollout_engine",
+        runs_code=True,
     ),
     "rollout": Command(
-        "test everything that a run expects of the rollout engine", "check_reward_and_rollout_engine", runs_code=True
+        "test everything that a run expects of the rollout engine",
+        "check_reward_and_rollout_engine",
+        runs_code=True,
     ),
-    "sandbox": Command("run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"),
+    "sandbox": Command(
+        "run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"
+    ),
     "list": Command("list presets, built-in models or runs", "new_and_list"),
     "report": Command("rewrite a run's report.html", "export_replay_report_trace"),
     "why": Command("show what a step trained on, waited for and took its time for", "why"),
-    "trace": Command("export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_trace"),
+    "trace": Command(
+        "export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_trace"
+    ),
     "dashboard": Command("show a folder of runs in a browser", "dashboard_and_watch"),
-    "watch": Command("show a run that another process writes, as its terminal does", "dashboard_and_watch"),
+    "watch": Command(
+        "show a run that another process writes, as its terminal does", "dashboard_and_watch"
+    ),
     "show": Command("show one sample with its group, scores and texts", "sql_show_and_diff"),
-    "diff": Command("show what differs between two runs, and whether noise explains it", "sql_show_and_diff"),
+    "diff": Command(
+        "show what differs between two runs, and whether noise explains it", "sql_show_and_diff"
+    ),
     "sql": Command("ask the files of runs by SQL", "sql_show_and_diff", more=_VIEWS),
     "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_trace"),
     "doctor": Command("show what is wrong with a run, or with this machine", "doctor_and_selftest"),
-    "selftest": Command("verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"),
+    "selftest": Command(
+        "verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"
+    ),
 }
 GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "serve", "export"),
     "before a run": ("plan", "config", "data", "reward", "rollout", "sandbox"),
-    "look at a run": ("list", "dashboard", "watch", "report", "why", "show", "diff", "sql", "trace", "replay"),
+    "look at a run": (
+        "list",
+        "dashboard",
+        "watch",
+        "report",
+        "why",
+        "show",
+        "diff",
+        "sql",
+        "trace",
+        "replay",
+    ),
     "this machine": ("doctor", "selftest"),
 }
 """The commands as `distflow --help` shows them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for a user's mistake, 128 + the number of a signal that ended it,
-    the error's own `exit_status` if it has one, 1 for anything else."""
+    """Run a command; returns the exit status: 0, 2 for a user's mistake, 128 + the number of a
+    signal that ended it, the error's own `exit_status` if it has one, 1 for anything else."""
     try:
         with sanitized_output(), interruptible():
             quiet_libraries()
             for text in (*(sys.argv[1:] if argv is None else argv), os.path.realpath(".")):
                 if not _is_text(text):  # files of a run hold its paths as UTF-8
                     print(
-                        f"distflow: {os.fsencode(text)!r} is no UTF-8 text: rename the file or folder", file=sys.stderr
+                        (
+                            f"distflow: {os.fsencode(text)!r} is no UTF-8 text: rename the file or "
+                            "folder"
+                        ),
+                        file=sys.stderr,
                     )
                     return 2
             arguments = _parse(argv)
@@ -117,15 +162,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # maybe a run's folder
             runs_code = COMMANDS[arguments.command].runs_code and not os.path.isdir(handed)
             if runs_code or getattr(arguments, "trust_code", False):
-                sys.path.insert(0, "")  # a user's "module:function" is searched in the current folder first
+                # a user's "module:function" is searched in the current folder first
+                sys.path.insert(0, "")
             try:
                 status = int(arguments.run(arguments))
-                sys.stdout.flush()  # at the end of the process a closed reader would be a separate error
+                # at the end of the process a closed reader would be a separate error
+                sys.stdout.flush()
                 return status
             except BrokenPipeError:  # the reader closed our output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return exit_status(signal.SIGPIPE)
-            except Exception as err:  # the top level: one message, a status, the traceback on request
+            # the top level: one message, a status, the traceback on request
+            except Exception as err:
                 return _report_error(err, arguments.debug)
     except KeyboardInterrupt as err:
         number = err.number if isinstance(err, Interrupted) else signal.SIGINT
@@ -145,7 +193,11 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Help that ends with an argument's default, unless its text says it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_said = not action.default or action.default == argparse.SUPPRESS or "default:" in (action.help or "")
+        is_said = (
+            not action.default
+            or action.default == argparse.SUPPRESS
+            or "default:" in (action.help or "")
+        )
         return action.help if is_said else f"{action.help}; default: %(default)s"
 
 
@@ -170,7 +222,8 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; parsed arguments have the function of the command as `run`."""
     groups = (
-        f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names) for title, names in GROUPS.items()
+        f"{title}:\n" + "".join(f"  {n:<9} {COMMANDS[n].help}\n" for n in names)
+        for title, names in GROUPS.items()
     )
     about = "RL post-training of language models as a dataflow\n\n" + "\n".join(groups)
     parser = _Parser(prog="distflow", description=about)
@@ -186,13 +239,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """key=value may stand before and after options; argparse alone accepts only those in one place."""
+    """key=value may stand before and after options; argparse alone accepts only those in one
+    place."""
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
         command = f"{parser.prog} {arguments.command}"
-        parser.exit(2, f"{command}: {_unrecognized(unknown, command, hasattr(arguments, 'overrides'))}\n")
+        parser.exit(
+            2, f"{command}: {_unrecognized(unknown, command, hasattr(arguments, 'overrides'))}\n"
+        )
     if rest:
         arguments.overrides += rest
     return arguments
@@ -205,18 +261,23 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
     if not (takes_keys and words[0].startswith("-") and name):
         return f"{message}; see {command} --help"
     if name in HYDRA_OPTIONS:
-        return f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the command"
+        return (
+            f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the "
+            "command"
+        )
     from distflow.config.compose.unknown_and_unused_keys import suggest
     from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")
-    advice = f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
+    advice = (
+        f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
+    )
     return f"{message}\nconfig keys are written key=value, without dashes: {advice}"
 
 
 def _report_error(err: Exception, debug: bool) -> int:
-    """Report the error; returns the exit status, or ends the process here if it would wait for a thread that never
-    ends."""
+    """Report the error; returns the exit status, or ends the process here if it would wait for a
+    thread that never ends."""
     from distflow.errors import UserError
     from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp
 

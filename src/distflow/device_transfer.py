@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; from the host to an accelerator through pinned memory, without waiting."""
+    """The tensor on `device`; from the host to an accelerator through pinned memory, without
+    waiting."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and device.type == accelerator.type and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -22,13 +23,15 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         raw = [tensors[place].contiguous().view(torch.uint8) for place in places]
         copied = torch.cat(raw).cpu().split([len(part) for part in raw])
         for place, part in zip(places, copied, strict=True):
-            found[place] = part.clone().view(tensors[place].dtype)  # a part may begin where its type may not
+            # a part may begin where its type may not
+            found[place] = part.clone().view(tensors[place].dtype)
     return found
 
 
 def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Scalars of any devices and types as numbers, in their order: one transfer per device."""
-    numbers, alike = [0.0] * len(values), dict[torch.device, dict[torch.dtype, dict[int, Tensor]]]()
+    numbers = [0.0] * len(values)
+    alike = dict[torch.device, dict[torch.dtype, dict[int, Tensor]]]()
     for place, value in enumerate(values):
         if isinstance(value, Tensor):
             alike.setdefault(value.device, {}).setdefault(value.dtype, {})[place] = value
@@ -44,6 +47,11 @@ def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of an accelerator that torch can still use: what is free, and what torch has reserved and does not use."""
+    """Memory of an accelerator that torch can still use: what is free, and what torch has reserved
+    and does not use."""
     free, _ = torch.accelerator.get_memory_info(device)
-    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return (
+        free
+        + torch.accelerator.memory_reserved(device)
+        - torch.accelerator.memory_allocated(device)
+    )

@@ -1,5 +1,5 @@
-"""Errors for users: a user's mistake (exit status 2; the message says what, where and what to do) and a failed check of
-the run; helpers for their messages."""
+"""Errors for users: a user's mistake (exit status 2; the message says what, where and what to do)
+and a failed check of the run; helpers for their messages."""
 
 import functools
 import os
@@ -37,7 +37,8 @@ class UserError(ValueError):
 class Problem:
     """One mistake in a config.
 
-    places: what is involved, each as (what it is, where it was written), e.g. ("trainer.seed", "run.yaml:7").
+    places: what is involved, each as (what it is, where it was written), e.g. ("trainer.seed",
+    "run.yaml:7").
     """
 
     places: tuple[tuple[str, str], ...]
@@ -58,7 +59,9 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
         count = count_of(len(self.problems), "problem")
-        super().__init__(f"{count} in the config\n" + "\n".join(str(problem) for problem in self.problems))
+        super().__init__(
+            f"{count} in the config\n" + "\n".join(str(problem) for problem in self.problems)
+        )
 
 
 @contextmanager
@@ -81,13 +84,18 @@ def called_from_python() -> Iterator[None]:
 
 
 def resume_advice(mode: str) -> str:
-    """`--resume never`, or `resume="never"` in a call from Python. mode: "never", a path or a placeholder."""
+    """`--resume never`, or `resume="never"` in a call from Python. mode: "never", a path or a
+    placeholder."""
     return f'resume="{mode}"' if _from_python.get() else f"--resume {mode}"
 
 
 def allow_change_advice(keys: Sequence[str]) -> str:
     """`--allow-change KEY` for each key, or the argument of a call from Python."""
-    return f"allow_change={[*keys]}" if _from_python.get() else " ".join(f"--allow-change {key}" for key in keys)
+    return (
+        f"allow_change={[*keys]}"
+        if _from_python.get()
+        else " ".join(f"--allow-change {key}" for key in keys)
+    )
 
 
 def count_of(number: int, noun: str) -> str:
@@ -117,26 +125,43 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def missing_path(path: Path) -> tuple[str, str]:
-    """The message that a path does not exist, and advice: the nearest name beside it, or the first missing folder."""
+    """The message that a path does not exist, and advice: the nearest name beside it, or the first
+    missing folder."""
     if "$" in str(path):
-        return "a file does not expand variables of the shell", "write the path, or ${oc.env:NAME}/... in its place"
+        return (
+            "a file does not expand variables of the shell",
+            "write the path, or ${oc.env:NAME}/... in its place",
+        )
     if set("“”„‘’") & set(str(path)):
         return "its name has typographic quotes", "write it without quotes, or with \" or '"
     if re.match(r"\w+:/", str(path)):
-        return "is an address, from which nothing is downloaded", "download the file, and write its path"
+        return (
+            "is an address, from which nothing is downloaded",
+            "download the file, and write its path",
+        )
     if not os.path.isdir(path.parent):
         absent = next(folder for folder in reversed(path.parents) if not os.path.isdir(folder))
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-        return f"there is no folder '{absent}'{looked}", "check the path, or start the command in its folder"
+        return (
+            f"there is no folder '{absent}'{looked}",
+            "check the path, or start the command in its folder",
+        )
     entries = sorted(path.parent.iterdir())
     stems = {entry.stem: entry.name for entry in entries if entry.suffix == path.suffix}
-    near = stems.get(nearest(path.stem, stems)) or next((each.name for each in entries if each.stem == path.stem), "")
-    meant = f"did you mean '{path.with_name(near)}'?" if near else f"see the content of '{path.parent.resolve()}'"
+    near = stems.get(nearest(path.stem, stems)) or next(
+        (each.name for each in entries if each.stem == path.stem), ""
+    )
+    meant = (
+        f"did you mean '{path.with_name(near)}'?"
+        if near
+        else f"see the content of '{path.parent.resolve()}'"
+    )
     return "there is no such file or folder", meant
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the nearest of the known names, else "; known: a, b, ..."; empty if none is known."""
+    """ "; did you mean 'x'?" for the nearest of the known names, else "; known: a, b, ..."; empty
+    if none is known."""
     names = sorted(set(known))
     if guess := nearest(name, names):
         return f"; did you mean '{guess}'?"
@@ -145,7 +170,8 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def users_place(error: BaseException) -> str | None:
-    """File (or function) and line of the innermost frame that is neither ours nor a library's, or None."""
+    """File (or function) and line of the innermost frame that is neither ours nor a library's, or
+    None."""
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
@@ -159,7 +185,8 @@ def _innermost(frames: traceback.StackSummary) -> str | None:
     for frame in reversed(frames):
         if frame.filename == "<dynamic-code>":  # of a pickled function, which has lost its file
             return f"{frame.name}, line {frame.lineno}"
-        file = "" if frame.filename.startswith("<") else os.path.abspath(frame.filename)  # a script's may be relative
+        # a script's may be relative
+        file = "" if frame.filename.startswith("<") else os.path.abspath(frame.filename)
         if file and not file.startswith(_library_folders()):
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return None
@@ -177,11 +204,13 @@ def _library_folders() -> tuple[str, ...]:
 
 
 class TrustError(RuntimeError):
-    """A check of the run failed, so its results would be worthless. The message has measurement and likely causes."""
+    """A check of the run failed, so its results would be worthless. The message has measurement and
+    likely causes."""
 
 
 class PipelineError(UserError):
-    """An invalid pipeline. The message names the node, the field or option, and the nearest existing name."""
+    """An invalid pipeline. The message names the node, the field or option, and the nearest
+    existing name."""
 
 
 class MissingColumn(PipelineError):

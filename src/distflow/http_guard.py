@@ -1,8 +1,8 @@
-"""The guard of every HTTP server of ours: a web page, or whoever lacks the token, gets nothing from a server and keeps
-nobody out.
+"""The guard of every HTTP server of ours: a web page, or whoever lacks the token, gets nothing from
+a server and keeps nobody out.
 
-`Guard` judges the head of each request. `Door` stands in place of the socket that listens: a connection takes a place
-of the server only once the head of its first request has come.
+`Guard` judges the head of each request. `Door` stands in place of the socket that listens: a
+connection takes a place of the server only once the head of its first request has come.
 """
 
 import hmac
@@ -28,7 +28,8 @@ from urllib.parse import parse_qsl, quote
 
 MAX_CONNECTIONS: Final = 4096
 MAX_WAITING: Final = 256
-"""Connections whose first head has not come. One more ends the oldest of them, so that they keep nobody out."""
+"""Connections whose first head has not come. One more ends the oldest of them, so that they keep
+nobody out."""
 MAX_HEAD_BYTES: Final = 2**16
 HEAD_WITHIN_S: Final = 5.0
 
@@ -88,11 +89,13 @@ class Guard:
     """Of a request; None for a server that counts what it reads."""
 
     cookie: str = ""
-    """The name, before the port, of the cookie in which a browser keeps the token; empty for a server without pages. An
-    address with the token sets it. A browser sends the cookies of a host to all of its ports."""
+    """The name, before the port, of the cookie in which a browser keeps the token; empty for a
+    server without pages. An address with the token sets it. A browser sends the cookies of a host
+    to all of its ports."""
 
     by_scripts: frozenset[str] = frozenset()
-    """Paths that want the token in a header, which no image and no form of another page can send."""
+    """Paths that want the token in a header, which no image and no form of another page can
+    send."""
 
     def check(self, method: str, target: str, headers: Headers) -> None:
         """Raises Refused."""
@@ -108,17 +111,27 @@ class Guard:
     def _check_names(self, headers: list[tuple[str, str]]) -> None:
         for name in ("host", "origin", "content-length"):
             if sum(given == name for given, _ in headers) > 1:
-                raise Refused(HTTPStatus.BAD_REQUEST, f"the request has more than one header '{name}'")
+                raise Refused(
+                    HTTPStatus.BAD_REQUEST, f"the request has more than one header '{name}'"
+                )
         found = dict(headers)
         host = found.get("host", "")
         if not self._is_own(host) and (is_loopback(self.host) or not key_of(headers)):
             raise Refused(
                 HTTPStatus.MISDIRECTED_REQUEST,
-                f"this server does not answer under the name {host!r:.80}: use the address that it printed",
+                (
+                    f"this server does not answer under the name {host!r:.80}: use the address "
+                    "that it printed"
+                ),
             )
         origin = found.get("origin")
-        if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-            raise Refused(HTTPStatus.FORBIDDEN, f"this server does not answer pages of {origin!r:.80}")
+        if origin is not None and origin.lower() not in (
+            f"http://{host}".lower(),
+            f"https://{host}".lower(),
+        ):
+            raise Refused(
+                HTTPStatus.FORBIDDEN, f"this server does not answer pages of {origin!r:.80}"
+            )
 
     def _is_own(self, host: str) -> bool:
         """Whether it is a name of this server. Nobody but us can lead a number here."""
@@ -133,30 +146,42 @@ class Guard:
         return name in own
 
     def _check_page(self, method: str, path: str, found: dict[str, str]) -> None:
-        """Refuses what a page of another site makes a browser send; somebody may follow a link to one of our pages."""
+        """Refuses what a page of another site makes a browser send; somebody may follow a link to
+        one of our pages."""
         site = found.get("sec-fetch-site", "none")
         if site in ("none", "same-origin"):
             return
-        is_link = found.get("sec-fetch-mode") == "navigate" and found.get("sec-fetch-dest") == "document"
+        is_link = (
+            found.get("sec-fetch-mode") == "navigate" and found.get("sec-fetch-dest") == "document"
+        )
         if not (self.cookie and method == "GET" and is_link and path not in self.by_scripts):
-            raise Refused(HTTPStatus.FORBIDDEN, f"this server does not answer other pages (Sec-Fetch-Site: {site:.20})")
+            raise Refused(
+                HTTPStatus.FORBIDDEN,
+                f"this server does not answer other pages (Sec-Fetch-Site: {site:.20})",
+            )
 
     def _check_body(self, found: dict[str, str]) -> None:
         if not any(name in found for name in _HAS_BODY) or found.get("content-length") == "0":
             return
-        # A page sends text and forms wherever it likes, and a body of no type if it needs no header of its own.
+        # A page sends text and forms wherever it likes, and a body of no type if it needs no header
+        # of its own.
         kind = found.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and (kind or not key_of(found.items())):
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a body is application/json, not {kind!r:.80}")
+            raise Refused(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a body is application/json, not {kind!r:.80}"
+            )
         length = found.get("content-length", "0")
         if self.max_body_bytes is None:
             return
         if not re.fullmatch(r"[0-9]{1,18}", length) or int(length) > self.max_body_bytes:
             raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request may have at most {self.max_body_bytes:,} bytes"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"a request may have at most {self.max_body_bytes:,} bytes",
             )
 
-    def _check_token(self, token: str, path: str, query: str, headers: list[tuple[str, str]]) -> None:
+    def _check_token(
+        self, token: str, path: str, query: str, headers: list[tuple[str, str]]
+    ) -> None:
         if is_same(key_of(headers), token):
             return
         if self.cookie and path not in self.by_scripts:
@@ -165,10 +190,16 @@ class Guard:
             asked = parse_qsl(query, keep_blank_values=True)
             if is_same(dict(asked).get("token", ""), token):
                 raise _redirection(f"{cookie}={token}", path, asked)
-            kept = dict(each.strip().partition("=")[::2] for each in found.get("cookie", "").split(";"))
+            kept = dict(
+                each.strip().partition("=")[::2] for each in found.get("cookie", "").split(";")
+            )
             if is_same(kept.get(cookie, ""), token):
                 return
-        where = "open the whole address that it printed" if self.cookie else "send it as 'Authorization: Bearer ...'"
+        where = (
+            "open the whole address that it printed"
+            if self.cookie
+            else "send it as 'Authorization: Bearer ...'"
+        )
         raise Refused(HTTPStatus.UNAUTHORIZED, f"this server wants its token: {where}")
 
 
@@ -187,14 +218,16 @@ def _redirection(cookie: str, path: str, asked: list[tuple[str, str]]) -> Refuse
 
 
 class Door(socket.socket):
-    """Listens in place of the given socket: `accept` returns connections whose first head has come. A server may use it
-    as it uses a socket that listens."""
+    """Listens in place of the given socket: `accept` returns connections whose first head has come.
+    A server may use it as it uses a socket that listens."""
 
     def __init__(self, listening: socket.socket, max_connections: int = MAX_CONNECTIONS) -> None:
         """Readable while a connection may come in."""
         ours, theirs = socket.socketpair()
         super().__init__(ours.family, ours.type, ours.proto, ours.detach())
-        self._bell, self._listening, self._max = theirs, listening, max_connections
+        self._bell = theirs
+        self._listening = listening
+        self._max = max_connections
         listening.setblocking(False)
         self._ready = deque[tuple[socket.socket, Any]]()
         self._waiting: dict[int, _Waiting] = {}
@@ -224,8 +257,8 @@ class Door(socket.socket):
         self._watching.join()
 
     def _watch(self) -> None:
-        """Consumes connections · waits for their heads, each at most `HEAD_WITHIN_S` · unblocked by `close` · produces
-        the connections that `accept` returns."""
+        """Consumes connections · waits for their heads, each at most `HEAD_WITHIN_S` · unblocked by
+        `close` · produces the connections that `accept` returns."""
         with self._listening, self._bell, select.epoll() as poll:
             poll.register(self._listening, select.EPOLLIN)
             poll.register(self._bell, 0)  # reports that the other end is closed
@@ -240,7 +273,9 @@ class Door(socket.socket):
                         self._take_in(poll)
                     elif place in self._waiting:
                         self._look(self._waiting[place])
-                for late in [each for each in self._waiting.values() if each.due <= time.monotonic()]:
+                for late in [
+                    each for each in self._waiting.values() if each.due <= time.monotonic()
+                ]:
                     self._end(late, HTTPStatus.REQUEST_TIMEOUT)
             for each in [*self._waiting.values()]:
                 self._end(each, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -249,7 +284,8 @@ class Door(socket.socket):
 
     def _take_in(self, poll: "select.epoll") -> None:
         try:
-            number, address = self._listening._accept()  # type: ignore[attr-defined]  # `accept` makes a plain socket
+            # `accept` makes a plain socket
+            number, address = self._listening._accept()  # type: ignore[attr-defined]
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left
@@ -299,8 +335,11 @@ class Door(socket.socket):
         body = Refused(status, status.description or status.phrase).body()
         head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"
         with waiting.connection, suppress(OSError):
-            waiting.connection.send(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-            waiting.connection.recv(2 * MAX_HEAD_BYTES)  # what is left unread would take the reply back
+            waiting.connection.send(
+                f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+            )
+            # what is left unread would take the reply back
+            waiting.connection.recv(2 * MAX_HEAD_BYTES)
 
     def _release(self) -> None:
         with self._lock:
@@ -312,7 +351,8 @@ class _Connection(socket.socket):
 
     def __init__(self, of: socket.socket, number: int, release: Callable[[], None]) -> None:
         super().__init__(of.family, of.type, of.proto, number)
-        self._release, self.is_in = release, False
+        self._release = release
+        self.is_in = False
 
     def close(self) -> None:
         if self.is_in:
@@ -329,7 +369,8 @@ class _Waiting:
 
 
 def make_server(app: Any, guard: Guard, headers: Headers, stops_within_s: int) -> Any:
-    """A server of uvicorn for an ASGI application, to be run on sockets that listen. headers: of what is refused."""
+    """A server of uvicorn for an ASGI application, to be run on sockets that listen. headers: of
+    what is refused."""
     uvicorn = import_module("uvicorn")
 
     class Server(uvicorn.Server):  # type: ignore[name-defined]
@@ -354,15 +395,26 @@ class _Guarded:
     """An ASGI application behind a guard."""
 
     def __init__(self, app: Any, guard: Guard, headers: Headers) -> None:
-        self._app, self._guard, self._headers = app, guard, headers
+        self._app = app
+        self._guard = guard
+        self._headers = headers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        target = scope["path"] + ("?" + scope["query_string"].decode("latin-1") if scope["query_string"] else "")
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        target = scope["path"] + (
+            "?" + scope["query_string"].decode("latin-1") if scope["query_string"] else ""
+        )
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        ]
         try:
             self._guard.check(scope["method"], target, headers)
         except Refused as refused:
-            own = [*self._headers, *refused.headers, ("content-type", "application/json"), ("connection", "close")]
+            own = [
+                *self._headers,
+                *refused.headers,
+                ("content-type", "application/json"),
+                ("connection", "close"),
+            ]
             raw = [(name.encode(), value.encode("latin-1")) for name, value in own]
             await send({"type": "http.response.start", "status": refused.status, "headers": raw})
             await send({"type": "http.response.body", "body": refused.body()})
@@ -372,8 +424,8 @@ class _Guarded:
 
 @contextmanager
 def token_for_this_user(port: int, token: str) -> Iterator[Path | None]:
-    """Meanwhile keep the token of a server on this machine in a file that only its user can read, where `token_of`
-    finds it; None if there is no place for it."""
+    """Meanwhile keep the token of a server on this machine in a file that only its user can read,
+    where `token_of` finds it; None if there is no place for it."""
     with ExitStack() as stack:
         file: Path | None = None
         try:
@@ -395,7 +447,11 @@ def token_of(port: int) -> str:
     try:
         with open(os.open(_token_file(port), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
-            is_ours = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
+            is_ours = (
+                found.st_uid == os.getuid()
+                and stat.S_ISREG(found.st_mode)
+                and not found.st_mode & 0o077
+            )
             return file.read(1000) if is_ours else ""
     except (OSError, RuntimeError, ValueError):
         return ""

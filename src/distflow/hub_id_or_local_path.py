@@ -37,7 +37,8 @@ def unreachable() -> str | None:
 
 
 def _connects(host: str, port: int) -> str | None:
-    """Why a host cannot be reached. A name lookup has no timeout: it is left running on its thread."""
+    """Why a host cannot be reached. A name lookup has no timeout: it is left running on its
+    thread."""
     outcome: list[str | None] = []
 
     def connect() -> None:
@@ -64,7 +65,11 @@ def model_fault(text: str) -> tuple[str, str] | None:
         return None
     path = Path(text).expanduser()
     if path.is_file():
-        gguf = f", and its name as actor_rollout_ref.model.gguf_file={path.name}" if path.suffix == ".gguf" else ""
+        gguf = (
+            f", and its name as actor_rollout_ref.model.gguf_file={path.name}"
+            if path.suffix == ".gguf"
+            else ""
+        )
         return "is a file", f"use its folder, {path.parent}{gguf}"
     looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
     if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):

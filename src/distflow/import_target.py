@@ -1,7 +1,7 @@
 """Functions and classes named in a table, a config or a pipeline, loaded when needed.
 
-A name is "module:function", "module.function", "module:Class.method" or "file.py:function"; or "file.pkl:function" for
-one that was passed from Python.
+A name is "module:function", "module.function", "module:Class.method" or "file.py:function"; or
+"file.pkl:function" for one that was passed from Python.
 """
 
 import ast
@@ -28,11 +28,13 @@ PICKLED = ".pkl"
 
 
 class LoadError(UserError):
-    """A name cannot be resolved. The message has the name; callers prepend the key that it came from."""
+    """A name cannot be resolved. The message has the name; callers prepend the key that it came
+    from."""
 
 
 def load_function(path: str) -> Callable[..., object]:
-    """The function that `path` names. An instance method is bound to an instance created without arguments.
+    """The function that `path` names. An instance method is bound to an instance created without
+    arguments.
 
     Raises LoadError, also for a class, and for anything the module raises on import.
     """
@@ -45,7 +47,8 @@ def load_function(path: str) -> Callable[..., object]:
 
 
 def load(path: str) -> object:
-    """The object that `path` names: a function, a class, a constant. Raises LoadError as `load_function` does."""
+    """The object that `path` names: a function, a class, a constant. Raises LoadError as
+    `load_function` does."""
     module_name, attributes = split_name(path)
     if not (module_name and attributes):
         raise LoadError(f"'{path}' names no function; write \"module:function\"")
@@ -54,10 +57,15 @@ def load(path: str) -> object:
     owner: object = load_module(module_name)
     found = owner
     for name in attributes.split("."):
-        owner, found = found, getattr(found, name, None)
+        owner = found
+        found = getattr(found, name, None)
         if found is None:
             public = [other for other in dir(owner) if not other.startswith("_")]
-            kind = "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
+            kind = (
+                "the module"
+                if isinstance(owner, ModuleType)
+                else f"'{getattr(owner, '__name__', owner)}'"
+            )
             raise LoadError(f"'{path}': {kind} has no '{name}'{hint(name, public)}")
     return _bound(owner, name, found, path)
 
@@ -68,13 +76,14 @@ def own_name(name: str) -> str:
 
 
 def is_pickled(name: str) -> bool:
-    """Whether it names a function passed from Python, which every process reads from the run's folder."""
+    """Whether it names a function passed from Python, which every process reads from the run's
+    folder."""
     return split_name(name)[0].endswith(PICKLED)
 
 
 def read_pickled(file: Path) -> object:
-    """The object pickled in a file after its first line. Raises LoadError if it cannot be unpickled, e.g. because a
-    module is missing."""
+    """The object pickled in a file after its first line. Raises LoadError if it cannot be
+    unpickled, e.g. because a module is missing."""
     try:
         return _unpickled(file.read_bytes().partition(b"\n")[2])
     except Exception as error:  # unpickling runs user code
@@ -87,24 +96,32 @@ _unpickled = functools.cache(pickle.loads)  # once per content: functions are co
 
 
 def split_name(path: str) -> tuple[str, str]:
-    """The module (or file) and the attribute of a name; one of them is empty if the name is incomplete."""
+    """The module (or file) and the attribute of a name; one of them is empty if the name is
+    incomplete."""
     module_name, _, attributes = path.rpartition(":") if ":" in path else path.rpartition(".")
     return module_name, attributes
 
 
 def load_module(name: str) -> ModuleType:
-    """The module of that name or ".py" file, imported once. Raises LoadError for anything it raises."""
+    """The module of that name or ".py" file, imported once. Raises LoadError for anything it
+    raises."""
     with users_code(f"'{name}' cannot be imported:", passes=LoadError):
         try:
-            return _load_file(Path(name).expanduser()) if name.endswith(".py") else importlib.import_module(name)
+            return (
+                _load_file(Path(name).expanduser())
+                if name.endswith(".py")
+                else importlib.import_module(name)
+            )
         except ModuleNotFoundError as error:
             raise LoadError(_not_found(name, error.name or name)) from error
 
 
 @contextmanager
-def users_code(what: str, passes: type[Exception] | tuple[()] = (), advice: str = "") -> Iterator[None]:
-    """Turns an error of user code inside into a LoadError, which begins with `what`, names the line of that code and
-    ends with `advice`. passes: errors that are raised unchanged."""
+def users_code(
+    what: str, passes: type[Exception] | tuple[()] = (), advice: str = ""
+) -> Iterator[None]:
+    """Turns an error of user code inside into a LoadError, which begins with `what`, names the line
+    of that code and ends with `advice`. passes: errors that are raised unchanged."""
     try:
         yield
     except passes:
@@ -116,15 +133,19 @@ def users_code(what: str, passes: type[Exception] | tuple[()] = (), advice: str 
 
 
 def check_server_packages(what: str, extra: str) -> None:
-    """Raises UserError if the packages of an HTTP server are not installed. what: it needs them. extra: it has them."""
+    """Raises UserError if the packages of an HTTP server are not installed. what: it needs them.
+    extra: it has them."""
     try:
         importlib.import_module("starlette.applications"), importlib.import_module("uvicorn")
     except ImportError as error:
-        raise UserError(f"{what} needs starlette and uvicorn ({error}): pip install 'distflow[{extra}]'") from None
+        raise UserError(
+            f"{what} needs starlette and uvicorn ({error}): pip install 'distflow[{extra}]'"
+        ) from None
 
 
 def load_modules(names: Iterable[str]) -> None:
-    """Import modules, which register their contents. Raises LoadError for the first that cannot be imported."""
+    """Import modules, which register their contents. Raises LoadError for the first that cannot be
+    imported."""
     for name in names:
         load_module(name)
 
@@ -141,7 +162,11 @@ def _not_found(name: str, missing: str) -> str:
     package = missing.rpartition(".")[0]
     folders = getattr(sys.modules[package], "__path__", []) if package else None
     beside = [module.name for module in pkgutil.iter_modules(folders)]
-    beside = [f"{package}.{own}" for own in beside] if package else [own for own in beside if not own.startswith("_")]
+    beside = (
+        [f"{package}.{own}" for own in beside]
+        if package
+        else [own for own in beside if not own.startswith("_")]
+    )
     guess = nearest(missing, beside)
     return f"there is no module '{missing}'" + (f"; did you mean '{guess}'?" if guess else "")
 
@@ -153,7 +178,8 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
         return found
     if required := required_parameters(owner):
         raise LoadError(
-            f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be constructed; "
+            f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be "
+            "constructed; "
             "make it a static method, or pass the method of an instance"
         )
     return getattr(owner(), name)
@@ -161,7 +187,8 @@ def _bound(owner: object, name: str, found: object, path: str) -> object:
 
 def shown_name(fn: Callable[..., object]) -> str:
     """Where a user finds the function: module.name, or file.py:name."""
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    module = getattr(fn, "__module__", None)
+    name = getattr(fn, "__qualname__", None)
     if not (module and name):
         return repr(fn)
     file = file_of(module)
@@ -189,18 +216,26 @@ def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[obj
 def required_parameters(function: Callable[..., object]) -> list[str]:
     """The names of its parameters without a default. Raises ValueError if it has no signature."""
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def module_files(module: str) -> list[Path]:
     """Paths that a module may have, found without importing the packages above it."""
     stem = module.replace(".", "/")
-    return [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
+    found: list[Path] = []
+    for folder in sys.path:
+        for name in (f"{stem}.py", f"{stem}/__init__.py"):
+            found.append(Path(folder, name))
+    return found
 
 
 class SourceFile:
-    """What a module defines, read from its text without running it. Raises SyntaxError or ValueError if it is not
-    Python.
+    """What a module defines, read from its text without running it. Raises SyntaxError or
+    ValueError if it is not Python.
 
     names: everything bound at its top level. functions: its own functions, by name.
     """
@@ -213,7 +248,8 @@ class SourceFile:
 
     @staticmethod
     def of(module: str) -> "SourceFile | None":
-        """The source of a module; None if it cannot be read. Raises LoadError if there is certainly no such module.
+        """The source of a module; None if it cannot be read. Raises LoadError if there is certainly
+        no such module.
 
         module: its name, or the path of its ".py" file.
         """
@@ -234,12 +270,16 @@ class SourceFile:
         return not self.names.isdisjoint((name, "*", "__getattr__"))
 
     def signature(self, name: str) -> Callable[..., object] | None:
-        """A dummy function with the parameters of the one of that name; None if a decorator may change them, or no
-        plain function has the name. Every default is None."""
+        """A dummy function with the parameters of the one of that name; None if a decorator may
+        change them, or no plain function has the name. Every default is None."""
         node = self.functions.get(name)
         if node is None or node.decorator_list:
             return None
-        function = eval(compile(ast.fix_missing_locations(ast.Expression(_without_values(node.args))), name, "eval"))
+        function = eval(
+            compile(
+                ast.fix_missing_locations(ast.Expression(_without_values(node.args))), name, "eval"
+            )
+        )
         assert callable(function), "a lambda"
         return function
 
@@ -247,7 +287,11 @@ class SourceFile:
         """The methods of the class of that name and of its bases in the file."""
         if (node := self._classes.get(name)) is None:
             return set()
-        bases = (self.methods(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id != name)
+        bases = (
+            self.methods(base.id)
+            for base in node.bases
+            if isinstance(base, ast.Name) and base.id != name
+        )
         return {own.name for own in node.body if isinstance(own, _FUNCTIONS)}.union(*bases)
 
 
@@ -262,7 +306,13 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _without_values(arguments: ast.arguments) -> ast.Lambda:
-    everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    everything = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
     for argument in filter(None, everything):
         argument.annotation = None
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
@@ -271,11 +321,17 @@ def _without_values(arguments: ast.arguments) -> ast.Lambda:
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:
-    """The names that a module's own statements bind, even below `if` and `try`, and by `global` in functions."""
+    """The names that a module's own statements bind, even below `if` and `try`, and by `global` in
+    functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
             yield child.name
-            yield from (name for inner in ast.walk(child) if isinstance(inner, ast.Global) for name in inner.names)
+            yield from (
+                name
+                for inner in ast.walk(child)
+                if isinstance(inner, ast.Global)
+                for name in inner.names
+            )
             continue
         if isinstance(child, ast.alias):
             yield (child.asname or child.name).partition(".")[0]
@@ -320,7 +376,9 @@ class _PlaceholderFinder(MetaPathFinder, Loader):
     def __init__(self, packages: Collection[str]) -> None:
         self.packages = packages
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         is_absent = fullname.partition(".")[0] in self.packages
         return ModuleSpec(fullname, self, is_package=True) if is_absent else None
 
@@ -330,16 +388,18 @@ class _PlaceholderFinder(MetaPathFinder, Loader):
 
 @contextmanager
 def placeholders(*packages: str) -> Iterator[None]:
-    """Modules imported inside get placeholders for these packages: for functions whose signatures and options are
-    wanted, but which are not called. Importing torch takes seconds. If one of the packages is loaded already, all are
-    real.
+    """Modules imported inside get placeholders for these packages: for functions whose signatures
+    and options are wanted, but which are not called. Importing torch takes seconds. If one of the
+    packages is loaded already, all are real.
 
-    Afterwards our modules that were imported inside are forgotten, so that a later import has the real packages.
+    Afterwards our modules that were imported inside are forgotten, so that a later import has the
+    real packages.
     """
     if any(name in sys.modules for name in packages):
         yield
         return
-    before, finder = set(sys.modules), _PlaceholderFinder(packages)
+    before = set(sys.modules)
+    finder = _PlaceholderFinder(packages)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -347,7 +407,9 @@ def placeholders(*packages: str) -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in sys.modules.keys() - before:
             module = sys.modules[name]
-            refers = any(isinstance(value, _Kind | _PlaceholderModule) for value in vars(module).values())
+            refers = any(
+                isinstance(value, _Kind | _PlaceholderModule) for value in vars(module).values()
+            )
             if name.startswith("distflow.") or refers or isinstance(module, _PlaceholderModule):
                 del sys.modules[name]
                 parent, _, own = name.rpartition(".")

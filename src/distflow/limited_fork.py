@@ -1,4 +1,5 @@
-"""A fork of this process for what may never end or fill the memory, such as templates and queries of somebody else."""
+"""A fork of this process for what may never end or fill the memory, such as templates and queries
+of somebody else."""
 
 import ctypes
 import multiprocessing
@@ -19,13 +20,16 @@ _FIRST_FREE = 3
 
 @contextmanager
 def limited_fork(work: Callable[[Connection], None], name: str) -> Iterator[Connection]:
-    """Meanwhile runs `work` in a fork with the other end of the connection. The fork is killed at the end, and with
-    this thread; an exception of `work` is printed, and closes the connection."""
+    """Meanwhile runs `work` in a fork with the other end of the connection. The fork is killed at
+    the end, and with this thread; an exception of `work` is printed, and closes the connection."""
     forks = multiprocessing.get_context("fork")
     ours, theirs = forks.Pipe(duplex=False)
-    process = forks.Process(target=partial(_run, work), args=(theirs, os.getpid()), name=name, daemon=True)
+    process = forks.Process(
+        target=partial(_run, work), args=(theirs, os.getpid()), name=name, daemon=True
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # warns about other threads, which the fork does not need
+        # warns about other threads, which the fork does not need
+        warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()
     try:
@@ -48,13 +52,15 @@ def _run(work: Callable[[Connection], None], channel: Connection, parent: int) -
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limit memory to a little more than the process has; no limit if the system does not report that."""
+    """Limit memory to a little more than the process has; no limit if the system does not report
+    that."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return
     if found := re.search(r"VmData:\s+(\d+) kB", status):
-        limit, most = int(found[1]) * 1024 + more_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = int(found[1]) * 1024 + more_bytes
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
         if most != resource.RLIM_INFINITY:
             limit = min(limit, most)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

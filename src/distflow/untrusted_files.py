@@ -1,7 +1,7 @@
 """The single place to read files from others: a run's folder, a config, a model, a checkpoint.
 
-A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may expand beyond its size. Rejected files
-raise an OSError whose `strerror` says why, like unreadable files.
+A path may be a FIFO, a device, a link to a secret, or hold gigabytes; YAML may expand beyond its
+size. Rejected files raise an OSError whose `strerror` says why, like unreadable files.
 """
 
 import errno
@@ -37,7 +37,8 @@ MAX_HEADER_BYTES: Final = 8 * 2**20
 
 _MAX_YAML_VALUES: Final = 20_000
 
-CPU_LIMIT_S, _REPEAT_S = 1.5, 0.1
+CPU_LIMIT_S = 1.5
+_REPEAT_S = 0.1
 
 _POINTER: Final = b"version https://git-lfs.github.com/"
 
@@ -54,17 +55,21 @@ _KINDS: Final = (
 
 
 def own_cache() -> Path:
-    """A folder that only this user can write to, for files that are run or trusted. Raises OSError if there is none."""
+    """A folder that only this user can write to, for files that are run or trusted. Raises OSError
+    if there is none."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = folder.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, f"{folder} is writable by other users: run chmod 700 on it")
+        raise PermissionError(
+            errno.EPERM, f"{folder} is writable by other users: run chmod 700 on it"
+        )
     return folder
 
 
 def matching_files(source: str) -> list[Path]:
-    """The files of a pattern such as `data/*.jsonl`, in the order of their names; empty if it is not a pattern."""
+    """The files of a pattern such as `data/*.jsonl`, in the order of their names; empty if it is
+    not a pattern."""
     path = Path(source).expanduser()
     if not re.search(r"[*?\[]", source) or path.exists():
         return []
@@ -72,25 +77,36 @@ def matching_files(source: str) -> list[Path]:
 
 
 def pointer_fault(path: Path) -> tuple[str, str] | None:
-    """The problem and the advice if git has not downloaded a large file: a few lines of text stand in its place."""
+    """The problem and the advice if git has not downloaded a large file: a few lines of text stand
+    in its place."""
     with suppress(OSError), open_file(path) as file:
         if file.read(len(_POINTER)) == _POINTER:
-            return f"{path.name} is a pointer of git-lfs, not the file itself", "download it with `git lfs pull`"
+            return (
+                f"{path.name} is a pointer of git-lfs, not the file itself",
+                "download it with `git lfs pull`",
+            )
     return None
 
 
 def is_compressed(path: Path) -> bool:
     """Whether its name is one of compressed JSON lines."""
-    return path.suffix.lower() in COMPRESSIONS and path.with_suffix("").suffix.lower() in (".jsonl", ".ndjson")
+    return path.suffix.lower() in COMPRESSIONS and path.with_suffix("").suffix.lower() in (
+        ".jsonl",
+        ".ndjson",
+    )
 
 
-def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
+def open_file(
+    path: Path, folder: Path | None = None, max_bytes: int | None = None
+) -> BufferedReader:
     """A regular file, opened for reading. Raises OSError.
 
-    folder: must contain it after following links; None if it may be anywhere. max_bytes: its largest size.
+    folder: must contain it after following links; None if it may be anywhere. max_bytes: its
+    largest size.
     """
     try:
-        _check(path, os.stat(path), folder, max_bytes)  # before opening, which alone may block or act on a device
+        # before opening, which alone may block or act on a device
+        _check(path, os.stat(path), folder, max_bytes)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except PermissionError as error:
         raise PermissionError(error.errno, f"{error.strerror}{_owner(path)}", str(path)) from error
@@ -104,16 +120,19 @@ def open_file(path: Path, folder: Path | None = None, max_bytes: int | None = No
 
 
 def check_file(path: Path, folder: Path | None = None, max_bytes: int | None = None) -> Path:
-    """The path of a file that `open_file` would open, for a library that reads it by name. Raises OSError."""
+    """The path of a file that `open_file` would open, for a library that reads it by name. Raises
+    OSError."""
     open_file(path, folder, max_bytes).close()
     return path
 
 
 def check_tensors(path: Path, folder: Path | None = None) -> Path:
-    """The path of a file of safetensors whose header can be parsed in little memory. Raises OSError."""
+    """The path of a file of safetensors whose header can be parsed in little memory. Raises
+    OSError."""
     with open_file(path, folder) as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > MAX_HEADER_BYTES and file.seek(0, os.SEEK_END) > size:  # else it is cut off or no such file
+        # else it is cut off or no such file
+        if size > MAX_HEADER_BYTES and file.seek(0, os.SEEK_END) > size:
             why = f"its header has {size:,} bytes, but at most {MAX_HEADER_BYTES:,} are read"
             raise OSError(errno.EFBIG, why, str(path))
     return path
@@ -150,12 +169,14 @@ def load_yaml(text: bytes | str) -> object:
 
 
 def check_aliases(root: "yaml.Node | None") -> None:
-    """Raises YAMLError if a document contains itself, or expands to implausibly many values through its aliases: ten
-    lines of ten aliases each are 10^10 values."""
+    """Raises YAMLError if a document contains itself, or expands to implausibly many values through
+    its aliases: ten lines of ten aliases each are 10^10 values."""
     from yaml.composer import ComposerError
 
     if root is not None and _num_values(root, {}) > _MAX_YAML_VALUES:
-        raise ComposerError(None, None, f"it expands to more than {_MAX_YAML_VALUES:,} values", root.start_mark)
+        raise ComposerError(
+            None, None, f"it expands to more than {_MAX_YAML_VALUES:,} values", root.start_mark
+        )
 
 
 def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
@@ -163,7 +184,11 @@ def _num_values(node: "yaml.Node", known: dict[int, float]) -> float:
         known[id(node)] = float("inf")  # if it contains itself
         below: Iterable[yaml.Node] = ()
         if isinstance(node.value, list):  # a list of nodes, or of a mapping's pairs of them
-            below = (part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
+            below = (
+                part
+                for each in node.value
+                for part in (each if isinstance(each, tuple) else (each,))
+            )
         known[id(node)] = 1 + sum(_num_values(part, known) for part in below)
     return known[id(node)]
 
@@ -176,7 +201,11 @@ def _check(path: Path, found: os.stat_result, folder: Path | None, max_bytes: in
         what = f"it points outside {folder}, to {target}"
         raise OSError(errno.EXDEV, what, str(path))
     if max_bytes is not None and found.st_size > max_bytes:
-        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, but at most {max_bytes:,} are read", str(path))
+        raise OSError(
+            errno.EFBIG,
+            f"it has {found.st_size:,} bytes, but at most {max_bytes:,} are read",
+            str(path),
+        )
 
 
 def _owner(path: Path) -> str:
@@ -198,9 +227,13 @@ def load_image(path: str) -> Any:
         with Image.open(check_file(Path(path)), formats=("PNG",)) as file:
             image = file.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"the image '{path}' of the run cannot be read: {error}; start the run again") from error
+        raise UserError(
+            f"the image '{path}' of the run cannot be read: {error}; start the run again"
+        ) from error
     if image_hash(image) != Path(path).stem:
-        raise UserError(f"the image '{path}' of the run has changed since it was written: start the run again")
+        raise UserError(
+            f"the image '{path}' of the run has changed since it was written: start the run again"
+        )
     return image
 
 
@@ -215,7 +248,8 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
-    """Raises OutOfTime after this much CPU time of this process, so that a busy machine changes no score.
+    """Raises OutOfTime after this much CPU time of this process, so that a busy machine changes no
+    score.
 
     Works only in the main thread, like signals; elsewhere there is no limit. Reward workers have
     their pool's deadline too, for C code that holds the interpreter lock.
@@ -224,7 +258,8 @@ def limited_time(seconds: float = CPU_LIMIT_S) -> Iterator[None]:
         yield
         return
     previous = signal.signal(signal.SIGVTALRM, _raise_out_of_time)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)  # repeated: exceptions in destructors are lost
+    # repeated: exceptions in destructors are lost
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _REPEAT_S)
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 """The modules of a user's files that are named by their path.
 
-The module of a file is `distflow.user_files.` and its quoted path, so that every process that has distflow can import
-it: what the file defines can be pickled for the processes that a user's code starts, forked or spawned.
+The module of a file is `distflow.user_files.` and its quoted path, so that every process that has
+distflow can import it: what the file defines can be pickled for the processes that a user's code
+starts, forked or spawned.
 """
 
 import os
@@ -25,12 +26,18 @@ def module_of(file: Path) -> str:
 
 def file_of(module: str) -> Path | None:
     """The file of a module, if it is one of these."""
-    return Path(os.fsdecode(unquote_to_bytes(module.removeprefix(PREFIX)))) if module.startswith(PREFIX) else None
+    return (
+        Path(os.fsdecode(unquote_to_bytes(module.removeprefix(PREFIX))))
+        if module.startswith(PREFIX)
+        else None
+    )
 
 
 class _Finder:
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         file = file_of(name)
         return None if file is None or not file.is_file() else spec_from_file_location(name, file)
 

@@ -1,4 +1,5 @@
-"""Batches as algorithm functions see them: ragged rows with holes, poison outside the mask, invalid samples."""
+"""Batches as algorithm functions see them: ragged rows with holes, poison outside the mask, invalid
+samples."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +14,8 @@ Rows = list[list[float]]
 
 @dataclass
 class Case:
-    """Float64 tensors `(bs, length)` and `(bs,)`; whatever stands outside `mask` is NaN or infinite."""
+    """Float64 tensors `(bs, length)` and `(bs,)`; whatever stands outside `mask` is NaN or
+    infinite."""
 
     mask: Tensor
     group: Tensor
@@ -33,13 +35,23 @@ class Case:
 
 
 COLUMNS = (
-    *("rewards", "values", "log_probs", "old_log_probs", "prox_log_probs", "ref_log_prob", "advantages", "scores"),
+    *(
+        "rewards",
+        "values",
+        "log_probs",
+        "old_log_probs",
+        "prox_log_probs",
+        "ref_log_prob",
+        "advantages",
+        "scores",
+    ),
     *("rollout_log_probs", "selected"),
 )
 
 
 def make_case(seed: int, bs: int = 9, length: int = 7, spread: float = 1.0) -> Case:
-    """Row 1 has no token at all, row 2 a hole; groups of three, the last row a group of one, some samples invalid."""
+    """Row 1 has no token at all, row 2 a hole; groups of three, the last row a group of one, some
+    samples invalid."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(bs, length, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""One gloo rank: the gradient of every objective over unequal shares, against the undivided mini-batch.
+"""One gloo rank: the gradient of every objective over unequal shares, against the undivided
+mini-batch.
 
 Four of them form groups of 1, 2 and 4 ranks.
 """
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, Reduce
-from distflow.algorithms.normalization_filters_and_weights import Moments, Normalization, length_weights, with_mean_one
+from distflow.algorithms.normalization_filters_and_weights import (
+    Moments,
+    Normalization,
+    length_weights,
+    with_mean_one,
+)
 from distflow.algorithms.objectives import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.algorithms.rollout_correction import (
@@ -63,8 +69,13 @@ def objectives() -> dict[str, PolicyObjective | ValueObjective]:
                 weights_field="rollout_is_weights" if name == "vanilla" else None,
                 off_policy_mask_threshold=0.1 if name == "gspo" else None,
             )
-        domains = {each: PolicyObjective(each, loss_agg_mode=mode, loss_scale_factor=scale) for each in DOMAINS[1:]}
-        built[f"domains {mode}"] = PolicyObjective(loss_agg_mode=mode, loss_scale_factor=scale, domains=domains)
+        domains = {
+            each: PolicyObjective(each, loss_agg_mode=mode, loss_scale_factor=scale)
+            for each in DOMAINS[1:]
+        }
+        built[f"domains {mode}"] = PolicyObjective(
+            loss_agg_mode=mode, loss_scale_factor=scale, domains=domains
+        )
         built[f"value {mode}"] = ValueObjective(0.3, mode, scale)
     return built
 
@@ -76,20 +87,35 @@ def compare_losses(ranks: TorchCollective, batch: Batch, mine: Batch) -> dict[st
         counts = ranks.sum(objective.counts(mine))
         parts = [mine.select(part) for part in torch.arange(len(mine)).split(2)] or [mine]
         grad, sums = gradient(objective, parts, counts)
-        grad, metrics = ranks.sum(grad), objective.finish(ranks.sum(sums), counts)
+        grad = ranks.sum(grad)
+        metrics = objective.finish(ranks.sum(sums), counts)
         whole = objective.counts(batch)
         wanted, wanted_sums = gradient(objective, [batch], whole)
         wanted_metrics = objective.finish(wanted_sums, whole)
-        assert counts == whole and metrics.keys() == wanted_metrics.keys() and wanted.abs().max() > 1e-3
+        assert (
+            counts == whole
+            and metrics.keys() == wanted_metrics.keys()
+            and wanted.abs().max() > 1e-3
+        )
         worst = float((grad - wanted).abs().max() / wanted.abs().max())
         deviations[name] = max(worst, *(abs(metrics[k] - wanted_metrics[k]) for k in metrics))
     return deviations
 
 
 def over_the_batch() -> dict[str, Callable[[Batch, Reduce | None], Tensor]]:
-    """What whitens, scales or counts over the global batch: `(bs, response_length)`, or one number."""
+    """What whitens, scales or counts over the global batch: `(bs, response_length)`, or one
+    number."""
     estimators: dict[str, tuple[str, dict[str, Any]]] = {
-        **{name: (name, {}) for name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo")},
+        **{
+            name: (name, {})
+            for name in (
+                "gae",
+                "reinforce_plus_plus",
+                "reinforce_plus_plus_baseline",
+                "gpg",
+                "gdpo",
+            )
+        },
         "gpg by rewards": ("gpg", {"alpha_counts": "rewards"}),
         "gdpo over samples": ("gdpo", {"whiten_over": "samples"}),
         "grpo by the batch": ("grpo", {"scale_rewards": "batch"}),
@@ -119,7 +145,13 @@ def estimate(name: str, options: dict[str, Any], batch: Batch, reduce: Reduce | 
 
 
 def normalise(norm: Normalization, batch: Batch, reduce: Reduce | None) -> Tensor:
-    return norm(batch["advantages"], batch["response_mask"], batch["group_index"], batch["valid"], reduce=reduce)
+    return norm(
+        batch["advantages"],
+        batch["response_mask"],
+        batch["group_index"],
+        batch["valid"],
+        reduce=reduce,
+    )
 
 
 def normalise_by_run(norm: Normalization, batch: Batch, reduce: Reduce | None) -> Tensor:
@@ -137,22 +169,30 @@ def weights_of_lengths(batch: Batch, reduce: Reduce | None) -> Tensor:
 
 def kl(mean: str, batch: Batch, reduce: Reduce | None) -> Tensor:
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask", "valid")
-    return torch.tensor(apply_kl_penalty(*(batch[n] for n in names), kl_coef=0.1, mean=mean, reduce=reduce)[1])
+    return torch.tensor(
+        apply_kl_penalty(*(batch[n] for n in names), kl_coef=0.1, mean=mean, reduce=reduce)[1]
+    )
 
 
-def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+def compare_advantages(
+    ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]
+) -> dict[str, float]:
     """The largest deviation from the undivided batch, by name."""
     deviations = {}
     for name, function in over_the_batch().items():
-        own, whole = function(mine, ranks), function(batch, None)
+        own = function(mine, ranks)
+        whole = function(batch, None)
         if whole.dim():
             whole = whole[rows][:, : own.shape[1]]
         deviations[name] = float((own - whole).abs().max()) if own.numel() else 0.0
     return deviations
 
 
-def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
-    """The same of what is normalised, measured or chosen over the global batch, and of the statistics."""
+def compare_corrections(
+    ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]
+) -> dict[str, float]:
+    """The same of what is normalised, measured or chosen over the global batch, and of the
+    statistics."""
     deviations = {}
     for level in get_args(Level):
         deviations[f"weights_{level}"] = _deviation(
@@ -161,19 +201,27 @@ def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows:
             ),
             *(ranks, batch, mine, rows),
         )
-    measured, wanted = mismatch_statistics(*_mismatch(mine), ranks), mismatch_statistics(*_mismatch(batch))
+    measured = mismatch_statistics(*_mismatch(mine), ranks)
+    wanted = mismatch_statistics(*_mismatch(batch))
     deviations["mismatch"] = max(abs(measured[name] - wanted[name]) for name in wanted)
-    names, bounds = ["token_k1", "seq_mean_k3"], [(0.5, 2.0), (None, 0.2)]
+    names = ["token_k1", "seq_mean_k3"]
+    bounds = [(0.5, 2.0), (None, 0.2)]
     deviations["rejection"] = _deviation(
-        lambda b, reduce: compute_rejection_mask(*_mismatch(b), rollout_rs=names, bounds=bounds, reduce=reduce),
+        lambda b, reduce: compute_rejection_mask(
+            *_mismatch(b), rollout_rs=names, bounds=bounds, reduce=reduce
+        ),
         *(ranks, batch, mine, rows),
     )
-    shares = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0}, "kl_cov": {"kl_cov_ratio": 0.2}}
+    shares = {
+        "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0},
+        "kl_cov": {"kl_cov_ratio": 0.2},
+    }
     for name, options in shares.items():
         select = find_policy_loss(name).selects
         deviations[name] = _deviation(
             lambda b, reduce, select=select, options=options: (
-                # With a mean of its own for each group: those of the ranks are far from those of the batch.
+                # With a mean of its own for each group: those of the ranks are far from those of
+                # the batch.
                 select(
                     b["advantages"] + 2.0 * b["group_index"][:, None],
                     *(b["old_log_probs"], b["loss_mask"], b["uid"], reduce),
@@ -198,14 +246,17 @@ def _deviation(
     rows: list[int],
 ) -> float:
     (own, statistics), (whole, wanted) = compute(mine, ranks), compute(batch, None)
-    assert 0 < int((whole > 0).sum()) < int((batch["loss_mask"] > 0).sum()) or statistics.keys() >= {"rollout_is_mean"}
+    assert 0 < int((whole > 0).sum()) < int(
+        (batch["loss_mask"] > 0).sum()
+    ) or statistics.keys() >= {"rollout_is_mean"}
     worst = max((abs(statistics[k] - wanted[k]) for k in wanted), default=0.0)
     return max(worst, float((own - whole[rows][:, : own.shape[1]]).abs().max()) if rows else 0.0)
 
 
 def main(rank: int, folder: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in SHARES}
-    batch, results = toy_batch(seed=1, bs=ROWS), {}
+    batch = toy_batch(seed=1, bs=ROWS)
+    results = {}
     batch["domain"] = [DOMAINS[row % 4] for row in range(ROWS)]
     batch["group_index"] = torch.tensor(GROUPS)
     scores = batch["token_level_scores"]
@@ -215,7 +266,8 @@ def main(rank: int, folder: Path) -> None:
     for size, shares in SHARES.items():
         if rank < size:
             rows = shares[rank]
-            ranks, mine = TorchCollective(groups[size]), batch.select(rows)
+            ranks = TorchCollective(groups[size])
+            mine = batch.select(rows)
             results[size] = {
                 **compare_losses(ranks, batch, mine),
                 **compare_advantages(ranks, batch, mine, rows),

@@ -1,4 +1,5 @@
-"""Every estimator against loops in plain Python: holes, poisoned padding, invalid samples, groups of one."""
+"""Every estimator against loops in plain Python: holes, poisoned padding, invalid samples, groups
+of one."""
 
 import inspect
 import math
@@ -15,7 +16,8 @@ from distflow.builtin_names import ESTIMATORS
 Rows = list[list[float]]
 
 
-# ---------------------------------------------------------------------------------------------------------- references
+# ----------------------------------------------------------------------------------------------------------  # noqa: E501
+# references
 
 
 def row_scores(case: Any) -> list[float]:
@@ -39,7 +41,9 @@ def spread(per_row: list[float], case: Any) -> Rows:
 
 
 def whiten(rows: Rows, mask: Rows) -> Rows:
-    inside = [x for row, keep in zip(rows, mask, strict=True) for x, m in zip(row, keep, strict=True) if m]
+    inside = [
+        x for row, keep in zip(rows, mask, strict=True) for x, m in zip(row, keep, strict=True) if m
+    ]
     mean = sum(inside) / len(inside)
     scale = 1 / math.sqrt(std(inside) ** 2 + 1e-8)
     return [
@@ -67,7 +71,9 @@ def grpo(case: Any, norm: bool = True, eps: float = 1e-6) -> Rows:
 
 
 def rloo(case: Any) -> Rows:
-    return by_group(case, lambda own, g, row: own - (sum(g) - own) / (len(g) - 1) if len(g) > 1 else 0.0)
+    return by_group(
+        case, lambda own, g, row: own - (sum(g) - own) / (len(g) - 1) if len(g) > 1 else 0.0
+    )
 
 
 def opo(case: Any) -> Rows:
@@ -98,7 +104,9 @@ def gpg(case: Any, f_norm: float = 1.0, alpha_counts: str = "groups") -> Rows:
     else:
         counted = sum(scores[row] != 0 for row in judged)
     alpha = len(judged) / max(counted, 1)
-    return by_group(case, lambda own, g, row: alpha * (own - (sum(g) / len(g) if len(g) > 1 else 0.0)) / f_norm)
+    return by_group(
+        case, lambda own, g, row: alpha * (own - (sum(g) / len(g) if len(g) > 1 else 0.0)) / f_norm
+    )
 
 
 def passk(case: Any, norm: bool = True) -> Rows:
@@ -114,7 +122,8 @@ def passk(case: Any, norm: bool = True) -> Rows:
 def rewards_to_go(case: Any, gamma: float) -> Rows:
     out = []
     for rewards, keep in zip(case.rows("rewards"), case.counted.tolist(), strict=True):
-        row, running = [0.0] * len(rewards), 0.0
+        row = [0.0] * len(rewards)
+        running = 0.0
         for t in reversed(range(len(rewards))):
             if keep[t]:
                 running = rewards[t] + gamma * running
@@ -123,16 +132,20 @@ def rewards_to_go(case: Any, gamma: float) -> Rows:
     return out
 
 
-def gae(case: Any, gamma: float, lam: float, truncated: list[bool] | None = None) -> tuple[Rows, Rows]:
+def gae(
+    case: Any, gamma: float, lam: float, truncated: list[bool] | None = None
+) -> tuple[Rows, Rows]:
     """The textbook sum over the tokens that the policy made, as if nothing stood between them."""
-    advantages, returns = [], []
+    advantages = []
+    returns = []
     for i, keep in enumerate(case.counted.tolist()):
         tokens = [t for t, m in enumerate(keep) if m]
         r = [case.rows("rewards")[i][t] for t in tokens]
         v = [case.rows("values")[i][t] for t in tokens]
         after = v[-1] if tokens and truncated is not None and truncated[i] else 0.0
         delta = [r[k] + gamma * ((v[1:] + [after])[k]) - v[k] for k in range(len(tokens))]
-        row_a, row_r = [0.0] * len(keep), [0.0] * len(keep)
+        row_a = [0.0] * len(keep)
+        row_r = [0.0] * len(keep)
         for k, t in enumerate(tokens):
             row_a[t] = sum((gamma * lam) ** (j - k) * delta[j] for j in range(k, len(tokens)))
             row_r[t] = row_a[t] + v[k]
@@ -141,7 +154,8 @@ def gae(case: Any, gamma: float, lam: float, truncated: list[bool] | None = None
     return whiten(advantages, case.counted.tolist()), returns
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------------------------------------------------  # noqa: E501
+# checks
 
 
 def run(name: str, case: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -159,7 +173,9 @@ def run(name: str, case: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 def assert_close(actual: Tensor, wanted: Rows) -> None:
     assert actual.dtype == torch.float64
-    torch.testing.assert_close(actual.double(), torch.tensor(wanted, dtype=torch.float64), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        actual.double(), torch.tensor(wanted, dtype=torch.float64), rtol=2e-5, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -179,7 +195,11 @@ def assert_close(actual: Tensor, wanted: Rows) -> None:
         ("grpo", grpo, {"scale_rewards": "group"}),
         ("grpo", lambda case: grpo(case, norm=False), {"scale_rewards": "none"}),
         ("grpo", grpo_by_batch, {"scale_rewards": "batch"}),
-        ("gspo", lambda case: grpo_by_batch(case, 0.3), {"scale_rewards": "batch", "adv_epsilon": 0.3}),
+        (
+            "gspo",
+            lambda case: grpo_by_batch(case, 0.3),
+            {"scale_rewards": "batch", "adv_epsilon": 0.3},
+        ),
         ("grpo_passk", passk, {}),
         ("grpo_passk", lambda case: passk(case, norm=False), {"norm_adv_by_std_in_grpo": False}),
         ("reinforce", lambda case: rewards_to_go(case, 0.7), {"gamma": 0.7}),
@@ -195,7 +215,8 @@ def test_estimators_whose_returns_are_their_advantages(
 ) -> None:
     batch = case(seed)
     batch.columns["rewards"] = batch["rewards"].float().double()
-    batch.columns["rewards"][3:6] = torch.where(batch.mask[3:6] > 0, 0.0, batch["rewards"][3:6])  # a group of equals
+    # a group of equals
+    batch.columns["rewards"][3:6] = torch.where(batch.mask[3:6] > 0, 0.0, batch["rewards"][3:6])
     actual, returns = run(name, batch, **options)
     assert_close(actual, reference(batch))
     assert torch.equal(returns, actual)
@@ -258,8 +279,10 @@ class TestByHand:
     """Figures worked with a pencil."""
 
     def test_gae(self) -> None:
-        # δ = (0 + .5·1 − 2, 4 + 0 − 1) = (−1.5, 3); A = (−1.5 + .25·3, 3) = (−.75, 3), decay γλ = .25.
-        # Mean 1.125, unbiased variance 2·1.875² = 7.03125: whitened ∓.70710678. The hole between them carries over.
+        # δ = (0 + .5·1 − 2, 4 + 0 − 1) = (−1.5, 3); A = (−1.5 + .25·3, 3) = (−.75, 3), decay γλ =
+        # .25.
+        # Mean 1.125, unbiased variance 2·1.875² = 7.03125: whitened ∓.70710678. The hole between
+        # them carries over.
         actual, returns = find_adv_est("gae").fn(
             torch.tensor([[0.0, 9.0, 4.0]]),
             torch.tensor([[1.0, 0.0, 1.0]]),
@@ -280,7 +303,8 @@ class TestByHand:
         assert round(a, 5) == 0.86602
 
     def test_grpo_scaled_by_the_batch(self) -> None:
-        # Groups (1, 0) and (3, 1): ±.5, ±1; all four: mean 1.25, squares .0625 + 1.5625 + 3.0625 + .0625 = 4.75, / 3.
+        # Groups (1, 0) and (3, 1): ±.5, ±1; all four: mean 1.25, squares .0625 + 1.5625 + 3.0625 +
+        # .0625 = 4.75, / 3.
         rewards = torch.tensor([[1.0], [0.0], [3.0], [1.0]])
         arguments = (rewards, torch.ones(4, 1), torch.tensor([0, 0, 1, 1]))
         actual, _ = find_adv_est("grpo").fn(*arguments, scale_rewards="batch")
@@ -291,8 +315,13 @@ class TestByHand:
                 find_adv_est("grpo").fn(*arguments, scale_rewards=option)
 
     def test_gpg(self) -> None:
-        # Groups (1, 0) and (1, 1): the second teaches nothing, B = 4, M = 2, α = 2. Three rewards are not 0: α = 4/3.
-        arguments = (torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.ones(4, 1), torch.tensor([0, 0, 1, 1]))
+        # Groups (1, 0) and (1, 1): the second teaches nothing, B = 4, M = 2, α = 2. Three rewards
+        # are not 0: α = 4/3.
+        arguments = (
+            torch.tensor([[1.0], [0.0], [1.0], [1.0]]),
+            torch.ones(4, 1),
+            torch.tensor([0, 0, 1, 1]),
+        )
         actual, _ = find_adv_est("gpg").fn(*arguments)
         assert actual.flatten().tolist() == [1.0, -1.0, 0.0, 0.0]
         actual, _ = find_adv_est("gpg").fn(*arguments, alpha_counts="rewards")
@@ -306,7 +335,8 @@ class TestByHand:
 
     def test_opo(self) -> None:
         # Rewards 1 on three tokens, 0 on one: baseline 3/4.
-        rewards, mask = torch.tensor([[1.0, 0, 0], [0.0, 0, 0]]), torch.tensor([[1.0, 1, 1], [1.0, 0, 0]])
+        rewards = torch.tensor([[1.0, 0, 0], [0.0, 0, 0]])
+        mask = torch.tensor([[1.0, 1, 1], [1.0, 0, 0]])
         actual, _ = find_adv_est("opo").fn(rewards, mask, torch.zeros(2))
         assert actual.tolist() == [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
 
@@ -321,7 +351,9 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(case: Any) -
     straight, _ = run("grpo", batch)
     order = torch.randperm(len(batch.group), generator=torch.Generator().manual_seed(0))
     batch.columns = {name: column[order] for name, column in batch.columns.items()}
-    batch.mask, batch.valid, batch.group = batch.mask[order], batch.valid[order], -1000 - batch.group[order]
+    batch.mask = batch.mask[order]
+    batch.valid = batch.valid[order]
+    batch.group = -1000 - batch.group[order]
     shuffled, _ = run("grpo", batch)
     torch.testing.assert_close(shuffled, straight[order])
 
@@ -335,8 +367,13 @@ def test_bootstrapping_without_the_field_is_refused() -> None:
 def test_descriptions_show_the_values() -> None:
     described = describe_estimator("grpo", {"adv_epsilon": 0.01})
     assert described == "grpo: (reward − mean of its group) / (std of its group + 0.01)"
-    assert describe_estimator("grpo", {"norm_adv_by_std_in_grpo": False}) == "grpo: reward − mean of its group"
+    assert (
+        describe_estimator("grpo", {"norm_adv_by_std_in_grpo": False})
+        == "grpo: reward − mean of its group"
+    )
     assert describe_estimator("rloo") == "rloo: reward − mean of the others of its group"
-    assert "gamma 0.9, lambda 0.5" in describe_estimator("gae", {"gamma": 0.9, "lam": 0.5, "clip_ratio": 1})
+    assert "gamma 0.9, lambda 0.5" in describe_estimator(
+        "gae", {"gamma": 0.9, "lam": 0.5, "clip_ratio": 1}
+    )
     for name in ESTIMATORS:
         assert describe_estimator(name).startswith(f"{name}: ")

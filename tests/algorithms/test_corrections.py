@@ -30,7 +30,9 @@ def raw_weights(batch: Any, level: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("spread", [0.3, 12.0])
-@pytest.mark.parametrize("threshold", [1.5, (0.0, 1.5), (0.5, 1.5)], ids=["truncate", "mask", "icepop"])
+@pytest.mark.parametrize(
+    "threshold", [1.5, (0.0, 1.5), (0.5, 1.5)], ids=["truncate", "mask", "icepop"]
+)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("seed", range(3))
 def test_weights(case: Any, seed: int, level: Any, threshold: Any, spread: float) -> None:
@@ -46,7 +48,9 @@ def test_weights(case: Any, seed: int, level: Any, threshold: Any, spread: float
         return w if threshold[0] <= w <= threshold[1] else 0.0
 
     wanted = [[corrected(w) for w in row] for row in raw]
-    torch.testing.assert_close(weights.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        weights.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-9
+    )
     assert weights.dtype == torch.float32
     inside = [
         (w, c)
@@ -56,7 +60,9 @@ def test_weights(case: Any, seed: int, level: Any, threshold: Any, spread: float
     ]
     assert stats["rollout_is_mean"] == pytest.approx(sum(w for w, _ in inside) / len(inside))
     assert stats["rollout_is_max"] == pytest.approx(max(w for w, _ in inside))
-    assert stats["rollout_is_corrected_frac"] == pytest.approx(sum(w != c for w, c in inside) / len(inside))
+    assert stats["rollout_is_corrected_frac"] == pytest.approx(
+        sum(w != c for w, c in inside) / len(inside)
+    )
     draws = [c for _, c in inside]
     if level != "token":
         draws = [
@@ -73,12 +79,16 @@ def test_weights(case: Any, seed: int, level: Any, threshold: Any, spread: float
 @pytest.mark.parametrize("threshold", [1.5, (0.7, 1.5)])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("seed", range(3))
-def test_normalised_weights_have_the_mean_one(case: Any, seed: int, level: Any, threshold: Any) -> None:
+def test_normalised_weights_have_the_mean_one(
+    case: Any, seed: int, level: Any, threshold: Any
+) -> None:
     """Over tokens, or over sequences where one weight is a sequence's; after the cap."""
     batch = case(seed, spread=0.4)
     columns = (batch["old_log_probs"], batch["log_probs"], batch.mask)
     weights, _ = compute_rollout_weights(*columns, Correction(level, threshold))
-    normalised, stats = compute_rollout_weights(*columns, Correction(level, threshold), batch_normalize=True)
+    normalised, stats = compute_rollout_weights(
+        *columns, Correction(level, threshold), batch_normalize=True
+    )
     rows = [
         [w for w, m in zip(row, keep, strict=True) if m]
         for row, keep in zip(weights.tolist(), batch.mask.tolist(), strict=True)
@@ -104,7 +114,9 @@ def test_effective_sample_size_by_hand() -> None:
     ones = torch.ones(1, 4)
     assert float(effective_sample_size(ones, ones)) == 1.0
     assert float(effective_sample_size(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), ones)) == 0.25
-    assert float(effective_sample_size(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))) == pytest.approx(16 / 20)
+    assert float(
+        effective_sample_size(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))
+    ) == pytest.approx(16 / 20)
     assert float(effective_sample_size(torch.zeros(1, 4), ones)) == 0.0
     assert float(effective_sample_size(ones, torch.zeros(1, 4))) == 0.0
 
@@ -116,12 +128,18 @@ def test_equal_policies_weigh_one_and_carry_no_gradient() -> None:
         weights, stats = compute_rollout_weights(log_probs, log_probs, mask, Correction(level))
         assert torch.equal(weights, mask)
         assert not weights.requires_grad
-        assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (1.0, 0.0)
+        assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (
+            1.0,
+            0.0,
+        )
 
 
 def test_nothing_left_is_reported_not_raised() -> None:
     weights, stats = compute_rollout_weights(
-        torch.zeros(2, 3), torch.full((2, 3), -5.0), torch.ones(2, 3), Correction("token", (0.0, 2.0))
+        torch.zeros(2, 3),
+        torch.full((2, 3), -5.0),
+        torch.ones(2, 3),
+        Correction("token", (0.0, 2.0)),
     )
     assert weights.sum() == 0
     assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (0.0, 1.0)

@@ -20,7 +20,9 @@ from distflow.rewards.router import Overlong
         ([1.0], None, "too_few_scores"),
     ],
 )
-def test_groups_without_a_signal(metric: list[float], valid: list[bool] | None, reason: str | None) -> None:
+def test_groups_without_a_signal(
+    metric: list[float], valid: list[bool] | None, reason: str | None
+) -> None:
     mask = None if valid is None else torch.tensor(valid)
     assert drop_reason(torch.tensor(metric), mask) == reason
 
@@ -28,7 +30,14 @@ def test_groups_without_a_signal(metric: list[float], valid: list[bool] | None, 
 def test_the_penalty_by_hand() -> None:
     # Limit 100, buffer 20: nothing up to 80, half of it at 90, all at 100.
     lengths = (0, 80, 85, 90, 100, 150)
-    assert [Overlong(20, 2.0).penalty(length, 100) for length in lengths] == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
+    assert [Overlong(20, 2.0).penalty(length, 100) for length in lengths] == [
+        0.0,
+        0.0,
+        -0.5,
+        -1.0,
+        -2.0,
+        -2.0,
+    ]
     assert [Overlong().penalty(length, 100) for length in lengths] == [0.0] * 6
     with pytest.raises(ValueError, match="0..100"):
         Overlong(101).penalty(85, 100)

@@ -24,7 +24,9 @@ def reference(lp: float, ref: float, kind: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
-@pytest.mark.parametrize(("kind", "name"), [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", "k3")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", "k3")]
+)
 def test_estimators_and_their_gradients(kind: str, name: str, spread: float) -> None:
     generator = torch.Generator().manual_seed(0)
     lp = (torch.randn(50, dtype=torch.float64, generator=generator) * spread).requires_grad_()
@@ -39,7 +41,9 @@ def test_estimators_and_their_gradients(kind: str, name: str, spread: float) -> 
 
 @pytest.mark.parametrize("kind", ["kl+", "abs+", "mse+", "low_var_kl+", "k3+"])
 def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
-    lp = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    lp = torch.randn(
+        20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     ref = torch.zeros(20, dtype=torch.float64)
     estimate = kl_estimate(lp, ref, kind)
     torch.testing.assert_close(estimate, kl_estimate(lp, ref, kind[:-1]))
@@ -50,8 +54,13 @@ def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
 def test_k1_and_k3_estimate_the_kl() -> None:
     """Their expectation under the policy, taken over a whole vocabulary, is the KL itself."""
     generator = torch.Generator().manual_seed(2)
-    p, q = (torch.log_softmax(0.3 * torch.randn(3, 11, dtype=torch.float64, generator=generator), -1) for _ in range(2))
-    exact = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=each) for each in (p, q)))
+    p, q = (
+        torch.log_softmax(0.3 * torch.randn(3, 11, dtype=torch.float64, generator=generator), -1)
+        for _ in range(2)
+    )
+    exact = torch.distributions.kl_divergence(
+        *(torch.distributions.Categorical(logits=each) for each in (p, q))
+    )
     assert (exact > 0).all()
     for kind in ("kl", "low_var_kl"):
         torch.testing.assert_close((p.exp() * kl_estimate(p, q, kind)).sum(-1), exact)
@@ -61,7 +70,9 @@ def test_k1_and_k3_estimate_the_kl() -> None:
 def test_unknown_estimators_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind)
-    with pytest.raises(ValueError, match="whole distributions .* low_var_kl is an unbiased estimate"):
+    with pytest.raises(
+        ValueError, match="whole distributions .* low_var_kl is an unbiased estimate"
+    ):
         check_kl_type("full")
 
 
@@ -84,8 +95,12 @@ def test_the_penalty_in_the_reward(case: Any, seed: int, kind: str) -> None:
             if not m:
                 assert rewards[i, t] == 0.0
                 continue
-            value, _ = reference(float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t]), kind)
-            assert float(rewards[i, t]) == pytest.approx(float(batch["scores"][i, t]) - 0.3 * value, rel=1e-6, abs=1e-6)
+            value, _ = reference(
+                float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t]), kind
+            )
+            assert float(rewards[i, t]) == pytest.approx(
+                float(batch["scores"][i, t]) - 0.3 * value, rel=1e-6, abs=1e-6
+            )
             if batch.valid[i]:
                 seen.append(value)
     assert mean == pytest.approx(sum(seen) / len(seen))
@@ -99,7 +114,10 @@ def test_the_mean_that_the_controller_is_shown(case: Any, seed: int, with_verdic
     valid = batch.valid if with_verdicts else torch.ones_like(batch.valid)
     sequences = []
     for i, keep in enumerate(batch.mask.tolist()):
-        pairs = [(float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t])) for t in range(len(keep))]
+        pairs = [
+            (float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t]))
+            for t in range(len(keep))
+        ]
         kl = [reference(*pair, "mse")[0] for pair, m in zip(pairs, keep, strict=True) if m]
         if valid[i]:
             sequences.append(kl)
@@ -127,11 +145,14 @@ class TestAdaptiveByHand:
     """value ·= 1 + clip(kl / target − 1, ±.2) · n / horizon."""
 
     def test_figures(self) -> None:
-        value = adapted_coefficient(0.1, 6.6, 100, target_kl=6.0, horizon=1000)  # error .1: · (1 + .1·.1)
+        # error .1: · (1 + .1·.1)
+        value = adapted_coefficient(0.1, 6.6, 100, target_kl=6.0, horizon=1000)
         assert value == pytest.approx(0.101)
-        value = adapted_coefficient(value, 60.0, 100, target_kl=6.0, horizon=1000)  # error 9, clipped to .2: · 1.02
+        # error 9, clipped to .2: · 1.02
+        value = adapted_coefficient(value, 60.0, 100, target_kl=6.0, horizon=1000)
         assert value == pytest.approx(0.10302)
-        value = adapted_coefficient(value, 0.0, 500, target_kl=6.0, horizon=1000)  # error −1, clipped to −.2: · .9
+        # error −1, clipped to −.2: · .9
+        value = adapted_coefficient(value, 0.0, 500, target_kl=6.0, horizon=1000)
         assert value == pytest.approx(0.092718)
 
     def test_never_below_zero(self) -> None:

@@ -1,4 +1,5 @@
-"""Estimators on scores that are large and differ by little, against rationals: nothing is lost on the way."""
+"""Estimators on scores that are large and differ by little, against rationals: nothing is lost on
+the way."""
 
 import random
 from collections.abc import Callable
@@ -11,15 +12,26 @@ from torch import Tensor
 
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import masked_whiten
-from distflow.algorithms.normalization_filters_and_weights import Moments, Normalization, drop_reason
+from distflow.algorithms.normalization_filters_and_weights import (
+    Moments,
+    Normalization,
+    drop_reason,
+)
 from distflow.algorithms.registry import find_adv_est
 
-OFFSETS = {"0.01 k": (0.0, 0.01), "1e6": (1e6, 0.01), "2^24": (2.0**24, 1.0), "-1e9": (-1e9, 1e-3), "1e37": (0.0, 1e37)}
+OFFSETS = {
+    "0.01 k": (0.0, 0.01),
+    "1e6": (1e6, 0.01),
+    "2^24": (2.0**24, 1.0),
+    "-1e9": (-1e9, 1e-3),
+    "1e37": (0.0, 1e37),
+}
 Reference = Callable[[Fraction, list[Fraction], list[int], int], Fraction]
 
 
 def made(offset: float, unit: float, seed: int) -> dict[str, Any]:
-    """Groups of one to six samples in no order, some invalid; rows with holes, the score on the last policy token."""
+    """Groups of one to six samples in no order, some invalid; rows with holes, the score on the
+    last policy token."""
     rng = random.Random(seed)
     groups = [group for group, size in enumerate((6, 2, 4, 1, 5)) for _ in range(size)]
     rng.shuffle(groups)
@@ -41,7 +53,8 @@ def root(value: Fraction) -> Fraction:
     """A square root to far more digits than float64 has."""
     scale = 10**60
     size = value.numerator * scale * scale // value.denominator
-    low, high = 0, 1 << (size.bit_length() // 2 + 1)
+    low = 0
+    high = 1 << (size.bit_length() // 2 + 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if middle * middle <= size else (low, middle - 1)
@@ -82,13 +95,18 @@ def passk(own: Fraction, group: list[Fraction], lengths: list[int], place: int) 
 
 
 def by_group(columns: dict[str, Any], rule: Reference) -> list[Fraction]:
-    groups, valid = columns["group_index"].tolist(), columns["valid"].tolist()
+    groups = columns["group_index"].tolist()
+    valid = columns["valid"].tolist()
     scores = [Fraction(score) for score in columns["scores"].tolist()]
     lengths = [int(own) for own in columns["response_mask"].sum(-1)]
     found = []
     for row, group in enumerate(groups):
         peers = [i for i, other in enumerate(groups) if other == group and valid[i]]
-        own = rule(scores[row], [scores[i] for i in peers], [lengths[i] for i in peers], row) if valid[row] else 0
+        own = (
+            rule(scores[row], [scores[i] for i in peers], [lengths[i] for i in peers], row)
+            if valid[row]
+            else 0
+        )
         found.append(Fraction(own))
     return found
 
@@ -98,13 +116,19 @@ def check(found: Tensor, wanted: list[Fraction], mask: Tensor, relative: float) 
     size = max(map(abs, wanted))
     for row, own in enumerate(wanted):
         for value, counts in zip(found[row].tolist(), mask[row].tolist(), strict=True):
-            assert abs(Fraction(value) - own * int(counts)) <= relative * size, (row, value, float(own))
+            assert abs(Fraction(value) - own * int(counts)) <= relative * size, (
+                row,
+                value,
+                float(own),
+            )
 
 
 def estimate(name: str, columns: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     names = ("token_level_rewards", "response_mask", "group_index", "valid")
     takes = find_adv_est(name).fn.__code__.co_varnames
-    found: tuple[Tensor, Tensor] = find_adv_est(name).fn(**{n: columns[n] for n in names if n in takes}, **options)
+    found: tuple[Tensor, Tensor] = find_adv_est(name).fn(
+        **{n: columns[n] for n in names if n in takes}, **options
+    )
     return found
 
 
@@ -128,27 +152,44 @@ def test_estimators_of_groups(name: str, offset: str, seed: int) -> None:
     wanted, (found, _) = by_group(columns, rule), estimate(estimator, columns, **options)
     rows = (~alone).nonzero()[:, 0].tolist()
     check(found[rows], [wanted[row] for row in rows], columns["response_mask"][rows], 1e-6)
-    check(found[alone], [wanted[row] for row in alone.nonzero()[:, 0].tolist()], columns["response_mask"][alone], 1e-12)
+    check(
+        found[alone],
+        [wanted[row] for row in alone.nonzero()[:, 0].tolist()],
+        columns["response_mask"][alone],
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_whitening_and_normalisation(offset: str) -> None:
     columns = made(*OFFSETS[offset], 5)
-    values, mask = columns["scores"][:, None], torch.ones(len(columns["scores"]), 1)
+    values = columns["scores"][:, None]
+    mask = torch.ones(len(columns["scores"]), 1)
     exact = [Fraction(each) for each in columns["scores"].tolist()]
-    middle, scale = sum(exact) / len(exact), std(exact)
-    check(masked_whiten(values, mask), [(e - middle) / root(scale**2 + Fraction(1e-8)) for e in exact], mask, 1e-6)
-    unbiased = Normalization(mean_level="batch", std_level="batch", eps=0.0)(values, mask, columns["group_index"])
+    middle = sum(exact) / len(exact)
+    scale = std(exact)
+    check(
+        masked_whiten(values, mask),
+        [(e - middle) / root(scale**2 + Fraction(1e-8)) for e in exact],
+        mask,
+        1e-6,
+    )
+    unbiased = Normalization(mean_level="batch", std_level="batch", eps=0.0)(
+        values, mask, columns["group_index"]
+    )
     check(unbiased, [(e - middle) / scale for e in exact], mask, 1e-6)
     others = [e - (sum(exact) - e) / (len(exact) - 1) for e in exact]
-    left_out = Normalization(mean_level="batch", mean_leave1out=True)(values, mask, columns["group_index"])
+    left_out = Normalization(mean_level="batch", mean_leave1out=True)(
+        values, mask, columns["group_index"]
+    )
     check(left_out, others, mask, 1e-6)
     assert Moments().with_values(values, mask).std() == pytest.approx(float(scale), rel=1e-5)
 
 
 def test_the_kl_in_the_reward_takes_nothing_from_the_score() -> None:
     scores = torch.tensor([[0.0, 1e6 + 0.01], [0.0, 1e6 + 0.02]], dtype=torch.float64)
-    old, ref = torch.tensor([[-1.25, -0.5], [-1.0, -2.0]]), torch.tensor([[-1.0, -0.25], [-1.5, -2.0]])
+    old = torch.tensor([[-1.25, -0.5], [-1.0, -2.0]])
+    ref = torch.tensor([[-1.0, -0.25], [-1.5, -2.0]])
     found, _ = apply_kl_penalty(scores, old, ref, torch.ones(2, 2), kl_coef=0.1)
     wanted = scores - 0.1 * (old.double() - ref.double())
     torch.testing.assert_close(found, wanted, rtol=1e-15, atol=0.0)
@@ -156,5 +197,7 @@ def test_the_kl_in_the_reward_takes_nothing_from_the_score() -> None:
 
 def test_a_group_whose_scores_differ_by_little_is_kept() -> None:
     valid = torch.ones(4, dtype=torch.bool)
-    assert drop_reason(torch.tensor([1e6, 1e6 + 0.01, 1e6, 1e6], dtype=torch.float64), valid) is None
+    assert (
+        drop_reason(torch.tensor([1e6, 1e6 + 0.01, 1e6, 1e6], dtype=torch.float64), valid) is None
+    )
     assert drop_reason(torch.full((4,), 1e6 + 0.01, dtype=torch.float64), valid) == "all_equal"

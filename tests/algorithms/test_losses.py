@@ -1,4 +1,5 @@
-"""Every policy loss, its gradient and its statistics against plain Python, with gradients worked out by hand."""
+"""Every policy loss, its gradient and its statistics against plain Python, with gradients worked
+out by hand."""
 
 import inspect
 import math
@@ -9,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, loss_counts, token_weights, weighted_sum
+from distflow.algorithms.masked_reductions import (
+    LOSS_AGG_MODES,
+    loss_counts,
+    token_weights,
+    weighted_sum,
+)
 from distflow.algorithms.registry import find_policy_loss
 from distflow.builtin_names import POLICY_LOSSES
 
-# A reference maps one token (own log-prob, old, proximal, advantage) to (loss, d loss / d log-prob, statistics).
+# A reference maps one token (own log-prob, old, proximal, advantage) to (loss, d loss / d log-prob,
+# statistics).
 Token = Callable[..., tuple[float, float, dict[str, float]]]
 
 
@@ -22,19 +29,26 @@ def clamped(difference: float) -> tuple[float, float]:
     return max(-20.0, min(20.0, difference)), float(-20.0 <= difference <= 20.0)
 
 
-def ppo(lp: float, old: float, a: float, low: float, high: float, c: float | None) -> tuple[float, float, dict]:
+def ppo(
+    lp: float, old: float, a: float, low: float, high: float, c: float | None
+) -> tuple[float, float, dict]:
     d, slope = clamped(lp - old)
     r = math.exp(d)
     inside = min(max(r, 1 - low), 1 + high)
     if -a * inside > -a * r:
-        loss, grad, cut = -a * inside, 0.0, 1.0
+        loss = -a * inside
+        grad = 0.0
+        cut = 1.0
     else:
-        loss, grad, cut = -a * r, -a * r * slope, 0.0
+        loss = -a * r
+        grad = -a * r * slope
+        cut = 0.0
     stats = {"pg_clipfrac": cut, "ppo_kl": -d}
     if c is not None:
         stats["pg_clipfrac_lower"] = float(a < 0 and loss > -a * c)
         if stats["pg_clipfrac_lower"]:
-            loss, grad = -a * c, 0.0
+            loss = -a * c
+            grad = 0.0
     return loss, grad, stats
 
 
@@ -54,7 +68,9 @@ def decoupled(lp, old, prox, a, score, *, cap=5.0, mode="mask", c=3.0):  # noqa:
 
 
 def cpgd(lp, old, prox, a, score, *, low=0.2, high=0.2, drift=0.0):  # noqa: ANN001, ANN201
-    bound = old + math.log(1 + high) if a > 0 else old + (math.log(1 - low) if low < 1 else -math.inf)
+    bound = (
+        old + math.log(1 + high) if a > 0 else old + (math.log(1 - low) if low < 1 else -math.inf)
+    )
     out = lp > bound if a > 0 else lp < bound
     d = clamped(lp - old)[0]
     stats = {"pg_clipfrac": float(out), "ppo_kl": -d}
@@ -84,13 +100,16 @@ def topr(lp, old, prox, a, score):  # noqa: ANN001, ANN201
 
 def sapo(lp, old, prox, a, score, *, pos=1.0, neg=1.05):  # noqa: ANN001, ANN201
     d, slope = clamped(lp - old)
-    r, tau = math.exp(d), pos if a > 0 else neg
+    r = math.exp(d)
+    tau = pos if a > 0 else neg
     s = 1 / (1 + math.exp(-tau * (r - 1)))
     return -4 / tau * s * a, -4 * s * (1 - s) * r * a * slope, {"ppo_kl": -d}
 
 
 def dppo(lp, old, prox, a, score, *, kind, low=0.2, high=0.2, c=20.0):  # noqa: ANN001, ANN201
-    p, q, d = min(math.exp(lp), 1.0), min(math.exp(old), 1.0), clamped(lp - old)[0]
+    p = min(math.exp(lp), 1.0)
+    q = min(math.exp(old), 1.0)
+    d = clamped(lp - old)[0]
     if kind == "tv":
         inside = p - q <= high if a > 0 else p - q >= -low
     else:
@@ -118,8 +137,10 @@ def clip_cov(lp, old, prox, a, score, chosen, *, low=0.2, high=0.2):  # noqa: AN
 
 def kl_cov(lp, old, prox, a, score, chosen, *, coef=1.0):  # noqa: ANN001, ANN201
     d, slope = clamped(lp - old)
-    r, weight = math.exp(d), coef if chosen else 0.0
-    loss, grad = -r * a + weight * abs(d), (-r * a + weight * math.copysign(1.0, d)) * slope
+    r = math.exp(d)
+    weight = coef if chosen else 0.0
+    loss = -r * a + weight * abs(d)
+    grad = (-r * a + weight * math.copysign(1.0, d)) * slope
     return loss, grad, {"cov_selected": float(chosen), "ppo_kl": -d}
 
 
@@ -127,12 +148,22 @@ SELECTING = ("clip_cov", "kl_cov")
 
 PER_TOKEN: list[tuple[str, Token, dict[str, Any], dict[str, Any]]] = [
     ("vanilla", vanilla, {}, {}),
-    ("vanilla", vanilla, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}, {"low": 0.1, "high": 0.1}),
+    (
+        "vanilla",
+        vanilla,
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+        {"low": 0.1, "high": 0.1},
+    ),
     ("vanilla", vanilla, {"clip_ratio_high": 0.28}, {"high": 0.28}),
     ("vanilla", vanilla, {"clip_ratio_low": 0.5, "clip_ratio_c": 1.4}, {"low": 0.5, "c": 1.4}),
     ("vanilla", vanilla, {"clip_ratio_c": None}, {"c": None}),
     ("decoupled", decoupled, {}, {}),
-    ("decoupled", decoupled, {"behav_imp_weight_cap": 1.2, "clip_ratio_c": None}, {"cap": 1.2, "c": None}),
+    (
+        "decoupled",
+        decoupled,
+        {"behav_imp_weight_cap": 1.2, "clip_ratio_c": None},
+        {"cap": 1.2, "c": None},
+    ),
     (
         "decoupled",
         decoupled,
@@ -144,13 +175,28 @@ PER_TOKEN: list[tuple[str, Token, dict[str, Any], dict[str, Any]]] = [
     ("cpgd", cpgd, {"clip_ratio_low": 1.0, "clip_ratio_high": 0.05}, {"low": 1.0, "high": 0.05}),
     ("cpgd", cpgd, {"policy_drift_coeff": 0.3}, {"drift": 0.3}),
     ("dppo_tv", dppo, {}, {"kind": "tv"}),
-    ("dppo_tv", dppo, {"clip_ratio_low": 0.02, "clip_ratio_c": 1.5}, {"kind": "tv", "low": 0.02, "c": 1.5}),
+    (
+        "dppo_tv",
+        dppo,
+        {"clip_ratio_low": 0.02, "clip_ratio_c": 1.5},
+        {"kind": "tv", "low": 0.02, "c": 1.5},
+    ),
     ("dppo_kl", dppo, {}, {"kind": "kl"}),
-    ("dppo_kl", dppo, {"clip_ratio_low": 0.01, "clip_ratio_c": None}, {"kind": "kl", "low": 0.01, "c": None}),
+    (
+        "dppo_kl",
+        dppo,
+        {"clip_ratio_low": 0.01, "clip_ratio_c": None},
+        {"kind": "kl", "low": 0.01, "c": None},
+    ),
     ("dro", dro, {}, {}),
     ("dro", dro, {"beta": 2.0}, {"beta": 2.0}),
     ("clip_cov", clip_cov, {}, {}),
-    ("clip_cov", clip_cov, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4}, {"low": 0.1, "high": 0.4}),
+    (
+        "clip_cov",
+        clip_cov,
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4},
+        {"low": 0.1, "high": 0.4},
+    ),
     ("kl_cov", kl_cov, {}, {}),
     ("kl_cov", kl_cov, {"ppo_kl_coef": 0.25}, {"coef": 0.25}),
     ("gpg", gpg, {}, {}),
@@ -180,7 +226,9 @@ def run(name: str, case: Any, **options: Any) -> tuple[Tensor, Tensor, dict[str,
 
 
 def random_weights(case: Any) -> Tensor:
-    noise = torch.rand(case.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noise = torch.rand(
+        case.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     return noise * case.mask
 
 
@@ -188,13 +236,22 @@ def random_weights(case: Any) -> Tensor:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("name", "reference", "options", "wanted_options"), PER_TOKEN)
 def test_losses_of_single_tokens(
-    case: Any, seed: int, spread: float, name: str, reference: Token, options: dict, wanted_options: dict
+    case: Any,
+    seed: int,
+    spread: float,
+    name: str,
+    reference: Token,
+    options: dict,
+    wanted_options: dict,
 ) -> None:
     batch = case(seed, spread=spread)
     loss, log_probs, stats = run(name, batch, **options)
     weights = random_weights(batch)
     weighted_sum(loss, weights).backward()
-    columns = [batch.rows(n) for n in ("log_probs", "old_log_probs", "prox_log_probs", "advantages", "scores")]
+    columns = [
+        batch.rows(n)
+        for n in ("log_probs", "old_log_probs", "prox_log_probs", "advantages", "scores")
+    ]
     for i, keep in enumerate(batch.mask.tolist()):
         score = sum(s for s, m in zip(columns[4][i], keep, strict=True) if m)
         for t, m in enumerate(keep):
@@ -205,8 +262,12 @@ def test_losses_of_single_tokens(
             chosen = [batch.rows("selected")[i][t] > 0] if name in SELECTING else []
             wanted, grad, wanted_stats = reference(*token, score, *chosen, **wanted_options)
             assert float(loss.detach()[i, t]) == pytest.approx(wanted, rel=1e-9, abs=1e-12)
-            assert float(log_probs.grad[i, t]) == pytest.approx(grad * float(weights[i, t]), rel=1e-9, abs=1e-12)
-            assert {n: float(v[i, t]) for n, v in stats.items()} == pytest.approx(wanted_stats, rel=1e-9, abs=1e-12)
+            assert float(log_probs.grad[i, t]) == pytest.approx(
+                grad * float(weights[i, t]), rel=1e-9, abs=1e-12
+            )
+            assert {n: float(v[i, t]) for n, v in stats.items()} == pytest.approx(
+                wanted_stats, rel=1e-9, abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("spread", [0.2, 4.0])
@@ -222,10 +283,13 @@ def test_gspo(case: Any, seed: int, spread: float) -> None:
         mean = sum(lp[i][t] - old[i][t] for t in tokens) / max(len(tokens), 1)
         for t in tokens:
             s = math.exp(min(mean, 10.0))
-            plain, clip = -a[i][t] * s, -a[i][t] * min(max(s, 0.8), 1.3)
+            plain = -a[i][t] * s
+            clip = -a[i][t] * min(max(s, 0.8), 1.3)
             grad = 0.0 if clip > plain or mean > 10.0 else plain
             assert float(loss.detach()[i, t]) == pytest.approx(max(plain, clip), rel=1e-9)
-            assert float(log_probs.grad[i, t]) == pytest.approx(grad * float(weights[i, t]), rel=1e-9, abs=1e-12)
+            assert float(log_probs.grad[i, t]) == pytest.approx(
+                grad * float(weights[i, t]), rel=1e-9, abs=1e-12
+            )
             assert float(stats["pg_clipfrac"][i, t]) == float(clip > plain)
             assert float(stats["ppo_kl"][i, t]) == pytest.approx(old[i][t] - lp[i][t])
         assert all(log_probs.grad[i, t] == 0 for t in range(len(keep)) if t not in tokens)
@@ -267,7 +331,9 @@ def test_topr_by_the_ratio_of_the_whole_sequence(case: Any, seed: int, spread: f
     loss, log_probs, _ = run("topr", batch, ratio_level="sequence")
     weights = random_weights(batch)
     weighted_sum(loss, weights).backward()
-    lp, old, a, scores = (batch.rows(n) for n in ("log_probs", "old_log_probs", "advantages", "scores"))
+    lp, old, a, scores = (
+        batch.rows(n) for n in ("log_probs", "old_log_probs", "advantages", "scores")
+    )
     for i, keep in enumerate(batch.mask.tolist()):
         tokens = [t for t, m in enumerate(keep) if m]
         good = sum(scores[i][t] for t in tokens) > 0
@@ -275,12 +341,17 @@ def test_topr_by_the_ratio_of_the_whole_sequence(case: Any, seed: int, spread: f
         w = 1.0 if good else min(ratio, 1.0)
         for t in tokens:
             assert float(loss.detach()[i, t]) == pytest.approx(-w * a[i][t] * lp[i][t], rel=1e-9)
-            assert float(log_probs.grad[i, t]) == pytest.approx(-w * a[i][t] * float(weights[i, t]), rel=1e-9)
+            assert float(log_probs.grad[i, t]) == pytest.approx(
+                -w * a[i][t] * float(weights[i, t]), rel=1e-9
+            )
 
 
 def behaviour(d: dict[int, float], rule: dict[str, Any]) -> dict[int, tuple[float, bool]]:
-    """(weight, outside) of each token of one sequence by AReaL's rejection sampling; d: prox − old by token."""
-    metric, upper, lower = rule.get("metric", "ratio"), rule.get("upper", 5.0), rule.get("lower")
+    """(weight, outside) of each token of one sequence by AReaL's rejection sampling; d: prox − old
+    by token."""
+    metric = rule.get("metric", "ratio")
+    upper = rule.get("upper", 5.0)
+    lower = rule.get("lower")
     measures: dict[str, Callable[[float], float]] = {
         "ratio": lambda x: x,
         "kl_k1": lambda x: x,
@@ -290,9 +361,9 @@ def behaviour(d: dict[int, float], rule: dict[str, Any]) -> dict[int, tuple[floa
     measured = {t: measures[metric](x) for t, x in d.items()}
     weight = {t: math.exp(clamped(x)[0]) for t, x in d.items()}
     if rule.get("level") == "sequence":
-        total = {"sum": sum, "max": max, "mean": lambda xs: sum(xs) / len(xs)}[rule.get("agg", "mean")](
-            list(measured.values())
-        )
+        total = {"sum": sum, "max": max, "mean": lambda xs: sum(xs) / len(xs)}[
+            rule.get("agg", "mean")
+        ](list(measured.values()))
         measured = dict.fromkeys(d, total)
         if metric == "ratio":
             weight = dict.fromkeys(d, math.exp(clamped(sum(d.values()) / len(d))[0]))
@@ -325,9 +396,13 @@ def behaviour(d: dict[int, float], rule: dict[str, Any]) -> dict[int, tuple[floa
     ],
     ids=str,
 )
-def test_rejection_sampling_of_the_decoupled_loss(case: Any, rule: dict[str, Any], spread: float) -> None:
+def test_rejection_sampling_of_the_decoupled_loss(
+    case: Any, rule: dict[str, Any], spread: float
+) -> None:
     batch = case(3, spread=spread)
-    loss, log_probs, stats = run("decoupled", batch, rejection_sampling=rule, behav_imp_weight_cap=1.01)
+    loss, log_probs, stats = run(
+        "decoupled", batch, rejection_sampling=rule, behav_imp_weight_cap=1.01
+    )
     weights = random_weights(batch)
     weighted_sum(loss, weights).backward()
     names = ("log_probs", "old_log_probs", "prox_log_probs", "advantages")
@@ -335,10 +410,14 @@ def test_rejection_sampling_of_the_decoupled_loss(case: Any, rule: dict[str, Any
     seen = set()
     for i, keep in enumerate(batch.mask.tolist()):
         tokens = [t for t, m in enumerate(keep) if m]
-        for t, (w, outside) in behaviour({t: prox[i][t] - old[i][t] for t in tokens}, rule).items() if tokens else ():
+        for t, (w, outside) in (
+            behaviour({t: prox[i][t] - old[i][t] for t in tokens}, rule).items() if tokens else ()
+        ):
             plain, grad, _ = ppo(lp[i][t], prox[i][t], a[i][t], 0.2, 0.2, 3.0)
             assert float(loss.detach()[i, t]) == pytest.approx(w * plain, rel=1e-9, abs=1e-12)
-            assert float(log_probs.grad[i, t]) == pytest.approx(w * grad * float(weights[i, t]), rel=1e-9, abs=1e-12)
+            assert float(log_probs.grad[i, t]) == pytest.approx(
+                w * grad * float(weights[i, t]), rel=1e-9, abs=1e-12
+            )
             assert float(stats["behave_imp_weight"][i, t]) == pytest.approx(w, rel=1e-9)
             assert float(stats["behave_capped"][i, t]) == float(outside)
             seen.add(outside)
@@ -359,7 +438,9 @@ def test_rejection_sampling_of_the_decoupled_loss(case: Any, rule: dict[str, Any
         ({"metric": "kl_k3", "action": "clamp"}, "needs action=mask"),
     ],
 )
-def test_a_rejection_without_sense_is_refused_before_the_start(rule: dict[str, Any], message: str) -> None:
+def test_a_rejection_without_sense_is_refused_before_the_start(
+    rule: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         find_policy_loss("decoupled").call_options({"rejection_sampling": rule})
 
@@ -379,7 +460,11 @@ class TestDualClipByHand:
             **options,
         )
         loss.sum().backward()
-        return float(loss.detach()), float(log_probs.grad), {name: float(value) for name, value in stats.items()}
+        return (
+            float(loss.detach()),
+            float(log_probs.grad),
+            {name: float(value) for name, value in stats.items()},
+        )
 
     def test_on(self) -> None:
         loss, grad, stats = self.loss(-2.0)
@@ -400,16 +485,26 @@ class TestDualClipByHand:
         assert self.loss(2.0, clip_ratio_high=0.28)[0] == pytest.approx(-2.56)
 
 
-@pytest.mark.parametrize("name", [n for n in POLICY_LOSSES if "old_log_probs" in find_policy_loss(n).optional])
-def test_without_old_log_probs_the_ratio_is_taken_against_the_detached_log_prob(case: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [n for n in POLICY_LOSSES if "old_log_probs" in find_policy_loss(n).optional]
+)
+def test_without_old_log_probs_the_ratio_is_taken_against_the_detached_log_prob(
+    case: Any, name: str
+) -> None:
     batch = case(0)
     with_own = case(0)
     with_own.columns["old_log_probs"] = batch["log_probs"]
     takes = inspect.signature(find_policy_loss(name).fn).parameters
-    columns = {"advantages": batch["advantages"], "loss_mask": batch.mask, "token_level_scores": batch["scores"]}
+    columns = {
+        "advantages": batch["advantages"],
+        "loss_mask": batch.mask,
+        "token_level_scores": batch["scores"],
+    }
     columns["selected_tokens"] = batch["selected"]
     log_probs = batch["log_probs"].clone().requires_grad_()
-    loss, stats = find_policy_loss(name).fn(log_probs=log_probs, **{k: v for k, v in columns.items() if k in takes})
+    loss, stats = find_policy_loss(name).fn(
+        log_probs=log_probs, **{k: v for k, v in columns.items() if k in takes}
+    )
     weighted_sum(loss, batch.mask).backward()
     wanted, leaf, wanted_stats = run(name, with_own)
     weighted_sum(wanted, batch.mask).backward()
@@ -422,8 +517,11 @@ def test_without_old_log_probs_the_ratio_is_taken_against_the_detached_log_prob(
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_what_stands_outside_the_mask_changes_no_bit(case: Any, name: str, mode: str) -> None:
-    poisoned, clean = case(5), case(5)
-    clean.columns = {n: torch.where(clean.mask > 0, c, torch.zeros_like(c)) for n, c in clean.columns.items()}
+    poisoned = case(5)
+    clean = case(5)
+    clean.columns = {
+        n: torch.where(clean.mask > 0, c, torch.zeros_like(c)) for n, c in clean.columns.items()
+    }
     results = []
     for batch in (poisoned, clean):
         loss, log_probs, _ = run(name, batch)

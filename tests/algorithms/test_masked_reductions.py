@@ -37,7 +37,8 @@ def test_the_variance_keeps_its_digits_far_from_zero() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_with_fewer_than_two_tokens_values_are_only_centred(num_tokens: int) -> None:
-    values, mask = torch.full((2, 2), 7.0), torch.zeros(2, 2)
+    values = torch.full((2, 2), 7.0)
+    mask = torch.zeros(2, 2)
     mask.view(-1)[:num_tokens] = 1.0
     assert masked_whiten(values, mask).tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert float(masked_var(values, mask)) == 0.0
@@ -59,18 +60,25 @@ def huber(delta: float) -> Callable[[float], tuple[float, float]]:
 @pytest.mark.parametrize("delta", [None, 0.3, 1.5, 10.0])
 @pytest.mark.parametrize("clip", [0.5, 0.1, None])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_value_loss_and_its_gradient(case: Any, seed: int, clip: float | None, delta: float | None) -> None:
-    batch, of = case(seed), half_square if delta is None else huber(delta)
+def test_the_value_loss_and_its_gradient(
+    case: Any, seed: int, clip: float | None, delta: float | None
+) -> None:
+    batch = case(seed)
+    of = half_square if delta is None else huber(delta)
     options: dict[str, Any] = {} if delta is None else {"value_loss": "huber", "huber_delta": delta}
     v = batch["log_probs"].clone().requires_grad_()
-    loss, stats = compute_value_loss(v, batch["values"], batch["rewards"], batch.mask, cliprange_value=clip, **options)
+    loss, stats = compute_value_loss(
+        v, batch["values"], batch["rewards"], batch.mask, cliprange_value=clip, **options
+    )
     loss.sum().backward()
     for i, keep in enumerate(batch.mask.tolist()):
         for t, m in enumerate(keep):
             if not m:
                 assert v.grad[i, t] == 0.0
                 continue
-            new, old, target = (float(x[i, t]) for x in (v.detach(), batch["values"], batch["rewards"]))
+            new, old, target = (
+                float(x[i, t]) for x in (v.detach(), batch["values"], batch["rewards"])
+            )
             near = new if clip is None else min(max(new, old - clip), old + clip)
             (plain, slope), (clipped, _) = of(new - target), of(near - target)
             cut = clipped > plain

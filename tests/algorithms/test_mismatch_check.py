@@ -14,7 +14,9 @@ EXACT, ROUNDED = Tolerance.of(exact=True), Tolerance.of(exact=False)
 
 
 def test_figures_against_plain_sums() -> None:
-    rollout, trainer, counted = [-1.0, -2.0, -0.5, -9.0], [-1.5, -1.0, -0.5, 0.0], [1.0, 1.0, 1.0, 0.0]
+    rollout = [-1.0, -2.0, -0.5, -9.0]
+    trainer = [-1.5, -1.0, -0.5, 0.0]
+    counted = [1.0, 1.0, 1.0, 0.0]
     found = mismatch(*(torch.tensor(column) for column in (rollout, trainer, counted)))
     gaps = [b - a for a, b in zip(rollout[:3], trainer[:3], strict=True)]
     weights = [math.exp(gap) for gap in gaps]
@@ -58,12 +60,19 @@ def test_small_gaps_pass_larger_ones_warn_and_large_ones_hold_the_run(
 
 def test_tokens_of_older_weights_may_differ_more() -> None:
     metrics, warning = check_mismatch(moved(sampled_batch(version=3), 0.6), 4, EXACT, stops=True)
-    assert warning is None and metrics["mismatch/older_version/mean_abs"] == metrics["mismatch/mean_abs"] > 0.5
-    assert metrics["mismatch/older_version/share"] == 1 and "mismatch/same_version/mean_abs" not in metrics
+    assert (
+        warning is None
+        and metrics["mismatch/older_version/mean_abs"] == metrics["mismatch/mean_abs"] > 0.5
+    )
+    assert (
+        metrics["mismatch/older_version/share"] == 1
+        and "mismatch/same_version/mean_abs" not in metrics
+    )
 
 
 def spans_an_update(by: float, of_now: float = 0.0) -> Batch:
-    """Step 4: in the first answer the last tokens were made by version 4 behind those of 3; the last is of 4 alone."""
+    """Step 4: in the first answer the last tokens were made by version 4 behind those of 3; the
+    last is of 4 alone."""
     batch = moved(sampled_batch(version=3), by)
     versions = batch["versions"]
     versions[0, 3:5] = versions[3, :6] = 4
@@ -76,8 +85,13 @@ def spans_an_update(by: float, of_now: float = 0.0) -> Batch:
 
 def test_each_token_has_one_cause() -> None:
     metrics, warning = check_mismatch(spans_an_update(0.6), 4, EXACT)
-    shares = {name: metrics[f"mismatch/{name}/share"] for name in ("same_version", "older_version", "older_kv")}
-    assert shares == pytest.approx({"same_version": 6 / 16, "older_version": 8 / 16, "older_kv": 2 / 16})
+    shares = {
+        name: metrics[f"mismatch/{name}/share"]
+        for name in ("same_version", "older_version", "older_kv")
+    }
+    assert shares == pytest.approx(
+        {"same_version": 6 / 16, "older_version": 8 / 16, "older_kv": 2 / 16}
+    )
     assert warning is None and metrics["mismatch/same_version/mean_abs"] < 1e-7
     assert metrics["mismatch/older_kv/max_abs"] == pytest.approx(0.6)
     weights = [math.exp(0.6), math.exp(-0.6)]
@@ -87,7 +101,10 @@ def test_each_token_has_one_cause() -> None:
 
 def test_keys_and_values_that_were_made_anew_are_no_cause() -> None:
     metrics, _ = check_mismatch(spans_an_update(0.0), 4, EXACT, keeps_kv=False)
-    shares = {name: metrics.get(f"mismatch/{name}/share") for name in ("same_version", "older_version", "older_kv")}
+    shares = {
+        name: metrics.get(f"mismatch/{name}/share")
+        for name in ("same_version", "older_version", "older_kv")
+    }
     assert shares == {"same_version": 0.5, "older_version": 0.5, "older_kv": None}
 
 
@@ -103,7 +120,9 @@ def test_keys_and_values_that_should_be_made_anew_and_were_not() -> None:
     wrong[2] = batch["rollout_log_probs"][2]
     batch["old_log_probs"] = wrong
     check_mismatch(batch, 4, EXACT)
-    with pytest.raises(TrustError, match=r"0\.0009 nats a token on \d+ tokens behind a weight sync, and by \S+ on"):
+    with pytest.raises(
+        TrustError, match=r"0\.0009 nats a token on \d+ tokens behind a weight sync, and by \S+ on"
+    ):
         check_mismatch(batch, 4, EXACT, keeps_kv=False)
 
 
@@ -116,7 +135,8 @@ def test_the_limits_are_those_of_the_trainers_own_version() -> None:
 
 
 def test_what_was_read_anew_between_two_turns_is_over_no_older_kv() -> None:
-    made, versions = torch.tensor([[1, 1, 0, 1, 1, 1]]), torch.tensor([[3, 3, -1, 4, 4, 5]])
+    made = torch.tensor([[1, 1, 0, 1, 1, 1]])
+    versions = torch.tensor([[3, 3, -1, 4, 4, 5]])
     found = causes(versions, made, 5)
     assert found["older_version"].tolist() == [[True, True, False, True, True, False]]
     assert found["older_kv"].tolist() == [[False, False, False, False, False, True]]
@@ -133,7 +153,10 @@ def test_samples_that_were_not_scored_are_in_no_figure() -> None:
     assert warning is None and metrics["mismatch/mean_abs"] == pytest.approx(5e-5, rel=0.01)
     scored[0, 1] = math.nan
     batch["trainer_log_probs"] = scored
-    assert check_mismatch(batch, 0, EXACT)[1] == "1 tokens have no finite log-prob by the trainer (trainer_log_probs)"
+    assert (
+        check_mismatch(batch, 0, EXACT)[1]
+        == "1 tokens have no finite log-prob by the trainer (trainer_log_probs)"
+    )
 
 
 def test_truncated_sampling_is_named() -> None:
@@ -174,4 +197,7 @@ def test_a_log_prob_that_is_not_finite_is_told_and_left_to_the_skipped_update() 
 
 def test_without_two_columns_nothing_is_compared() -> None:
     batch = sampled_batch()
-    assert check_mismatch(batch.only(n for n in batch.names if n != "old_log_probs"), 0, EXACT) == ({}, None)
+    assert check_mismatch(batch.only(n for n in batch.names if n != "old_log_probs"), 0, EXACT) == (
+        {},
+        None,
+    )

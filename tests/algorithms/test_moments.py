@@ -14,9 +14,12 @@ STEPS = [[0.0, 1.0, 1.0], [0.5], [], [3.0, -2.0, 0.25, 0.25]]
 
 @pytest.mark.parametrize("offset", [0.0, 1e8])
 def test_moments_are_those_of_all_values_so_far(offset: float) -> None:
-    moments, seen = Moments(), list[float]()
+    moments = Moments()
+    seen = list[float]()
     for step in STEPS:
-        values = torch.tensor([[value + offset for value in step] + [torch.nan]], dtype=torch.float64)
+        values = torch.tensor(
+            [[value + offset for value in step] + [torch.nan]], dtype=torch.float64
+        )
         mask = torch.tensor([[1.0] * len(step) + [0.0]])
         seen += [value + offset for value in step]
         moments = Moments(**json.loads(json.dumps(asdict(moments)))).with_values(values, mask)
@@ -34,9 +37,12 @@ def test_too_few_values_have_no_deviation() -> None:
 
 @pytest.mark.parametrize("mean_level", ["running", "batch", None])
 @pytest.mark.parametrize("std_level", ["running", None])
-def test_rewards_are_normalised_by_the_moments_of_the_run(mean_level: str | None, std_level: str | None) -> None:
+def test_rewards_are_normalised_by_the_moments_of_the_run(
+    mean_level: str | None, std_level: str | None
+) -> None:
     """(x − mean) / (std + ε), by hand; the invalid sample is in neither."""
-    before, step = [2.0, 4.0, 9.0], [1.0, 5.0, 100.0]
+    before = [2.0, 4.0, 9.0]
+    step = [1.0, 5.0, 100.0]
     valid = torch.tensor([True, True, False])
     moments = Moments().with_values(torch.tensor([before]), torch.ones(1, 3))
     values = torch.tensor(step)[:, None]
@@ -45,4 +51,6 @@ def test_rewards_are_normalised_by_the_moments_of_the_run(mean_level: str | None
     found = norm(values, torch.ones(3, 1), torch.tensor([0, 0, 1]), valid, moments=moments)
     mean = {"running": statistics.fmean([*before, 1.0, 5.0]), "batch": 3.0, None: 0.0}[mean_level]
     scale = statistics.stdev([*before, 1.0, 5.0]) + 0.1 if std_level else 1.0
-    assert found[:, 0].tolist() == pytest.approx([(1.0 - mean) / scale, (5.0 - mean) / scale, 0.0], rel=1e-12)
+    assert found[:, 0].tolist() == pytest.approx(
+        [(1.0 - mean) / scale, (5.0 - mean) / scale, 0.0], rel=1e-12
+    )

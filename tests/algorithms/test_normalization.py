@@ -1,4 +1,5 @@
-"""AReaL's normalisation of rewards and advantages, against loops in plain Python that follow its formula."""
+"""AReaL's normalisation of rewards and advantages, against loops in plain Python that follow its
+formula."""
 
 import math
 from typing import Any
@@ -14,7 +15,10 @@ Cells = dict[tuple[int, int], float]
 def normalised(case: Any, name: str, norm: Normalization, groups: list[int]) -> Cells:
     """(row, token) → value, over the cells that count."""
     cells = {
-        (i, t): float(case[name][i, t]) for i, keep in enumerate(case.counted.tolist()) for t, m in enumerate(keep) if m
+        (i, t): float(case[name][i, t])
+        for i, keep in enumerate(case.counted.tolist())
+        for t, m in enumerate(keep)
+        if m
     }
     valid = case.valid.tolist()
 
@@ -60,7 +64,9 @@ def assert_equal(found: torch.Tensor, wanted: Cells) -> None:
 @pytest.mark.parametrize("leave1out", [True, False])
 @pytest.mark.parametrize("std_level", ["batch", "group", None])
 @pytest.mark.parametrize("mean_level", ["batch", "group", None])
-def test_of_tokens(case: Any, seed: int, mean_level: Any, std_level: Any, leave1out: bool, unbiased: bool) -> None:
+def test_of_tokens(
+    case: Any, seed: int, mean_level: Any, std_level: Any, leave1out: bool, unbiased: bool
+) -> None:
     batch = case(seed)
     norm = Normalization(mean_level, leave1out, std_level, unbiased, eps=1e-3)
     found = norm(batch["advantages"], batch.mask, batch.group, batch.valid)
@@ -69,11 +75,19 @@ def test_of_tokens(case: Any, seed: int, mean_level: Any, std_level: Any, leave1
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("leave1out", [True, False])
-@pytest.mark.parametrize(("mean_level", "std_level"), [("group", "group"), ("group", "batch"), ("batch", "group")])
-def test_of_one_reward_a_sample(case: Any, seed: int, mean_level: Any, std_level: Any, leave1out: bool) -> None:
+@pytest.mark.parametrize(
+    ("mean_level", "std_level"), [("group", "group"), ("group", "batch"), ("batch", "group")]
+)
+def test_of_one_reward_a_sample(
+    case: Any, seed: int, mean_level: Any, std_level: Any, leave1out: bool
+) -> None:
     batch = case(seed, bs=13)
     batch.mask = torch.ones(13, 1)
-    batch.columns = {"rewards": torch.randn(13, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
+    batch.columns = {
+        "rewards": torch.randn(
+            13, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+    }
     norm = Normalization(mean_level, leave1out, std_level)
     found = norm(batch["rewards"], batch.mask, batch.group, batch.valid)
     assert_equal(found, normalised(batch, "rewards", norm, batch.group.tolist()))
@@ -85,7 +99,8 @@ def test_groups_are_cut_by_their_episodes(case: Any, seed: int) -> None:
     batch = case(seed, bs=12)
     batch.group = torch.arange(12) // 4
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-    batch.group, episodes = batch.group[order], (torch.arange(12) % 4)[order]
+    batch.group = batch.group[order]
+    episodes = (torch.arange(12) % 4)[order]
     norm = Normalization("group", False, "group", group_size=2)
     found = norm(batch["values"], batch.mask, batch.group, batch.valid, episodes)
     runs = [int(g) * 10 + int(e) // 2 for g, e in zip(batch.group, episodes, strict=True)]
@@ -105,7 +120,9 @@ def test_equal_rewards_give_exactly_nothing(level: Any, leave1out: bool, reward:
 
 def test_by_hand() -> None:
     """Rewards 1, 0, 0, 1 of a group: ±.5 over √(1/3) + 1e-5; leave-one-out 1 − 1/3 = 2/3."""
-    rewards, ones, group = torch.tensor([[1.0], [0], [0], [1]]), torch.ones(4, 1), torch.zeros(4)
+    rewards = torch.tensor([[1.0], [0], [0], [1]])
+    ones = torch.ones(4, 1)
+    group = torch.zeros(4)
     a = 0.5 / (math.sqrt(1 / 3) + 1e-5)
     found = Normalization("group", std_level="group")(rewards, ones, group)
     assert found.flatten().tolist() == pytest.approx([a, -a, -a, a], rel=1e-12)

@@ -1,4 +1,5 @@
-"""Objectives: the same gradient and metrics however a mini-batch is split, wiring by parameter names, dead terms."""
+"""Objectives: the same gradient and metrics however a mini-batch is split, wiring by parameter
+names, dead terms."""
 
 import math
 from typing import Any
@@ -8,11 +9,24 @@ import torch
 
 from distflow import builtin_names
 from distflow.algorithms import register_policy_loss
-from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, loss_counts, token_weights, weighted_sum
+from distflow.algorithms.masked_reductions import (
+    LOSS_AGG_MODES,
+    loss_counts,
+    token_weights,
+    weighted_sum,
+)
 from distflow.algorithms.objectives import PolicyObjective, SFTObjective, ValueObjective
 from distflow.algorithms.registry import POLICY_LOSSES, find_policy_loss, read_policy_loss
 from distflow.data.batch import Batch
-from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
+from tests.algorithms.toy_policy import (
+    LONGEST,
+    gradient,
+    outputs,
+    random_split,
+    scale_of,
+    toy_batch,
+    toy_weights,
+)
 
 ROWS = 13
 
@@ -38,7 +52,8 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str)
     assert {k: sum(objective.counts(p)[k] for p in parts) for k in counts} == counts
     actual, sums = gradient(objective, parts, counts)
     torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
-    metrics, wanted_metrics = objective.finish(sums, counts), objective.finish(wanted_sums, counts)
+    metrics = objective.finish(sums, counts)
+    wanted_metrics = objective.finish(wanted_sums, counts)
     assert metrics == pytest.approx(wanted_metrics, rel=1e-11, abs=1e-13)
 
 
@@ -57,9 +72,12 @@ def loss_by_hand(batch: Batch, log_probs: torch.Tensor, row: int) -> list[torch.
     """The policy loss of each token of a row under the mask, by its domain."""
     places = [t for t in range(log_probs.shape[1]) if batch["loss_mask"][row, t] > 0]
     now = [log_probs[row, t] for t in places]
-    old, advantages = ([batch[name][row, t].double() for t in places] for name in ("old_log_probs", "advantages"))
+    old, advantages = (
+        [batch[name][row, t].double() for t in places] for name in ("old_log_probs", "advantages")
+    )
     ratios = [(a - b).exp() for a, b in zip(now, old, strict=True)]
-    if batch["domain"][row] == "code":  # one ratio, whose gradient reaches each token by the token's own log-prob
+    # one ratio, whose gradient reaches each token by the token's own log-prob
+    if batch["domain"][row] == "code":
         mean = sum(float(a.detach() - b) for a, b in zip(now, old, strict=True)) / max(len(now), 1)
         ratios = [(mean + a - a.detach()).exp() for a in now]
     losses = []
@@ -75,7 +93,8 @@ def loss_by_hand(batch: Batch, log_probs: torch.Tensor, row: int) -> list[torch.
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_each_domain_has_its_own_loss_and_all_tokens_one_mean(mode: str) -> None:
-    batch, objective = toy_batch(seed=3, bs=ROWS), of_domains(mode)
+    batch = toy_batch(seed=3, bs=ROWS)
+    objective = of_domains(mode)
     batch["domain"] = [("math", "code", "chat", "code", "other")[row % 5] for row in range(ROWS)]
     for name in ("old_log_probs", "advantages", "loss_mask"):
         batch[name] = batch.flat(name).double()
@@ -117,28 +136,45 @@ UNITS = {
 @pytest.mark.parametrize("level", UNITS)
 def test_a_level_sums_the_log_probs_of_an_action_or_a_chunk(level: str, mode: str) -> None:
     now = [[-1.0, -0.5, -2.0, -0.25, -9.0, -0.75, -9.0], [-0.25, -1.5, -0.875]]
-    old = [[-1.125, -0.625, -2.125, -0.125, -9.0, -0.625, -9.0], [-0.125, -1.375, -1.25]]  # exact in float32
-    advantages, low, high = (1.5, -2.0), 0.85, 1.15
+    # exact in float32
+    old = [[-1.125, -0.625, -2.125, -0.125, -9.0, -0.625, -9.0], [-0.125, -1.375, -1.25]]
+    advantages = (1.5, -2.0)
+    low = 0.85
+    high = 1.15
     batch = Batch(torch.ones(2, dtype=torch.int64), torch.tensor([7, 3]))
     batch["turn_index"] = torch.tensor([0, 0, 0, 0, -1, 1, -1, 0, 0, 0])
     batch["loss_mask"] = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 1, 1, 1])
     batch["old_log_probs"] = torch.tensor(sum(old, []), dtype=torch.float64)
-    batch["advantages"] = torch.tensor([advantages[0]] * 7 + [advantages[1]] * 3, dtype=torch.float64)
+    batch["advantages"] = torch.tensor(
+        [advantages[0]] * 7 + [advantages[1]] * 3, dtype=torch.float64
+    )
     clip = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.15}
-    objective = PolicyObjective("vanilla", clip, loss_agg_mode=mode, logprob_level=level, action_dim=2)
-    padded = torch.tensor([now[0], [*now[1], 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64).requires_grad_()
+    objective = PolicyObjective(
+        "vanilla", clip, loss_agg_mode=mode, logprob_level=level, action_dim=2
+    )
+    padded = torch.tensor(
+        [now[0], [*now[1], 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64
+    ).requires_grad_()
     counts = objective.counts(batch)
-    loss, sums = objective({"log_probs": padded, "entropy": torch.zeros_like(padded)}, batch, counts)
+    loss, sums = objective(
+        {"log_probs": padded, "entropy": torch.zeros_like(padded)}, batch, counts
+    )
     loss.backward()
 
     units = UNITS[level]
-    wanted, total, kls, clipped = torch.zeros(2, 7, dtype=torch.float64), 0.0, 0.0, 0
+    wanted = torch.zeros(2, 7, dtype=torch.float64)
+    total = 0.0
+    kls = 0.0
+    clipped = 0
     for row, own in enumerate(units):
         for unit in own:
             weight = 1 / sum(map(len, units)) if mode == "token-mean" else 0.5 / len(own)
             gap = math.fsum(now[row][t] - old[row][t] for t in unit)
-            plain, bound = -advantages[row] * math.exp(gap), -advantages[row] * min(max(math.exp(gap), low), high)
-            total, kls, clipped = total + weight * max(plain, bound), kls - gap, clipped + (bound > plain)
+            plain = -advantages[row] * math.exp(gap)
+            bound = -advantages[row] * min(max(math.exp(gap), low), high)
+            total = total + weight * max(plain, bound)
+            kls = kls - gap
+            clipped = clipped + (bound > plain)
             wanted[row, unit] = 0.0 if bound > plain else weight * plain
     assert loss.item() == pytest.approx(total, rel=1e-12)
     torch.testing.assert_close(padded.grad, wanted, rtol=1e-12, atol=0.0)
@@ -151,16 +187,22 @@ def test_a_level_sums_the_log_probs_of_an_action_or_a_chunk(level: str, mode: st
 @pytest.mark.parametrize("level", ["action", "chunk"])
 def test_levels_do_not_depend_on_the_micro_batches(level: str, mode: str) -> None:
     scale = scale_of(mode)
-    objective = PolicyObjective(loss_agg_mode=mode, loss_scale_factor=scale, logprob_level=level, action_dim=2)
+    objective = PolicyObjective(
+        loss_agg_mode=mode, loss_scale_factor=scale, logprob_level=level, action_dim=2
+    )
     batch = toy_batch(seed=3, bs=ROWS)
-    batch["turn_index"] = torch.cat([torch.arange(length) // 3 for length in batch.lengths("response").tolist()])
+    batch["turn_index"] = torch.cat(
+        [torch.arange(length) // 3 for length in batch.lengths("response").tolist()]
+    )
     counts = objective.counts(batch)
     wanted, wanted_sums = gradient(objective, [batch], counts)
     parts = random_split(batch, seed=LOSS_AGG_MODES.index(mode))
     assert {k: sum(objective.counts(p)[k] for p in parts) for k in counts} == counts
     actual, sums = gradient(objective, parts, counts)
     torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
-    assert objective.finish(sums, counts) == pytest.approx(objective.finish(wanted_sums, counts), rel=1e-11, abs=1e-13)
+    assert objective.finish(sums, counts) == pytest.approx(
+        objective.finish(wanted_sums, counts), rel=1e-11, abs=1e-13
+    )
 
 
 def test_losses_of_tokens_alone_have_no_other_level() -> None:
@@ -182,25 +224,36 @@ def test_the_gradient_of_the_critic_does_not_depend_on_the_micro_batches(mode: s
 
 
 def test_supervised_fine_tuning_is_the_mean_negative_log_likelihood() -> None:
-    objective, batch = SFTObjective(), toy_batch(seed=5, bs=ROWS)
+    objective = SFTObjective()
+    batch = toy_batch(seed=5, bs=ROWS)
     counts = objective.counts(batch)
     _, sums = gradient(objective, random_split(batch, 1), counts)
-    log_probs, mask = outputs(toy_weights(), batch)["log_probs"], batch["loss_mask"]
-    tokens = [-float(x) for x, m in zip(log_probs.detach().flatten(), mask.flatten(), strict=True) if m]
+    log_probs = outputs(toy_weights(), batch)["log_probs"]
+    mask = batch["loss_mask"]
+    tokens = [
+        -float(x) for x, m in zip(log_probs.detach().flatten(), mask.flatten(), strict=True) if m
+    ]
     assert objective.finish(sums, counts)["loss"] == pytest.approx(sum(tokens) / len(tokens))
 
 
-def brute_force_loss(batch: Batch, mode: str, entropy_coef: float, kl_coef: float) -> dict[str, float]:
+def brute_force_loss(
+    batch: Batch, mode: str, entropy_coef: float, kl_coef: float
+) -> dict[str, float]:
     """gpg − entropy + k2 in plain Python."""
     out = outputs(toy_weights(), batch)
     rows: dict[str, list[list[float]]] = {"pg": [], "entropy": [], "kl": []}
     for i, keep in enumerate(batch["loss_mask"].tolist()):
         tokens = [t for t, m in enumerate(keep) if m]
         lp = [float(out["log_probs"][i, t].detach()) for t in tokens]
-        rows["pg"].append([-x * float(batch["advantages"][i, t]) for x, t in zip(lp, tokens, strict=True)])
+        rows["pg"].append(
+            [-x * float(batch["advantages"][i, t]) for x, t in zip(lp, tokens, strict=True)]
+        )
         rows["entropy"].append([float(out["entropy"][i, t].detach()) for t in tokens])
         rows["kl"].append(
-            [0.5 * (x - float(batch["ref_log_prob"][i, t])) ** 2 for x, t in zip(lp, tokens, strict=True)]
+            [
+                0.5 * (x - float(batch["ref_log_prob"][i, t])) ** 2
+                for x, t in zip(lp, tokens, strict=True)
+            ]
         )
 
     def aggregate(values: list[list[float]]) -> float:
@@ -242,21 +295,25 @@ def test_metrics_are_those_of_the_whole_mini_batch(mode: str) -> None:
 
 
 def test_a_term_whose_tokens_cancel_is_not_dead() -> None:
-    """The plain log ratio is of either sign; what the term contributed is the sum of its absolute values."""
+    """The plain log ratio is of either sign; what the term contributed is the sum of its absolute
+    values."""
     objective = PolicyObjective("gpg", kl_loss_type="kl", kl_loss_coef=-0.3)
     batch = toy_batch(seed=6, bs=ROWS)
     counts = objective.counts(batch)
     _, sums = gradient(objective, random_split(batch, 2), counts)
     metrics = objective.finish(sums, counts)
     mask = batch["loss_mask"] > 0
-    ratio = (outputs(toy_weights().detach(), batch)["log_probs"] - batch["ref_log_prob"])[mask].double()
+    ratio = (outputs(toy_weights().detach(), batch)["log_probs"] - batch["ref_log_prob"])[
+        mask
+    ].double()
     assert (ratio > 0).any() and (ratio < 0).any()
     assert metrics["kl_loss"] == pytest.approx(float(ratio.mean()), rel=1e-6)
     assert metrics["loss_term/kl"] == pytest.approx(0.3 * float(ratio.abs().mean()), rel=1e-6)
 
 
 def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
-    objective, batch = PolicyObjective("vanilla", {"clip_ratio_low": 0.1}), toy_batch(seed=7, bs=ROWS)
+    objective = PolicyObjective("vanilla", {"clip_ratio_low": 0.1})
+    batch = toy_batch(seed=7, bs=ROWS)
     counts = objective.counts(batch)
     _, sums = gradient(objective, random_split(batch, 3), counts)
     metrics = objective.finish(sums, counts)
@@ -273,23 +330,42 @@ def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
     assert 0 < metrics["pg_clipfrac"] < 1
 
 
-@pytest.mark.parametrize(("name", "anchor"), [("vanilla", "old_log_probs"), ("decoupled", "prox_log_probs")])
-def test_the_distance_to_the_anchor_is_a_mean_over_the_loss_masks_tokens(name: str, anchor: str) -> None:
-    objective, batch = PolicyObjective(name), toy_batch(seed=7, bs=ROWS)
+@pytest.mark.parametrize(
+    ("name", "anchor"), [("vanilla", "old_log_probs"), ("decoupled", "prox_log_probs")]
+)
+def test_the_distance_to_the_anchor_is_a_mean_over_the_loss_masks_tokens(
+    name: str, anchor: str
+) -> None:
+    objective = PolicyObjective(name)
+    batch = toy_batch(seed=7, bs=ROWS)
     counts = objective.counts(batch)
     _, sums = gradient(objective, random_split(batch, 2), counts)
     new, old, mask = (
-        x.double() for x in (outputs(toy_weights().detach(), batch)["log_probs"], batch[anchor], batch["loss_mask"])
+        x.double()
+        for x in (
+            outputs(toy_weights().detach(), batch)["log_probs"],
+            batch[anchor],
+            batch["loss_mask"],
+        )
     )
-    gaps = [abs(float(a - b)) for a, b, m in zip(new.flatten(), old.flatten(), mask.flatten(), strict=True) if m]
-    assert objective.finish(sums, counts)["log_ratio_abs"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-6)
+    gaps = [
+        abs(float(a - b))
+        for a, b, m in zip(new.flatten(), old.flatten(), mask.flatten(), strict=True)
+        if m
+    ]
+    assert objective.finish(sums, counts)["log_ratio_abs"] == pytest.approx(
+        sum(gaps) / len(gaps), rel=1e-6
+    )
 
 
 def test_a_distance_beyond_the_clamp_is_told_and_its_loss_and_gradient_are_finite() -> None:
-    objective, batch = PolicyObjective("vanilla"), toy_batch(seed=7, bs=ROWS)
+    objective = PolicyObjective("vanilla")
+    batch = toy_batch(seed=7, bs=ROWS)
     counts = objective.counts(batch)
     for gap in (100.0, -100.0):
-        batch["old_log_probs"] = outputs(toy_weights(), batch)["log_probs"].detach().nan_to_num() - gap
+        batch["old_log_probs"] = (
+            outputs(toy_weights(), batch)["log_probs"].detach().nan_to_num() - gap
+        )
         found, sums = gradient(objective, [batch], counts)
         metrics = objective.finish(sums, counts)
         assert metrics["log_ratio_abs"] == pytest.approx(100.0, rel=1e-5)
@@ -306,7 +382,9 @@ def test_without_old_log_probs_there_is_no_distance() -> None:
 
 def test_a_dead_term_is_exactly_zero_and_a_live_one_is_not() -> None:
     batch = toy_batch(seed=8, bs=ROWS)
-    objective = PolicyObjective("vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
+    objective = PolicyObjective(
+        "vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1
+    )
     counts = objective.counts(batch)
     live = objective.finish(gradient(objective, [batch], counts)[1], counts)
     assert all(live[f"loss_term/{name}"] > 0 for name in ("pg", "entropy", "kl"))
@@ -359,20 +437,25 @@ def test_terms_that_are_off_are_not_read() -> None:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_gmpo_counts_every_row_as_its_peers_do(mode: str) -> None:
-    """The mean of verl's `geo_mean`: over all rows, those without a token as 0. Entropy is not concerned."""
-    objective = PolicyObjective("gmpo", loss_agg_mode=mode, loss_scale_factor=scale_of(mode), entropy_coef=0.1)
+    """The mean of verl's `geo_mean`: over all rows, those without a token as 0. Entropy is not
+    concerned."""
+    objective = PolicyObjective(
+        "gmpo", loss_agg_mode=mode, loss_scale_factor=scale_of(mode), entropy_coef=0.1
+    )
     batch = toy_batch(seed=3, bs=ROWS)
     counts = objective.counts(batch)
     assert counts["rows"] == ROWS > counts["sequences"]
     _, sums = gradient(objective, random_split(batch, 4), counts)
     found = objective.finish(sums, counts)
-    rows, tokens = [], []
+    rows = []
+    tokens = []
     log_probs = outputs(toy_weights().detach(), batch)["log_probs"]
     for i, keep in enumerate(batch["loss_mask"].tolist()):
         inside = [t for t, m in enumerate(keep) if m]
         total = 0.0
         for t in inside:
-            d, a = float(log_probs[i, t]) - float(batch["old_log_probs"][i, t]), float(batch["advantages"][i, t])
+            d = float(log_probs[i, t]) - float(batch["old_log_probs"][i, t])
+            a = float(batch["advantages"][i, t])
             total += min(d, 0.2) if a > 0 else max(d, -0.2)
         length = max(len(inside), 1)
         mean = sum(float(batch["advantages"][i, t]) for t in inside) / length
@@ -386,16 +469,25 @@ def test_gmpo_counts_every_row_as_its_peers_do(mode: str) -> None:
         "seq-mean-token-sum-norm": sum(sums_of_rows) / ROWS / LONGEST,
     }[mode]
     assert found["pg_loss"] == pytest.approx(wanted, rel=1e-6)
-    entropy = PolicyObjective("gpg", loss_agg_mode=mode, loss_scale_factor=scale_of(mode), entropy_coef=0.1)
+    entropy = PolicyObjective(
+        "gpg", loss_agg_mode=mode, loss_scale_factor=scale_of(mode), entropy_coef=0.1
+    )
     _, sums = gradient(entropy, [batch], counts)
-    assert found["loss_term/entropy"] == pytest.approx(entropy.finish(sums, counts)["loss_term/entropy"])
+    assert found["loss_term/entropy"] == pytest.approx(
+        entropy.finish(sums, counts)["loss_term/entropy"]
+    )
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.3, 5.0])
 def test_off_policy_sequences_get_no_loss_where_the_advantage_is_negative(threshold: float) -> None:
-    """TRL's `off_policy_mask_threshold`: the mean log π_rollout − log π of the sequence; denominators stay."""
+    """TRL's `off_policy_mask_threshold`: the mean log π_rollout − log π of the sequence;
+    denominators stay."""
     objective = PolicyObjective(
-        "gpg", off_policy_mask_threshold=threshold, kl_loss_type="kl", kl_loss_coef=0.3, entropy_coef=0.1
+        "gpg",
+        off_policy_mask_threshold=threshold,
+        kl_loss_type="kl",
+        kl_loss_coef=0.3,
+        entropy_coef=0.1,
     )
     assert set(objective.reads) >= {"rollout_log_probs", "advantages"}
     batch = toy_batch(seed=6, bs=ROWS)
@@ -403,7 +495,8 @@ def test_off_policy_sequences_get_no_loss_where_the_advantage_is_negative(thresh
     actual, sums = gradient(objective, random_split(batch, 2), counts)
     metrics = objective.finish(sums, counts)
 
-    log_probs, keep = outputs(toy_weights().detach(), batch)["log_probs"], batch["loss_mask"].clone()
+    log_probs = outputs(toy_weights().detach(), batch)["log_probs"]
+    keep = batch["loss_mask"].clone()
     for i, row in enumerate(keep.tolist()):
         inside = [t for t, m in enumerate(row) if m]
         gaps = [float(batch["rollout_log_probs"][i, t]) - float(log_probs[i, t]) for t in inside]
@@ -421,7 +514,10 @@ def test_off_policy_sequences_get_no_loss_where_the_advantage_is_negative(thresh
 def test_what_an_off_policy_mask_drops_is_not_read() -> None:
     """A loss that overflowed there is no NaN."""
     register_policy_loss("test_inf")(
-        lambda log_probs, advantages, loss_mask: (torch.where(advantages < 0, math.inf, -log_probs), {})
+        lambda log_probs, advantages, loss_mask: (
+            torch.where(advantages < 0, math.inf, -log_probs),
+            {},
+        )
     )
     try:
         objective = PolicyObjective("test_inf", off_policy_mask_threshold=1e-6)
@@ -436,7 +532,13 @@ def test_what_an_off_policy_mask_drops_is_not_read() -> None:
 def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
     @register_policy_loss("test_own_loss")
     def own_loss(
-        log_probs: Any, advantages: Any, loss_mask: Any, returns: Any, values: Any = None, *, power: float = 1.0
+        log_probs: Any,
+        advantages: Any,
+        loss_mask: Any,
+        returns: Any,
+        values: Any = None,
+        *,
+        power: float = 1.0,
     ) -> Any:
         assert values is not None
         return -log_probs.exp() * advantages * returns.abs() ** power, {"seen": returns}
@@ -460,7 +562,9 @@ def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
 
 
 @pytest.mark.parametrize("returned", [lambda x: x, lambda x: (x, x), lambda x: (x, {}, {})])
-def test_a_loss_of_ones_own_that_returns_something_else_is_told_what_to_return(returned: Any) -> None:
+def test_a_loss_of_ones_own_that_returns_something_else_is_told_what_to_return(
+    returned: Any,
+) -> None:
     register_policy_loss("test_odd")(lambda log_probs, advantages, loss_mask: returned(log_probs))
     batch = toy_batch(seed=5, bs=ROWS)
     try:
@@ -495,7 +599,9 @@ def test_correction_weights_multiply_each_token() -> None:
         ({"kl_loss_type": "full"}, "low_var_kl"),
     ],
 )
-def test_wrong_arguments_are_refused_with_what_to_do(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_with_what_to_do(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyObjective(**arguments)
 
@@ -509,8 +615,12 @@ def test_a_missing_column_is_named() -> None:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_token_weights_against_loops(case: Any, mode: str) -> None:
-    mask, loss = case(6).mask, torch.randn(9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows = [[x for x, m in zip(r, k, strict=True) if m] for r, k in zip(loss.tolist(), mask.tolist(), strict=True)]
+    mask = case(6).mask
+    loss = torch.randn(9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = [
+        [x for x, m in zip(r, k, strict=True) if m]
+        for r, k in zip(loss.tolist(), mask.tolist(), strict=True)
+    ]
     live = [row for row in rows if row]
     wanted = {
         "token-mean": sum(map(sum, live)) / sum(map(len, live)),
@@ -530,6 +640,11 @@ def test_a_loss_without_a_number_for_each_token_is_refused(shape: str) -> None:
 
     batch = toy_batch(0, 3)
     objective = PolicyObjective(read_policy_loss("unfit", unfit))
-    given = {"log_probs": batch["old_log_probs"], "entropy": torch.zeros_like(batch["old_log_probs"])}
-    with pytest.raises(ValueError, match=r"'unfit' returned a loss of shape \(.*one number per token, \(3, "):
+    given = {
+        "log_probs": batch["old_log_probs"],
+        "entropy": torch.zeros_like(batch["old_log_probs"]),
+    }
+    with pytest.raises(
+        ValueError, match=r"'unfit' returned a loss of shape \(.*one number per token, \(3, "
+    ):
         objective(given, batch, objective.counts(batch))

@@ -1,4 +1,5 @@
-"""Which tokens an off-policy mask drops, by hand; its effect on a loss is tested with the objective."""
+"""Which tokens an off-policy mask drops, by hand; its effect on a loss is tested with the
+objective."""
 
 import math
 
@@ -8,7 +9,9 @@ from distflow.algorithms.rollout_correction import off_policy_sequence_mask
 
 
 def test_by_hand() -> None:
-    log_probs = torch.tensor([[-1.0, -3.0, math.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]).requires_grad_()
+    log_probs = torch.tensor(
+        [[-1.0, -3.0, math.nan], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
+    ).requires_grad_()
     rollout = torch.tensor([[-1.0, -2.0, math.inf], [-1.0, -1.0, -1.0], [0.0, 0.0, 0.0]])
     advantages = torch.tensor([[-1.0, 0.0, math.nan], [-1.0, -1.0, -1.0], [1.0, -1.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])

@@ -1,4 +1,5 @@
-"""What stands outside a mask is never read: poison there changes no result and no gradient, bit for bit."""
+"""What stands outside a mask is never read: poison there changes no result and no gradient, bit for
+bit."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,27 +13,38 @@ from torch import Tensor
 from distflow.algorithms import agg_loss, masked_mean, masked_whiten
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import LOSS_AGG_MODES, masked_var
-from distflow.algorithms.normalization_filters_and_weights import ALL_EQUAL, Normalization, drop_reason
+from distflow.algorithms.normalization_filters_and_weights import (
+    ALL_EQUAL,
+    Normalization,
+    drop_reason,
+)
 from distflow.algorithms.objectives import PolicyObjective, ValueObjective, compute_value_loss
 from distflow.algorithms.registry import find_adv_est
 from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES
 from tests.algorithms.conftest import Case, make_case
 from tests.algorithms.toy_policy import COLUMNS, gradient, toy_batch
 
-KL_AND_ENTROPY: dict[str, Any] = {"kl_loss_type": "low_var_kl", "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+KL_AND_ENTROPY: dict[str, Any] = {
+    "kl_loss_type": "low_var_kl",
+    "kl_loss_coef": 0.1,
+    "entropy_coef": 0.01,
+}
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, 5.0)
 Columns = Mapping[str, Any]
 Function = Callable[[Columns], tuple[Tensor, ...]]
 
 
 def columns_of(case: Case, fill: float, keep_invalid: bool = False) -> dict[str, Any]:
-    """Every column that a function here may take; `fill` stands outside the mask and in samples without a verdict.
+    """Every column that a function here may take; `fill` stands outside the mask and in samples
+    without a verdict.
 
     keep_invalid: those samples keep what they have, for a function that gives something for them.
     """
     kept = (case.mask if keep_invalid else case.counted) > 0
     per_token = {name: torch.where(kept, column, fill) for name, column in case.columns.items()}
-    per_sample = torch.where(case.valid, case.columns["scores"][:, 0].nan_to_num(0.5, 0.5, 0.5), fill)
+    per_sample = torch.where(
+        case.valid, case.columns["scores"][:, 0].nan_to_num(0.5, 0.5, 0.5), fill
+    )
     return {
         **per_token,
         "token_level_rewards": per_token["rewards"],
@@ -57,8 +69,13 @@ def columns_of(case: Case, fill: float, keep_invalid: bool = False) -> dict[str,
 
 
 def results(function: Function, columns: Columns) -> dict[str, Tensor]:
-    """Outputs, and the gradient of a random weighing of them (outside the mask too) by each column of numbers."""
-    leaves = {n: c.clone().requires_grad_() for n, c in columns.items() if torch.is_tensor(c) and c.is_floating_point()}
+    """Outputs, and the gradient of a random weighing of them (outside the mask too) by each column
+    of numbers."""
+    leaves = {
+        n: c.clone().requires_grad_()
+        for n, c in columns.items()
+        if torch.is_tensor(c) and c.is_floating_point()
+    }
     outputs = function({**columns, **leaves})
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     generator = torch.Generator().manual_seed(5)
@@ -69,7 +86,9 @@ def results(function: Function, columns: Columns) -> dict[str, Tensor]:
     ]
     if weighed:
         torch.stack(weighed).sum().backward()
-    return found | {f"gradient by {n}": leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+    return found | {
+        f"gradient by {n}": leaf.grad for n, leaf in leaves.items() if leaf.grad is not None
+    }
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -77,7 +96,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(integer), other.view(integer))
 
 
-def check(function: Function, seed: int, per_token: bool = True, keep_invalid: bool = False) -> None:
+def check(
+    function: Function, seed: int, per_token: bool = True, keep_invalid: bool = False
+) -> None:
     """The function gives the same bits whatever stands outside, and 0 there."""
     case = make_case(seed)
     wanted = results(function, columns_of(case, 0.0, keep_invalid))
@@ -94,7 +115,11 @@ def check(function: Function, seed: int, per_token: bool = True, keep_invalid: b
 
 def estimator(name: str, **options: Any) -> Function:
     fn = find_adv_est(name).fn
-    takes = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    takes = [
+        p.name
+        for p in inspect.signature(fn).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     return lambda columns: fn(**{n: columns[n] for n in takes}, **options)
 
 
@@ -110,7 +135,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "GAE not whitened": ("gae", {"whiten": False}),
     "scaled by the batch": ("grpo", {"scale_rewards": "batch"}),
     "GPG's other alpha": ("gpg", {"alpha_counts": "rewards"}),
-    "GDPO over samples": ("gdpo", {"whiten_over": "samples", "reward_weights": {"default": {"math": 2.0}}}),
+    "GDPO over samples": (
+        "gdpo",
+        {"whiten_over": "samples", "reward_weights": {"default": {"math": 2.0}}},
+    ),
     "pass@k without std": ("grpo_passk", {"norm_adv_by_std_in_grpo": False}),
     "over turns": ("gae", {"over_turns": True, "gamma": 0.9}),
     "discounted": ("reinforce", {"gamma": 0.5}),
@@ -131,7 +159,9 @@ def test_the_kl_penalty_and_its_mean(kind: str, mean: str, seed: int) -> None:
     case = make_case(seed)
 
     def penalise(columns: Columns) -> tuple[Tensor, float]:
-        return apply_kl_penalty(*(columns[name] for name in names), kl_coef=0.3, kl_penalty=kind, mean=mean)
+        return apply_kl_penalty(
+            *(columns[name] for name in names), kl_coef=0.3, kl_penalty=kind, mean=mean
+        )
 
     check(lambda columns: penalise(columns)[:1], seed, keep_invalid=True)
     assert len({penalise(columns_of(case, poison))[1] for poison in (0.0, *POISONS)}) == 1
@@ -157,7 +187,11 @@ def test_moments_and_whitening(seed: int) -> None:
         return columns["values"], columns["loss_mask"]
 
     check(lambda columns: (masked_whiten(*arguments(columns)),), seed)
-    check(lambda columns: (masked_mean(*arguments(columns)), masked_var(*arguments(columns))), seed, per_token=False)
+    check(
+        lambda columns: (masked_mean(*arguments(columns)), masked_var(*arguments(columns))),
+        seed,
+        per_token=False,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -173,12 +207,19 @@ def test_normalisations(mean_level: Any, std_level: Any, leave1out: bool, seed: 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_aggregation(mode: str, seed: int) -> None:
-    check(lambda columns: (agg_loss(columns["values"], columns["loss_mask"], mode),), seed, per_token=False)
+    check(
+        lambda columns: (agg_loss(columns["values"], columns["loss_mask"], mode),),
+        seed,
+        per_token=False,
+    )
 
 
 OBJECTIVES: dict[str, Callable[[], PolicyObjective | ValueObjective]] = {
     **{name: partial(PolicyObjective, name, **KL_AND_ENTROPY) for name in POLICY_LOSSES},
-    **{f"{n} weighted": partial(PolicyObjective, n, weights_field="rollout_is_weights") for n in POLICY_LOSSES},
+    **{
+        f"{n} weighted": partial(PolicyObjective, n, weights_field="rollout_is_weights")
+        for n in POLICY_LOSSES
+    },
     **{f"values by {name}": partial(ValueObjective, value_loss=name) for name in VALUE_LOSSES},
 }
 
@@ -186,7 +227,8 @@ OBJECTIVES: dict[str, Callable[[], PolicyObjective | ValueObjective]] = {
 @pytest.mark.parametrize("what", OBJECTIVES)
 def test_objectives(what: str) -> None:
     """Gradients of the weights of a policy, and metrics."""
-    objective, wanted = OBJECTIVES[what](), None
+    objective = OBJECTIVES[what]()
+    wanted = None
     for poison in (0.0, *POISONS):
         batch = toy_batch(seed=1, bs=9)
         for name in COLUMNS:
@@ -208,4 +250,6 @@ def test_a_reward_outside_the_mask_by_hand() -> None:
     mask = torch.tensor([[1.0, 0.0]] * 4)
     rewards = torch.tensor([[1.0, 0.0], [0.0, 5.0], [0.0, -3.0], [1.0, float("nan")]])
     advantages, _ = find_adv_est("grpo").fn(rewards, mask, torch.zeros(4))
-    assert advantages.flatten().tolist() == pytest.approx([0.86602, 0, -0.86602, 0, -0.86602, 0, 0.86602, 0], abs=1e-5)
+    assert advantages.flatten().tolist() == pytest.approx(
+        [0.86602, 0, -0.86602, 0, -0.86602, 0, 0.86602, 0], abs=1e-5
+    )

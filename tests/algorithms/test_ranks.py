@@ -1,4 +1,5 @@
-"""On 1, 2 and 4 real gloo ranks with unequal shares, one of them empty, nothing differs from one process."""
+"""On 1, 2 and 4 real gloo ranks with unequal shares, one of them empty, nothing differs from one
+process."""
 
 import json
 from pathlib import Path
@@ -21,6 +22,11 @@ def test_gradients_metrics_and_advantages_do_not_depend_on_the_ranks(tmp_path: P
         for size, deviations in json.loads((tmp_path / f"{rank}.json").read_text()).items():
             assert len(deviations) == num_wanted
             for name, deviation in deviations.items():
-                assert deviation < (1e-5 if name in of_advantages else 1e-9), (size, rank, name, deviation)
+                assert deviation < (1e-5 if name in of_advantages else 1e-9), (
+                    size,
+                    rank,
+                    name,
+                    deviation,
+                )
                 num_checked += 1
     assert num_checked == (1 + 2 + 4) * num_wanted

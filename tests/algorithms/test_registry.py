@@ -28,7 +28,10 @@ from distflow.import_target import load_function
 def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) -> None:
     found = find_adv_est(name)
     assert found.name == name == AdvantageEstimator[name.upper()].value
-    assert inspect.unwrap(found.fn).__code__ is load_function(builtin_names.ESTIMATORS[name].target).__code__
+    assert (
+        inspect.unwrap(found.fn).__code__
+        is load_function(builtin_names.ESTIMATORS[name].target).__code__
+    )
     reads = inspect.signature(found.fn).parameters
     assert builtin_names.ESTIMATORS[name].needs_critic == ("values" in reads)
     assert builtin_names.ESTIMATORS[name].needs_group <= ("group_index" in reads)
@@ -36,16 +39,25 @@ def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) ->
 
 @pytest.mark.parametrize("name", builtin_names.POLICY_LOSSES)
 def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None:
-    found, entry = find_policy_loss(name), builtin_names.POLICY_LOSSES[name]
+    found = find_policy_loss(name)
+    entry = builtin_names.POLICY_LOSSES[name]
     assert found.name == name and found.fn is load_function(entry.target)
-    assert (entry.clips, entry.dual_clips) == ("clip_ratio_low" in found.options, "clip_ratio_c" in found.options)
+    assert (entry.clips, entry.dual_clips) == (
+        "clip_ratio_low" in found.options,
+        "clip_ratio_c" in found.options,
+    )
 
 
-def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> None:
-    """In a process of its own: here others have asked before. cpgd's module imports that of grpo."""
+def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> (
+    None
+):
+    """In a process of its own: here others have asked before. cpgd's module imports that of
+    grpo."""
     code = (
-        "import sys, distflow.algorithms.registry as a; prefix = 'distflow.algorithms.advantages.'\n"
-        "loaded = lambda: sorted(m.removeprefix(prefix) for m in sys.modules if m.startswith(prefix))\n"
+        "import sys, distflow.algorithms.registry as a; prefix = "
+        "'distflow.algorithms.advantages.'\n"
+        "loaded = lambda: sorted(m.removeprefix(prefix) for m in sys.modules if "
+        "m.startswith(prefix))\n"
         "print(loaded()); a.find_adv_est('rloo'); print(loaded())\n"
         "import warnings; from distflow.algorithms.registry import find_adv_est, register_adv_est\n"
         "with warnings.catch_warnings(record=True) as said:\n"
@@ -55,7 +67,11 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
         "print(find_adv_est('grpo').fn.__name__, len(said))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['critic_free', 'gae', 'group_estimator_base']", "mine 1"]
+    assert done.stdout.splitlines() == [
+        "[]",
+        "['critic_free', 'gae', 'group_estimator_base']",
+        "mine 1",
+    ]
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
@@ -121,7 +137,9 @@ def test_a_taken_name_is_replaced_with_a_warning() -> None:
         ADV_ESTIMATORS["rloo"] = before
 
 
-def seed_with_more(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, extra: Any) -> Any: ...
+def seed_with_more(
+    old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, extra: Any
+) -> Any: ...
 async def later(log_probs: Any, advantages: Any, loss_mask: Any) -> Any: ...
 def by_position(log_probs: Any, advantages: Any, loss_mask: Any, /) -> Any: ...
 def without_a_mask(log_probs: Any, advantages: Any) -> Any: ...
@@ -143,7 +161,9 @@ def column_as_option(log_probs: Any, loss_mask: Any, *, advantages: Any) -> Any:
         (type, "its parameters cannot be read"),
     ],
 )
-def test_a_loss_that_could_not_be_called_is_refused_when_it_is_registered(fn: Any, why: str) -> None:
+def test_a_loss_that_could_not_be_called_is_refused_when_it_is_registered(
+    fn: Any, why: str
+) -> None:
     with pytest.raises(ValueError) as refused:
         register_policy_loss("test_neither")(fn)
     said = str(refused.value)
@@ -155,7 +175,9 @@ def test_a_loss_that_could_not_be_called_is_refused_when_it_is_registered(fn: An
 
 
 def test_a_loss_may_take_whatever_else_there_is() -> None:
-    register_policy_loss("test_open")(lambda log_probs, advantages, **rest: (-log_probs * advantages, {}))
+    register_policy_loss("test_open")(
+        lambda log_probs, advantages, **rest: (-log_probs * advantages, {})
+    )
     try:
         assert find_policy_loss("test_open").reads == ("advantages",)
         assert PolicyObjective("test_open").reads == ("advantages", "loss_mask")
@@ -168,7 +190,9 @@ def test_an_option_without_a_default_must_be_given() -> None:
     def needy(log_probs: Any, advantages: Any, loss_mask: Any, *, weight: float) -> Any: ...
 
     try:
-        with pytest.raises(ValueError, match="no default for its option 'weight'.*needy.*policy_loss_kwargs.weight"):
+        with pytest.raises(
+            ValueError, match="no default for its option 'weight'.*needy.*policy_loss_kwargs.weight"
+        ):
             PolicyObjective("test_needy")
         assert PolicyObjective("test_needy", {"weight": 1.0}).options == {"weight": 1.0}
     finally:
@@ -178,7 +202,11 @@ def test_an_option_without_a_default_must_be_given() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dro", {"beta": "much"}, "option 'beta' of policy loss 'dro' is 'much', not of type float"),
+        (
+            "dro",
+            {"beta": "much"},
+            "option 'beta' of policy loss 'dro' is 'much', not of type float",
+        ),
         ("dro", {"beta": None}, "is null, not of type float"),
         ("dro", {"beta": True}, "is true, not of type float"),
         ("cispo", {"clip_below": "false"}, "is 'false', not of type bool"),
@@ -189,7 +217,9 @@ def test_an_option_without_a_default_must_be_given() -> None:
         ("sapo", {"tau_pos": float("nan")}, "not a finite number"),
     ],
 )
-def test_an_option_of_another_type_is_refused_before_the_start(name: str, options: dict, message: str) -> None:
+def test_an_option_of_another_type_is_refused_before_the_start(
+    name: str, options: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyObjective(name, options)
 
@@ -212,7 +242,9 @@ def test_a_loss_of_ones_own_may_choose_tokens_and_check_its_options() -> None:
             raise ValueError("num_first must be at least 1")
 
     @register_policy_loss("test_first", selects=first_tokens, check=check)
-    def first(log_probs: Any, advantages: Any, loss_mask: Any, selected_tokens: Any, *, gain: float = 1.0) -> Any: ...
+    def first(
+        log_probs: Any, advantages: Any, loss_mask: Any, selected_tokens: Any, *, gain: float = 1.0
+    ) -> Any: ...
 
     try:
         assert PolicyObjective("test_first", {"num_first": 2, "gain": 3.0}).options == {"gain": 3.0}

@@ -18,7 +18,11 @@ def passes(name: str, d: list[float], bounds: Bounds) -> list[bool]:
     d = [max(-20.0, min(20.0, x)) for x in d]
     values = [{"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind] for x in d]
     if level != "token":
-        total = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[level]
+        total = {
+            "seq_sum": sum(values),
+            "seq_mean": sum(values) / len(values),
+            "seq_max": max(values),
+        }[level]
         values = [total] * len(values)
     lower, upper = bounds
     if kind == "k1":
@@ -33,25 +37,39 @@ def test_each_statistic(case: Any, name: str, spread: float) -> None:
         batch = case(seed, spread=spread)
         bounds: Bounds = (None, 1.4) if name.endswith("k1") else (None, 0.02)
         mask, stats = compute_rejection_mask(
-            batch["old_log_probs"], batch["log_probs"], batch.mask, rollout_rs=[name], bounds=[bounds]
+            batch["old_log_probs"],
+            batch["log_probs"],
+            batch.mask,
+            rollout_rs=[name],
+            bounds=[bounds],
         )
-        old, rollout = batch.rows("old_log_probs"), batch.rows("log_probs")
+        old = batch.rows("old_log_probs")
+        rollout = batch.rows("log_probs")
         num_tokens = num_masked = rows_masked = 0
         for i, keep in enumerate(batch.mask.tolist()):
             tokens = [t for t, m in enumerate(keep) if m]
-            wanted = passes(name, [old[i][t] - rollout[i][t] for t in tokens], bounds) if tokens else []
+            wanted = (
+                passes(name, [old[i][t] - rollout[i][t] for t in tokens], bounds) if tokens else []
+            )
             assert [mask[i, t] == 1.0 for t in tokens] == wanted
             assert float(mask[i].sum()) == sum(wanted)
-            num_tokens, num_masked = num_tokens + len(tokens), num_masked + wanted.count(False)
+            num_tokens = num_tokens + len(tokens)
+            num_masked = num_masked + wanted.count(False)
             rows_masked += False in wanted
         assert stats[f"{name}_masked"] == stats["masked"] == pytest.approx(num_masked / num_tokens)
-        assert stats["seq_masked"] == pytest.approx(rows_masked / sum(any(keep) for keep in batch.mask.tolist()))
+        assert stats["seq_masked"] == pytest.approx(
+            rows_masked / sum(any(keep) for keep in batch.mask.tolist())
+        )
 
 
 def test_a_token_must_pass_all_and_bounds_are_inclusive() -> None:
     d = torch.tensor([[0.0, math.log(2.0), -math.log(2.0), 0.1]], dtype=torch.float64)
     mask, stats = compute_rejection_mask(
-        d, torch.zeros_like(d), torch.ones(1, 4), rollout_rs=["token_k1", "token_k2"], bounds=[(0.5, 1.5), (None, 0.1)]
+        d,
+        torch.zeros_like(d),
+        torch.ones(1, 4),
+        rollout_rs=["token_k1", "token_k2"],
+        bounds=[(0.5, 1.5), (None, 0.1)],
     )
     # π_rollout / π_trainer is 1, 1/2, 2, 0.9; d²/2 is 0, 0.24, 0.24, 0.005
     assert mask.tolist() == [[1.0, 0.0, 0.0, 1.0]]

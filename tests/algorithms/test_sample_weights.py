@@ -27,7 +27,11 @@ def test_what_everybody_or_nobody_can_is_outside_the_band() -> None:
 
 
 def test_hard_prompts_weigh_more() -> None:
-    assert difficulty_weights(torch.tensor([1.0, 0.5, 0.0]), (0.5, 2.0)).tolist() == [0.5, 1.25, 2.0]
+    assert difficulty_weights(torch.tensor([1.0, 0.5, 0.0]), (0.5, 2.0)).tolist() == [
+        0.5,
+        1.25,
+        2.0,
+    ]
 
 
 def test_short_answers_weigh_more_between_the_shortest_and_the_longest_valid_one() -> None:

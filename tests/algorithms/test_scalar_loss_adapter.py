@@ -1,4 +1,5 @@
-"""Policy losses of the seed's signature: exact where they use our `agg_loss`, weighted by tokens where not."""
+"""Policy losses of the seed's signature: exact where they use our `agg_loss`, weighted by tokens
+where not."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,8 @@ def seed_vanilla(
     high = config.clip_ratio_high or config.clip_ratio
     difference = log_prob - old_log_prob
     ratio = torch.exp(difference)
-    plain, clipped = -advantages * ratio, -advantages * torch.clamp(ratio, 1 - low, 1 + high)
+    plain = -advantages * ratio
+    clipped = -advantages * torch.clamp(ratio, 1 - low, 1 + high)
     worst = torch.maximum(plain, clipped)
     bound = -advantages * config.get("clip_ratio_c", 3.0)
     losses = torch.where(advantages < 0, torch.min(bound, worst), worst)
@@ -46,7 +48,9 @@ def seed_vanilla(
     )
 
 
-def seed_mean(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **kwargs: Any) -> Any:
+def seed_mean(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **kwargs: Any
+) -> Any:
     """A scalar made without `agg_loss`; it would be NaN on a micro-batch without tokens."""
     loss = -(log_prob * advantages * response_mask).sum() / response_mask.sum()
     zero = torch.tensor(0.0)
@@ -63,7 +67,9 @@ def registered() -> Iterator[None]:
 
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(mode: str, corrected: bool) -> None:
+def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(
+    mode: str, corrected: bool
+) -> None:
     batch = toy_batch(seed=20, bs=ROWS)
     common: dict[str, Any] = {
         "loss_agg_mode": mode,
@@ -71,7 +77,8 @@ def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(mode: str, cor
         "entropy_coef": 0.02,
         "weights_field": "rollout_is_weights" if corrected else None,
     }
-    built_in, seed = PolicyObjective("vanilla", **common), PolicyObjective("test_seed_vanilla", actor=ACTOR, **common)
+    built_in = PolicyObjective("vanilla", **common)
+    seed = PolicyObjective("test_seed_vanilla", actor=ACTOR, **common)
     assert seed.policy_loss.returns_scalar
     counts = seed.counts(batch)
     wanted, wanted_sums = gradient(built_in, [batch], counts)
@@ -86,14 +93,17 @@ def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(mode: str, cor
 
 def test_a_scalar_made_in_another_way_counts_by_its_tokens() -> None:
     batch = toy_batch(seed=21, bs=ROWS)
-    seed, counts = PolicyObjective("test_seed_mean"), PolicyObjective("gpg").counts(batch)
+    seed = PolicyObjective("test_seed_mean")
+    counts = PolicyObjective("gpg").counts(batch)
     wanted, _ = gradient(PolicyObjective("gpg"), [batch], counts)
     actual, _ = gradient(seed, random_split(batch, 2), counts)
     torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_weights_reach_a_loss_that_takes_them_by_name_or_with_all_else() -> None:
-    register_policy_loss("test_without")(lambda old_log_prob, log_prob, advantages, response_mask: None)
+    register_policy_loss("test_without")(
+        lambda old_log_prob, log_prob, advantages, response_mask: None
+    )
     try:
         names = ("test_seed_vanilla", "test_seed_mean", "test_without", "vanilla", "test_unknown")
         assert [takes_weights(name) for name in names] == [True, True, False, True, False]
@@ -104,7 +114,9 @@ def test_weights_reach_a_loss_that_takes_them_by_name_or_with_all_else() -> None
 def test_its_config_is_read_only_and_names_what_is_missing() -> None:
     seen = []
 
-    def spy(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, config: Any) -> Any:
+    def spy(
+        old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, config: Any
+    ) -> Any:
         seen.append(config)
         return agg_loss(-log_prob * advantages, response_mask), *[torch.tensor(0.0)] * 3
 
@@ -115,7 +127,9 @@ def test_its_config_is_read_only_and_names_what_is_missing() -> None:
         gradient(objective, [batch], objective.counts(batch))
         with pytest.raises(ValueError, match="rollout_is_weights"):
             PolicyObjective("test_spy", actor=ACTOR, weights_field="rollout_is_weights")
-        with pytest.raises(ValueError, match="returns a single number.*off_policy_mask_threshold=null"):
+        with pytest.raises(
+            ValueError, match="returns a single number.*off_policy_mask_threshold=null"
+        ):
             PolicyObjective("test_spy", actor=ACTOR, off_policy_mask_threshold=0.5)
     finally:
         del POLICY_LOSSES["test_spy"]
@@ -142,11 +156,14 @@ def test_another_return_value_is_refused() -> None:
 
 
 def test_outside_of_a_policy_loss_agg_loss_takes_the_batch_as_the_whole() -> None:
-    loss, mask = torch.tensor([[1.0, 2.0], [5.0, float("nan")]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    loss = torch.tensor([[1.0, 2.0], [5.0, float("nan")]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     assert float(agg_loss(loss, mask, "token-mean")) == pytest.approx(8 / 3)
     assert float(agg_loss(loss, mask, "seq-mean-token-mean")) == pytest.approx((1.5 + 5) / 2)
     assert float(agg_loss(loss, mask, "seq-mean-token-sum")) == pytest.approx((3 + 5) / 2)
-    assert float(agg_loss(loss, mask, "seq-mean-token-sum-norm", loss_scale_factor=10)) == pytest.approx(0.4)
+    assert float(
+        agg_loss(loss, mask, "seq-mean-token-sum-norm", loss_scale_factor=10)
+    ) == pytest.approx(0.4)
     assert float(agg_loss(loss, mask, "seq-mean-token-sum-norm")) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="seq-mean-token-sum-norm"):
         agg_loss(loss, mask, "sum")
@@ -155,7 +172,12 @@ def test_outside_of_a_policy_loss_agg_loss_takes_the_batch_as_the_whole() -> Non
 @pytest.mark.filterwarnings("error")
 def test_statistics_may_carry_the_gradient_or_be_plain_numbers() -> None:
     def mixed(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any) -> Any:
-        return agg_loss(-log_prob * advantages, response_mask), 0.25, masked_mean(-log_prob, response_mask), 0
+        return (
+            agg_loss(-log_prob * advantages, response_mask),
+            0.25,
+            masked_mean(-log_prob, response_mask),
+            0,
+        )
 
     batch = toy_batch(seed=24, bs=4)
     objective = PolicyObjective(read_policy_loss("mixed", mixed))

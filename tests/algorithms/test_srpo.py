@@ -13,7 +13,9 @@ SETTINGS = SrpoSettings()
 
 def components(points: list[list[float]], eps: float, min_samples: int) -> set[frozenset[int]]:
     """Sets of core points that a chain of neighbours joins, by repeated merging."""
-    near = {i: {j for j, q in enumerate(points) if math.dist(p, q) <= eps} for i, p in enumerate(points)}
+    near = {
+        i: {j for j, q in enumerate(points) if math.dist(p, q) <= eps} for i, p in enumerate(points)
+    }
     cores = {i for i, own in near.items() if len(own) >= min_samples}
     sets = [{i} for i in cores]
     merged = True
@@ -35,15 +37,22 @@ def components(points: list[list[float]], eps: float, min_samples: int) -> set[f
 @pytest.mark.parametrize("min_samples", [1, 2, 4])
 def test_clusters_are_the_chains_of_core_points(seed: int, min_samples: int) -> None:
     draws = Random(seed)
-    points = [[draws.choice((0.0, 2.0)) + draws.gauss(0, 0.4), draws.gauss(0, 0.4)] for _ in range(25)]
+    points = [
+        [draws.choice((0.0, 2.0)) + draws.gauss(0, 0.4), draws.gauss(0, 0.4)] for _ in range(25)
+    ]
     labels = dbscan(np.array(points), 0.4, min_samples).tolist()
     near = [[j for j, q in enumerate(points) if math.dist(p, q) <= 0.4] for p in points]
     cores = {i for i, own in enumerate(near) if len(own) >= min_samples}
-    found = {label: frozenset(i for i in cores if labels[i] == label) for label in {labels[i] for i in cores}}
+    found = {
+        label: frozenset(i for i in cores if labels[i] == label)
+        for label in {labels[i] for i in cores}
+    }
     assert set(found.values()) == components(points, 0.4, min_samples)
     for point in set(range(25)) - cores:
         names = {labels[j] for j in near[point] if j in cores}
-        assert labels[point] == (min(names) if names else -1), "the first cluster that it borders, or noise"
+        assert labels[point] == (min(names) if names else -1), (
+            "the first cluster that it borders, or noise"
+        )
 
 
 def test_rewards_by_hand() -> None:
@@ -54,12 +63,17 @@ def test_rewards_by_hand() -> None:
     assert [each.distance for each in found[4:]] == [0.0, 0.25, 1.0]
     assert {(each.clusters, each.fallback) for each in found} == {(2, False)}
     for each in found[4:]:
-        assert each.reward == pytest.approx(0.6 / (1 + math.exp(-10 * (0.5 - each.distance))), rel=1e-12)
+        assert each.reward == pytest.approx(
+            0.6 / (1 + math.exp(-10 * (0.5 - each.distance))), rel=1e-12
+        )
 
 
 def test_each_task_has_its_own_successes_and_failures_without_one_get_nothing() -> None:
-    tasks, won = ["a", "b", "a", "b", "c"], [True, False, False, False, True]
-    found = srpo_rewards(tasks, won, [[0.0], [1.0], [2.0], [3.0], [4.0]], SrpoSettings(reward_coef=5.0))
+    tasks = ["a", "b", "a", "b", "c"]
+    won = [True, False, False, False, True]
+    found = srpo_rewards(
+        tasks, won, [[0.0], [1.0], [2.0], [3.0], [4.0]], SrpoSettings(reward_coef=5.0)
+    )
     assert [each.reward for each in found] == [5.0, 0.0, pytest.approx(5 * 0.3), 0.0, 5.0]
     assert srpo_rewards([], [], [], SETTINGS) == []
 
@@ -80,5 +94,7 @@ def test_far_apart_successes_have_their_mean_instead_of_a_cluster() -> None:
 def test_the_scale_of_a_dimension_does_not_matter_to_clusters() -> None:
     draws = np.random.default_rng(1)
     vectors = np.concatenate([draws.normal(0, 0.05, (6, 2)), draws.normal(3, 0.05, (6, 2))])
-    plain, scaled = (cluster_centres(vectors * factor, SETTINGS)[0] for factor in (1.0, np.array([1.0, 1000.0])))
+    plain, scaled = (
+        cluster_centres(vectors * factor, SETTINGS)[0] for factor in (1.0, np.array([1.0, 1000.0]))
+    )
     assert len(plain) == 2 and np.allclose(plain * [1.0, 1000.0], scaled)

@@ -1,4 +1,5 @@
-"""Advantages over the turns of episodes against loops in plain Python, and against the auditor's formulas."""
+"""Advantages over the turns of episodes against loops in plain Python, and against the auditor's
+formulas."""
 
 import math
 import random
@@ -14,7 +15,8 @@ from distflow.audit.audited_step.advantages import FORMULAS
 
 @dataclass
 class Episode:
-    """turns: rewards of the tokens of each turn. gaps: given tokens before each turn but the first, and at the end."""
+    """turns: rewards of the tokens of each turn. gaps: given tokens before each turn but the first,
+    and at the end."""
 
     group: int
     turns: list[list[float]]
@@ -25,18 +27,27 @@ class Episode:
 
 
 def episodes(seed: int) -> list[Episode]:
-    """Groups of one to five episodes of one to four turns, some directly after another; some invalid or cut off."""
-    draw, made = random.Random(seed), list[Episode]()
+    """Groups of one to five episodes of one to four turns, some directly after another; some
+    invalid or cut off."""
+    draw = random.Random(seed)
+    made = list[Episode]()
     for group, size in enumerate((4, 5, 1, 3)):
         for _ in range(size):
-            turns = [[draw.uniform(-1, 1) for _ in range(draw.randint(1, 4))] for _ in range(draw.randint(1, 4))]
+            turns = [
+                [draw.uniform(-1, 1) for _ in range(draw.randint(1, 4))]
+                for _ in range(draw.randint(1, 4))
+            ]
             gaps = [draw.randint(0, 3) for _ in turns]
             values = [[draw.uniform(-1, 1) for _ in turn] for turn in turns]
-            made.append(Episode(group, turns, gaps, values, draw.random() > 0.2, draw.random() < 0.3))
+            made.append(
+                Episode(group, turns, gaps, values, draw.random() > 0.2, draw.random() < 0.3)
+            )
     return made
 
 
-def laid_out(rows: list[list[list[float]]], episodes: list[Episode], fill: float, length: int) -> torch.Tensor:
+def laid_out(
+    rows: list[list[list[float]]], episodes: list[Episode], fill: float, length: int
+) -> torch.Tensor:
     """A value for each token of each turn, with `fill` on given tokens and padding."""
     out = torch.full((len(rows), length), fill, dtype=torch.float64)
     for row, (turns, episode) in enumerate(zip(rows, episodes, strict=True)):
@@ -54,7 +65,9 @@ def columns(made: list[Episode]) -> dict[str, Any]:
         "token_level_rewards": laid_out([each.turns for each in made], made, math.nan, length),
         "values": laid_out([each.values for each in made], made, math.inf, length),
         "turn_index": laid_out(numbers, made, -1.0, length).long(),
-        "response_mask": laid_out([[[1.0] * len(t) for t in each.turns] for each in made], made, 0.0, length),
+        "response_mask": laid_out(
+            [[[1.0] * len(t) for t in each.turns] for each in made], made, 0.0, length
+        ),
         "group_index": torch.tensor([each.group for each in made]),
         "valid": torch.tensor([each.valid for each in made]),
         "truncated": torch.tensor([each.truncated for each in made]),
@@ -63,7 +76,10 @@ def columns(made: list[Episode]) -> dict[str, Any]:
 
 def spread(by_turn: list[list[float]], made: list[Episode], length: int) -> torch.Tensor:
     rows = [
-        [[value if each.valid else 0.0] * len(turn) for value, turn in zip(own, each.turns, strict=True)]
+        [
+            [value if each.valid else 0.0] * len(turn)
+            for value, turn in zip(own, each.turns, strict=True)
+        ]
         for own, each in zip(by_turn, made, strict=True)
     ]
     return laid_out(rows, made, 0.0, length)
@@ -72,7 +88,8 @@ def spread(by_turn: list[list[float]], made: list[Episode], length: int) -> torc
 def grpo_turns(made: list[Episode], discount: float, by_std: bool) -> list[list[float]]:
     returns = []
     for each in made:
-        running, own = 0.0, list[float]()
+        running = 0.0
+        own = list[float]()
         for turn in reversed(each.turns):
             running = sum(turn) + discount * running
             own.insert(0, running)
@@ -96,13 +113,21 @@ def grpo_turns(made: list[Episode], discount: float, by_std: bool) -> list[list[
     return out
 
 
-def gae_over_turns(made: list[Episode], gamma: float, lam: float) -> tuple[list[list[float]], list[list[float]]]:
-    advantages, returns = [], []
+def gae_over_turns(
+    made: list[Episode], gamma: float, lam: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    advantages = []
+    returns = []
     for each in made:
         first = [values[0] for values in each.values]
         after = [*first[1:], first[-1] if each.truncated else 0.0]
-        delta = [sum(t) + gamma * nxt - v for t, nxt, v in zip(each.turns, after, first, strict=True)]
-        own = [sum((gamma * lam) ** (j - k) * delta[j] for j in range(k, len(delta))) for k in range(len(delta))]
+        delta = [
+            sum(t) + gamma * nxt - v for t, nxt, v in zip(each.turns, after, first, strict=True)
+        ]
+        own = [
+            sum((gamma * lam) ** (j - k) * delta[j] for j in range(k, len(delta)))
+            for k in range(len(delta))
+        ]
         advantages.append(own)
         returns.append([a + v for a, v in zip(own, first, strict=True)])
     return advantages, returns
@@ -115,15 +140,23 @@ def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def samples(given: dict[str, Any]) -> list[dict[str, Any]]:
     inside = {
-        name: value.nan_to_num(0.0, 0.0, 0.0) if value.is_floating_point() else value for name, value in given.items()
+        name: value.nan_to_num(0.0, 0.0, 0.0) if value.is_floating_point() else value
+        for name, value in given.items()
     }
-    return [{name: value[row] for name, value in inside.items()} for row in range(len(given["valid"]))]
+    return [
+        {name: value[row] for name, value in inside.items()} for row in range(len(given["valid"]))
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("discount", "by_std"), [(1.0, True), (0.5, True), (0.9, False), (0.0, True)])
-def test_turns_are_compared_with_those_of_the_same_number(seed: int, discount: float, by_std: bool) -> None:
-    made, options = episodes(seed), {"turn_discount": discount, "norm_adv_by_std_in_grpo": by_std, "adv_epsilon": 1e-6}
+@pytest.mark.parametrize(
+    ("discount", "by_std"), [(1.0, True), (0.5, True), (0.9, False), (0.0, True)]
+)
+def test_turns_are_compared_with_those_of_the_same_number(
+    seed: int, discount: float, by_std: bool
+) -> None:
+    made = episodes(seed)
+    options = {"turn_discount": discount, "norm_adv_by_std_in_grpo": by_std, "adv_epsilon": 1e-6}
     given = columns(made)
     names = ("token_level_rewards", "response_mask", "turn_index", "group_index", "valid")
     actual, returns = find_adv_est("grpo_turns").fn(*(given[name] for name in names), **options)
@@ -139,7 +172,13 @@ def test_turns_are_compared_with_those_of_the_same_number(seed: int, discount: f
 def test_gae_over_turns(seed: int, gamma: float, lam: float) -> None:
     made = episodes(seed)
     given = columns(made)
-    options = {"gamma": gamma, "lam": lam, "bootstrap_truncated": True, "whiten": False, "over_turns": True}
+    options = {
+        "gamma": gamma,
+        "lam": lam,
+        "bootstrap_truncated": True,
+        "whiten": False,
+        "over_turns": True,
+    }
     names = ("token_level_rewards", "response_mask", "values", "valid", "truncated", "turn_index")
     actual, returns = find_adv_est("gae").fn(*(given[name] for name in names), **options)
     wanted = [spread(each, made, actual.shape[1]) for each in gae_over_turns(made, gamma, lam)]
@@ -152,7 +191,8 @@ def test_gae_over_turns(seed: int, gamma: float, lam: float) -> None:
 
 @dataclass
 class Talk:
-    """What agents say: (turn, agent) → reward and value of each token, in float64. A given token follows each turn."""
+    """What agents say: (turn, agent) → reward and value of each token, in float64. A given token
+    follows each turn."""
 
     said: dict[tuple[int, int], list[tuple[float, float]]]
     valid: bool
@@ -161,10 +201,13 @@ class Talk:
 
 def talks(seed: int, num_agents: int) -> list[Talk]:
     """Of one to three turns, in which an agent may be silent."""
-    draw, made = random.Random(seed), list[Talk]()
+    draw = random.Random(seed)
+    made = list[Talk]()
     for _ in range(6):
         said = {
-            (turn, agent): [(draw.uniform(-1, 1), draw.uniform(-1, 1)) for _ in range(draw.randint(1, 3))]
+            (turn, agent): [
+                (draw.uniform(-1, 1), draw.uniform(-1, 1)) for _ in range(draw.randint(1, 3))
+            ]
             for turn in range(draw.randint(1, 3))
             for agent in range(num_agents)
             if draw.random() < 0.7 or turn == agent == 0
@@ -174,11 +217,13 @@ def talks(seed: int, num_agents: int) -> list[Talk]:
 
 
 def marft(talk: Talk, gamma: float, lam: float) -> dict[tuple[int, int], list[tuple[float, float]]]:
-    """(advantage, return) of each token: backward over turns, within a turn over agents in reverse order; the value
-    after an agent's last token is that of the next speaker's first."""
-    speakers, out = sorted(talk.said), {}
+    """(advantage, return) of each token: backward over turns, within a turn over agents in reverse
+    order; the value after an agent's last token is that of the next speaker's first."""
+    speakers = sorted(talk.said)
+    out = {}
     last = talk.said[speakers[-1]][-1][1]
-    after, running = (last if talk.truncated else 0.0), 0.0
+    after = last if talk.truncated else 0.0
+    running = 0.0
     for speaker in reversed(speakers):
         own = []
         for reward, value in reversed(talk.said[speaker]):
@@ -189,15 +234,20 @@ def marft(talk: Talk, gamma: float, lam: float) -> dict[tuple[int, int], list[tu
     return out
 
 
-def by_conversation(made: list[Talk], rows: list[dict[tuple[int, int], list[float]]], fill: float) -> torch.Tensor:
-    """One agent's turns after the other's, as a sample has them, with a given token after each turn."""
+def by_conversation(
+    made: list[Talk], rows: list[dict[tuple[int, int], list[float]]], fill: float
+) -> torch.Tensor:
+    """One agent's turns after the other's, as a sample has them, with a given token after each
+    turn."""
     agents = sorted({agent for talk in made for _, agent in talk.said})
     lines = []
     for row in rows:
         turns = [row[key] for agent in agents for key in sorted(row) if key[1] == agent]
         lines.append([value for turn in turns for value in (*turn, fill)])
     length = max(map(len, lines))
-    return torch.tensor([line + [fill] * (length - len(line)) for line in lines], dtype=torch.float64)
+    return torch.tensor(
+        [line + [fill] * (length - len(line)) for line in lines], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("num_agents", [1, 2, 3, 4])
@@ -206,7 +256,10 @@ def test_gae_over_agents(num_agents: int, gamma: float, lam: float) -> None:
     made = talks(num_agents, num_agents)
 
     def column(fill: float, of: Any) -> torch.Tensor:
-        rows = [{key: [of(talk, key, t) for t in range(len(talk.said[key]))] for key in talk.said} for talk in made]
+        rows = [
+            {key: [of(talk, key, t) for t in range(len(talk.said[key]))] for key in talk.said}
+            for talk in made
+        ]
         return by_conversation(made, rows, fill)
 
     found = [marft(talk, gamma, lam) for talk in made]
@@ -230,15 +283,22 @@ def test_gae_over_agents(num_agents: int, gamma: float, lam: float) -> None:
         wanted = column(0.0, lambda talk, key, t, own=own: own[id(talk), key][t])
         close(actual[part], wanted)
         close(torch.tensor([row[part] for row in rows], dtype=torch.float64), wanted)
-    assert num_agents == 1 or not torch.equal(given["turn_order"], given["turn_order"].cummax(1).values)
+    assert num_agents == 1 or not torch.equal(
+        given["turn_order"], given["turn_order"].cummax(1).values
+    )
 
 
 def test_with_one_turn_an_episode_it_is_grpo() -> None:
-    made = [Episode(each.group, each.turns[:1], each.gaps[:1], each.values[:1]) for each in episodes(1)]
-    given = columns([each for each in made if each.group != 2])  # a group of one has nothing to compare with here
+    made = [
+        Episode(each.group, each.turns[:1], each.gaps[:1], each.values[:1]) for each in episodes(1)
+    ]
+    # a group of one has nothing to compare with here
+    given = columns([each for each in made if each.group != 2])
     mask = given["response_mask"]
     rewards = given["token_level_rewards"].nan_to_num(0.0)
-    actual, _ = find_adv_est("grpo_turns").fn(rewards, mask, given["turn_index"], given["group_index"])
+    actual, _ = find_adv_est("grpo_turns").fn(
+        rewards, mask, given["turn_index"], given["group_index"]
+    )
     assert torch.equal(actual, find_adv_est("grpo").fn(rewards, mask, given["group_index"])[0])
 
 

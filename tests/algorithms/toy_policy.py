@@ -1,4 +1,5 @@
-"""A policy of one weight matrix over a vocabulary of six, and batches for it, to differentiate objectives through."""
+"""A policy of one weight matrix over a vocabulary of six, and batches for it, to differentiate
+objectives through."""
 
 import random
 
@@ -25,7 +26,8 @@ COLUMNS = (
 
 
 def toy_batch(seed: int, bs: int) -> Batch:
-    """Ragged rows with holes; every fourth sample is invalid and one has no token of the policy at all."""
+    """Ragged rows with holes; every fourth sample is invalid and one has no token of the policy at
+    all."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LONGEST + 1, (bs,), generator=generator)
     batch = Batch(torch.ones(bs, dtype=torch.int64), lengths)
@@ -50,7 +52,9 @@ def toy_batch(seed: int, bs: int) -> Batch:
 
 def toy_weights() -> Tensor:
     generator = torch.Generator().manual_seed(99)
-    return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator).requires_grad_()
+    return torch.randn(
+        VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator
+    ).requires_grad_()
 
 
 def outputs(weights: Tensor, micro: Batch) -> dict[str, Tensor]:
@@ -72,7 +76,8 @@ def gradient(
     objective: PolicyObjective, parts: list[Batch], counts: dict[str, float]
 ) -> tuple[Tensor, dict[str, float]]:
     """The summed gradient of the parts' shares, float64, and their summed statistics."""
-    weights, sums = toy_weights(), {}
+    weights = toy_weights()
+    sums = {}
     for part in parts:
         loss, stats = objective(outputs(weights, part), part, counts)
         loss.backward()

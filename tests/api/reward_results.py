@@ -1,4 +1,5 @@
-"""Reward functions that are passed from Python. A file without torch: reward processes import it."""
+"""Reward functions that are passed from Python. A file without torch: reward processes import
+it."""
 
 import os
 import time
@@ -19,4 +20,7 @@ def slow(solution_str: str, ground_truth: str) -> float:
 
 
 def lengths(solution_str: str, ground_truth: str) -> dict:
-    return {"score": len(solution_str) / 8 + (solution_str == ground_truth), "acc": solution_str == ground_truth}
+    return {
+        "score": len(solution_str) / 8 + (solution_str == ground_truth),
+        "acc": solution_str == ground_truth,
+    }

@@ -10,7 +10,10 @@ from distflow.api.arguments_to_config import PythonInputs, to_lines
 from distflow.api.train import read
 from distflow.config import flatten, load_config
 
-OPEN = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_files": "builtin:arithmetic-rl"}
+OPEN = {
+    "actor_rollout_ref.model.path": "builtin:tiny-arithmetic",
+    "data.train_files": "builtin:arithmetic-rl",
+}
 ODD = (
     "a, b",
     "it's",
@@ -28,7 +31,12 @@ ODD = (
 
 @pytest.mark.parametrize("text", ODD)
 def test_texts_of_every_kind(text: str) -> None:
-    assert load_config("grpo", to_lines({**OPEN, "trainer.project_name": text})).config.trainer.project_name == text
+    assert (
+        load_config(
+            "grpo", to_lines({**OPEN, "trainer.project_name": text})
+        ).config.trainer.project_name
+        == text
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,8 +60,15 @@ def test_values_of_every_kind(key: str, value: object, read: object) -> None:
 
 
 def test_nested_and_dotted_keys_are_the_same() -> None:
-    dotted = {"trainer.seed": 3, "actor_rollout_ref.actor.optim.lr": 0.1, "trainer.logger": ["jsonl"]}
-    nested = {"trainer": {"seed": 3, "logger": ["jsonl"]}, "actor_rollout_ref": {"actor.optim": {"lr": 0.1}}}
+    dotted = {
+        "trainer.seed": 3,
+        "actor_rollout_ref.actor.optim.lr": 0.1,
+        "trainer.logger": ["jsonl"],
+    }
+    nested = {
+        "trainer": {"seed": 3, "logger": ["jsonl"]},
+        "actor_rollout_ref": {"actor.optim": {"lr": 0.1}},
+    }
     assert sorted(to_lines(dotted)) == sorted(to_lines(nested))
 
 
@@ -67,21 +82,33 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
         {"algorithm.adv_estimator": "gae", "dag.pipeline": None},
     ],
 )
-def test_a_dict_without_defaults_is_the_config_of_the_same_file(keys: dict[str, object], tmp_path: Path) -> None:
+def test_a_dict_without_defaults_is_the_config_of_the_same_file(
+    keys: dict[str, object], tmp_path: Path
+) -> None:
     nested: dict[str, dict[str, object]] = {"data": {"train_files": OPEN["data.train_files"]}}
-    nested["actor_rollout_ref"] = {"model": {"path": OPEN["actor_rollout_ref.model.path"], "init": "random"}}
+    nested["actor_rollout_ref"] = {
+        "model": {"path": OPEN["actor_rollout_ref.model.path"], "init": "random"}
+    }
     for key, value in keys.items():
         group, name = key.split(".")
         nested.setdefault(group, {})[name] = value
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(nested))
-    of_dict, of_file = (read(given, (), PythonInputs(), None).config for given in (nested, tmp_path / "run.yaml"))
+    of_dict, of_file = (
+        read(given, (), PythonInputs(), None).config for given in (nested, tmp_path / "run.yaml")
+    )
     assert of_dict == of_file
 
 
 def test_a_mapping_of_the_users_own_names_is_one_value() -> None:
-    functions = {"default": ["math"], "openai/gsm8k": [{"name": "format", "weight": 0.5}], "a b": ["exact_match"]}
+    functions = {
+        "default": ["math"],
+        "openai/gsm8k": [{"name": "format", "weight": 0.5}],
+        "a b": ["exact_match"],
+    }
     config = load_config("grpo", to_lines({**OPEN, "reward": {"functions": functions}})).config
-    assert {domain: [part[:2] for part in parts] for domain, parts in config.reward.functions.items()} == {
+    assert {
+        domain: [part[:2] for part in parts] for domain, parts in config.reward.functions.items()
+    } == {
         "default": [("math", 1.0)],
         "openai/gsm8k": [("format", 0.5)],
         "a b": [("exact_match", 1.0)],
@@ -98,16 +125,23 @@ def test_a_mapping_of_the_users_own_names_is_one_value() -> None:
         {"actor_rollout_ref.rollout.workflow": None},
     ],
 )
-def test_a_key_with_its_default_is_not_set_beside_an_argument(overrides: dict[str, object] | list[str]) -> None:
+def test_a_key_with_its_default_is_not_set_beside_an_argument(
+    overrides: dict[str, object] | list[str],
+) -> None:
     def reward(solution_str: str) -> float:
         return 0.0
 
     lines = [f"{key}={value}" for key, value in OPEN.items() if key != "data.train_files"]
     lines.append("actor_rollout_ref.model.init=random")
     given = PythonInputs(data="builtin:arithmetic-rl", reward=reward)
-    assert read("grpo", [*lines, *to_lines(overrides)], given, None).config.custom_reward_function.path is not None
+    assert (
+        read("grpo", [*lines, *to_lines(overrides)], given, None).config.custom_reward_function.path
+        is not None
+    )
 
 
-@pytest.mark.parametrize("key", ["custom_reward_function.path", "data.system_prompt", "trainer.total_training_steps"])
+@pytest.mark.parametrize(
+    "key", ["custom_reward_function.path", "data.system_prompt", "trainer.total_training_steps"]
+)
 def test_none_as_python_writes_it_is_null(key: str) -> None:
     assert flatten(load_config("grpo", [*to_lines(OPEN), f"{key}=None"]).config)[key] is None

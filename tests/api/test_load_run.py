@@ -22,8 +22,14 @@ def folder(tmp_path: Path) -> Path:
             if restart == 0:
                 run.metrics(0, "val", {"val_correct/all/mean": 0.25})
             for step in steps:
-                run.metrics(step, "train", {"reward/mean_score": step / 2 + restart, "actor/entropy": math.nan})
-                rows = [{"uid": "0-0", "prompt": "<b>1+1=</b>", "response": "2\x1b[2J", "score": 1.0}]
+                run.metrics(
+                    step,
+                    "train",
+                    {"reward/mean_score": step / 2 + restart, "actor/entropy": math.nan},
+                )
+                rows = [
+                    {"uid": "0-0", "prompt": "<b>1+1=</b>", "response": "2\x1b[2J", "score": 1.0}
+                ]
                 run.samples(step, rows)
             run.event("warning", "look <here>", step=2)
             run.event("end", "the run finished", status="finished")
@@ -34,8 +40,17 @@ def folder(tmp_path: Path) -> Path:
 
 def test_metrics_samples_and_events(folder: Path) -> None:
     run = distflow.load_run(folder)
-    assert (run.status, run.num_steps, run.config, run.facts) == ("finished", 3, {"trainer": {"seed": 3}}, {})
-    assert [(row["step"], row["reward/mean_score"]) for row in run.metrics("train")] == [(1, 0.5), (2, 2.0), (3, 2.5)]
+    assert (run.status, run.num_steps, run.config, run.facts) == (
+        "finished",
+        3,
+        {"trainer": {"seed": 3}},
+        {},
+    )
+    assert [(row["step"], row["reward/mean_score"]) for row in run.metrics("train")] == [
+        (1, 0.5),
+        (2, 2.0),
+        (3, 2.5),
+    ]
     assert [row["kind"] for row in run.metrics()] == ["val", "train", "train", "train"]
     assert math.isnan(run.metrics("train")[0]["actor/entropy"])  # type: ignore[arg-type]
     assert [row["step"] for row in run.samples()] == [1, 2, 3]
@@ -50,7 +65,12 @@ def test_findings(tmp_path: Path) -> None:
         for step in range(1, 21):
             run.metrics(step, "train", {"actor/pg_clipfrac": 0.5 * (step > 4), "actor/ppo_kl": 0.0})
     (found,) = distflow.load_run(tmp_path / "run").findings()
-    assert (found["rule"], found["level"], found["first"], found["last"]) == ("update-too-large", "warning", 8, 20)
+    assert (found["rule"], found["level"], found["first"], found["last"]) == (
+        "update-too-large",
+        "warning",
+        8,
+        20,
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +79,10 @@ def test_findings(tmp_path: Path) -> None:
         (lambda run: run.metrics("training"), "kind='training': write one of 'train', 'val'"),
         (lambda run: run.samples(split="test"), "split='test': write one of 'train', 'val'"),
         (lambda run: run.samples(step=9), "step=9: the run has 3 steps"),
-        (lambda run: run.samples(step="last"), "step='last': pass the number of a step, or -1 for the last"),
+        (
+            lambda run: run.samples(step="last"),
+            "step='last': pass the number of a step, or -1 for the last",
+        ),
     ],
 )
 def test_what_a_run_does_not_have_is_no_empty_table(
@@ -74,10 +97,17 @@ def test_a_table_as_pandas_and_as_html(folder: Path) -> None:
     frame = run.metrics().to_pandas()
     assert list(frame["step"]) == [0, 1, 2, 3] and math.isnan(frame["reward/mean_score"][0])
     shown = run.samples()._repr_html_()
-    assert "&lt;b&gt;1+1=" in shown and "<b>" not in shown and "\x1b" not in shown and "3 rows" in shown
+    assert (
+        "&lt;b&gt;1+1=" in shown
+        and "<b>" not in shown
+        and "\x1b" not in shown
+        and "3 rows" in shown
+    )
     assert Table([])._repr_html_().endswith("<p>0 rows × 0 columns</p>")
     many = Table({"i": i} for i in range(100))._repr_html_()
-    assert "<td>9</td>" in many and "<td>90</td>" in many and "<td>50</td>" not in many and "⋮" in many
+    assert (
+        "<td>9</td>" in many and "<td>90</td>" in many and "<td>50</td>" not in many and "⋮" in many
+    )
 
 
 def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
@@ -96,7 +126,11 @@ def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
     assert [(row["metric"], row["run"]) for row in compared] == [
         ("reward/mean_score", folder.name), ("reward/mean_score", "other"),
     ]  # fmt: skip
-    assert compared[0]["differs"] is None and compared[1]["differs"] is False and compared[1]["a"] == 10.5
+    assert (
+        compared[0]["differs"] is None
+        and compared[1]["differs"] is False
+        and compared[1]["a"] == 10.5
+    )
 
 
 def test_a_run_shows_itself(folder: Path) -> None:
@@ -107,7 +141,9 @@ def test_a_run_shows_itself(folder: Path) -> None:
     assert run.report == folder / "report.html" and run.report.is_file()
 
 
-def test_a_run_in_progress_and_one_that_crashed_show_themselves_and_write_nothing(tmp_path: Path) -> None:
+def test_a_run_in_progress_and_one_that_crashed_show_themselves_and_write_nothing(
+    tmp_path: Path,
+) -> None:
     with RunFolder(tmp_path / "run", 0) as writing:
         run = distflow.load_run(tmp_path / "run")
         assert "no end yet, 0 steps" in run._repr_html_()
@@ -121,7 +157,9 @@ def test_a_run_in_progress_and_one_that_crashed_show_themselves_and_write_nothin
     assert "failed, 3 steps" in run._repr_html_() and not (run.folder / "report.html").exists()
 
 
-@pytest.mark.parametrize(("name", "said"), [("nothing", "is not there"), (".", "has no file events.jsonl")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("nothing", "is not there"), (".", "has no file events.jsonl")]
+)
 def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         distflow.load_run(tmp_path / name)
@@ -129,8 +167,10 @@ def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path) -> None
 
 def test_reading_a_run_loads_no_torch(folder: Path) -> None:
     code = (
-        f"import sys, distflow; run = distflow.load_run({str(folder)!r}); run.metrics(), run.samples(), run.events()\n"
-        "run._repr_html_(); print([name for name in ('torch', 'transformers', 'pandas') if name in sys.modules])"
+        f"import sys, distflow; run = distflow.load_run({str(folder)!r}); run.metrics(), "
+        "run.samples(), run.events()\n"
+        "run._repr_html_(); print([name for name in ('torch', 'transformers', 'pandas') if name in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

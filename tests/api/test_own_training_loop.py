@@ -1,4 +1,5 @@
-"""`distflow.rollouts`: what a training loop of the user's own gets is what a run gets, under the same bounds."""
+"""`distflow.rollouts`: what a training loop of the user's own gets is what a run gets, under the
+same bounds."""
 
 import asyncio
 import gc
@@ -34,10 +35,18 @@ del WITHOUT_DATA["data"]["train_files"]
 RECORDED = ("actor/loss", "actor/grad_norm", "reward/mean_score", "rollout/avg_response_length")
 
 
-def opened(folder: Path, data: object = ROWS, should_accept: object = None, reward: object = digits, **changed: object):
+def opened(
+    folder: Path,
+    data: object = ROWS,
+    should_accept: object = None,
+    reward: object = digits,
+    **changed: object,
+):
     changes = {"trainer__total_training_steps": 4, **changed}
     config = WITHOUT_DATA if data is None else TINY
-    return distflow.rollouts(config, small(folder, **changes), data=data, reward=reward, should_accept=should_accept)
+    return distflow.rollouts(
+        config, small(folder, **changes), data=data, reward=reward, should_accept=should_accept
+    )
 
 
 @pytest.fixture
@@ -60,7 +69,9 @@ def learn(rollouts: distflow.Rollouts, batch: Batch) -> dict[str, float]:
     batch["old_log_probs"] = rollouts.actor.forward(batch, ("log_probs",))["log_probs"]
     names = ("token_level_rewards", "response_mask", "group_index", "valid")
     batch["advantages"], _ = compute_grpo_advantage(*(batch[name] for name in names))
-    objective = PolicyObjective("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0})
+    objective = PolicyObjective(
+        "vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+    )
     return rollouts.actor.train_step(batch, objective)
 
 
@@ -72,20 +83,38 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> distflow.Run:
     return distflow.train(TINY, settings, data=ROWS, reward=digits)
 
 
-@pytest.mark.parametrize("update", [distflow.Rollouts.train, learn], ids=["pipeline", "written out"])
-def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference: distflow.Run, update) -> None:
-    before = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state(), torch.get_num_threads())
+@pytest.mark.parametrize(
+    "update", [distflow.Rollouts.train, learn], ids=["pipeline", "written out"]
+)
+def test_at_staleness_0_its_batches_are_those_of_a_run(
+    tmp_path: Path, reference: distflow.Run, update
+) -> None:
+    before = (
+        signal.getsignal(signal.SIGINT),
+        random.getstate(),
+        torch.get_rng_state(),
+        torch.get_num_threads(),
+    )
     with opened(tmp_path / "run") as rollouts:
         while batch := rollouts.prepare_batch():
             update(rollouts, batch)
             rollouts.publish()
         assert rollouts.version == 4 and rollouts.prepare_batch() is None
-    after = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state(), torch.get_num_threads())
+    after = (
+        signal.getsignal(signal.SIGINT),
+        random.getstate(),
+        torch.get_rng_state(),
+        torch.get_num_threads(),
+    )
     assert before[:2] == after[:2] and torch.equal(before[2], after[2]) and before[3] == after[3]
     run = rollouts.run
     assert run.status == "finished" and (run.folder / "report.html").is_file()
-    theirs = [(row["step"], row["prompt"], row["response"], row["score"]) for row in reference.samples()]
-    assert [(row["step"], row["prompt"], row["response"], row["score"]) for row in run.samples()] == theirs
+    theirs = [
+        (row["step"], row["prompt"], row["response"], row["score"]) for row in reference.samples()
+    ]
+    assert [
+        (row["step"], row["prompt"], row["response"], row["score"]) for row in run.samples()
+    ] == theirs
     for ours, wanted in zip(run.metrics("train"), reference.metrics("train"), strict=True):
         assert {name: ours[name] for name in RECORDED} == {name: wanted[name] for name in RECORDED}
     assert verify(run.folder / "ledger.jsonl") == verify(reference.folder / "ledger.jsonl")
@@ -103,7 +132,9 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
     async def trained_meanwhile(rollouts: distflow.Rollouts, ids: list[int], batch: Batch) -> None:
         waiting = asyncio.create_task(rollouts.agenerate(ids))
         await asyncio.sleep(0)
-        with pytest.raises(UserError, match="1 prompt groups or requests are still being generated"):
+        with pytest.raises(
+            UserError, match="1 prompt groups or requests are still being generated"
+        ):
             rollouts.train(batch)
         await waiting
 
@@ -115,7 +146,9 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
             drawn[-1] += [made for (made,) in asyncio.run(asked(rollouts, ids))]
             for made in drawn[-1]:
                 at = 0.7 if made in drawn[-1][:2] else 1.0
-                logits = rollouts.actor.model(torch.tensor([ids + made.token_ids])).logits[0, len(ids) - 1 : -1]
+                logits = rollouts.actor.model(torch.tensor([ids + made.token_ids])).logits[
+                    0, len(ids) - 1 : -1
+                ]
                 wanted = (logits / at).log_softmax(-1)[range(len(made.token_ids)), made.token_ids]
                 assert made.rollout_log_probs == pytest.approx(wanted.tolist(), abs=1e-4)
                 assert set(made.versions) == {rollouts.version}
@@ -126,7 +159,9 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
                 rollouts.generate(ids)
             rollouts.publish()
     tokens = [[tuple(made.token_ids) for made in each] for each in drawn]
-    assert len({answer for each in tokens for answer in each}) > 10, "each request has draws of its own"
+    assert len({answer for each in tokens for answer in each}) > 10, (
+        "each request has draws of its own"
+    )
     samples = [(row["step"], row["prompt"], row["response"]) for row in rollouts.run.samples()]
     assert samples == [(row["step"], row["prompt"], row["response"]) for row in reference.samples()]
 
@@ -152,7 +187,9 @@ def test_a_step_without_an_update_a_missing_column_and_a_call_after_the_end_are_
 ) -> None:
     with opened(tmp_path / "run") as rollouts:
         batch = rollouts.prepare_batch()
-        with pytest.raises(UserError, match=r"actor.train_step: the loss reads the column 'advantages'"):
+        with pytest.raises(
+            UserError, match=r"actor.train_step: the loss reads the column 'advantages'"
+        ):
             rollouts.actor.train_step(batch, PolicyObjective("vanilla", {}, derives_old=True))
         rollouts.publish()
         assert "publish ends a step in which nothing was trained" in "".join(capfd.readouterr())
@@ -179,20 +216,35 @@ MORE = {"algorithm__filter_groups__oversampling": 1.0}
 
 
 @pytest.mark.slow
-def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resume(tmp_path: Path) -> None:
+def test_with_extra_prompts_its_batches_are_those_of_a_run_too_also_after_a_resume(
+    tmp_path: Path,
+) -> None:
     settings = {"trainer__save_freq": 2, **MORE}
     theirs = distflow.train(
-        TINY, small(tmp_path / "theirs", trainer__total_training_steps=4, **settings), data=ROWS, reward=digits
+        TINY,
+        small(tmp_path / "theirs", trainer__total_training_steps=4, **settings),
+        data=ROWS,
+        reward=digits,
     )
     for num_steps in (2, 4):
-        with opened(tmp_path / "run", trainer__total_training_steps=num_steps, **settings) as rollouts:
+        with opened(
+            tmp_path / "run", trainer__total_training_steps=num_steps, **settings
+        ) as rollouts:
             while batch := rollouts.prepare_batch():
                 rollouts.train(batch)
                 rollouts.publish()
-    samples = [(row["step"], row["prompt"], row["response"], row["score"]) for row in rollouts.run.samples()]
-    assert samples == [(row["step"], row["prompt"], row["response"], row["score"]) for row in theirs.samples()]
+    samples = [
+        (row["step"], row["prompt"], row["response"], row["score"])
+        for row in rollouts.run.samples()
+    ]
+    assert samples == [
+        (row["step"], row["prompt"], row["response"], row["score"]) for row in theirs.samples()
+    ]
     account = verify(tmp_path / "run" / "ledger.jsonl")
-    assert account.consumed == 8 and account.aborted == verify(theirs.folder / "ledger.jsonl").aborted > 2
+    assert (
+        account.consumed == 8
+        and account.aborted == verify(theirs.folder / "ledger.jsonl").aborted > 2
+    )
 
 
 @pytest.mark.slow
@@ -200,8 +252,12 @@ def test_it_resumes_with_a_change_that_is_allowed(tmp_path: Path) -> None:
     key = "actor_rollout_ref.actor.optim.lr"
 
     def one_step(num_steps: int, lr: float, *allowed: str) -> None:
-        config = small(tmp_path / "run", trainer__save_freq=1, trainer__total_training_steps=num_steps) | {key: lr}
-        with distflow.rollouts(TINY, config, data=ROWS, reward=digits, allow_change=allowed) as rollouts:
+        config = small(
+            tmp_path / "run", trainer__save_freq=1, trainer__total_training_steps=num_steps
+        ) | {key: lr}
+        with distflow.rollouts(
+            TINY, config, data=ROWS, reward=digits, allow_change=allowed
+        ) as rollouts:
             rollouts.train(rollouts.prepare_batch())
             rollouts.publish()
 
@@ -219,7 +275,11 @@ def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path)
         found = []
         for _ in range(4):
             found += [*prompts(rollouts.wait(1)), *prompts(rollouts.wait(1))]
-            said = r"further groups start after publish\(\)" if len(found) < 8 else "0 are running, 0 .*: submit more"
+            said = (
+                r"further groups start after publish\(\)"
+                if len(found) < 8
+                else "0 are running, 0 .*: submit more"
+            )
             with pytest.raises(NothingToWaitFor, match=said):
                 rollouts.wait(1)
             rollouts.publish()
@@ -229,7 +289,9 @@ def test_submitted_prompts_that_are_aborted_come_in_a_later_step(tmp_path: Path)
 
 def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
     oldest = []
-    with opened(tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=8) as rollouts:
+    with opened(
+        tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=8
+    ) as rollouts:
         while batch := rollouts.prepare_batch():
             versions = batch.flat("versions")
             oldest.append(rollouts.version - int(versions[versions >= 0].min()))
@@ -247,7 +309,9 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
     with opened(tmp_path / "run", async__max_staleness=staleness) as rollouts:
         for _ in range(staleness + 1):
             assert len(rollouts.prepare_batch()) == 4
-        with pytest.raises(NothingToWaitFor, match=r"weight version 0 .*further groups start after publish\(\)"):
+        with pytest.raises(
+            NothingToWaitFor, match=r"weight version 0 .*further groups start after publish\(\)"
+        ):
             rollouts.prepare_batch()
         metrics = rollouts.publish()
         assert metrics["async/accepted"] == 2 * (staleness + 1)
@@ -257,16 +321,26 @@ def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: in
 
 def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
     """Without data. Answers of different lengths end in another order than they began."""
-    with opened(tmp_path / "run", None, async__max_staleness=1, data__max_response_length=12) as rollouts:
+    with opened(
+        tmp_path / "run", None, async__max_staleness=1, data__max_response_length=12
+    ) as rollouts:
         for row in OWN:
             rollouts.submit(row)
         begun = {row["prompt"]: row["answer"] for row in OWN[:4]}
-        first, second = rollouts.wait(2), rollouts.wait(2)  # of four that run, those that have ended
+        # of four that run, those that have ended
+        first = rollouts.wait(2)
+        second = rollouts.wait(2)
         assert len(first) == 4 and sorted(prompts(first) + prompts(second)) == list(begun)
-        assert prompts(first) == sorted(prompts(first)) and prompts(second) == sorted(prompts(second))
+        assert prompts(first) == sorted(prompts(first)) and prompts(second) == sorted(
+            prompts(second)
+        )
         assert set(first["ground_truth"]) == {begun[prompt] for prompt in prompts(first)}
-        assert (rollouts.stats.enqueued, rollouts.stats.submitted) == (4, 4), "one batch may be a version ahead"
-        with pytest.raises(NothingToWaitFor, match="0 of .* are finished; 0 are running, 4 submitted ones wait"):
+        assert (rollouts.stats.enqueued, rollouts.stats.submitted) == (4, 4), (
+            "one batch may be a version ahead"
+        )
+        with pytest.raises(
+            NothingToWaitFor, match="0 of .* are finished; 0 are running, 4 submitted ones wait"
+        ):
             rollouts.wait(1)
         rollouts.publish()
         batch = rollouts.wait(2)
@@ -274,16 +348,21 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
         assert set(batch.flat("versions").tolist()) == {1}
         learn(rollouts, batch)
         rollouts.publish()
-        with pytest.raises(NothingToWaitFor, match="2 of .* are finished; .*submit more, or wait for fewer"):
+        with pytest.raises(
+            NothingToWaitFor, match="2 of .* are finished; .*submit more, or wait for fewer"
+        ):
             rollouts.wait(3)
         assert prompts(rollouts.wait(2)) == [row["prompt"] for row in OWN[6:]]
-    assert verify(tmp_path / "run" / "ledger.jsonl").complete == 2, "the last two were taken, and no step consumed them"
+    assert verify(tmp_path / "run" / "ledger.jsonl").complete == 2, (
+        "the last two were taken, and no step consumed them"
+    )
 
 
 def test_submitted_prompts_are_forgotten_with_their_groups(tmp_path: Path) -> None:
-    """Memory must not grow with the number of prompts: those of trained and of dropped groups go, not those that wait.
-    Each has a function of its own, which lives as long as its row."""
-    kept, given = list[weakref.ref](), OWN[:4]
+    """Memory must not grow with the number of prompts: those of trained and of dropped groups go,
+    not those that wait. Each has a function of its own, which lives as long as its row."""
+    kept = list[weakref.ref]()
+    given = OWN[:4]
     with opened(tmp_path / "run", None) as rollouts:
         for row in given:
 
@@ -341,7 +420,8 @@ def test_what_is_not_accepted_is_replaced_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
-    """A str is the reason why a group is dropped; without one the function of the rollouts decides."""
+    """A str is the reason why a group is dropped; without one the function of the rollouts
+    decides."""
 
     def is_answer(*wanted: str):
         return lambda group: group["ground_truth"][0] in wanted or f"not {wanted[0]}"
@@ -359,10 +439,14 @@ def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_waiting_for_more_than_were_accepted_says_what_became_of_the_others(tmp_path: Path) -> None:
-    with opened(tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2") as rollouts:
+    with opened(
+        tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2"
+    ) as rollouts:
         for row in OWN[:2]:
             rollouts.submit(row)
-        with pytest.raises(NothingToWaitFor, match="1 of .* are finished; .* dropped so far: 1 rejected"):
+        with pytest.raises(
+            NothingToWaitFor, match="1 of .* are finished; .* dropped so far: 1 rejected"
+        ):
             rollouts.wait(2)
         assert prompts(rollouts.wait(1)) == [OWN[1]["prompt"]]
         rollouts.publish()
@@ -386,7 +470,9 @@ def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> 
         with pytest.raises(UserError, match="no batch was taken"):
             rollouts.publish()
         rollouts.wait(1)
-        with pytest.raises(UserError, match=r"publish: 1 more prompt groups must be taken first.*wait\(1\)"):
+        with pytest.raises(
+            UserError, match=r"publish: 1 more prompt groups must be taken first.*wait\(1\)"
+        ):
             rollouts.publish()
         rollouts.wait(1)
         rollouts.publish()
@@ -394,14 +480,18 @@ def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_path: Path, go_on: Path) -> None:
+def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(
+    tmp_path: Path, go_on: Path
+) -> None:
     with opened(tmp_path / "run", None, reward=slow) as rollouts:
         rollouts.submit(OWN[3])
         batch = rollouts.wait(1)
         rollouts.submit(OWN[0])
         with pytest.raises(TimeoutError):
             rollouts.wait(1, timeout=0.3)
-        with pytest.raises(UserError, match="1 prompt groups or requests are still being generated"):
+        with pytest.raises(
+            UserError, match="1 prompt groups or requests are still being generated"
+        ):
             learn(rollouts, batch)
         go_on.touch()
         rollouts.wait(1)
@@ -429,10 +519,13 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
         rollouts.prepare_batch()
         raise error
     until = time.monotonic() + 60.0
-    while left := set(threading.enumerate()) - before:  # one that looks every quarter of a second has to see it
+    # one that looks every quarter of a second has to see it
+    while left := set(threading.enumerate()) - before:
         assert time.monotonic() < until, left
         time.sleep(0.1)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     assert any(event["kind"] == "error" and error.__name__ in event["message"] for event in events)
     assert rollouts.run.status == "failed"
     with pytest.raises(UserError, match="the rollouts have ended"):
@@ -442,7 +535,9 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
 def interrupt_once_it_waits() -> None:
     ident = threading.main_thread().ident
     assert ident is not None
-    while "take" not in {frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[ident])}:
+    while "take" not in {
+        frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[ident])
+    }:
         time.sleep(0.02)
     time.sleep(0.2)
     signal.pthread_kill(ident, signal.SIGINT)
@@ -471,7 +566,9 @@ def test_leaving_early_is_no_failure_and_the_same_call_goes_on(tmp_path: Path) -
                 seen += prompts(rollouts.prepare_batch())
                 rollouts.publish()
         assert rollouts.run.status == "finished"
-    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), "the second start began behind the first"
+    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), (
+        "the second start began behind the first"
+    )
     with opened(tmp_path / "run", async__max_staleness=1) as rollouts:
         assert rollouts.version == 4 and rollouts.prepare_batch() is None
     verify(tmp_path / "run" / "ledger.jsonl")
@@ -481,7 +578,10 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
     with opened(tmp_path / "run", None) as rollouts:
         for row, said in (
             ("1+1=", "submit takes a dict"),
-            ({"promt": "1+1=", "answer": "2"}, "no row of the submitted rows has the column 'prompt'.*'promt'"),
+            (
+                {"promt": "1+1=", "answer": "2"},
+                "no row of the submitted rows has the column 'prompt'.*'promt'",
+            ),
             ({"prompt": "1+" * 40, "answer": "2"}, "submitted prompt 1: the prompt has 80 tokens"),
         ):
             with pytest.raises(UserError, match=said):
@@ -508,7 +608,9 @@ def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> Non
         ({"async__max_staleness": -1}, "max_staleness"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_built(tmp_path: Path, changed: dict, said: str) -> None:
+def test_what_cannot_work_is_said_before_anything_is_built(
+    tmp_path: Path, changed: dict, said: str
+) -> None:
     with pytest.raises(UserError, match=said), opened(tmp_path / "run", **changed):
         pytest.fail("it was entered")
 
@@ -536,7 +638,8 @@ class _Worker:
 def test_a_step_of_several_parts_and_updates_has_the_metrics_of_all(tmp_path: Path) -> None:
     """Independent of our code: 3 groups with a mean of 1 and 1 group with 5 have a mean of 2."""
     rollouts = opened(tmp_path / "run")
-    worker, queue = _Worker(), SimpleNamespace(standing=lambda: SimpleNamespace(num_owed=0))
+    worker = _Worker()
+    queue = SimpleNamespace(standing=lambda: SimpleNamespace(num_owed=0))
     rollouts._running = SimpleNamespace(intake=queue, worker=worker)
     empty = Batch(torch.ones(0, dtype=torch.int64), torch.ones(0, dtype=torch.int64))
     rollouts._parts = [

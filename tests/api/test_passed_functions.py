@@ -25,39 +25,67 @@ def advantages(run: distflow.Run) -> list[float]:
 def test_functions_of_cells_make_the_run_and_a_changed_one_is_reported_on_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own, settings = cells(), small(tmp_path / "run", trainer__total_training_steps=1, trust__audit_freq=1)
+    own = cells()
+    settings = small(tmp_path / "run", trainer__total_training_steps=1, trust__audit_freq=1)
     passed = {"advantage": own["level"], "loss": own["plain"], "pipeline": own["counting"]}
-    run = distflow.train(TINY, {**settings, GAIN: {"gain": 2.0}}, data=ROWS, reward=lengths, **passed)
+    run = distflow.train(
+        TINY, {**settings, GAIN: {"gain": 2.0}}, data=ROWS, reward=lengths, **passed
+    )
     assert advantages(run) == pytest.approx([0.5])
     assert [row["rollout/rows"] for row in run.metrics("train")] == [4.0]
-    assert "not audited: advantages (the estimator is the user's and has no formula" in capsys.readouterr().out
+    assert (
+        "not audited: advantages (the estimator is the user's and has no formula"
+        in capsys.readouterr().out
+    )
     other = cells(CELLS.replace("LEVEL = 0.25", "LEVEL = 0.75"))
     settings["trainer.total_training_steps"] = 2
     again = distflow.train(
-        TINY, {**settings, GAIN: {"gain": 2.0}}, data=ROWS, reward=lengths, **{**passed, "advantage": other["level"]}
+        TINY,
+        {**settings, GAIN: {"gain": 2.0}},
+        data=ROWS,
+        reward=lengths,
+        **{**passed, "advantage": other["level"]},
     )
     assert advantages(again) == pytest.approx([0.5, 1.5])
-    (changed,) = [event["message"] for event in again.events("warning") if "code_of" in event["message"]]
+    (changed,) = [
+        event["message"] for event in again.events("warning") if "code_of" in event["message"]
+    ]
     assert changed.startswith("code_of_algorithm.adv_estimator was")
 
 
 @pytest.mark.slow
-def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(tmp_path: Path) -> None:
+def test_what_a_cell_registered_is_seen_and_the_command_line_resumes_with_it(
+    tmp_path: Path,
+) -> None:
     with forgotten():
         cells(CELLS + REGISTERED)
-        settings = small(tmp_path / "run", trainer__total_training_steps=1, algorithm__adv_estimator="cells_level")
+        settings = small(
+            tmp_path / "run",
+            trainer__total_training_steps=1,
+            algorithm__adv_estimator="cells_level",
+        )
         run = distflow.train(TINY, settings, data=ROWS, reward=lengths, loss=cells()["plain"])
     assert advantages(run) == pytest.approx([0.25])
     with forgotten():
-        assert main(["train", str(run.folder / "config.yaml"), "trainer.total_training_steps=2"]) == 0
+        assert (
+            main(["train", str(run.folder / "config.yaml"), "trainer.total_training_steps=2"]) == 0
+        )
     assert advantages(run) == pytest.approx([0.25, 0.25])
 
 
 @pytest.mark.slow
-def test_a_file_is_named_by_the_config_and_not_run_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_named_by_the_config_and_not_run_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text(f"print('the file runs')\n{CELLS}")
-    chosen = [f"algorithm.adv_estimator={tmp_path}/mine.py:level", f"trainer.default_local_dir={tmp_path / 'run'}"]
-    chosen += [f"actor_rollout_ref.actor.policy_loss={tmp_path}/mine.py:plain", "trainer.total_training_steps=1"]
+    chosen = [
+        f"algorithm.adv_estimator={tmp_path}/mine.py:level",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    chosen += [
+        f"actor_rollout_ref.actor.policy_loss={tmp_path}/mine.py:plain",
+        "trainer.total_training_steps=1",
+    ]
     chosen += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     chosen += ["actor_rollout_ref.rollout.n=2", "data.max_response_length=4", "trust.audit_freq=0"]
     assert main(["config", str(TINY), *chosen]) == 0
@@ -65,7 +93,9 @@ def test_a_file_is_named_by_the_config_and_not_run_unasked(tmp_path: Path, capsy
     assert "the file runs" not in said.out and "--trust-code" in said.err
     with forgotten():
         assert main(["train", str(TINY), *chosen]) == 0
-    assert f"your code: algorithm.adv_estimator: {tmp_path}/mine.py:level" in capsys.readouterr().out
+    assert (
+        f"your code: algorithm.adv_estimator: {tmp_path}/mine.py:level" in capsys.readouterr().out
+    )
     assert advantages(distflow.load_run(tmp_path / "run")) == pytest.approx([0.25])
 
 
@@ -98,13 +128,25 @@ async def asks(chat, row):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"advantage": "grpo"}, r"advantage is 'grpo': pass a function. .* algorithm.adv_estimator"),
+        (
+            {"advantage": "grpo"},
+            r"advantage is 'grpo': pass a function. .* algorithm.adv_estimator",
+        ),
         ({"pipeline": dict}, "pipeline is <class 'dict'>: pass a function"),
         ({"loss": scored}, r"policy_loss: .*scored\) cannot be called: it takes no log_probs"),
         ({"advantage": scored}, "takes 'completions', not a column of the batch"),
-        ({"advantage": scored, "overrides": {"algorithm.adv_estimator": "gae"}}, "so is the argument advantage="),
-        ({"reward": scored, "workflow": asks}, "reward: nothing in this pipeline calls it: remove it, or give the"),
-        ({"loss": scored, "overrides": {"dag.pipeline": "sft"}}, "loss is given, and the pipeline sft does not score"),
+        (
+            {"advantage": scored, "overrides": {"algorithm.adv_estimator": "gae"}},
+            "so is the argument advantage=",
+        ),
+        (
+            {"reward": scored, "workflow": asks},
+            "reward: nothing in this pipeline calls it: remove it, or give the",
+        ),
+        (
+            {"loss": scored, "overrides": {"dag.pipeline": "sft"}},
+            "loss is given, and the pipeline sft does not score",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_a_model_is_loaded(
@@ -112,5 +154,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_a_model_is_loaded(
 ) -> None:
     overrides = small(tmp_path / "run") | arguments.get("overrides", {})
     with pytest.raises(UserError, match=said):
-        distflow.train(**{"preset_or_config": TINY, "data": ROWS, **arguments, "overrides": overrides})
+        distflow.train(
+            **{"preset_or_config": TINY, "data": ROWS, **arguments, "overrides": overrides}
+        )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

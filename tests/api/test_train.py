@@ -50,7 +50,9 @@ def trained(folder: Path, told: list[tuple]) -> distflow.Run:
             reward=lambda solution_str, ground_truth: lengths(solution_str, ground_truth),
             on_step=failing,
             on_validation=lambda step, metrics: told.append(("validation", step, metrics)),
-            on_save=lambda step, path: told.append(("save", step, path, (path / "manifest.json").exists())),
+            on_save=lambda step, path: told.append(
+                ("save", step, path, (path / "manifest.json").exists())
+            ),
         )
 
     before = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state())
@@ -88,7 +90,9 @@ def test_its_report_says_that_python_set_what_it_set(run: distflow.Run) -> None:
     assert "command line" not in where.values()
 
 
-def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, told: list[tuple]) -> None:
+def test_callbacks_are_told_and_one_that_raises_ends_nothing(
+    run: distflow.Run, told: list[tuple]
+) -> None:
     order = [entry[:2] for entry in told]
     assert [entry for entry in order if entry[0] != "save"] == [
         ("validation", 0),
@@ -97,14 +101,22 @@ def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, 
     assert all(order.index(("step", step)) < order.index(("save", step)) for step in (1, 2))
     assert all(entry[2]["reward/mean_score"] >= 0 for entry in told if entry[0] == "step")
     assert all("val_correct/all/mean" in entry[2] for entry in told if entry[0] == "validation")
-    assert [entry[2:] for entry in told if entry[0] == "save"] == [(path, True) for path in run.checkpoints]
-    told_of = [event["message"] for event in run.events("warning") if event["message"].startswith("on_step: ")]
+    assert [entry[2:] for entry in told if entry[0] == "save"] == [
+        (path, True) for path in run.checkpoints
+    ]
+    told_of = [
+        event["message"]
+        for event in run.events("warning")
+        if event["message"].startswith("on_step: ")
+    ]
     assert len(told_of) == 2 and len(set(told_of)) == 1
     assert "on_step: failing raised RuntimeError: no such plot (at test_train.py:" in told_of[0]
 
 
 @pytest.mark.slow
-def test_the_command_line_goes_on_with_it(own: distflow.Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_goes_on_with_it(
+    own: distflow.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(own.folder / "config.yaml"), "trainer.total_training_steps=3"]) == 0
     assert own.num_steps == 3 and "resumed from step-000002" in capsys.readouterr().out
     evaluated = ["eval", str(own.folder / "config.yaml"), "data.val_max_samples=1"]
@@ -123,18 +135,36 @@ def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(
     capsys.readouterr()
     same = small(own.folder, trainer__val_before_train=True, trainer__test_freq=1)
     assert distflow.train(TINY, same, data=iter([]), val_data=ROWS[:2], reward=other).num_steps == 2
-    assert "It was trained with different code than the call gives now (reward_custom)" in capsys.readouterr().out
+    assert (
+        "It was trained with different code than the call gives now (reward_custom)"
+        in capsys.readouterr().out
+    )
     again = distflow.train(
         TINY,
-        small(own.folder, trainer__total_training_steps=3, trainer__val_before_train=True, trainer__test_freq=1),
+        small(
+            own.folder,
+            trainer__total_training_steps=3,
+            trainer__val_before_train=True,
+            trainer__test_freq=1,
+        ),
         data=iter([]),
         val_data=ROWS[:2],
         reward=other,
     )
     assert again.num_steps == 3
-    (changed,) = [event["message"] for event in again.events("warning") if "code_of_reward" in event["message"]]
+    (changed,) = [
+        event["message"]
+        for event in again.events("warning")
+        if "code_of_reward" in event["message"]
+    ]
     assert "code_of_reward_custom was" in changed
-    assert {row["score"] for row in again.samples(step=3, split="train")} <= {0.0, 1.0, 2.0, 3.0, 4.0}
+    assert {row["score"] for row in again.samples(step=3, split="train")} <= {
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    }
 
 
 def test_a_signal_saves_and_the_process_goes_on(tmp_path: Path) -> None:
@@ -171,7 +201,9 @@ def test_it_trains_on_another_thread_than_the_main_one(tmp_path: Path) -> None:
             f"trainer.default_local_dir={tmp_path / 'run'}",
             "trust.audit_freq=0",
         ]
-        made.append(distflow.train(str(TINY), lines, data=str(write(tmp_path, ROWS)), reward=batched))
+        made.append(
+            distflow.train(str(TINY), lines, data=str(write(tmp_path, ROWS)), reward=batched)
+        )
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -200,8 +232,14 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
     [
         ({"data": ["1+1="]}, "data: row 1 of the list is str"),
         ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict of columns: give a list of rows"),
-        ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
-        ({"reward": lambda reply: 0}, r"reward: <lambda> takes \(reply\): a reward function takes some of"),
+        (
+            {"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None},
+            "no row of .* has the column 'answer'",
+        ),
+        (
+            {"reward": lambda reply: 0},
+            r"reward: <lambda> takes \(reply\): a reward function takes some of",
+        ),
         ({"data": 5}, "data is of type int: give a list"),
         ({"resume": True}, "resume=True: write 'auto', 'never'"),
         ({"reward": "math"}, "reward is 'math': pass a function"),
@@ -211,17 +249,29 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"overrides": {"trainer.seed": object()}}, "trainer.seed is <object"),
         ({"overrides": {"reward.functions": {"default": ["math"]}}}, r"(?m)^  reward \(given\)$"),
         ({"overrides": 3}, "overrides are 3: pass a dict"),
-        ({"overrides": ["data.train_files=x.jsonl"]}, "data.train_files is set, and so is the argument data="),
+        (
+            {"overrides": ["data.train_files=x.jsonl"]},
+            "data.train_files is set, and so is the argument data=",
+        ),
         ({"overrides": ["custom_reward_function.path=x.py"]}, "so is the argument reward="),
         (
-            {"preset_or_config": "sft", "overrides": {**MODEL, "actor_rollout_ref.model.init": "random"}},
+            {
+                "preset_or_config": "sft",
+                "overrides": {**MODEL, "actor_rollout_ref.model.init": "random"},
+            },
             "the pipeline sft does not score responses",
         ),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
         ({"reward": [lengths, lengths]}, "pass one function that returns the sum of their scores"),
         ({"preset_or_config": {"reward": lengths}}, "reward is a function: pass it as an argument"),
         (
-            {"overrides": {"actor_rollout_ref.model.path": GPT2LMHeadModel(GPT2Config(n_embd=4, n_layer=1, n_head=1))}},
+            {
+                "overrides": {
+                    "actor_rollout_ref.model.path": GPT2LMHeadModel(
+                        GPT2Config(n_embd=4, n_layer=1, n_head=1)
+                    )
+                }
+            },
             "model.path is an object of GPT2LMHeadModel: save it to a folder",
         ),
         ({"rewards": lengths}, "train has no argument 'rewards'; did you mean 'reward'"),
@@ -234,10 +284,19 @@ def test_a_mistake_is_told_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     overrides = arguments.get("overrides", small(tmp_path / "run"))
-    call = {"preset_or_config": TINY, "data": ROWS, "reward": lengths, **arguments, "overrides": overrides}
+    call = {
+        "preset_or_config": TINY,
+        "data": ROWS,
+        "reward": lengths,
+        **arguments,
+        "overrides": overrides,
+    }
     with pytest.raises(UserError, match=said) as raised:
         distflow.train(**call)
-    assert not list(tmp_path.glob("run/checkpoints/*")) and not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert (
+        not list(tmp_path.glob("run/checkpoints/*"))
+        and not (tmp_path / "run" / "metrics.jsonl").exists()
+    )
     if isinstance(raised.value, ConfigError):
         assert not list(tmp_path.iterdir())
     assert raised.value._render_traceback_() == [f"{type(raised.value).__name__}: {raised.value}"]
@@ -264,11 +323,17 @@ def test_a_reward_that_fails_is_told_before_the_model_is_loaded(
     def fails(completion, answer, info):
         return completion[-1]["content"] == answer
 
-    with pytest.raises(UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at fails, line \d+\)"):
-        distflow.train(TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails)
+    with pytest.raises(
+        UserError, match=r"fails .*TypeError: .*data.prompt_format=chat.* \(at fails, line \d+\)"
+    ):
+        distflow.train(
+            TINY, small(tmp_path / "run", trust__check_rewards=True), data=ROWS, reward=fails
+        )
     assert not (tmp_path / "run" / "events.jsonl").exists(), "no run has begun"
     with pytest.raises(UserError, match="takes 'parser'"):
-        distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0)
+        distflow.train(
+            TINY, small(tmp_path / "run"), data=ROWS, reward=lambda completion, parser: 1.0
+        )
 
 
 @pytest.mark.slow
@@ -284,30 +349,50 @@ def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) ->
             "squares": {"data": squares, "reward": lengths, "advantage": half},
         }
         for name, arguments in given.items():
-            arguments |= {"preset_or_config": TINY, "overrides": small(tmp_path / name, trainer__num_threads=1)}
+            arguments |= {
+                "preset_or_config": TINY,
+                "overrides": small(tmp_path / name, trainer__num_threads=1),
+            }
         return distflow.train_several(
-            {name: given[name] for name in names}, {"trainer.n_gpus_per_node": len(names), "trainer.device": "cpu"}
+            {name: given[name] for name in names},
+            {"trainer.n_gpus_per_node": len(names), "trainer.device": "cpu"},
         )
 
     runs = several("sums", "squares")
     assert {name: (run.folder, run.status) for name, run in runs.items()} == {
         name: (tmp_path / name, "finished") for name in ("sums", "squares")
     }
-    assert all(sample["score"] == len(sample["response"]) for sample in runs["sums"].samples(split="train"))
-    assert {s["prompt"] for s in runs["squares"].samples(split="train")} <= {row["prompt"] for row in squares}
-    assert runs["squares"].config["algorithm"]["adv_estimator"].endswith("squares/data/advantage.pkl:half")
+    assert all(
+        sample["score"] == len(sample["response"]) for sample in runs["sums"].samples(split="train")
+    )
+    assert {s["prompt"] for s in runs["squares"].samples(split="train")} <= {
+        row["prompt"] for row in squares
+    }
+    assert (
+        runs["squares"]
+        .config["algorithm"]["adv_estimator"]
+        .endswith("squares/data/advantage.pkl:half")
+    )
     again = several("sums")
-    assert again["sums"].num_steps == 2 and len(again["sums"].events("checkpoint")) == 2, "it was done"
+    assert again["sums"].num_steps == 2 and len(again["sums"].events("checkpoint")) == 2, (
+        "it was done"
+    )
 
 
 def test_what_is_wrong_with_one_of_several_is_said_before_any_is_written(tmp_path: Path) -> None:
     def several(of_b: dict, **more: object) -> None:
-        runs = {name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS} for name in "ab"}
+        runs = {
+            name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS}
+            for name in "ab"
+        }
         distflow.train_several(
-            {**runs, "b": runs["b"] | of_b}, {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu", **more}
+            {**runs, "b": runs["b"] | of_b},
+            {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu", **more},
         )
 
-    with pytest.raises(UserError, match="^b: no argument on_step for one of several runs; use preset_or_config, "):
+    with pytest.raises(
+        UserError, match="^b: no argument on_step for one of several runs; use preset_or_config, "
+    ):
         several({"on_step": print})
     with pytest.raises(UserError, match="^b: reward: .*takes .*unknown"):
         several({"reward": lambda *, unknown: 1.0})
@@ -329,7 +414,10 @@ def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path
     def broken(token_level_rewards, response_mask):
         raise OSError("no such advantage")
 
-    runs = {name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS} for name in "ab"}
+    runs = {
+        name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS}
+        for name in "ab"
+    }
     runs["b"]["advantage"] = broken
     with pytest.raises(RuntimeError, match="^b failed"):
         distflow.train_several(runs, {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"})
@@ -338,10 +426,14 @@ def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path
 
 def test_advice_on_resuming_is_for_the_call(folder: Path, run: distflow.Run) -> None:
     with pytest.raises(UserError, match="with another config") as refused:
-        distflow.train(TINY, small(folder, trainer__seed=7), data=iter(ROWS), val_data=ROWS[:2], reward=lengths)
+        distflow.train(
+            TINY, small(folder, trainer__seed=7), data=iter(ROWS), val_data=ROWS[:2], reward=lengths
+        )
     said = str(refused.value)
     assert (
-        re.search(r"allow_change=\[.*'trainer.seed'", said) and 'resume="never" (existing' in said and "--" not in said
+        re.search(r"allow_change=\[.*'trainer.seed'", said)
+        and 'resume="never" (existing' in said
+        and "--" not in said
     )
     with pytest.raises(UserError, match=r"allow_change=\['nosuch.key'\]: there is no such key"):
         distflow.train(TINY, small(folder), data=ROWS, reward=lengths, allow_change=["nosuch.key"])
@@ -351,7 +443,12 @@ def test_what_a_run_sets_in_the_process_is_as_before_afterwards(tmp_path: Path) 
     def state() -> tuple[object, ...]:
         mask = os.umask(0o022)
         os.umask(mask)
-        return torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled(), random.getstate(), mask
+        return (
+            torch.get_num_threads(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            random.getstate(),
+            mask,
+        )
 
     before = state()
     with claimed_for_a_run(tmp_path / "run"):

@@ -12,7 +12,12 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples, sample_steps
 from tests.api.small import ROWS, TINY, small
-from tests.environments.areal_user import GenerationHyperparameters, ModelRequest, RLVRWorkflow, reward
+from tests.environments.areal_user import (
+    GenerationHyperparameters,
+    ModelRequest,
+    RLVRWorkflow,
+    reward,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +38,11 @@ def game(sign: str) -> Any:
 def unscored(folder: Path, **changed: object) -> dict[str, object]:
     """Settings without those of reward functions."""
     of_rewards = ("reward.", "trust.check_rewards")
-    return {key: value for key, value in small(folder, **changed).items() if not key.startswith(of_rewards)}
+    return {
+        key: value
+        for key, value in small(folder, **changed).items()
+        if not key.startswith(of_rewards)
+    }
 
 
 def scored(folder: Path) -> None:
@@ -58,7 +67,8 @@ def test_a_loop_of_ones_own_gets_episodes(tmp_path: Path) -> None:
             rollouts.submit(row)
         batch = rollouts.wait(2)
         given = (batch["response_mask"] == 0) & batch.mask("response")
-        assert batch.lengths("response").tolist() == [3] * 4  # two drawn and one given; two more have no room
+        # two drawn and one given; two more have no room
+        assert batch.lengths("response").tolist() == [3] * 4
         assert given.sum(-1).tolist() == [1] * 4 and batch["finish_reason"] == ["length"] * 4
         rollouts.train(batch)
         rollouts.publish()
@@ -66,10 +76,14 @@ def test_a_loop_of_ones_own_gets_episodes(tmp_path: Path) -> None:
 
 def test_each_call_may_have_a_workflow_of_its_own_also_an_object_of_areals(tmp_path: Path) -> None:
     gconfig = GenerationHyperparameters(max_new_tokens=3)
-    with distflow.rollouts(TINY, unscored(tmp_path / "run"), data=ROWS, workflow=game("=")) as rollouts:
+    with distflow.rollouts(
+        TINY, unscored(tmp_path / "run"), data=ROWS, workflow=game("=")
+    ) as rollouts:
         rlvr = RLVRWorkflow(reward, gconfig, rollouts.tokenizer)
         own = rollouts.rollout_batch(ROWS[:1], workflow=rlvr)
-        assert own["scores"].tolist() == [float(sum(ids[:n]) % 3 == 0) for ids, n in _responses(own)]
+        assert own["scores"].tolist() == [
+            float(sum(ids[:n]) % 3 == 0) for ids, n in _responses(own)
+        ]
         plain = rollouts.rollout_batch(ROWS[:1])
         assert all(set(parts) == {"letters", "turns"} for parts in plain["reward_parts"])
         rollouts.train(plain)
@@ -87,7 +101,9 @@ class Pairs:
 
     gconfig = GenerationHyperparameters(max_new_tokens=2, n_samples=2)
 
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    async def arun_episode(
+        self, engine: Any, data: dict[str, Any]
+    ) -> list[dict[str, torch.Tensor]]:
         return list(await asyncio.gather(*(self.row(engine) for _ in range(2))))
 
     async def row(self, engine: Any) -> dict[str, torch.Tensor]:
@@ -101,7 +117,9 @@ class Pairs:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_episode_of_areals_may_be_several_samples_of_the_group(tmp_path: Path, staleness: int) -> None:
+def test_an_episode_of_areals_may_be_several_samples_of_the_group(
+    tmp_path: Path, staleness: int
+) -> None:
     """Every sample has its own tokens and reward, and the audit of each step holds."""
     changed: dict[str, object] = {
         "trust__audit_freq": 1,
@@ -129,4 +147,6 @@ async def scores(chat: Any, row: Any, reward_fn: Any) -> Any:
 
 
 def _responses(batch: Any) -> list[tuple[list[int], int]]:
-    return list(zip(batch["response_ids"].tolist(), batch.lengths("response").tolist(), strict=True))
+    return list(
+        zip(batch["response_ids"].tolist(), batch.lengths("response").tolist(), strict=True)
+    )

@@ -22,7 +22,8 @@ slow = pytest.mark.slow  # a run each, or several
 
 ALWAYS = ("trust.audit_freq=1", "trainer.total_training_steps=3")
 TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
-ACTOR, ALGORITHM = "actor_rollout_ref.actor", "algorithm"
+ACTOR = "actor_rollout_ref.actor"
+ALGORITHM = "algorithm"
 HEALTHY = {
     "grpo": ("grpo", *TWO),
     "kl in the reward": (
@@ -37,10 +38,18 @@ HEALTHY = {
     "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),
     "remax": ("grpo", f"{ALGORITHM}.adv_estimator=remax"),
     "decoupled": ("grpo", f"{ACTOR}.policy_loss=decoupled", *TWO),
-    "gspo": ("grpo", f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *TWO),
+    "gspo": (
+        "grpo",
+        f"{ACTOR}.policy_loss=gspo",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        *TWO,
+    ),
     "truncated": (
         "grpo",
-        *(f"actor_rollout_ref.rollout.{key}" for key in ("top_p=0.9", "top_k=20", "min_p=0.01", "temperature=0.7")),
+        *(
+            f"actor_rollout_ref.rollout.{key}"
+            for key in ("top_p=0.9", "top_k=20", "min_p=0.01", "temperature=0.7")
+        ),
     ),
     "scaled by the batch": ("grpo", f"{ALGORITHM}.scale_rewards=batch"),
     "huber": ("ppo", "critic.value_loss=huber", "critic.huber_delta=0.1", *TWO),
@@ -50,7 +59,12 @@ HEALTHY = {
         "reward.functions={default: [custom, {name: format, weight: 0.5}]}",
     ),
     "gpg": ("grpo", f"{ALGORITHM}.adv_estimator=gpg", f"{ACTOR}.policy_loss=gpg"),
-    "gmpo": ("grpo", f"{ACTOR}.policy_loss=gmpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *TWO),
+    "gmpo": (
+        "grpo",
+        f"{ACTOR}.policy_loss=gmpo",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        *TWO,
+    ),
     "cpgd": (
         "grpo",
         f"{ACTOR}.policy_loss=cpgd",
@@ -60,7 +74,10 @@ HEALTHY = {
     ),
     "corrected": (
         "grpo",
-        *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("rollout_is=geometric", "rollout_is_threshold=[0,2]")),
+        *(
+            f"{ALGORITHM}.rollout_correction.{key}"
+            for key in ("rollout_is=geometric", "rollout_is_threshold=[0,2]")
+        ),
     ),
     "rejected": (
         "grpo",
@@ -77,29 +94,54 @@ HEALTHY = {
     ),
     "rewards by group and batch": (
         "grpo",
-        *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=group", "std_level=batch", "mean_leave1out=true")),
-        *(f"{ALGORITHM}.{key}" for key in ("reward_shift=-0.5", "reward_scale=3", "reward_clip=0.8")),
-        *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=group", "group_size=2")),
+        *(
+            f"{ALGORITHM}.reward_norm.{key}"
+            for key in ("mean_level=group", "std_level=batch", "mean_leave1out=true")
+        ),
+        *(
+            f"{ALGORITHM}.{key}"
+            for key in ("reward_shift=-0.5", "reward_scale=3", "reward_clip=0.8")
+        ),
+        *(
+            f"{ALGORITHM}.adv_norm.{key}"
+            for key in ("mean_level=batch", "std_level=group", "group_size=2")
+        ),
         *(f"{ALGORITHM}.{key}" for key in ("advantage_clip=1.1", "adv_estimator=reinforce")),
     ),
     "rewards by all so far": (
         "grpo",
         *(f"{ALGORITHM}.reward_norm.{key}" for key in ("mean_level=running", "std_level=running")),
-        *(f"{ALGORITHM}.{key}" for key in ("use_kl_in_reward=true", "whiten_rewards=true", "adv_estimator=reinforce")),
+        *(
+            f"{ALGORITHM}.{key}"
+            for key in ("use_kl_in_reward=true", "whiten_rewards=true", "adv_estimator=reinforce")
+        ),
     ),
-    "whitened once": ("ppo", *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=batch"))),
+    "whitened once": (
+        "ppo",
+        *(f"{ALGORITHM}.adv_norm.{key}" for key in ("mean_level=batch", "std_level=batch")),
+    ),
     "weights of samples": (
         "grpo",
         *(f"{ALGORITHM}.{key}" for key in ("difficulty_weight=[0.5,2]", "length_weight=[1,0.3]")),
-        *(f"{ALGORITHM}.{key}" for key in ("difficulty_mask=[0.1,0.9]", "mask_long_errors=8", "mask_truncated=true")),
+        *(
+            f"{ALGORITHM}.{key}"
+            for key in ("difficulty_mask=[0.1,0.9]", "mask_long_errors=8", "mask_truncated=true")
+        ),
         "actor_rollout_ref.rollout.stop=['1','a','e','o','u',' ']",
     ),
     "out of baselines too": (
         "grpo",
-        *(f"{ALGORITHM}.{key}" for key in ("mask_long_errors=6", "mask_truncated=true", "mask_type=all")),
         *(
             f"{ALGORITHM}.{key}"
-            for key in ("reward_norm.mean_level=running", "use_kl_in_reward=true", "whiten_rewards=true")
+            for key in ("mask_long_errors=6", "mask_truncated=true", "mask_type=all")
+        ),
+        *(
+            f"{ALGORITHM}.{key}"
+            for key in (
+                "reward_norm.mean_level=running",
+                "use_kl_in_reward=true",
+                "whiten_rewards=true",
+            )
         ),
         *(f"{ALGORITHM}.{key}" for key in ("adv_estimator=reinforce", "difficulty_weight=[0.5,2]")),
         "actor_rollout_ref.rollout.stop=['1','a','e','o','u',' ']",
@@ -114,11 +156,18 @@ HEALTHY = {
     "rejected by areal": (
         "grpo",
         f"{ACTOR}.policy_loss=decoupled",
-        f"{ACTOR}.policy_loss_kwargs.rejection_sampling={{level: sequence, metric: kl_k3, upper: 0.01, agg: max}}",
+        (
+            f"{ACTOR}.policy_loss_kwargs.rejection_sampling={{level: sequence, metric: kl_k3, "
+            f"upper: 0.01, agg: max}}"
+        ),
         f"{ACTOR}.optim.lr=3e-2",
         *TWO,
     ),
-    "sgd": ("grpo", f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
+    "sgd": (
+        "grpo",
+        f"{ACTOR}.optim.optimizer=sgd",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    ),
 }
 NOT_PROVEN = {"lora": {"weights"}}
 
@@ -129,35 +178,59 @@ def playground(tmp_path: Path) -> Playground:
 
 
 def audits(run: Run) -> list[Event]:
-    return [event for event in read_events(run.folder) if event.kind == "audit" and event.fields["of"] == "step"]
+    return [
+        event
+        for event in read_events(run.folder)
+        if event.kind == "audit" and event.fields["of"] == "step"
+    ]
 
 
 KEYS = {
     "grpo": ({"kl_control", "correction", "user_code", "dropped"}, {"ref_log_prob"}),
     "ppo": ({"correction", "user_code", "dropped"}, {"ref_log_prob", "values", "old_log_probs"}),
 }
-"""Of each preset the checks that do not apply, and the columns that are compared with the models' own forward."""
+"""Of each preset the checks that do not apply, and the columns that are compared with the models'
+own forward."""
 
 
-ELSEWHERE = {"resume", "turns", "validation", "curriculum", "episodes", "judge_answers", "skipped_rows"}
+ELSEWHERE = {
+    "resume",
+    "turns",
+    "validation",
+    "curriculum",
+    "episodes",
+    "judge_answers",
+    "skipped_rows",
+}
 
 
 @pytest.mark.parametrize("preset", KEYS)
 def test_a_run_with_default_settings_proves_every_check_that_applies(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
-    """Checks look for parts by type or attribute: one that no longer finds its part must not disappear unnoticed."""
-    compared, compare = set[str](), log_probs._same
+    """Checks look for parts by type or attribute: one that no longer finds its part must not
+    disappear unnoticed."""
+    compared = set[str]()
+    compare = log_probs._same
     monkeypatch.setattr(
-        log_probs, "_same", lambda step, sample, column, _: compared.add(column) or compare(step, sample, column, _)
+        log_probs,
+        "_same",
+        lambda step, sample, column, _: compared.add(column) or compare(step, sample, column, _),
     )
     run = playground.run(preset, "trainer.total_training_steps=2", "trust.check_rewards=true")
     inapplicable, columns = KEYS[preset]
-    for audit, elsewhere in zip(audits(run), (ELSEWHERE, {*ELSEWHERE, "data", "loaded"}), strict=True):
-        assert set(audit.fields["proven"]) == {check.name for check in CHECKS} - inapplicable - elsewhere
+    for audit, elsewhere in zip(
+        audits(run), (ELSEWHERE, {*ELSEWHERE, "data", "loaded"}), strict=True
+    ):
+        assert (
+            set(audit.fields["proven"])
+            == {check.name for check in CHECKS} - inapplicable - elsewhere
+        )
         assert audit.fields["unproven"] == {}
     assert len(audits(run)) == 2 and compared == columns and run.notes("warning") == []
-    assert not [note for note in run.notes("info") if note.startswith("audits")], "nobody can act on what they cost"
+    assert not [note for note in run.notes("info") if note.startswith("audits")], (
+        "nobody can act on what they cost"
+    )
 
 
 @slow
@@ -165,16 +238,29 @@ def test_a_run_with_default_settings_proves_every_check_that_applies(
 def test_a_healthy_run_passes_all_checks_silently(playground: Playground, name: str) -> None:
     run = playground.run(*HEALTHY[name], *ALWAYS)
     assert run.notes("warning") == []
-    assert [set(dict(event.fields["unproven"])) for event in audits(run)] == [NOT_PROVEN.get(name, set())] * 3
+    assert [set(dict(event.fields["unproven"])) for event in audits(run)] == [
+        NOT_PROVEN.get(name, set())
+    ] * 3
     assert {"responses", "draws", "loss", "optimizer"} <= set(audits(run)[0].fields["proven"])
     assert "3 steps were audited" in (run.folder / "report.html").read_text()
 
 
 @slow
 def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
-    gone = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+    gone = (
+        "reward.functions",
+        "reward.num_workers",
+        "custom_reward_function.path",
+        "actor_rollout_ref.rollout.n",
+    )
     run = playground.run("sft", "data.response_key=answer", *ALWAYS, *(f"~{key}" for key in gone))
-    assert set(audits(run)[0].fields["proven"]) >= {"responses", "masks", "loss", "gradients", "optimizer"}
+    assert set(audits(run)[0].fields["proven"]) >= {
+        "responses",
+        "masks",
+        "loss",
+        "gradients",
+        "optimizer",
+    }
     assert run.notes("warning") == []
 
 
@@ -182,7 +268,9 @@ def test_supervised_steps_pass_the_checks(playground: Playground) -> None:
 def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
     keys = ("trust.audit_freq=4", "trainer.total_training_steps=12", "trainer.save_freq=11")
     run = playground.run("grpo", *keys)
-    assert [event.message.split(":")[0] for event in audits(run)] == [f"audit of step {n}" for n in (1, 2, 7, 11)]
+    assert [event.message.split(":")[0] for event in audits(run)] == [
+        f"audit of step {n}" for n in (1, 2, 7, 11)
+    ]
     (looks,) = (event for event in read_events(run.folder) if event.kind == "looks")
     assert looks.fields["checks"]["loss"] == 12 - 4, "all steps that were not audited whole"
     playground.run("grpo", *keys)
@@ -197,9 +285,13 @@ NONDETERMINISTIC = {
 
 @slow
 @pytest.mark.parametrize("kind", NONDETERMINISTIC)
-def test_a_nondeterministic_reward_function_is_reported_once(playground: Playground, kind: str) -> None:
+def test_a_nondeterministic_reward_function_is_reported_once(
+    playground: Playground, kind: str
+) -> None:
     head, value = NONDETERMINISTIC[kind]
-    playground.write_reward(f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n")
+    playground.write_reward(
+        f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n"
+    )
     run = playground.run("grpo", *ALWAYS, "trust.check_rewards=false")
     (warning,) = run.notes("warning")
     assert "reward function 'custom' is not deterministic: for sample" in warning
@@ -213,7 +305,10 @@ def test_a_check_that_raises_is_reported_and_has_no_other_effect(
     monkeypatch.setattr(token_level_rewards, "_total", lambda *_: 1 / 0)
     run = playground.run("grpo", *ALWAYS)
     (warning,) = run.notes("warning")
-    assert warning == "the audit could not make its check 'rewards': ZeroDivisionError: division by zero"
+    assert (
+        warning
+        == "the audit could not make its check 'rewards': ZeroDivisionError: division by zero"
+    )
     assert len(run.metrics()) == 3
 
 
@@ -287,12 +382,24 @@ USERS = {
         "padded_mean reads outside the mask|padded_mean mixes groups",
     ),
     "mixed": (f"{ALGORITHM}.adv_estimator=mixed", "mixed mixes groups"),
-    "in_place": (f"{ALGORITHM}.adv_estimator=in_place", "in_place changes its argument token_level_rewards in place"),
-    "loss_in_place": (f"{ACTOR}.policy_loss=loss_in_place", "'loss_in_place' changes its argument advantages in place"),
+    "in_place": (
+        f"{ALGORITHM}.adv_estimator=in_place",
+        "in_place changes its argument token_level_rewards in place",
+    ),
+    "loss_in_place": (
+        f"{ACTOR}.policy_loss=loss_in_place",
+        "'loss_in_place' changes its argument advantages in place",
+    ),
     "noisy": (f"{ALGORITHM}.adv_estimator=noisy", "noisy is not deterministic"),
     "sound": (f"{ALGORITHM}.adv_estimator=sound", None),
-    "padded_loss": (f"{ACTOR}.policy_loss=padded_loss", "the loss 'padded_loss' reads outside the mask"),
-    "deaf_loss": (f"{ACTOR}.policy_loss=deaf_loss", "the loss 'deaf_loss' sends no gradient to any token"),
+    "padded_loss": (
+        f"{ACTOR}.policy_loss=padded_loss",
+        "the loss 'padded_loss' reads outside the mask",
+    ),
+    "deaf_loss": (
+        f"{ACTOR}.policy_loss=deaf_loss",
+        "the loss 'deaf_loss' sends no gradient to any token",
+    ),
     "scalar_loss": (
         f"{ACTOR}.policy_loss=scalar_loss",
         "the loss 'scalar_loss' does not aggregate with distflow.algorithms.agg_loss",
@@ -312,7 +419,13 @@ def test_user_functions_are_audited_for_general_properties(
     (playground.folder / "audited_code.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(playground.folder))
     with forgotten("audited_code"):
-        run = playground.run("grpo", override, "trainer.imports=[audited_code]", *ALWAYS, f"{ACTOR}.use_kl_loss=false")
+        run = playground.run(
+            "grpo",
+            override,
+            "trainer.imports=[audited_code]",
+            *ALWAYS,
+            f"{ACTOR}.use_kl_loss=false",
+        )
     warnings = run.notes("warning")
     if message is None:
         assert warnings == []
@@ -341,23 +454,30 @@ def doubled(token_level_rewards, response_mask):
 @register_policy_loss("plain", formula=lambda tokens, options: {sign}tokens.advantages * tokens.now)
 def plain(log_probs, advantages, loss_mask):
     return -log_probs * advantages, {{}}
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
-    ("gain", "sign", "found"), [(2, "-", None), pytest.param(3, "-", "advantages", marks=slow), (2, "+", "loss")]
+    ("gain", "sign", "found"),
+    [(2, "-", None), pytest.param(3, "-", "advantages", marks=slow), (2, "+", "loss")],
 )
 def test_an_estimator_and_a_loss_of_the_user_with_formulas_are_proven(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, gain: int, sign: str, found: str | None
 ) -> None:
     (playground.folder / "with_formulas.py").write_text(FORMULAS.format(gain=gain, sign=sign))
     monkeypatch.syspath_prepend(str(playground.folder))
-    chosen = (f"{ALGORITHM}.adv_estimator=doubled", f"{ACTOR}.policy_loss=plain", f"{ACTOR}.use_kl_loss=false")
+    chosen = (
+        f"{ALGORITHM}.adv_estimator=doubled",
+        f"{ACTOR}.policy_loss=plain",
+        f"{ACTOR}.use_kl_loss=false",
+    )
     with (
         forgotten("with_formulas"),
         pytest.raises(TrustError, match=rf"\({found}\)") if found else nullcontext(),
     ):
-        run = playground.run("grpo", *chosen, "trainer.imports=[with_formulas]", "trainer.total_training_steps=1")
+        run = playground.run(
+            "grpo", *chosen, "trainer.imports=[with_formulas]", "trainer.total_training_steps=1"
+        )
         assert {"advantages", "loss"} <= set(audits(run)[0].fields["proven"])
 
 
@@ -376,7 +496,7 @@ def short():
     pipeline.add_node("compare", func=nodes + "compute_advantage", deps=["judge"], node_role=NodeRole.ADVANTAGE)
     pipeline.add_node("train", func=nodes + "train_actor", deps=["compare"], node_role=NodeRole.ACTOR)
     return pipeline.build()
-"""
+"""  # noqa: E501
 
 
 @slow
@@ -423,8 +543,13 @@ def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, an
         return
     run = playground.run(*given)
     (warning,) = run.notes("warning")
-    corrects = "rollout_corr/rollout_is_mean" in run.metrics()[1]  # from the step after the one that was found apart
-    assert corrects == (answer == "correct") == ("is weighted by the ratio of the two from here on" in warning)
+    # from the step after the one that was found apart
+    corrects = "rollout_corr/rollout_is_mean" in run.metrics()[1]
+    assert (
+        corrects
+        == (answer == "correct")
+        == ("is weighted by the ratio of the two from here on" in warning)
+    )
     if corrects:
         assert run.metrics()[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0005, abs=1e-4)
 
@@ -437,5 +562,8 @@ def test_every_check_states_its_needs() -> None:
 
 def test_the_docs_have_the_present_table() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
-    table = "".join(f"| {check.name} | {check.statement} | {check.needs} | {check.limit} |\n" for check in CHECKS)
+    table = "".join(
+        f"| {check.name} | {check.statement} | {check.needs} | {check.limit} |\n"
+        for check in CHECKS
+    )
     assert table in docs, f"put these rows into the table of docs/trust.md:\n{table}"

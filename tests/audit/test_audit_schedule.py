@@ -65,7 +65,8 @@ def test_whatever_an_audit_may_meet_was_expected(staleness: int) -> None:
 
 
 def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
-    layer, kept = nn.Linear(3, 2), KeptWeights(3, torch.bfloat16)
+    layer = nn.Linear(3, 2)
+    kept = KeptWeights(3, torch.bfloat16)
     layer.bias.requires_grad_(False)
     for version in range(6):
         with torch.no_grad():
@@ -90,7 +91,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def spend(schedule: AuditSchedule, clock: list[float], step: int, depth: Depth, seconds: float) -> None:
+def spend(
+    schedule: AuditSchedule, clock: list[float], step: int, depth: Depth, seconds: float
+) -> None:
     with schedule.timed(step, depth):
         clock[0] += seconds
 
@@ -115,7 +118,11 @@ def test_looks_are_spread_over_the_run_whatever_they_cost(clock: list[float]) ->
     schedule = AuditSchedule(20, 7, last_step=149)
     spend(schedule, clock, 30, Depth.LOOK, 100.0)
     looked = [step for step in range(7, 150) if schedule.looks_at(step) is Depth.LOOK]
-    assert looked == [*range(7, 16), *(7 + since for since in (12, 16, 24, 32, 48, 64, 96, 128)), 149]
+    assert looked == [
+        *range(7, 16),
+        *(7 + since for since in (12, 16, 24, 32, 48, 64, 96, 128)),
+        149,
+    ]
 
 
 def test_what_the_first_ones_cost_is_made_up_for(clock: list[float]) -> None:
@@ -124,7 +131,9 @@ def test_what_the_first_ones_cost_is_made_up_for(clock: list[float]) -> None:
     spend(schedule, clock, 0, Depth.AUDIT, 100.0)
     clock[0] = 1000.0
     spend(schedule, clock, 30, Depth.LOOK, 1.0)
-    assert schedule.looks_at(31) is Depth.QUICK, "a quarter of the share of 2 s while more than 1 % is spent"
+    assert schedule.looks_at(31) is Depth.QUICK, (
+        "a quarter of the share of 2 s while more than 1 % is spent"
+    )
     spend(schedule, clock, 31, Depth.NONE, 0.0)
     clock[0] = 6000.0
     spend(schedule, clock, 32, Depth.LOOK, 40.0)

@@ -1,5 +1,6 @@
-"""What is checked of every update and every step, where no audit and no look is made any more: a fault in single
-updates is found at the first that it strikes, and nothing is said where there is none."""
+"""What is checked of every update and every step, where no audit and no look is made any more: a
+fault in single updates is found at the first that it strikes, and nothing is said where there is
+none."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -49,7 +50,9 @@ def playground(tmp_path: Path, monkeypatch: Patch) -> Playground:
     return Playground(tmp_path, num_rows=64)
 
 
-def found(playground: Playground, patch: Patch, plant: Plant, preset: str, *more: str, says: str) -> None:
+def found(
+    playground: Playground, patch: Patch, plant: Plant, preset: str, *more: str, says: str
+) -> None:
     steps = plant_from(patch, BEGIN, plant)
     with pytest.raises(TrustError, match=rf"step {BEGIN + 1} found \({says}"):
         playground.run(preset, *TWO, *more)
@@ -61,13 +64,23 @@ def never_cleared(patch: Patch) -> None:
 
 
 @slow
-def test_gradients_that_are_kept_where_no_look_is_made(playground: Playground, monkeypatch: Patch) -> None:
+def test_gradients_that_are_kept_where_no_look_is_made(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
-    found(playground, monkeypatch, never_cleared, "grpo", says=r"gradients\): .* began with gradients left over")
+    found(
+        playground,
+        monkeypatch,
+        never_cleared,
+        "grpo",
+        says=r"gradients\): .* began with gradients left over",
+    )
 
 
 @slow
-def test_accepted_groups_without_those_that_wait(playground: Playground, monkeypatch: Patch) -> None:
+def test_accepted_groups_without_those_that_wait(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     original = worker.group_metrics
 
     def only_consumed(counts: Any, *more: Any) -> dict[str, float]:
@@ -120,14 +133,27 @@ def scaled(factor: float, shift: float = 0.0, node_id: str = "calculate_advantag
         pytest.param(never_cleared, "gradients.: .* began with gradients left over", marks=slow),
         pytest.param(never_clipped, "gradients.: .* was given a gradient of norm", marks=slow),
         pytest.param(twice_the_loss, "gradients.: .* entered the gradient 2 times instead of once"),
-        pytest.param(a_micro_batch_left_out, "gradients.: .* entered the gradient 0 times instead of once", marks=slow),
-        pytest.param(a_part_missing, "gradients.: .*(of norm|is not the sum of the micro-batches')"),
+        pytest.param(
+            a_micro_batch_left_out,
+            "gradients.: .* entered the gradient 0 times instead of once",
+            marks=slow,
+        ),
+        pytest.param(
+            a_part_missing, "gradients.: .*(of norm|is not the sum of the micro-batches')"
+        ),
     ],
 )
 def test_gradients_of_updates_that_nothing_else_watches(
     playground: Playground, monkeypatch: Patch, plant: Plant, says: str
 ) -> None:
-    found(playground, monkeypatch, plant, "grpo", "actor_rollout_ref.actor.max_grad_norm=0.1", says=says)
+    found(
+        playground,
+        monkeypatch,
+        plant,
+        "grpo",
+        "actor_rollout_ref.actor.max_grad_norm=0.1",
+        says=says,
+    )
 
 
 def advantages_reversed(batch: Batch) -> None:
@@ -155,9 +181,16 @@ def test_scores_or_advantages_of_other_samples_where_nothing_else_is_checked(
 ) -> None:
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
     begin = BEGIN - (name == "scores")  # when the scores of the next step are given
-    plant = scores_reversed if name == "scores" else plant_behind("calculate_advantages", advantages_reversed)
+    plant = (
+        scores_reversed
+        if name == "scores"
+        else plant_behind("calculate_advantages", advantages_reversed)
+    )
     steps = plant_from(monkeypatch, begin, plant)
-    says = rf"step {BEGIN + 1} found \(advantages\): sample .* by its reward functions and the advantage"
+    says = (
+        rf"step {BEGIN + 1} found \(advantages\): sample .* by its reward functions and the "
+        r"advantage"
+    )
     with pytest.raises(TrustError, match=says):
         playground.run("grpo", *TWO)
     assert steps[-1] == BEGIN
@@ -181,10 +214,19 @@ def narrow_clip(share: float, reach: float) -> Plant:
 
 
 @slow
-def test_a_clip_of_values_that_is_narrower_on_a_few_tokens(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_clip_of_values_that_is_narrower_on_a_few_tokens(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     more = ("critic.ppo_epochs=4", "critic.optim.lr=1e-2", "actor_rollout_ref.rollout.n=4")
     plant = narrow_clip(0.05, 0.1)
-    found(playground, monkeypatch, plant, "ppo", *more, says="loss.: the gradient of the critic's loss .* another clip")
+    found(
+        playground,
+        monkeypatch,
+        plant,
+        "ppo",
+        *more,
+        says="loss.: the gradient of the critic's loss .* another clip",
+    )
 
 
 def stands_still(patch: Patch) -> None:
@@ -193,7 +235,9 @@ def stands_still(patch: Patch) -> None:
 
     def planted(self: TorchTrainEngine, lrs: list[float]) -> None:
         watched = dict(striped(trained(self.model), BEGIN))
-        name, weight = next(each for each in self.model.named_parameters() if each[0] not in watched)
+        name, weight = next(
+            each for each in self.model.named_parameters() if each[0] not in watched
+        )
         before = weight.detach().clone()
         original(self, lrs)
         weight.detach().copy_(before)
@@ -202,7 +246,13 @@ def stands_still(patch: Patch) -> None:
 
 
 def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) -> None:
-    found(playground, monkeypatch, stands_still, "grpo", says="optimizer.: model.* did not move at the learning rate")
+    found(
+        playground,
+        monkeypatch,
+        stands_still,
+        "grpo",
+        says="optimizer.: model.* did not move at the learning rate",
+    )
 
 
 def norms_stand_still(patch: Patch) -> None:
@@ -221,12 +271,24 @@ def norms_stand_still(patch: Patch) -> None:
 
 @slow
 @pytest.mark.parametrize("is_planted", [True, False])
-def test_weights_that_an_update_leaves_out(playground: Playground, monkeypatch: Patch, is_planted: bool) -> None:
-    rate = ("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.scheduler=constant")
+def test_weights_that_an_update_leaves_out(
+    playground: Playground, monkeypatch: Patch, is_planted: bool
+) -> None:
+    rate = (
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.scheduler=constant",
+    )
     if not is_planted:
         playground.run("grpo", *TWO, *rate)
         return
-    found(playground, monkeypatch, norms_stand_still, "grpo", *rate, says=r"optimizer.: model\..*norm.* did not move")
+    found(
+        playground,
+        monkeypatch,
+        norms_stand_still,
+        "grpo",
+        *rate,
+        says=r"optimizer.: model\..*norm.* did not move",
+    )
 
 
 def moments_halved(engine: TorchTrainEngine) -> None:
@@ -239,10 +301,15 @@ def weights_scaled(engine: TorchTrainEngine) -> None:
         parameter.data.mul_(1.001)
 
 
-@pytest.mark.parametrize(("change", "says"), [(moments_halved, "exp_avg_sq of "), (weights_scaled, "model.")])
+@pytest.mark.parametrize(
+    ("change", "says"), [(moments_halved, "exp_avg_sq of "), (weights_scaled, "model.")]
+)
 @slow
 def test_a_model_that_changes_between_two_updates(
-    playground: Playground, monkeypatch: Patch, change: Callable[[TorchTrainEngine], None], says: str
+    playground: Playground,
+    monkeypatch: Patch,
+    change: Callable[[TorchTrainEngine], None],
+    says: str,
 ) -> None:
     original = Worker._after_step
 
@@ -252,12 +319,18 @@ def test_a_model_that_changes_between_two_updates(
             change(self.resources.actor)  # type: ignore[arg-type]  # it is torch's
 
     monkeypatch.setattr(Worker, "_after_step", planted)
-    (said,) = [each for each in playground.run("grpo", *TWO).notes("warning") if "between two optimizer steps" in each]
+    (said,) = [
+        each
+        for each in playground.run("grpo", *TWO).notes("warning")
+        if "between two optimizer steps" in each
+    ]
     assert said.startswith(says)
 
 
 @slow
-def test_a_sync_and_a_validation_that_are_left_out(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_sync_and_a_validation_that_are_left_out(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     send = WeightSync.send
 
     def planted(self: WeightSync, version: Any) -> Any:
@@ -265,11 +338,21 @@ def test_a_sync_and_a_validation_that_are_left_out(playground: Playground, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightSync, "send", planted)
-        with pytest.raises(TrustError, match=f"step {BEGIN + 1} begins with version {BEGIN - 1} sent, but {BEGIN} is"):
+        with pytest.raises(
+            TrustError,
+            match=f"step {BEGIN + 1} begins with version {BEGIN - 1} sent, but {BEGIN} is",
+        ):
             playground.run("grpo", *TWO, "async.max_staleness=2", name="unsent")
-    validating = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=2")
+    validating = (
+        f"data.val_files={playground.folder}/rows.jsonl",
+        "data.allow_overlap=true",
+        "trainer.test_freq=2",
+    )
     monkeypatch.setattr(ValidationRunner, "validate", lambda self, step: {})
-    with pytest.raises(TrustError, match="the validation after step 2 is due by trainer.test_freq, but was not made"):
+    with pytest.raises(
+        TrustError,
+        match="the validation after step 2 is due by trainer.test_freq, but was not made",
+    ):
         playground.run("grpo", *TWO, *validating, name="not-validated")
 
 
@@ -283,7 +366,9 @@ def test_greedy_responses_that_are_sampled(playground: Playground, monkeypatch: 
         return draw(policy, logits, law._replace(greedy=False), *more)
 
     plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(sampler, "draw_by_law", planted))
-    with pytest.raises(TrustError, match=rf"validation after step {BEGIN + 1} found .* than the most likely one"):
+    with pytest.raises(
+        TrustError, match=rf"validation after step {BEGIN + 1} found .* than the most likely one"
+    ):
         playground.run("grpo", *TWO, *VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
 
 
@@ -308,7 +393,14 @@ def test_greedy_responses(playground: Playground) -> None:
 def test_advantages_that_are_not_whitened_over_the_step(
     playground: Playground, monkeypatch: Patch, preset: str, more: tuple[str, ...], plant: Plant
 ) -> None:
-    found(playground, monkeypatch, plant, preset, *more, says="advantages.: .*over the step, but have the mean")
+    found(
+        playground,
+        monkeypatch,
+        plant,
+        preset,
+        *more,
+        says="advantages.: .*over the step, but have the mean",
+    )
 
 
 @slow
@@ -317,31 +409,52 @@ def test_advantages_that_are_not_whitened_over_the_step(
     [
         ("grpo", ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40",)),
         ("grpo", NORM),
-        ("grpo", ("algorithm.mask_truncated=true", "data.max_response_length=2")),  # most mini-batches are empty
+        # most mini-batches are empty
+        ("grpo", ("algorithm.mask_truncated=true", "data.max_response_length=2")),
         ("ppo", ("actor_rollout_ref.rollout.n=4",)),
     ],
 )
-def test_the_same_runs_without_a_fault(playground: Playground, preset: str, more: tuple[str, ...]) -> None:
+def test_the_same_runs_without_a_fault(
+    playground: Playground, preset: str, more: tuple[str, ...]
+) -> None:
     run = playground.run(preset, *TWO, *more)
     assert run.notes("error") == []
     assert all("no token in the loss" in warning for warning in run.notes("warning"))
 
 
 @slow
-def test_groups_that_a_filter_drops_though_their_scores_differ(playground: Playground, monkeypatch: Patch) -> None:
+def test_groups_that_a_filter_drops_though_their_scores_differ(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     original = rollout_reward_filter.drop_reason
 
     def drops_close_ones(values: torch.Tensor, *more: Any) -> str | None:
         return "all_equal" if float(values.max() - values.min()) < 0.6 else original(values, *more)
 
-    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(rollout_reward_filter, "drop_reason", drops_close_ones))
-    with pytest.raises(TrustError, match=r"found \(dropped\): group \d+ was dropped for one score on all its samples"):
-        playground.run("grpo", *TWO, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
+    plant_from(
+        monkeypatch,
+        BEGIN,
+        lambda patch: patch.setattr(rollout_reward_filter, "drop_reason", drops_close_ones),
+    )
+    with pytest.raises(
+        TrustError,
+        match=r"found \(dropped\): group \d+ was dropped for one score on all its samples",
+    ):
+        playground.run(
+            "grpo",
+            *TWO,
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.metric=score",
+        )
 
 
 @slow
-def test_groups_that_a_filter_keeps_though_their_scores_are_equal(playground: Playground, monkeypatch: Patch) -> None:
-    playground.write_reward("def compute_score(solution_str):\n    return float(len(set(solution_str)) % 2)\n")
+def test_groups_that_a_filter_keeps_though_their_scores_are_equal(
+    playground: Playground, monkeypatch: Patch
+) -> None:
+    playground.write_reward(
+        "def compute_score(solution_str):\n    return float(len(set(solution_str)) % 2)\n"
+    )
 
     def keeps_all(patch: Patch) -> None:
         patch.setattr(rollout_reward_filter, "drop_reason", lambda *more: None)
@@ -349,23 +462,33 @@ def test_groups_that_a_filter_keeps_though_their_scores_are_equal(playground: Pl
     plant_from(monkeypatch, BEGIN, keeps_all)
     filters = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=2")
     with pytest.raises(
-        TrustError, match=rf"step {BEGIN + 2} found \(groups\): group \d+ was kept, but all its samples"
+        TrustError,
+        match=rf"step {BEGIN + 2} found \(groups\): group \d+ was kept, but all its samples",
     ):
         playground.run("grpo", *TWO, *filters)
 
 
 @slow
 @pytest.mark.parametrize("ends", [True, False])
-def test_responses_that_continue_after_a_stop_string(playground: Playground, monkeypatch: Patch, ends: bool) -> None:
+def test_responses_that_continue_after_a_stop_string(
+    playground: Playground, monkeypatch: Patch, ends: bool
+) -> None:
     original = embedded.finish_reason
 
     def misses_strings(ids: list[int], params: Any, tokenizer: Any) -> Any:
         return original(ids, params if ends else replace(params, stop=()), tokenizer)
 
-    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(embedded, "finish_reason", misses_strings))
-    says = rf"step {BEGIN + 2} found \(responses\): sample \S+ continues after a string of rollout.stop"
+    plant_from(
+        monkeypatch, BEGIN, lambda patch: patch.setattr(embedded, "finish_reason", misses_strings)
+    )
+    says = (
+        rf"step {BEGIN + 2} found \(responses\): sample \S+ continues after a string of "
+        r"rollout.stop"
+    )
     with nullcontext() if ends else pytest.raises(TrustError, match=says):
-        playground.run("grpo", *TWO, "actor_rollout_ref.rollout.stop=[a, b, c, d, e, f, g, h, 'i', j, k]")
+        playground.run(
+            "grpo", *TWO, "actor_rollout_ref.rollout.stop=[a, b, c, d, e, f, g, h, 'i', j, k]"
+        )
 
 
 @slow
@@ -377,21 +500,41 @@ def test_a_throughput_of_other_tokens(playground: Playground, monkeypatch: Patch
         return replace(figures, num_tokens=figures.num_tokens + int(figures.prompt_lengths.sum()))
 
     monkeypatch.setattr(worker.Figures, "joined", staticmethod(with_prompts_twice))
-    with pytest.raises(TrustError, match=r"step 2 found \(metrics\): throughput/tokens_per_s of the step before"):
+    with pytest.raises(
+        TrustError, match=r"step 2 found \(metrics\): throughput/tokens_per_s of the step before"
+    ):
         playground.run("grpo", *TWO)
 
 
 @slow
 @pytest.mark.parametrize("keeps_worst", [True, False])
-def test_the_checkpoint_that_is_kept_as_the_best(playground: Playground, monkeypatch: Patch, keeps_worst: bool) -> None:
-    frequencies = ("trainer.test_freq=1", "trainer.save_freq=1", "trainer.keep_last=1", "trainer.keep_best=true")
-    rows = (f"data.val_files={playground.folder}/rows.jsonl", "data.val_max_samples=4", "data.allow_overlap=true")
-    options = (*TWO, *frequencies, *rows, "reward.functions={default: [length, {name: custom, weight: 0}]}")
+def test_the_checkpoint_that_is_kept_as_the_best(
+    playground: Playground, monkeypatch: Patch, keeps_worst: bool
+) -> None:
+    frequencies = (
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "trainer.keep_last=1",
+        "trainer.keep_best=true",
+    )
+    rows = (
+        f"data.val_files={playground.folder}/rows.jsonl",
+        "data.val_max_samples=4",
+        "data.allow_overlap=true",
+    )
+    options = (
+        *TWO,
+        *frequencies,
+        *rows,
+        "reward.functions={default: [length, {name: custom, weight: 0}]}",
+    )
     if not keeps_worst:
         playground.run("grpo", *options)
         return
     monkeypatch.setattr(worker, "score", lambda name, metrics: -metrics[name])
-    with pytest.raises(TrustError, match=r"found \(validation\): the checkpoint of step \d is compared by -1 for"):
+    with pytest.raises(
+        TrustError, match=r"found \(validation\): the checkpoint of step \d is compared by -1 for"
+    ):
         playground.run("grpo", *options)
 
 
@@ -413,7 +556,9 @@ def test_complete_groups_that_are_passed_over(playground: Playground, monkeypatc
 
 
 @slow
-def test_a_kl_that_is_reported_and_left_out_of_the_loss(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_kl_that_is_reported_and_left_out_of_the_loss(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     def without_kl(patch: Patch) -> None:
         call = PolicyObjective.__call__
 
@@ -426,11 +571,19 @@ def test_a_kl_that_is_reported_and_left_out_of_the_loss(playground: Playground, 
 
         patch.setattr(PolicyObjective, "__call__", planted)
 
-    found(playground, monkeypatch, without_kl, "grpo", says=r"gradients\): the loss of a mini-batch of the actor is")
+    found(
+        playground,
+        monkeypatch,
+        without_kl,
+        "grpo",
+        says=r"gradients\): the loss of a mini-batch of the actor is",
+    )
 
 
 @slow
-def test_scores_with_a_bonus_that_no_function_gives(playground: Playground, monkeypatch: Patch) -> None:
+def test_scores_with_a_bonus_that_no_function_gives(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     def with_bonus(patch: Patch) -> None:
         scored = rollout_reward_filter._scored
 
@@ -441,7 +594,9 @@ def test_scores_with_a_bonus_that_no_function_gives(playground: Playground, monk
         patch.setattr(rollout_reward_filter, "_scored", planted)
 
     plant_from(monkeypatch, BEGIN, with_bonus)
-    with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ has the score"):
+    with pytest.raises(
+        TrustError, match=rf"step {BEGIN + 2} found \(rewards\): sample \S+ has the score"
+    ):
         playground.run("grpo", *TWO)
 
 
@@ -452,18 +607,25 @@ def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypa
 
         def planted(generation: Any) -> Any:
             lists = ("token_ids", "rollout_log_probs", "sampling_log_probs", "versions")
-            return made(replace(generation, **{name: getattr(generation, name)[:-1] for name in lists}))
+            return made(
+                replace(generation, **{name: getattr(generation, name)[:-1] for name in lists})
+            )
 
         patch.setattr(rollout_reward_filter, "policy_segment", planted)
 
     plant_from(monkeypatch, BEGIN, cut)
-    with pytest.raises(TrustError, match=rf"step {BEGIN + 2} found \(responses\): sample \S+ is trained on with the"):
+    with pytest.raises(
+        TrustError,
+        match=rf"step {BEGIN + 2} found \(responses\): sample \S+ is trained on with the",
+    ):
         playground.run("grpo", *TWO)
 
 
 def test_a_step_that_another_watches_behind_a_skipped_one_is_no_change_from_outside() -> None:
     model = torch.nn.Linear(2, 2, bias=False)
-    engine: Any = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    engine: Any = SimpleNamespace(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     watch, loss = GradientWatch(engine), SimpleNamespace(outputs=())
 
     def update(turn: int, moves: bool) -> UpdateRecord:
@@ -506,7 +668,11 @@ def test_errors_of_a_validation_that_count_as_scores(
 
     monkeypatch.setattr(rollout_reward_filter, "_scored", planted)
     playground.write_reward(FAILING)
-    keys = (*VALIDATING, f"data.val_files={playground.folder}/rows.jsonl", "reward.on_error={score: 0}")
+    keys = (
+        *VALIDATING,
+        f"data.val_files={playground.folder}/rows.jsonl",
+        "reward.on_error={score: 0}",
+    )
     says = r"\(validation\): val/errors is reported as 0, but \d+ by the recorded scores"
     with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
         playground.run("grpo", *TWO, *keys, "reward.max_error_rate=0.9")
@@ -525,13 +691,19 @@ def test_more_groups_at_once_than_the_config_allows(
 
     monkeypatch.setattr(Admission, "__init__", planted)
     keys = ("async.max_staleness=2", "async.max_concurrent_rollouts=1")
-    with pytest.raises(TrustError, match=r"\d+ groups ran at once, but") if is_planted else nullcontext():
+    with (
+        pytest.raises(TrustError, match=r"\d+ groups ran at once, but")
+        if is_planted
+        else nullcontext()
+    ):
         playground.run("grpo", *TWO, *keys)
 
 
 @slow
 @pytest.mark.parametrize("is_planted", [True, False])
-def test_pairs_that_are_validated_by_another_tokens_score(tmp_path: Path, monkeypatch: Patch, is_planted: bool) -> None:
+def test_pairs_that_are_validated_by_another_tokens_score(
+    tmp_path: Path, monkeypatch: Patch, is_planted: bool
+) -> None:
     forward = TorchScorer.forward
 
     def planted(self: TorchScorer, batch: Batch, outputs: tuple[str, ...]) -> Batch:
@@ -541,9 +713,21 @@ def test_pairs_that_are_validated_by_another_tokens_score(tmp_path: Path, monkey
 
     monkeypatch.setattr(TorchScorer, "forward", planted)
     playground = Playground(tmp_path)
-    playground.write_rows([{"prompt": f"a{i}", "chosen": f"yes{i}", "rejected": f"no{i}"} for i in range(16)])
-    none = ("~reward.functions", "~custom_reward_function.path", "~reward.num_workers", "~actor_rollout_ref.rollout.n")
-    keys = ("data.max_prompt_length=32", "data.max_response_length=32", "trainer.total_training_steps=2", *VALIDATING)
+    playground.write_rows(
+        [{"prompt": f"a{i}", "chosen": f"yes{i}", "rejected": f"no{i}"} for i in range(16)]
+    )
+    none = (
+        "~reward.functions",
+        "~custom_reward_function.path",
+        "~reward.num_workers",
+        "~actor_rollout_ref.rollout.n",
+    )
+    keys = (
+        "data.max_prompt_length=32",
+        "data.max_response_length=32",
+        "trainer.total_training_steps=2",
+        *VALIDATING,
+    )
     says = r"\(validation\): the chosen text of row \d+ of 'val' has the score"
     with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
         playground.run("rm", *none, *keys, f"data.val_files={tmp_path}/rows.jsonl")
@@ -560,10 +744,19 @@ def one_weight_drawn_anew(patch: Patch) -> None:
 
 
 @slow
-def test_a_weight_that_something_else_writes_in_an_update(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_weight_that_something_else_writes_in_an_update(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.NONE)
     says = r"optimizer\): .*lora_A.* moved by .* something else wrote to it"
-    found(playground, monkeypatch, one_weight_drawn_anew, "grpo", "actor_rollout_ref.model.lora_rank=2", says=says)
+    found(
+        playground,
+        monkeypatch,
+        one_weight_drawn_anew,
+        "grpo",
+        "actor_rollout_ref.model.lora_rank=2",
+        says=says,
+    )
 
 
 @pytest.mark.parametrize(("factor", "is_wrong"), [(1.0, False), (1.2, True)])

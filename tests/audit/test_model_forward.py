@@ -1,4 +1,5 @@
-"""The auditor over a model whose weights lie on two ranks; each has asserted what it can see of its own part."""
+"""The auditor over a model whose weights lie on two ranks; each has asserted what it can see of its
+own part."""
 
 from pathlib import Path
 

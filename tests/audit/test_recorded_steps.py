@@ -47,15 +47,22 @@ from tests.tiny_models import write_tiny_model
 def writer(column: str) -> Any:
     """A built-in node that writes the column."""
     return SimpleNamespace(
-        node_id=column, node_role=NodeRole.DEFAULT, fn=nodes.generate, contract=SimpleNamespace(writes=(column,))
+        node_id=column,
+        node_role=NodeRole.DEFAULT,
+        fn=nodes.generate,
+        contract=SimpleNamespace(writes=(column,)),
     )
 
 
 def recorded(
-    batch: Batch, *overrides: str, pipeline: tuple[Any, ...] = (), ranks: Any = None, **resources: Any
+    batch: Batch,
+    *overrides: str,
+    pipeline: tuple[Any, ...] = (),
+    ranks: Any = None,
+    **resources: Any,
 ) -> RecordedStep:
-    """Step 1 of a run with this batch. pipeline: its nodes. ranks: that share the step, one without it. resources: its
-    engines, None for the others."""
+    """Step 1 of a run with this batch. pipeline: its nodes. ranks: that share the step, one without
+    it. resources: its engines, None for the others."""
     config = load_config("grpo", overrides, complete=False).config
     data = SimpleNamespace(domains=(), group_size=2, total_steps=10)
     run: Any = SimpleNamespace(
@@ -74,29 +81,45 @@ def update(step: RecordedStep, batch: Batch | None = None) -> UpdateRecord:
     optim = step.config.actor_rollout_ref.actor.optim
     metrics = {"lr": optim.lr * schedule(optim, 0, total_updates(step, "actor"))}
     loss: Any = None
-    return UpdateRecord("actor", WeightsOnly(), loss, step.batch if batch is None else batch, metrics=metrics)
+    return UpdateRecord(
+        "actor", WeightsOnly(), loss, step.batch if batch is None else batch, metrics=metrics
+    )
 
 
 @pytest.mark.parametrize("node_id", ["dynamic_sampling", "mine"])
 def test_the_filter_of_groups_is_found_under_any_id(node_id: str) -> None:
     batch = sampled_batch()
     batch["acc"] = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    role, contract = NodeRole.DYNAMIC_SAMPLING, SimpleNamespace(writes=())
-    node = SimpleNamespace(node_id=node_id, node_role=role, fn=nodes.dynamic_sampling, contract=contract)
+    role = NodeRole.DYNAMIC_SAMPLING
+    contract = SimpleNamespace(writes=())
+    node = SimpleNamespace(
+        node_id=node_id, node_role=role, fn=nodes.dynamic_sampling, contract=contract
+    )
     filters = "algorithm.filter_groups.enable=true"
     with pytest.raises(Wrong, match=r"group 1 was kept, but all its samples have the acc \{1\.0\}"):
         audit_groups.run(recorded(batch, filters, pipeline=(node,)))
-    assert audit_groups.run(recorded(batch, filters)) is None, "without the node nothing is filtered"
+    assert audit_groups.run(recorded(batch, filters)) is None, (
+        "without the node nothing is filtered"
+    )
     node.fn = lambda: None
-    assert audit_groups.run(recorded(batch, filters, pipeline=(node,))) is None, "a user's filter has its own criterion"
+    assert audit_groups.run(recorded(batch, filters, pipeline=(node,))) is None, (
+        "a user's filter has its own criterion"
+    )
 
 
 @pytest.mark.parametrize(
     ("metric", "scores", "parts", "wrong"),
     [
-        ("acc", [1.0, 0.0], [{"math": 1.0}, {"math": 0.0}], ""),  # the judge's error came after the filter
-        ("acc", [1.0, 1.0], [{"math": 1.0}, {"math": 1.0}], "group 1 was kept, but all its samples have the acc"),
-        ("acc", [1.0, 0.0], [{"math": 1.0}, {}], "group 1 was kept"),  # the error was one of the reward function
+        # the judge's error came after the filter
+        ("acc", [1.0, 0.0], [{"math": 1.0}, {"math": 0.0}], ""),
+        (
+            "acc",
+            [1.0, 1.0],
+            [{"math": 1.0}, {"math": 1.0}],
+            "group 1 was kept, but all its samples have the acc",
+        ),
+        # the error was one of the reward function
+        ("acc", [1.0, 0.0], [{"math": 1.0}, {}], "group 1 was kept"),
         ("score", [1.0, 0.0], [{"math": 1.0}, {"math": 0.0}], ""),
         ("math", [1.0, 1.0], [{"math": 1.0}, {"math": 0.0}], ""),
     ],
@@ -106,18 +129,27 @@ def test_a_kept_group_is_judged_by_what_the_filter_knew(
 ) -> None:
     """Both groups are scored by a judge of the run, which has no score for the last sample."""
     batch = sampled_batch()
-    batch["acc"], batch["valid"] = torch.tensor([1.0, 0.0, *scores]), torch.tensor([True, True, True, False])
+    batch["acc"] = torch.tensor([1.0, 0.0, *scores])
+    batch["valid"] = torch.tensor([True, True, True, False])
     said = [{"judge": 0.75}, {"judge": 0.25}, {"judge": 0.5}, {}]
     every = [{"math": 1.0}, {"math": 0.0}, *parts]
     batch["reward_parts"] = [part | more for part, more in zip(every, said, strict=True)]
     batch["scores"] = torch.tensor([1.75, 0.25, 1.5, 0.0])
-    batch["reward_errors"], batch["reward_extra"] = [None, None, None, "judge: no idea"], [{}] * 4
-    role, contract = NodeRole.DYNAMIC_SAMPLING, SimpleNamespace(writes=())
-    node = SimpleNamespace(node_id="filter", node_role=role, fn=nodes.dynamic_sampling, contract=contract)
+    batch["reward_errors"] = [None, None, None, "judge: no idea"]
+    batch["reward_extra"] = [{}] * 4
+    role = NodeRole.DYNAMIC_SAMPLING
+    contract = SimpleNamespace(writes=())
+    node = SimpleNamespace(
+        node_id="filter", node_role=role, fn=nodes.dynamic_sampling, contract=contract
+    )
     models = "reward_model.models={judge: {path: builtin:tiny, judge: true}}"
     filters = ("algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}")
     step = recorded(
-        batch, models, *filters, "reward.functions={default: [math]}", pipeline=(node, writer("reward_parts"))
+        batch,
+        models,
+        *filters,
+        "reward.functions={default: [math]}",
+        pipeline=(node, writer("reward_parts")),
     )
     with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
         assert audit_groups.run(step) is None
@@ -137,10 +169,15 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
 ) -> None:
     """The second turn follows the first without a token between them."""
     batch = sampled_batch()
-    batch["turn_index"] = torch.tensor([[0, 0, 0, 1, 1, -1], [0] + [-1] * 5, [0] * 4 + [-1] * 2, [0] * 6])
+    batch["turn_index"] = torch.tensor(
+        [[0, 0, 0, 1, 1, -1], [0] + [-1] * 5, [0] * 4 + [-1] * 2, [0] * 6]
+    )
     placed = torch.zeros(4, 6)
-    placed[0, 2], placed[0, 4], placed[3, 5] = 0.5, 0.25, -1.0
-    batch["scores"], batch["reward_errors"] = placed.sum(-1), [None] * 4
+    placed[0, 2] = 0.5
+    placed[0, 4] = 0.25
+    placed[3, 5] = -1.0
+    batch["scores"] = placed.sum(-1)
+    batch["reward_errors"] = [None] * 4
     batch["reward_parts"] = batch["reward_extra"] = [{}] * 4
     if changed is not None:
         placed[changed[:2]] = changed[2]
@@ -153,18 +190,26 @@ def test_rewards_of_turns_are_on_their_last_tokens_and_sum_to_the_score(
 
 @pytest.mark.parametrize("paid", [0.75, 0.5])
 def test_the_score_of_every_episode_is_what_its_workflow_returned(paid: float) -> None:
-    batch, returned = sampled_batch(), {"right": 0.25, "short": 0.5}
+    batch = sampled_batch()
+    returned = {"right": 0.25, "short": 0.5}
     scores = torch.tensor([0.75, 0.75, 0.75, paid])
-    batch["scores"], batch["reward_errors"] = scores, [None] * 4
+    batch["scores"] = scores
+    batch["reward_errors"] = [None] * 4
     batch["reward_parts"] = [returned] * 4
-    step = recorded(batch, "actor_rollout_ref.rollout.workflow=theirs.py:theirs", pipeline=(writer("scores"),))
+    step = recorded(
+        batch, "actor_rollout_ref.rollout.workflow=theirs.py:theirs", pipeline=(writer("scores"),)
+    )
     records = {number: GroupRecord(PromptGroup(number, 0, number, 2, 0)) for number in (0, 1)}
     for sample in step.samples:
         tokens = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
         index = int(sample["uid"].rpartition("-")[2])
         records[int(sample["group_index"])].add_event(index, "returned", tokens, returned)
     step.records = records
-    with pytest.raises(Wrong, match="sample 1-1 has the score 0.5") if paid != 0.75 else nullcontext():
+    with (
+        pytest.raises(Wrong, match="sample 1-1 has the score 0.5")
+        if paid != 0.75
+        else nullcontext()
+    ):
         assert audit_totals(step) is None
 
 
@@ -175,7 +220,9 @@ def test_an_engine_that_hides_its_parts_is_named_in_the_checks_of_updates() -> N
     assert "its engine does not expose it" in str(audit_optimizer.run(step))
 
 
-def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     columns = ("old_log_probs", "ref_log_prob", "values")
     engines = {"ref": WeightsOnly(), "critic": WeightsOnly()}
     pipeline = tuple(map(writer, columns))
@@ -184,11 +231,17 @@ def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(monke
 
     policy = SimpleNamespace(model=nn.Linear(1, 1), optimizer=None)
     step = recorded(
-        sampled_batch(), "algorithm.recompute_old_log_probs=false", pipeline=pipeline, actor=policy, **engines
+        sampled_batch(),
+        "algorithm.recompute_old_log_probs=false",
+        pipeline=pipeline,
+        actor=policy,
+        **engines,
     )
     monkeypatch.setattr(log_probs, "audited_samples", lambda step: step.samples[:1])
     monkeypatch.setattr(log_probs, "policy_scores", lambda *_: {})
-    assert audit_log_probs.run(step) == "the model that computes ref_log_prob, values is not exposed"
+    assert (
+        audit_log_probs.run(step) == "the model that computes ref_log_prob, values is not exposed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +257,10 @@ def test_an_engine_that_hides_its_model_is_named_in_the_check_of_log_probs(monke
 def test_groups_are_counted_over_all_ranks(rows: list[int], wrong: str) -> None:
     """rows: of the other rank; this one has those of the first group."""
     batch = sampled_batch()
-    other = [(sample["group_index"], sample["domain"], sample["uid"]) for sample in samples_of(batch.select(rows))]
+    other = [
+        (sample["group_index"], sample["domain"], sample["uid"])
+        for sample in samples_of(batch.select(rows))
+    ]
     ranks = SimpleNamespace(size=2, gather=lambda own: [own, other])
     step = recorded(batch.select([0, 1]), pipeline=(writer("responses"),), ranks=ranks)
     with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
@@ -214,8 +270,11 @@ def test_groups_are_counted_over_all_ranks(rows: list[int], wrong: str) -> None:
 def test_mini_batches_of_a_rank_are_its_part_of_those_that_are_drawn() -> None:
     """This rank has the first of two groups; one of its two mini-batches is empty."""
     batch = sampled_batch()
-    own, none = batch.select([0, 1]), batch.select([])
-    step = recorded(own, "actor_rollout_ref.actor.ppo_mini_batch_size=1", ranks=SimpleNamespace(size=2))
+    own = batch.select([0, 1])
+    none = batch.select([])
+    step = recorded(
+        own, "actor_rollout_ref.actor.ppo_mini_batch_size=1", ranks=SimpleNamespace(size=2)
+    )
     first = int(shuffled(2, (step.config.trainer.seed, 1), (0, 0))[0])
     step.updates += [update(step, part) for part in ([own, none] if first == 0 else [none, own])]
     assert audit_each_sample_once(step) is None
@@ -226,7 +285,9 @@ def test_mini_batches_of_a_rank_are_its_part_of_those_that_are_drawn() -> None:
 
 def test_a_group_of_a_worker_that_takes_no_step_is_handed_on_and_not_kept() -> None:
     seen, batch = list[int](), sampled_batch()
-    records = GroupRecords(lambda record, columns: seen.append(record.prompt_group.group_id + len(columns)))
+    records = GroupRecords(
+        lambda record, columns: seen.append(record.prompt_group.group_id + len(columns))
+    )
     records.begin(PromptGroup(7, 0, 7, 2, 0))
     records.keep(batch)
     assert seen == [7 + len(batch)] and records.take([7]) == {}
@@ -238,7 +299,13 @@ TRAINED = {
     "all weights": (0, "all-linear", "all-linear", None, ""),
     "adapters everywhere": (2, "all-linear", "all-linear", None, ""),
     "adapters where they are named": (2, "[self_attn.q_proj]", ["q_proj"], None, ""),
-    "adapters on a few": (2, "all-linear", ["q_proj"], None, "layers.0.self_attn.k_proj and 11 more have no adapter"),
+    "adapters on a few": (
+        2,
+        "all-linear",
+        ["q_proj"],
+        None,
+        "layers.0.self_attn.k_proj and 11 more have no adapter",
+    ),
     "adapters frozen": (
         2,
         "all-linear",
@@ -254,12 +321,15 @@ TRAINED = {
         "norm.weight .* are trained, but adapters",
     ),
 }
-"""Rank, modules by the config and those that have an adapter, which weights need a gradient or none, what is said."""
+"""Rank, modules by the config and those that have an adapter, which weights need a gradient or
+none, what is said."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", one_fast_in(3, TRAINED))
-def test_all_weights_are_trained_or_the_adapters_that_the_config_names(tmp_path: Path, name: str) -> None:
+def test_all_weights_are_trained_or_the_adapters_that_the_config_names(
+    tmp_path: Path, name: str
+) -> None:
     rank, targets, adapted, change, wrong = TRAINED[name]
     model: nn.Module = load_model(write_tiny_model(tmp_path))
     if rank:
@@ -268,10 +338,15 @@ def test_all_weights_are_trained_or_the_adapters_that_the_config_names(tmp_path:
         if change and change[0] in own:
             parameter.requires_grad_(change[1])
     optimizer = make_optimizer("sgd", model.parameters(), lr=1.0)
-    actor = TorchTrainEngine(model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=1))
+    actor = TorchTrainEngine(
+        model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=1)
+    )
     settings = (f"lora_rank={rank}", f"target_modules={targets}")
     step = recorded(
-        sampled_batch(), *(f"actor_rollout_ref.model.{each}" for each in settings), actor=actor, rollout=None
+        sampled_batch(),
+        *(f"actor_rollout_ref.model.{each}" for each in settings),
+        actor=actor,
+        rollout=None,
     )
     with pytest.raises(Wrong, match=wrong) if wrong else nullcontext():
         assert audit_weights.run(step) == NOT_APPLICABLE
@@ -285,13 +360,16 @@ def test_frozen_weights_that_no_key_freezes_are_a_warning(tmp_path: Path) -> Non
         optimizer=make_optimizer("sgd", model.parameters(), lr=1.0),
         schedule=make_schedule("constant", total_steps=1),
     )
-    step, told = recorded(sampled_batch(), actor=actor, rollout=None), list[str]()
+    step = recorded(sampled_batch(), actor=actor, rollout=None)
+    told = list[str]()
     step.run.warn = told.append  # type: ignore[method-assign]
     assert audit_weights.run(step) == NOT_APPLICABLE and not told
     for own, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0" not in own)
     assert audit_weights.run(step) == NOT_APPLICABLE
-    assert len(told) == 1 and "q_proj.weight and 8 more of the policy's weights are frozen" in told[0]
+    assert (
+        len(told) == 1 and "q_proj.weight and 8 more of the policy's weights are frozen" in told[0]
+    )
 
 
 @pytest.mark.parametrize("column", ["selected_tokens", "advantages"])
@@ -302,17 +380,25 @@ def test_a_column_may_not_change_between_mini_batches(column: str) -> None:
     later[column] = torch.zeros_like(batch.flat("response_mask"))
     step = recorded(batch)
     step.updates += [update(step), update(step, later)]
-    with pytest.raises(Wrong, match=f"{column} of sample 0-0 in mini-batch 2 of the actor differs from its value"):
+    with pytest.raises(
+        Wrong, match=f"{column} of sample 0-0 in mini-batch 2 of the actor differs from its value"
+    ):
         audit_mini_batches.run(step)
 
 
 @pytest.mark.parametrize("told", [math.nan, 0.5])
-def test_nan_in_a_column_is_nan_in_the_samples_file(told: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_a_column_is_nan_in_the_samples_file(
+    told: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = sampled_batch()
     batch["advantages"] = torch.full_like(batch.flat("response_mask"), math.nan)
     rows = [{**row, "advantage": told} for row in sample_rows(batch)]
     monkeypatch.setattr(metrics, "sample_rows", lambda batch: rows)
-    with nullcontext() if math.isnan(told) else pytest.raises(Wrong, match="has 0.5 as the advantage .* it is nan"):
+    with (
+        nullcontext()
+        if math.isnan(told)
+        else pytest.raises(Wrong, match="has 0.5 as the advantage .* it is nan")
+    ):
         assert audit_sample_rows.run(recorded(batch)) is None
 
 
@@ -335,5 +421,7 @@ def test_a_node_that_rewrites_advantages_is_named_as_the_reason() -> None:
         fn=lambda advantages: advantages / 2,
         contract=SimpleNamespace(writes=("advantages",)),
     )
-    step = recorded(sampled_batch(), pipeline=(writer("advantages"), halve), trained=lambda: ["actor"])
+    step = recorded(
+        sampled_batch(), pipeline=(writer("advantages"), halve), trained=lambda: ["actor"]
+    )
     assert audit_advantages.run(step) == "the user's node 'halve' writes advantages"

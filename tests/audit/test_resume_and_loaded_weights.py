@@ -22,8 +22,11 @@ ODD = "model.layers.1.self_attn.o_proj"
 
 def begun(folder: Path, model: nn.Module, *overrides: str) -> Any:
     """A run that begins with this model."""
-    config = load_config("grpo", [f"actor_rollout_ref.model.path={folder}", *overrides], complete=False).config
-    spec, resources = SimpleNamespace(config=config), SimpleNamespace(actor=SimpleNamespace(model=model))
+    config = load_config(
+        "grpo", [f"actor_rollout_ref.model.path={folder}", *overrides], complete=False
+    ).config
+    spec = SimpleNamespace(config=config)
+    resources = SimpleNamespace(actor=SimpleNamespace(model=model))
     return SimpleNamespace(spec=spec, resources=resources, inputs=SimpleNamespace(resumed=None))
 
 
@@ -42,7 +45,11 @@ def test_weights_that_are_not_the_files(tmp_path: Path, change: Any) -> None:
     with torch.no_grad():
         if change is not None:
             change(model)
-    with pytest.raises(Wrong, match="of the policy is not what .*model.safetensors has") if change else nullcontext():
+    with (
+        pytest.raises(Wrong, match="of the policy is not what .*model.safetensors has")
+        if change
+        else nullcontext()
+    ):
         assert audit_loaded.run(begun(tmp_path, model)) is None
 
 
@@ -50,7 +57,8 @@ def test_a_weight_without_dimensions_is_passed_over(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path))
     model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
     save_file(
-        {name: weight.detach().clone() for name, weight in model.named_parameters()}, tmp_path / "model.safetensors"
+        {name: weight.detach().clone() for name, weight in model.named_parameters()},
+        tmp_path / "model.safetensors",
     )
     assert audit_loaded.run(begun(tmp_path, model)) is None
 
@@ -60,13 +68,19 @@ def test_weights_below_an_adapter(tmp_path: Path, is_changed: bool) -> None:
     model = add_lora(load_model(write_tiny_model(tmp_path)), rank=2)
     if is_changed:
         with torch.no_grad():
-            model.get_base_model().get_submodule(ODD).base_layer.weight.mul_(0.9)  # type: ignore[operator]  # peft's
+            # peft's
+            model.get_base_model().get_submodule(ODD).base_layer.weight.mul_(0.9)  # type: ignore[operator]
     with pytest.raises(Wrong, match=f"{ODD}.weight of the policy") if is_changed else nullcontext():
-        assert audit_loaded.run(begun(tmp_path, model, "actor_rollout_ref.model.lora_rank=2")) is None
+        assert (
+            audit_loaded.run(begun(tmp_path, model, "actor_rollout_ref.model.lora_rank=2")) is None
+        )
 
 
 def test_models_without_files_are_not_compared(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path))
     assert audit_loaded.run(begun(tmp_path, model, "actor_rollout_ref.model.init=random")) == ""
     (tmp_path / "model.safetensors").unlink()
-    assert audit_loaded.run(begun(tmp_path, model)) == "the model's path has no tensors of the same names"
+    assert (
+        audit_loaded.run(begun(tmp_path, model))
+        == "the model's path has no tensors of the same names"
+    )

@@ -1,4 +1,5 @@
-"""One of two gloo ranks that share a model: what the auditor sees of it, with samples that are not evenly spread."""
+"""One of two gloo ranks that share a model: what the auditor sees of it, with samples that are not
+evenly spread."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,14 +40,17 @@ def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
     with torch.no_grad(), plainly(model):
         for _ in range(3 - 2 * rank):
             for found, wanted in zip(
-                logits_of(turns.run, model, SEQUENCES), logits_of(turns.run, plain, SEQUENCES), strict=True
+                logits_of(turns.run, model, SEQUENCES),
+                logits_of(turns.run, plain, SEQUENCES),
+                strict=True,
             ):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         turns.finish()
 
 
 def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
-    """Of both ranks' sums together; those that the model has stay, and a rank that fails leaves no other waiting."""
+    """Of both ranks' sums together; those that the model has stay, and a rank that fails leaves no
+    other waiting."""
     turns = Turns(TorchCollective(), [model])
     names = dict(striped(trained(model), turn=1))
     for parameter in model.parameters():
@@ -67,8 +71,8 @@ def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
 
 
 def updates(model: nn.Module, rank: int, folder: Path) -> None:
-    """The optimizer's formula on the part of each rank, empty ones too, the norm of what all parts are given, and that
-    it is the sum over the ranks."""
+    """The optimizer's formula on the part of each rank, empty ones too, the norm of what all parts
+    are given, and that it is the sum over the ranks."""
     optim = ("lr=1e-2", "scheduler=constant")
     config = load_config(
         "grpo",
@@ -101,18 +105,28 @@ def updates(model: nn.Module, rank: int, folder: Path) -> None:
             module.set_gradient_divide_factor(float(dist.get_world_size()))
     watch = UpdateWatch("actor", engine, batch, TokenMeanLoss(), step)
     averaged = watch.end(engine.train_step(batch, watch))
-    with pytest.raises(Wrong, match="is not the sum of the micro-batches' gradients over all ranks"):
+    with pytest.raises(
+        Wrong, match="is not the sum of the micro-batches' gradients over all ranks"
+    ):
         audit_gradients.run(recorded(averaged, config, step))
-    record.stripes = {name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()}
+    record.stripes = {
+        name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()
+    }
     with pytest.raises(Wrong, match="moved by 0 at most"):
         audit_optimizer.run(recorded(record, config, step))
 
 
 def recorded(record: UpdateRecord, config: Config, taken: int) -> Any:
     """What the check reads."""
-    run = SimpleNamespace(spec=SimpleNamespace(data=SimpleNamespace(total_steps=10)), training_steps=[], moved={})
+    run = SimpleNamespace(
+        spec=SimpleNamespace(data=SimpleNamespace(total_steps=10)), training_steps=[], moved={}
+    )
     return SimpleNamespace(
-        run=run, config=config, updates=[record], updates_of=lambda role: [record], num_updates={"actor": taken}
+        run=run,
+        config=config,
+        updates=[record],
+        updates_of=lambda role: [record],
+        num_updates={"actor": taken},
     )
 
 

@@ -1,4 +1,5 @@
-"""One of three gloo ranks that reduces tensors, numbers and named numbers, and one set of names that differs."""
+"""One of three gloo ranks that reduces tensors, numbers and named numbers, and one set of names
+that differs."""
 
 import json
 from pathlib import Path

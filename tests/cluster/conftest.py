@@ -23,7 +23,8 @@ WITHOUT_RAY = (
 
 @pytest.fixture(scope="session")
 def fault_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where workers that `on_ray` runs look for faults; there are none as long as nobody writes the file."""
+    """Where workers that `on_ray` runs look for faults; there are none as long as nobody writes the
+    file."""
     plan = tmp_path_factory.mktemp("faults") / "plan.json"
     os.environ[fault_injection.VARIABLE] = str(plan)
     return plan

@@ -1,5 +1,6 @@
-"""Signals to processes of a real run over Ray, drawn from a seed: which process, which signal, when; and what must come
-of it. `python -m tests.cluster.drawn_kills SEED ...` tries many of them."""
+"""Signals to processes of a real run over Ray, drawn from a seed: which process, which signal,
+when; and what must come of it. `python -m tests.cluster.drawn_kills SEED ...` tries many of
+them."""
 
 import os
 import random
@@ -19,14 +20,31 @@ from tests.e2e.cli_runs import CliRun, Left
 from tests.e2e.runs import Playground, notes
 
 STEPS = 6
-GRPO = ("trainer.launcher=ray", "actor_rollout_ref.actor.optim.scheduler=constant", "trainer.save_freq=1")
+GRPO = (
+    "trainer.launcher=ray",
+    "actor_rollout_ref.actor.optim.scheduler=constant",
+    "trainer.save_freq=1",
+)
 LAYOUTS = {
     "together": ("grpo", (*GRPO, "trainer.n_gpus_per_node=2")),
     "apart": ("grpo", (*GRPO, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'")),
-    "stream": ("grpo", (*GRPO, "async.max_staleness=1", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")),
-    "dp_groups": ("ppo", (*GRPO, "critic.optim.scheduler=constant",
-                      "trainer.allocation='embedded:d1|torch[actor]:d1+torch[critic]:d1'")),
-}  # fmt: skip
+    "stream": (
+        "grpo",
+        (
+            *GRPO,
+            "async.max_staleness=1",
+            "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'",
+        ),
+    ),
+    "dp_groups": (
+        "ppo",
+        (
+            *GRPO,
+            "critic.optim.scheduler=constant",
+            "trainer.allocation='embedded:d1|torch[actor]:d1+torch[critic]:d1'",
+        ),
+    ),
+}
 PROCESSES = {
     "worker": "ray::WorkerActor",
     "coordinator": "ray::CoordinatorActor",
@@ -42,8 +60,8 @@ NOTICED_WITHIN_S = {signal.SIGKILL: 60.0, signal.SIGTERM: 60.0, signal.SIGSTOP: 
 
 @dataclass(frozen=True)
 class Strike:
-    """victim: one of `PROCESSES`, or the driver. records: of the journal, after which it is struck; 0 is before any,
-    when its process is there. delay_s: still to be waited then."""
+    """victim: one of `PROCESSES`, or the driver. records: of the journal, after which it is struck;
+    0 is before any, when its process is there. delay_s: still to be waited then."""
 
     layout: str
     victim: str
@@ -55,7 +73,11 @@ class Strike:
 def draw(seed: int) -> Strike:
     rng = random.Random(seed)
     layout = rng.choice(list(LAYOUTS))
-    victims = ["worker"] * 4 + ["coordinator", "raylet", "gcs", "driver"] + ["exchange"] * 2 * (layout == "dp_groups")
+    victims = (
+        ["worker"] * 4
+        + ["coordinator", "raylet", "gcs", "driver"]
+        + ["exchange"] * 2 * (layout == "dp_groups")
+    )
     victim = rng.choice(victims)
     number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
     if rng.random() < 0.25:
@@ -67,7 +89,9 @@ class Missed(Exception):
     """The run was over before its process was struck."""
 
 
-def strike(ground: Playground, name: str, drawn: Strike, rng: random.Random) -> tuple[CliRun, Held, int, float]:
+def strike(
+    ground: Playground, name: str, drawn: Strike, rng: random.Random
+) -> tuple[CliRun, Held, int, float]:
     preset, keys = LAYOUTS[drawn.layout]
     keys = (*keys, f"trainer.total_training_steps={STEPS}", *own(ground, preset))
     folder = ground.folder / name
@@ -82,7 +106,8 @@ def strike(ground: Playground, name: str, drawn: Strike, rng: random.Random) -> 
             raise Missed(f"status {run.status()}")
         time.sleep(0.01 if pids else 0.3)
     time.sleep(drawn.delay_s)
-    held, victim = Held.below(run.pid), rng.choice(there() or pids)
+    held = Held.below(run.pid)
+    victim = rng.choice(there() or pids)
     if not run.running:
         raise Missed
     os.kill(victim, drawn.number)
@@ -148,11 +173,16 @@ def check(ground: Playground, name: str, drawn: Strike, seed: int) -> str:
     preset, keys = LAYOUTS[drawn.layout]
     keys = (*keys, f"trainer.total_training_steps={STEPS}", *own(ground, preset))
     if status != 0:
-        again = CliRun(ground.folder / f"{name}-again.log", ["train", preset, *ground.overrides(name, *keys)])
+        again = CliRun(
+            ground.folder / f"{name}-again.log", ["train", preset, *ground.overrides(name, *keys)]
+        )
         assert wait(again, 240), f"the resume hangs: {again.said()[-2000:]}"
         if again.status() != 0:
             errors.append(f"the resume ended with {again.status()}: {again.said()[-2000:]}")
-    if hidden := {each for each in os.listdir(folder) if each.startswith(".")} - {".distflow-run", ".writer"}:
+    if hidden := {each for each in os.listdir(folder) if each.startswith(".")} - {
+        ".distflow-run",
+        ".writer",
+    }:
         errors.append(f"files left: {hidden}")
     left_run = Left(folder)
     if left_run.checkpoint.step != STEPS:
@@ -182,7 +212,10 @@ def make_ground(folder: Path) -> Playground:
     for preset in ("grpo", "ppo"):
         keys = (*LAYOUTS["dp_groups" if preset == "ppo" else "apart"][1][:-1], *own(ground, preset))
         keys = (*keys, f"trainer.total_training_steps={STEPS}", "trainer.launcher=local")
-        run = CliRun(folder / f"alone-{preset}.log", ["train", preset, *ground.overrides(f"alone-{preset}", *keys)])
+        run = CliRun(
+            folder / f"alone-{preset}.log",
+            ["train", preset, *ground.overrides(f"alone-{preset}", *keys)],
+        )
         assert run.status() == 0, run.said()
     return ground
 
@@ -193,15 +226,26 @@ def main(seeds: list[int]) -> None:
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     ground = make_ground(Path(tempfile.mkdtemp()))
     for seed in seeds:
-        drawn, started = draw(seed), time.monotonic()
+        drawn = draw(seed)
+        started = time.monotonic()
         name = f"run-{seed}"
         try:
             told = f"ok {check(ground, name, drawn, seed)}"
         except Missed as missed:
             told = f"missed {missed}"
         except Exception as err:
-            told = f"FAILED {type(err).__name__}: {err}" if isinstance(err, AssertionError) else traceback.format_exc()
-        print(f"{time.strftime('%H:%M:%S')} seed {seed} {drawn} {time.monotonic() - started:.0f} s: {told}", flush=True)
+            told = (
+                f"FAILED {type(err).__name__}: {err}"
+                if isinstance(err, AssertionError)
+                else traceback.format_exc()
+            )
+        print(
+            (
+                f"{time.strftime('%H:%M:%S')} seed {seed} {drawn} {time.monotonic() - started:.0f} "
+                f"s: {told}"
+            ),
+            flush=True,
+        )
         if told.startswith("ok"):
             shutil.rmtree(ground.folder / name, ignore_errors=True)
 

@@ -1,4 +1,5 @@
-"""A worker of the exchange's tests: it writes and reads steps of its own making, each in a process of Ray's."""
+"""A worker of the exchange's tests: it writes and reads steps of its own making, each in a process
+of Ray's."""
 
 import os
 
@@ -14,13 +15,18 @@ from distflow.scheduling.reshard_writers_to_readers import Key
 
 def made(first_group: int, num_groups: int, samples: int = 3) -> Batch:
     """Groups of samples whose lengths, tokens and texts tell which they are."""
-    places = [(first_group + group, index) for group in range(num_groups) for index in range(samples)]
+    places = [
+        (first_group + group, index) for group in range(num_groups) for index in range(samples)
+    ]
     responses = torch.tensor([1 + (7 * group + index) % 5 for group, index in places])
     batch = Batch(torch.tensor([2] * len(places)), responses)
     batch["uid"] = [f"{group}-{index}" for group, index in places]
     batch["group_index"] = torch.tensor([group for group, _ in places])
     batch["response_ids"] = torch.cat(
-        [torch.arange(length) + 100 * group for (group, _), length in zip(places, responses.tolist(), strict=True)]
+        [
+            torch.arange(length) + 100 * group
+            for (group, _), length in zip(places, responses.tolist(), strict=True)
+        ]
     )
     batch["scores"] = torch.tensor([float(index) for _, index in places])
     batch["notes of the user"] = [{"group": group, "text": "é" * index} for group, index in places]

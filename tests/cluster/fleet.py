@@ -27,9 +27,18 @@ from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.group_states import Version
 
-SHAPES = {"a": (300, 1000), "b": (250, 1000), "c": (300, 1000), "tied": (5,), "scalar": (), "d": (280, 1000)}
+SHAPES = {
+    "a": (300, 1000),
+    "b": (250, 1000),
+    "c": (300, 1000),
+    "tied": (5,),
+    "scalar": (),
+    "d": (280, 1000),
+}
 BUCKET_BYTES = 1_300_000  # one of the large ones
-ONE, TWO, THREE = Version(0, 1), Version(0, 2), Version(0, 3)
+ONE = Version(0, 1)
+TWO = Version(0, 2)
+THREE = Version(0, 3)
 
 
 def weights(seed: int) -> list[tuple[str, Tensor]]:
@@ -50,7 +59,9 @@ class Away:
     """A worker's process with an engine that only holds weights."""
 
     def __init__(self) -> None:
-        self._incoming, self._model, self._served = IncomingWeights(), Holder(), Version(0, 0)
+        self._incoming = IncomingWeights()
+        self._model = Holder()
+        self._served = Version(0, 0)
         self._incoming.attach(self)
         on_loopback()
 
@@ -84,7 +95,9 @@ class Away:
 
 def start_workers(*ranks: int) -> dict[int, Any]:
     """That are there when this returns, however long their processes take to start."""
-    workers = {rank: ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in ranks}
+    workers = {
+        rank: ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in ranks
+    }
     states(workers)
     return workers
 
@@ -97,7 +110,9 @@ def states(workers: Mapping[int, Any]) -> list[tuple[Version, dict[str, str]]]:
     return [ray.get(worker.state.remote())[1:] for worker in workers.values()]
 
 
-def rollout_workers_of(workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail) -> WeightReceivers:
+def rollout_workers_of(
+    workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail
+) -> WeightReceivers:
     members = WeightReceivers(note)
     for rank, worker in workers.items():
         members.join(rank, worker)
@@ -105,7 +120,10 @@ def rollout_workers_of(workers: Mapping[int, Any], note: Callable[[str], None] =
 
 
 def weights_to(
-    members: WeightReceivers, carry: Carry = put_in_store, timeout_s: float = 60, waits: Waits | None = None
+    members: WeightReceivers,
+    carry: Carry = put_in_store,
+    timeout_s: float = 60,
+    waits: Waits | None = None,
 ) -> RayWeights:
     return RayWeights(LocalWeights(Waits()), members, carry, timeout_s, waits or Waits())
 
@@ -114,7 +132,9 @@ def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> RayWeig
     return weights_to(rollout_workers_of(workers), carry)
 
 
-def carrier(name: str, run_dir: Path, timeout_s: float = 60, note: Callable[[str], None] = pytest.fail) -> Carry:
+def carrier(
+    name: str, run_dir: Path, timeout_s: float = 60, note: Callable[[str], None] = pytest.fail
+) -> Carry:
     if name == "collective":
         on_loopback()
         return Pairs(run_dir, "cpu", timeout_s, note)
@@ -125,7 +145,9 @@ class Trainer:
     """Gives its weights one by one, and looks each time at how many bytes are on their way."""
 
     def __init__(self, seed: int, on_their_way: Callable[[], int] = lambda: 0) -> None:
-        self._weights, self.seen, self._on_their_way = weights(seed), list[int](), on_their_way
+        self._weights = weights(seed)
+        self.seen = list[int]()
+        self._on_their_way = on_their_way
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for each in self._weights:
@@ -137,9 +159,12 @@ class Watched:
     """A `Carry` of which one sees how many bytes it was given that somebody still holds."""
 
     def __init__(self, carry: Carry) -> None:
-        self._carry, self._seen = carry, list[weakref.ref[Any]]()
+        self._carry = carry
+        self._seen = list[weakref.ref[Any]]()
 
-    def __call__(self, version: Version, number: int, packed: Packed, to: Collection[int]) -> Mapping[int, SentBucket]:
+    def __call__(
+        self, version: Version, number: int, packed: Packed, to: Collection[int]
+    ) -> Mapping[int, SentBucket]:
         self._seen += [weakref.ref(values) for *_, values in packed]
         return self._carry(version, number, packed, to)
 

@@ -1,4 +1,5 @@
-"""The first token in which two runs that answer for themselves differ, and whether rounding explains it."""
+"""The first token in which two runs that answer for themselves differ, and whether rounding
+explains it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ EOS = 2
 
 @dataclass(frozen=True)
 class Difference:
-    """step: from 1. token: its place in the response. here, there: the two tokens. probabilities: of each in its own
-    run. noise: the largest difference of a log-prob between the two runs' weights over what they have in common before
-    it. apart: by how much no draw gives both tokens, as a share of all draws."""
+    """step: from 1. token: its place in the response. here, there: the two tokens. probabilities:
+    of each in its own run. noise: the largest difference of a log-prob between the two runs'
+    weights over what they have in common before it. apart: by how much no draw gives both tokens,
+    as a share of all draws."""
 
     step: int
     uid: str
@@ -32,22 +34,25 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """One draw gives the one token here and the other there: log-probs that are off by `noise` move the bounds of
-        a token by no more than that."""
+        """One draw gives the one token here and the other there: log-probs that are off by `noise`
+        move the bounds of a token by no more than that."""
         return self.apart <= self.noise
 
     def __str__(self) -> str:
         mine, other = self.probabilities
         return (
-            f"step {self.step}, sample {self.uid}, token {self.token}: {self.here} (probability {mine:.6f}) and "
-            f"{self.there} ({other:.6f}); noise of log-probs {self.noise:.2g}, apart {self.apart:.2g}"
+            f"step {self.step}, sample {self.uid}, token {self.token}: {self.here} (probability "
+            f"{mine:.6f}) and "
+            f"{self.there} ({other:.6f}); noise of log-probs {self.noise:.2g}, apart "
+            f"{self.apart:.2g}"
         )
 
 
 def first_difference(one: Run, other: Run) -> Difference | None:
     """By steps, then samples. Both runs drew from the whole distribution at temperature 1."""
     for step in sample_steps(one.folder):
-        here, there = by_uid(one, step), by_uid(other, step)
+        here = by_uid(one, step)
+        there = by_uid(other, step)
         assert here.keys() == there.keys(), f"other prompts in step {step}"
         differing = [uid for uid in here if here[uid][1] != there[uid][1]]
         if differing:
@@ -82,7 +87,8 @@ def _reward_counts(
     noise = max(float((a - b).abs().max()) for a, b in _in_common(models, here, there))
     prompt, mine = here[uid]
     place = _shared(mine, there[uid][1])
-    mine, theirs = mine[place], there[uid][1][place]
+    mine = mine[place]
+    theirs = there[uid][1][place]
     laws = [_log_probs(model, prompt, here[uid][1][:place])[-1].exp() for model in models]
     bounds = [
         (float(law[:token].sum()), float(law[: token + 1].sum()))
@@ -111,16 +117,23 @@ def _shared(one: list[int], other: list[int]) -> int:
 
 @torch.no_grad()
 def _log_probs(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> Tensor:
-    """Of what follows the prompt, and each token of the answer: `(1 + tokens, vocabulary)`, float64."""
+    """Of what follows the prompt, and each token of the answer: `(1 + tokens, vocabulary)`,
+    float64."""
     logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 :]
     return logits.double().log_softmax(-1)
 
 
 def _model(run: Run, step: int) -> PreTrainedModel:
     """With the weights after so many steps."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(run.config.actor_rollout_ref.model.path)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        run.config.actor_rollout_ref.model.path
+    )
     if step:
         weights = CheckpointStore(run.folder / "checkpoints").load(step).load("actor")
-        own = {name.removeprefix("model."): w for name, w in weights.items() if name.startswith("model.")}
+        own = {
+            name.removeprefix("model."): w
+            for name, w in weights.items()
+            if name.startswith("model.")
+        }
         model.load_state_dict(own, strict=False)
     return model.eval()

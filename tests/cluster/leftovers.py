@@ -22,8 +22,14 @@ class Held:
         """By all processes that descend from one, it not included."""
         pids = frozenset(_descendants(root))
         opened = {target for pid in pids for target in _opened(pid)}
-        sockets = {target[len("socket:[") : -1] for target in opened if target.startswith("socket:[")}
-        shared = {target for target in opened if target.startswith("/dev/shm/") and not target.endswith(" (deleted)")}
+        sockets = {
+            target[len("socket:[") : -1] for target in opened if target.startswith("socket:[")
+        }
+        shared = {
+            target
+            for target in opened
+            if target.startswith("/dev/shm/") and not target.endswith(" (deleted)")
+        }
         return Held(pids, frozenset(sockets & _listening()), frozenset(shared))
 
     def left(self) -> "Held":
@@ -42,15 +48,22 @@ def named(name: str, root: int) -> list[int]:
         ["ps", "-ww", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True
     ).stdout
     below = _descendants(root)
-    return [int(line.split()[0]) for line in listed.splitlines() if name in line and int(line.split()[0]) in below]
+    return [
+        int(line.split()[0])
+        for line in listed.splitlines()
+        if name in line and int(line.split()[0]) in below
+    ]
 
 
 def _descendants(root: int) -> set[int]:
     children: dict[int, list[int]] = {}
-    for line in subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines():
+    for line in subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True
+    ).stdout.splitlines():
         pid, parent = map(int, line.split())
         children.setdefault(parent, []).append(pid)
-    found, look = set[int](), [root]
+    found = set[int]()
+    look = [root]
     while look:
         below = children.get(look.pop(), [])
         found.update(below)
@@ -69,7 +82,9 @@ def _opened(pid: int) -> list[str]:
 
 def _listening() -> frozenset[str]:
     lines = [
-        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
     ]
     return frozenset(fields[9] for fields in lines if fields[3] == _LISTENS)
 

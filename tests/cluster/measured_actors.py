@@ -1,4 +1,5 @@
-"""The actors of a run, which note how large all is that comes to them and goes from them, as Ray would send it."""
+"""The actors of a run, which note how large all is that comes to them and goes from them, as Ray
+would send it."""
 
 import functools
 import inspect
@@ -42,7 +43,11 @@ def noted(method: Callable[..., Any], takes: bool) -> Callable[..., Any]:
 
 
 def methods(actor: type) -> dict[str, Callable[..., Any]]:
-    return {name: method for name, method in inspect.getmembers(actor, inspect.isfunction) if name[0] != "_"}
+    return {
+        name: method
+        for name, method in inspect.getmembers(actor, inspect.isfunction)
+        if name[0] != "_"
+    }
 
 
 class MeasuredCoordinator(CoordinatorActor):

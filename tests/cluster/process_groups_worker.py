@@ -1,4 +1,5 @@
-"""One of four gloo training ranks in two dp groups: 1 and 2 of the plan compute layers together, 3 and 4 do not."""
+"""One of four gloo training ranks in two dp groups: 1 and 2 of the plan compute layers together, 3
+and 4 do not."""
 
 import json
 import time
@@ -24,7 +25,8 @@ DP_GROUPS = ((1, 2), (3, 4))
 
 
 def meet(is_late: bool, file: Path, resources: dict[str, object]) -> bool:
-    """At a barrier. Whether what the first of the dp group writes, late, is there once the other continues."""
+    """At a barrier. Whether what the first of the dp group writes, late, is there once the other
+    continues."""
     barrier = step(None, resources, node_type=NodeType.BARRIER_SYNC)
     if is_late:
         time.sleep(0.5)
@@ -36,11 +38,16 @@ def meet(is_late: bool, file: Path, resources: dict[str, object]) -> bool:
 def main(place: int, folder: Path) -> None:
     rank = place + 1
     assert backend_of(PLAN) == dist.get_backend()
-    groups, dp_group = ProcessGroups(PLAN, DP_GROUPS, timedelta(minutes=5)), DP_GROUPS[place // 2]
+    groups = ProcessGroups(PLAN, DP_GROUPS, timedelta(minutes=5))
+    dp_group = DP_GROUPS[place // 2]
     layout = dp_group_layout(PLAN, dp_group)
-    data, tensor = layout.line("data", rank), layout.line("tensor", rank)
-    assert groups.of(dp_group) is groups.of(tensor if dp_group == (1, 2) else data), "equal ranks are one group"
-    data_line, everyone = TorchCollective(groups.of(data)), TorchCollective(groups.of(dp_group))
+    data = layout.line("data", rank)
+    tensor = layout.line("tensor", rank)
+    assert groups.of(dp_group) is groups.of(tensor if dp_group == (1, 2) else data), (
+        "equal ranks are one group"
+    )
+    data_line = TorchCollective(groups.of(data))
+    everyone = TorchCollective(groups.of(dp_group))
     met = meet(place % 2 == 0, folder / f"{dp_group}", {"reduce": data_line, "dp_group": everyone})
     mesh = groups.mesh(dp_group, layout, rank, "cpu")
     found: dict[str, object] = {
@@ -51,6 +58,8 @@ def main(place: int, folder: Path) -> None:
     }
     if dp_group == (1, 2):
         assert mesh.mesh_dim_names == (DATA, TENSOR)
-        assert mesh[TENSOR].get_group() is groups.of(tensor) and mesh[DATA].get_group() is groups.of(data)
+        assert mesh[TENSOR].get_group() is groups.of(tensor) and mesh[
+            DATA
+        ].get_group() is groups.of(data)
         found["coordinate"] = mesh.get_coordinate()
     (folder / f"{rank}.json").write_text(json.dumps(found))

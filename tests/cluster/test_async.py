@@ -1,4 +1,5 @@
-"""Generation ahead of training over a real Ray: how far, with weights in flight, and behind a resume."""
+"""Generation ahead of training over a real Ray: how far, with weights in flight, and behind a
+resume."""
 
 import json
 from pathlib import Path
@@ -19,8 +20,10 @@ STALENESS = 2
 LONG = (
     "trainer.launcher=ray",
     "data.max_response_length=240",
-    "actor_rollout_ref.rollout.max_num_seqs=2",  # of 16 samples a step: whoever trains waits for answers
-    "actor_rollout_ref.rollout.enforce_eager=true",  # steps slow enough for weights to come between them
+    # of 16 samples a step: whoever trains waits for answers
+    "actor_rollout_ref.rollout.max_num_seqs=2",
+    # steps slow enough for weights to come between them
+    "actor_rollout_ref.rollout.enforce_eager=true",
     f"async.max_staleness={STALENESS}",
     "trainer.save_freq=3",
 )
@@ -34,12 +37,18 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
 
 
 def run(ground: Playground, *overrides: str, steps: int, name: str) -> Run:
-    config, spec = ground.spec("grpo", *LONG, f"trainer.total_training_steps={steps}", *overrides, name=name)
+    config, spec = ground.spec(
+        "grpo", *LONG, f"trainer.total_training_steps={steps}", *overrides, name=name
+    )
     return Run(ground.folder / name, config, launch_ray(spec))
 
 
 def records(run: Run, kind: str) -> list[dict[str, object]]:
-    return [dict(record) for _, record in ledger.timeline(run.folder / "ledger.jsonl") if record["kind"] == kind]
+    return [
+        dict(record)
+        for _, record in ledger.timeline(run.folder / "ledger.jsonl")
+        if record["kind"] == kind
+    ]
 
 
 def ages(run: Run) -> set[int]:
@@ -59,8 +68,16 @@ def versions(run: Run) -> list[list[int]]:
 
 def check_stream(found: Run, workers: set[str], steps: int) -> None:
     group_counts = verify(found.folder / "ledger.jsonl")
-    assert group_counts.consumed == 4 * steps and not group_counts.dropped and found.outcome.steps == steps
-    assert max(ages(found)) == STALENESS == max(step["async/version_diff/max"] for step in found.metrics())
+    assert (
+        group_counts.consumed == 4 * steps
+        and not group_counts.dropped
+        and found.outcome.steps == steps
+    )
+    assert (
+        max(ages(found))
+        == STALENESS
+        == max(step["async/version_diff/max"] for step in found.metrics())
+    )
     assert {record["worker"] for record in records(found, "assigned")} == workers
     assert not found.notes("error")
 
@@ -77,13 +94,19 @@ def test_answers_go_on_over_new_weights_within_the_bound(
     found = run(ground, *place, f"actor_rollout_ref.rollout.kv_on_update={kv}", steps=6, name=name)
     check_stream(found, {"0", "1"}, 6)
     assert max(map(len, versions(found))) >= 2, "no answer has tokens of two versions"
-    spans = [json.loads(line) for path in found.folder.glob("spans/engine*.jsonl") for line in path.open()]
+    spans = [
+        json.loads(line)
+        for path in found.folder.glob("spans/engine*.jsonl")
+        for line in path.open()
+    ]
     served = {span["version"] for span in spans if span["kind"] == "decode"}
     assert {1, 2, 3} <= served, "engines decoded under the weights of each step"
 
 
 @pytest.mark.by_hand
-def test_answers_that_an_update_cuts_off_are_begun_again_and_a_stream_is_resumed(ground: Playground) -> None:
+def test_answers_that_an_update_cuts_off_are_begun_again_and_a_stream_is_resumed(
+    ground: Playground,
+) -> None:
     abort = "actor_rollout_ref.rollout.kv_on_update=abort"
     run(ground, *APART, abort, steps=3, name="resumed")
     found = run(ground, *APART, abort, DISK, steps=6, name="resumed")

@@ -1,4 +1,5 @@
-"""What only some processes of a run can use: one message on the driver that names the worker, and no worker is left."""
+"""What only some processes of a run can use: one message on the driver that names the worker, and
+no worker is left."""
 
 import os
 import re
@@ -44,7 +45,9 @@ def own_workers() -> list[int]:
 
 
 @pytest.mark.by_hand
-def test_what_is_missing_on_a_worker_is_told_with_its_name(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_on_a_worker_is_told_with_its_name(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(ground.folder)
     (ground.folder / "only_here.py").write_text("")
     _, spec = ground.spec("grpo", *TWO, "trainer.imports=[only_here]")
@@ -60,36 +63,49 @@ def test_what_is_missing_on_a_worker_is_told_with_its_name(ground: Playground, m
         launch_ray(spec)
 
 
-def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground: Playground) -> None:
+def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(
+    ground: Playground,
+) -> None:
     _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1")
     shutil.rmtree(ground.folder / "run" / "data")
-    with pytest.raises(WorkerFailed, match="worker 0 of 1 .*could not be started: .*No such file") as told:
+    with pytest.raises(
+        WorkerFailed, match="worker 0 of 1 .*could not be started: .*No such file"
+    ) as told:
         launch_ray(spec)
     assert "encoded_rows_file.py" in str(told.value.__cause__), "where it was"
 
 
 @pytest.mark.by_hand
-def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_distflow_on_a_worker_is_told(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_actor, "__version__", worker_actor.__version__)  # back again, here
     monkeypatch.syspath_prepend(ground.folder)
     (ground.folder / "older.py").write_text(
         "from distflow.cluster import worker_actor\nworker_actor.__version__ = '0.0.9'"
     )
     _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1", "trainer.imports=[older]")
-    with pytest.raises(UserError, match=rf"worker 0 has distflow 0\.0\.9, and this process {re.escape(__version__)}"):
+    with pytest.raises(
+        UserError,
+        match=rf"worker 0 has distflow 0\.0\.9, and this process {re.escape(__version__)}",
+    ):
         launch_ray(spec)
     newer = types.ModuleType("newer")
     exec("class Fact: pass", newer.__dict__)
     monkeypatch.setitem(sys.modules, "newer", newer)
     with pytest.raises(
-        UserError, match="worker 0 of 1 .*'newer'\nIt lacks .* install the same distflow on every machine"
+        UserError,
+        match="worker 0 of 1 .*'newer'\nIt lacks .* install the same distflow on every machine",
     ):
         launch_ray(replace(spec, facts={**spec.facts, "newer": newer.Fact()}))
 
 
-def test_a_reward_that_only_the_driver_can_import_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_only_the_driver_can_import_is_told(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ground.write_reward(
-        "import os\nKEY = os.environ['DRIVERS_KEY']\ndef compute_score(solution_str):\n    return 1.0\n"
+        "import os\nKEY = os.environ['DRIVERS_KEY']\ndef compute_score(solution_str):\n"
+        "    return 1.0\n"
     )
     monkeypatch.setenv("DRIVERS_KEY", "1")
     _, spec = ground.spec("grpo", *TWO)
@@ -97,8 +113,14 @@ def test_a_reward_that_only_the_driver_can_import_is_told(ground: Playground, mo
         launch_ray(spec)
 
 
-def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder(ground: Playground) -> None:
-    few = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "trainer.save_freq=2")
+def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder(
+    ground: Playground,
+) -> None:
+    few = (
+        "data.train_batch_size=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+        "trainer.save_freq=2",
+    )
     named = ("actor_rollout_ref.model.path=./model", "custom_reward_function.path=reward.py")
     relative = (*named, "data.train_files=rows.jsonl", "trainer.default_local_dir=run")
     config, spec = ground.spec("grpo", *TWO, *few, *relative)
@@ -113,7 +135,8 @@ def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     monkeypatch.setattr(ray_cluster, "PLACED_WITHIN_S", 1.0)
     monkeypatch.setattr(ray_cluster, "_SAYS_AFTER_S", 0.1)
     _, spec = ground.spec("grpo", *TWO)
-    held, said = placement_group([{"CPU": 3}]), list[str]()
+    held = placement_group([{"CPU": 3}])
+    said = list[str]()
     held.wait()
     try:
         with pytest.raises(UserError, match="end other jobs"):
@@ -129,4 +152,7 @@ def test_a_cluster_where_nobody_answers_is_told_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "distflow", "train", "grpo", *keys]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert "nothing answers at RAY_ADDRESS=127.0.0.1:9" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "nothing answers at RAY_ADDRESS=127.0.0.1:9" in done.stderr
+        and "Traceback" not in done.stderr
+    )

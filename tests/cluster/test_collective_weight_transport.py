@@ -1,4 +1,5 @@
-"""A bucket of all kinds of tensors goes from one process to another through a process group of two."""
+"""A bucket of all kinds of tensors goes from one process to another through a process group of
+two."""
 
 import multiprocessing
 from datetime import timedelta
@@ -28,7 +29,9 @@ def test_the_backend_is_that_of_the_device(device: str, backend: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tensors_of_any_dtype_and_shape_arrive(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_any_dtype_and_shape_arrive(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("wants two CUDA devices")
     on_loopback()
@@ -46,7 +49,8 @@ def test_tensors_of_any_dtype_and_shape_arrive(device: str, tmp_path: Path, monk
     away = multiprocessing.get_context("spawn")
     hashes = away.Queue()
     with monkeypatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the other process: nccl wants one device each
+        # of the other process: nccl wants one device each
+        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
         worker = away.Process(target=receive, args=(sent, hashes))
         worker.start()
     assert hashes.get(timeout=ENDS_WITHIN_S) == hash_of(packed)

@@ -1,5 +1,5 @@
-"""Runs side by side, over a real Ray and in processes of this machine: where each is, that it ends where it ends alone,
-also killed and resumed, and what one's end means for the others."""
+"""Runs side by side, over a real Ray and in processes of this machine: where each is, that it ends
+where it ends alone, also killed and resumed, and what one's end means for the others."""
 
 import json
 import os
@@ -20,7 +20,8 @@ from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
-# It tells that it was asked, and waits while the test says so, or while the run's journal has `limit` records.
+# It tells that it was asked, and waits while the test says so, or while the run's journal has
+# `limit` records.
 REWARD = """
 import time
 from pathlib import Path
@@ -39,7 +40,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     while must_wait():
         time.sleep(0.01)
     return sum(map(ord, solution_str)) % 7 / 6
-"""
+"""  # noqa: E501
 
 PIPELINE = """
 from pathlib import Path
@@ -77,7 +78,10 @@ NAMES = ("small", "large")
 @pytest.fixture
 def grounds(tmp_path: Path) -> dict[str, Playground]:
     """Two models, data sets, rewards and pipelines, and a config that names each."""
-    grounds = {"small": Playground(tmp_path / "small"), "large": Playground(tmp_path / "large", hidden_size=96)}
+    grounds = {
+        "small": Playground(tmp_path / "small"),
+        "large": Playground(tmp_path / "large", hidden_size=96),
+    }
     grounds["large"].write_rows([{"prompt": f"{i}*{i}=", "answer": "7"} for i in range(20)])
     for ground in grounds.values():
         ground.write_reward(REWARD)
@@ -123,10 +127,14 @@ def test_two_on_two_nodes_are_asked_to_end_and_resume_and_end_as_each_does_alone
     assert again.status() == 0, again.said()
     for name in NAMES:
         assert f"{name} | " in again.said() and f"{name}: done" in again.said()
-    nodes = {name: [(ground.folder / "run" / f"worker-{rank}").read_text() for rank in range(2)]
-             for name, ground in grounds.items()}  # fmt: skip
+    nodes = {
+        name: [(ground.folder / "run" / f"worker-{rank}").read_text() for rank in range(2)]
+        for name, ground in grounds.items()
+    }
     assert all(len(set(found)) == 1 for found in nodes.values()), "each is on one node"
-    assert {found[0] for found in nodes.values()} == {node.node_id for node in cluster.list_all_nodes()}
+    assert {found[0] for found in nodes.values()} == {
+        node.node_id for node in cluster.list_all_nodes()
+    }
     alone = {
         name: CliRun(
             tmp_path / f"{name}.log",
@@ -197,15 +205,17 @@ BY_HAND = [*(("local", seed) for seed in range(2, 8)), ("ray", 1), ("ray", 2)]
 
 @pytest.mark.timeout(1800)  # six starts
 @pytest.mark.parametrize(
-    ("launcher", "seed"), [("local", 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BY_HAND)]
+    ("launcher", "seed"),
+    [("local", 1), *(pytest.param(*each, marks=pytest.mark.by_hand) for each in BY_HAND)],
 )
 def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
     grounds: dict[str, Playground], tmp_path: Path, launcher: str, seed: int
 ) -> None:
-    """The command is killed twice and then a run alone, each at a drawn record of a run's journal; alone they are
-    without Ray. However fast one is beside the other, neither ends before: each start may write 40 records, and a step
-    writes 10."""
-    drawn, steps = random.Random(seed), 14
+    """The command is killed twice and then a run alone, each at a drawn record of a run's journal;
+    alone they are without Ray. However fast one is beside the other, neither ends before: each
+    start may write 40 records, and a step writes 10."""
+    drawn = random.Random(seed)
+    steps = 14
     graphs = {"small": (), "large": ("algorithm.adv_estimator=rloo",)}
     own = (f"trainer.total_training_steps={steps}", "trainer.num_threads=1")
     keys = {name: [*KEYS, *more, *own] for name, more in graphs.items()}
@@ -219,7 +229,9 @@ def test_two_graphs_killed_at_random_and_resumed_end_as_each_does_alone(
         wanted = num_records(watched) + drawn.randrange(1, 30)
         command = CliRun(tmp_path / f"{start}.log", words)
         command.wait_for(lambda watched=watched, wanted=wanted: num_records(watched) >= wanted)
-        os.kill(command.pid if victim == "command" else process_of(command, watched), signal.SIGKILL)
+        os.kill(
+            command.pid if victim == "command" else process_of(command, watched), signal.SIGKILL
+        )
         if victim != "command":
             for ground in grounds.values():
                 limit(ground, sys.maxsize)

@@ -1,4 +1,5 @@
-"""Models on workers of their own that train on each other's columns: dp groups exchange them, and the run ends as
+"""Models on workers of their own that train on each other's columns: dp groups exchange them, and
+the run ends as
 one process does."""
 
 import pytest
@@ -22,7 +23,8 @@ STEPS = (
 )
 
 
-# Nodes that come through only where a node of the other dp group is under way, and one that does not end well.
+# Nodes that come through only where a node of the other dp group is under way, and one that does
+# not end well.
 NODES = """
 import os
 import signal
@@ -120,7 +122,9 @@ def check_as_one_process(found: Run, alone: Run) -> None:
     assert distance(found.weights(4, "critic"), alone.weights(4, "critic")) < 1e-6
 
 
-def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(ground: Playground, alone: Run) -> None:
+def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(
+    ground: Playground, alone: Run
+) -> None:
     """From one rank to two and back; the policy leads, though it has the later ranks."""
     found = run(ground, "embedded:d1+torch[critic]:d1+torch[actor]:d2", name="apart")
     check_as_one_process(found, alone)
@@ -128,7 +132,8 @@ def test_a_critic_on_a_worker_of_its_own_ends_where_one_process_does(ground: Pla
 
 @pytest.mark.by_hand
 def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alone: Run) -> None:
-    """Three dp groups, one of which trains nothing. In turn, none of the two nodes would come to an end."""
+    """Three dp groups, one of which trains nothing. In turn, none of the two nodes would come to an
+    end."""
     allocation = "embedded:d1|torch[actor]:d1+torch[critic]:d2+torch[ref]:d1"
     found = run(ground, allocation, pipeline(ground, "meeting"), name="three-dp-groups")
     check_as_one_process(found, alone)
@@ -137,10 +142,22 @@ def test_what_does_not_wait_for_each_other_runs_at_once(ground: Playground, alon
 @pytest.mark.by_hand
 def test_a_node_that_fails_ends_the_wait_of_the_other_dp_group(ground: Playground) -> None:
     with pytest.raises(NodeError, match="mine"):
-        run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "raising"), name="raising")
+        run(
+            ground,
+            "embedded:d1|torch[actor]:d1+torch[critic]:d1",
+            pipeline(ground, "raising"),
+            name="raising",
+        )
 
 
 @pytest.mark.by_hand
 def test_a_writer_that_dies_ends_the_wait_of_the_other_dp_group_by_name(ground: Playground) -> None:
-    with pytest.raises(WorkerDied, match="worker 1 of 2, which trains, has died while the run was under way"):
-        run(ground, "embedded:d1|torch[actor]:d1+torch[critic]:d1", pipeline(ground, "dying"), name="dying")
+    with pytest.raises(
+        WorkerDied, match="worker 1 of 2, which trains, has died while the run was under way"
+    ):
+        run(
+            ground,
+            "embedded:d1|torch[actor]:d1+torch[critic]:d1",
+            pipeline(ground, "dying"),
+            name="dying",
+        )

@@ -1,6 +1,7 @@
-"""Faults drawn from a seed, over a real Ray: where a worker dies or stops, which one, and at which time that it is
-there. Who only generates is replaced, and nothing else changes; who learns ends the run by name, and the same command
-ends where a run does that nothing struck. FAULT_SEEDS names others (`FAULT_SEEDS=0-99 pytest -m slow ...`)."""
+"""Faults drawn from a seed, over a real Ray: where a worker dies or stops, which one, and at which
+time that it is there. Who only generates is replaced, and nothing else changes; who learns ends the
+run by name, and the same command ends where a run does that nothing struck. FAULT_SEEDS names
+others (`FAULT_SEEDS=0-99 pytest -m slow ...`)."""
 
 import os
 import random
@@ -55,7 +56,9 @@ def draw(seed: int) -> tuple[str, Fault]:
     rank = rng.randrange(only_generate + learn)
     leads = LEADS if rank == only_generate else ()
     point = rng.choice(GENERATES if rank < only_generate else (*LEARNS, *leads))
-    return allocation, Fault(point, rank, 1 + rng.randrange(CALLS.get(point, 4)), rng.choice(["SIGKILL", "SIGSTOP"]))
+    return allocation, Fault(
+        point, rank, 1 + rng.randrange(CALLS.get(point, 4)), rng.choice(["SIGKILL", "SIGSTOP"])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +89,16 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     keys = (*STEPS, *validating(ground), f"trainer.allocation='{allocation}'")
     goes_on = fault.rank < LAYOUTS[allocation][0] and fault.point != "build"
     plan(fault)
-    name, started = f"seed-{seed}", time.monotonic()
+    name = f"seed-{seed}"
+    started = time.monotonic()
     config, spec = ground.spec("grpo", *keys, name=name)
     folder = ground.folder / name
     if goes_on:
         check_whole(Run(folder, config, launch_ray(spec)))
     else:
-        with pytest.raises(WorkerDied, match=rf"worker {fault.rank} .* The same command resumes from"):
+        with pytest.raises(
+            WorkerDied, match=rf"worker {fault.rank} .* The same command resumes from"
+        ):
             launch_ray(spec)
     assert fault_injection.fired(fault_plan), (
         f"{fault} is not reached: something else came of it, or this seed tests nothing"
@@ -103,9 +109,14 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
         config, spec = ground.spec("grpo", *keys, name=name)
         assert launch_ray(spec).steps == 4
     found = Left(folder)
-    assert found.trained_rows() == alone.trained_rows() and found.group_counts() == alone.group_counts()
+    assert (
+        found.trained_rows() == alone.trained_rows()
+        and found.group_counts() == alone.group_counts()
+    )
     assert distance(*(weights(left) for left in (found, alone))) < 1e-6
 
 
 def weights(left: Left) -> dict[str, object]:
-    return {name: tensor for name, tensor in left.tensors().items() if name.startswith("actor.model.")}
+    return {
+        name: tensor for name, tensor in left.tensors().items() if name.startswith("actor.model.")
+    }

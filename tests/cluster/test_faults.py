@@ -1,4 +1,5 @@
-"""What becomes of a run over a real Ray whose processes are killed, stopped or asked to end: signals, no pretence."""
+"""What becomes of a run over a real Ray whose processes are killed, stopped or asked to end:
+signals, no pretence."""
 
 import io
 import os
@@ -54,7 +55,10 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
     when: list[float] = []
 
     def wait() -> None:
-        wait_until(lambda: (folder / "checkpoints" / "step-000004" / "manifest.json").exists(), "a checkpoint")
+        wait_until(
+            lambda: (folder / "checkpoints" / "step-000004" / "manifest.json").exists(),
+            "a checkpoint",
+        )
         strike()
         when.append(time.monotonic())
 
@@ -68,22 +72,36 @@ def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
 @pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", one_fast_in(2, [0, 1], others=BY_HAND))
-def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(ground: Playground, victim: int) -> None:
+def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(
+    ground: Playground, victim: int
+) -> None:
     folder = ground.folder / "run"
     config, spec = ground.spec("grpo", *ENDLESS)
-    with struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when, pytest.raises(WorkerDied) as told:
+    with (
+        struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when,
+        pytest.raises(WorkerDied) as told,
+    ):
         launch_ray(spec)
     assert time.monotonic() - when[0] < remote_calls.REPLIES_WITHIN_S
     assert f"worker {victim} of 2" in str(told.value) and "resumes from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
-    assert all('"release of step 2"' in (folder / "spans" / f"training{part}.jsonl").read_text() for part in ("", "-1"))
-    wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
-    steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
+    assert all(
+        '"release of step 2"' in (folder / "spans" / f"training{part}.jsonl").read_text()
+        for part in ("", "-1")
+    )
+    wait_until(
+        lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left"
+    )
+    steps = (
+        f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
+    )
     config, spec = ground.spec("grpo", *TWO, steps)
     resumed = Run(folder, config, launch_ray(spec))
     verify(folder / "ledger.jsonl")
     whole = ground.run("grpo", "trainer.save_freq=2", CONSTANT, steps, name="whole")
-    assert distance(resumed.weights(resumed.outcome.steps), whole.weights(whole.outcome.steps)) < 1e-5
+    assert (
+        distance(resumed.weights(resumed.outcome.steps), whole.weights(whole.outcome.steps)) < 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +110,10 @@ def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_
 ) -> None:
     folder = ground.folder / "run"
     _, spec = ground.spec("grpo", *ENDLESS)
-    with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)), pytest.raises(WorkerDied) as told:
+    with (
+        struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)),
+        pytest.raises(WorkerDied) as told,
+    ):
         launch_ray(spec)
     assert "worker 1 has not responded for 5 s" in str(told.value)
     assert "training_loop" in (folder / "stacks.txt").read_text()
@@ -102,7 +123,14 @@ def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_
 @contextmanager
 def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[str]"]:
     """`distflow train` in a process of its own, with a Ray of its own."""
-    arguments = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *overrides)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "distflow",
+        "train",
+        "grpo",
+        *ground.overrides("run", *overrides),
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(
         arguments,
@@ -135,8 +163,11 @@ def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
 
 @pytest.mark.by_hand
 @pytest.mark.slow
-def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_that_ends(tmp_path: Path) -> None:
-    ground, held = Playground(tmp_path), list[Held]()
+def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_that_ends(
+    tmp_path: Path,
+) -> None:
+    ground = Playground(tmp_path)
+    held = list[Held]()
     with command(ground, *ENDLESS) as driver:
 
         def kill() -> None:
@@ -157,8 +188,8 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_tha
 @pytest.mark.by_hand
 @pytest.mark.slow
 def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
-    """It goes to the whole process group, as `timeout` sends it. Before, `doctor` finds every process of the run that
-    listens, and none of them beyond loopback."""
+    """It goes to the whole process group, as `timeout` sends it. Before, `doctor` finds every
+    process of the run that listens, and none of them beyond loopback."""
     ground, held, told = Playground(tmp_path), list[Held](), io.StringIO()
     with command(ground, *ENDLESS) as driver:
 
@@ -174,14 +205,18 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
     assert held[0] and not held[0].left()
     folder = ground.folder / "run"
     _, _, ports = told.getvalue().partition(f"ports of {folder}\n")
-    listening = re.findall(r"^  (\S+).* \((\d+)\): [\d, ]+ on (.*)$", ports.partition("\n\n")[0], re.MULTILINE)
+    listening = re.findall(
+        r"^  (\S+).* \((\d+)\): [\d, ]+ on (.*)$", ports.partition("\n\n")[0], re.MULTILINE
+    )
     names = {name.partition(".")[0] for name, _, _ in listening}
     assert names >= {"gcs_server", "raylet", "ray::WorkerActor", "ray::CoordinatorActor"}
     assert {int(pid) for _, pid, _ in listening} <= held[0].pids | {driver.pid}
     assert {where for _, _, where in listening} == {"loopback"}
     assert notes(folder, "end") == ["the run stopped"]
     consumed = [
-        record["step"] for _, record in ledger.timeline(folder / "ledger.jsonl") if record["kind"] == "consumed"
+        record["step"]
+        for _, record in ledger.timeline(folder / "ledger.jsonl")
+        if record["kind"] == "consumed"
     ]
     assert (folder / "checkpoints" / f"step-{consumed[-1]:06d}" / "manifest.json").exists()
 
@@ -190,7 +225,8 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
 @pytest.mark.slow
 def test_ctrl_c_and_a_run_that_cannot_go_on_leave_nothing(tmp_path: Path) -> None:
     """Ctrl-C goes to all processes of the group, as a terminal sends it."""
-    ground, held = Playground(tmp_path), list[Held]()
+    ground = Playground(tmp_path)
+    held = list[Held]()
     with command(ground, *ENDLESS) as driver:
 
         def interrupt() -> None:
@@ -203,7 +239,9 @@ def test_ctrl_c_and_a_run_that_cannot_go_on_leave_nothing(tmp_path: Path) -> Non
     assert held[0] and not held[0].left()
     assert notes(ground.folder / "run", "end") == ["the run stopped"]
     ground.write_reward("def compute_score(solution_str):\n    raise ValueError('as it should')\n")
-    with command(ground, *TWO, "trainer.total_training_steps=100", "trainer.resume_mode=never") as driver:
+    with command(
+        ground, *TWO, "trainer.total_training_steps=100", "trainer.resume_mode=never"
+    ) as driver:
         whole, out = held_until_the_end(driver)
     assert driver.returncode == 2 and "as it should" in out, out
     assert len(whole.pids) > 4 and whole.listening and not whole.left()

@@ -16,7 +16,8 @@ from distflow.cluster.remote_calls import Heartbeat, process_here
 
 
 class Late:
-    """An actor that said which process it is, and answers no more. alive: as of the actors of a run."""
+    """An actor that said which process it is, and answers no more. alive: as of the actors of a
+    run."""
 
     def __init__(self, said: object) -> None:
         first: Future[object] = Future()
@@ -42,13 +43,17 @@ def test_a_process_that_is_stopped_is_silent_and_one_that_is_late_is_not(
 ) -> None:
     monkeypatch.setattr(remote_calls, "STOPPED_S", 0.0)
     machine = process_here()[0]
-    late, elsewhere, unknown = (Late(said) for said in ((machine, sleeper), ("another machine", sleeper), None))
+    late, elsewhere, unknown = (
+        Late(said) for said in ((machine, sleeper), ("another machine", sleeper), None)
+    )
     heartbeat = Heartbeat({0: late, 1: elsewhere, 2: unknown})
     assert [heartbeat.silent() for _ in range(3)] == [None] * 3, "it has a minute"
     os.kill(sleeper, signal.SIGSTOP)
     while state_of(sleeper) != "T":
         pass
-    assert [heartbeat.silent() for _ in range(2)] == [None, 0], "one of another machine is not, nor one unknown"
+    assert [heartbeat.silent() for _ in range(2)] == [None, 0], (
+        "one of another machine is not, nor one unknown"
+    )
     os.kill(sleeper, signal.SIGCONT)
     while state_of(sleeper) == "T":
         pass
@@ -66,9 +71,13 @@ def test_a_short_stop_is_none(sleeper: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_message_names_the_file_of_stacks_only_if_it_exists(tmp_path: Path) -> None:
-    heartbeat, stacks = Heartbeat({0: Late(None)}), tmp_path / "stacks.txt"
+    heartbeat = Heartbeat({0: Late(None)})
+    stacks = tmp_path / "stacks.txt"
     never_heard = heartbeat.describe_silence(0, stacks)
-    assert never_heard.startswith("worker 0 has not responded") and "its process has not started" in never_heard
+    assert (
+        never_heard.startswith("worker 0 has not responded")
+        and "its process has not started" in never_heard
+    )
     assert "stacks.txt" not in never_heard
     heartbeat.silent()
     stacks.write_text("Thread 1\n")

@@ -1,4 +1,5 @@
-"""Several processes of this machine without Ray: the results of one process, and what becomes of them when they die."""
+"""Several processes of this machine without Ray: the results of one process, and what becomes of
+them when they die."""
 
 import os
 import signal
@@ -42,7 +43,9 @@ def alone(ground: Playground) -> Run:
 
 def run(ground: Playground, *keys: str, name: str, callbacks: Callbacks = Callbacks()) -> Run:  # noqa: B008
     config, spec = ground.spec("grpo", *STEPS, *keys, name=name)
-    return Run(ground.folder / name, config, launch_processes(spec, LaunchOptions(callbacks=callbacks)))
+    return Run(
+        ground.folder / name, config, launch_processes(spec, LaunchOptions(callbacks=callbacks))
+    )
 
 
 def workers(root: int) -> list[int]:
@@ -67,15 +70,26 @@ def two(ground: Playground, told: list[str]) -> Run:
 @pytest.mark.slow
 def test_two_processes_end_where_one_does(alone: Run, two: Run, told: list[str]) -> None:
     check_whole(two, alone)
-    assert sorted(told) == ["saved step-000002", "saved step-000004", "step 1", "step 2", "step 3", "step 4"]
+    assert sorted(told) == [
+        "saved step-000002",
+        "saved step-000004",
+        "step 1",
+        "step 2",
+        "step 3",
+        "step 4",
+    ]
     verify(two.folder / "ledger.jsonl")
     assert not workers(os.getpid())
-    assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
+    assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {
+        ".distflow-run",
+        ".writer",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "keys"), one_fast_in(2, [("shards", SHARDS), ("layers", LAYERS)], unpack=True, others=BY_HAND)
+    ("name", "keys"),
+    one_fast_in(2, [("shards", SHARDS), ("layers", LAYERS)], unpack=True, others=BY_HAND),
 )
 def test_weights_spread_over_two_processes_end_where_one_does(
     ground: Playground, alone: Run, name: str, keys: tuple[str, ...]
@@ -107,21 +121,34 @@ def test_a_process_that_is_killed_ends_the_run_and_resumed_it_ends_with_the_same
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("number", one_fast_in(2, [signal.SIGINT, signal.SIGKILL], others=BY_HAND))
-def test_a_signal_to_the_command_ends_all_and_the_first_saves(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_command_ends_all_and_the_first_saves(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Where there is no Ray to import."""
     ground = Playground(tmp_path)
     (tmp_path / "without" / "ray").mkdir(parents=True)
-    (tmp_path / "without" / "ray" / "__init__.py").write_text("raise ImportError('there is none')\n")
-    arguments = ground.overrides("run", TWO, "trainer.total_training_steps=5000", "trainer.save_freq=2")
+    (tmp_path / "without" / "ray" / "__init__.py").write_text(
+        "raise ImportError('there is none')\n"
+    )
+    arguments = ground.overrides(
+        "run", TWO, "trainer.total_training_steps=5000", "trainer.save_freq=2"
+    )
     command = [sys.executable, "-m", "distflow", "train", "grpo", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "without")}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     ) as driver:
         held = list[int]()
 
         def strike() -> None:
-            wait_until(lambda: (tmp_path / "run" / "checkpoints" / "step-000002").exists(), "a checkpoint")
+            wait_until(
+                lambda: (tmp_path / "run" / "checkpoints" / "step-000002").exists(), "a checkpoint"
+            )
             held.extend(workers(driver.pid))
             os.killpg(driver.pid, number)
 
@@ -137,7 +164,9 @@ def test_a_signal_to_the_command_ends_all_and_the_first_saves(tmp_path: Path, nu
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.by_hand
-def test_a_process_that_is_stopped_is_named_within_the_deadline(ground: Playground, plan: Callable[..., None]) -> None:
+def test_a_process_that_is_stopped_is_named_within_the_deadline(
+    ground: Playground, plan: Callable[..., None]
+) -> None:
     plan(Fault("train.backward", rank=1, call=2, action="SIGSTOP"))
     with pytest.raises(WorkerDied, match="worker 1 has not responded for 5 s"):
         run(ground, TWO, name="stopped")
@@ -160,7 +189,9 @@ def test_a_process_that_does_not_come_to_a_collective_call_is_named(
 @pytest.mark.slow
 @pytest.mark.by_hand
 def test_an_error_of_the_users_is_told_as_in_one_process(ground: Playground) -> None:
-    (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
+    (ground.folder / "broken.py").write_text(
+        "def compute_score(**kwargs):\n    raise KeyError('mine')\n"
+    )
     broken = (f"custom_reward_function.path={ground.folder}/broken.py", "trust.check_rewards=false")
     with pytest.raises(UserError, match="broken.py"):
         run(ground, *broken, TWO, name="broken")
@@ -169,14 +200,22 @@ def test_an_error_of_the_users_is_told_as_in_one_process(ground: Playground) -> 
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        (("trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'",), "join all parts of trainer.allocation with"),
+        (
+            ("trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'",),
+            "join all parts of trainer.allocation with",
+        ),
         (
             ("trainer.n_gpus_per_node=1000", "trainer.device=cpu"),
             "the plan is for 1000 workers on CPUs, but this machine has",
         ),
-        (("trainer.n_gpus_per_node=1000", "trainer.device=cuda"), r"the workers need 1000 GPU\(s\) on 1 machine"),
+        (
+            ("trainer.n_gpus_per_node=1000", "trainer.device=cuda"),
+            r"the workers need 1000 GPU\(s\) on 1 machine",
+        ),
     ],
 )
-def test_what_they_cannot_do_is_refused(ground: Playground, keys: tuple[str, ...], why: str) -> None:
+def test_what_they_cannot_do_is_refused(
+    ground: Playground, keys: tuple[str, ...], why: str
+) -> None:
     with pytest.raises(UserError, match=why):
         ground.spec("grpo", *keys, name="refused")

@@ -1,4 +1,5 @@
-"""A run on a Ray of two nodes that runs already: who is placed where, and what is said of one that does not fit."""
+"""A run on a Ray of two nodes that runs already: who is placed where, and what is said of one that
+does not fit."""
 
 import json
 import os
@@ -61,7 +62,7 @@ from pathlib import Path
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     Path(__file__).with_name("rollout.env").write_text(os.environ["OWN_WORD"] + os.environ["OWN_NUMBER"])
     return len(solution_str) / 10
-"""
+"""  # noqa: E501
 OF_TRAINING = """
 import os
 from pathlib import Path
@@ -84,7 +85,7 @@ def looking(config):
     graph = grpo_pipeline()
     graph.add_node(Node("look", look, options={"folder": config.trainer.default_local_dir}))
     return graph
-"""
+"""  # noqa: E501
 APART = ("trainer.n_gpus_per_node=1", "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1")
 
 
@@ -100,8 +101,13 @@ def cluster() -> Iterator[Any]:
 
 
 def train(cluster: Any, ground: Playground, *overrides: str) -> tuple[int, str, float]:
-    """`distflow train` in a process of its own: its status, what it says, and the seconds that it took."""
-    arguments = ["train", "grpo", *ground.overrides("run", "trainer.launcher=ray", "trainer.nnodes=2", *overrides)]
+    """`distflow train` in a process of its own: its status, what it says, and the seconds that it
+    took."""
+    arguments = [
+        "train",
+        "grpo",
+        *ground.overrides("run", "trainer.launcher=ray", "trainer.nnodes=2", *overrides),
+    ]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     since = time.monotonic()
     ended = subprocess.run(
@@ -137,10 +143,21 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
 
 @pytest.mark.by_hand
 def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_path: Path) -> None:
-    """The third machine joins when the run is under way; then the second is gone, with its worker."""
-    ground, folder = Playground(tmp_path), tmp_path / "run"
-    keys = ("trainer.launcher=ray", "trainer.nnodes=2", "trainer.max_restarts=1", "trainer.save_freq=1")
-    arguments = ["train", "grpo", *ground.overrides("run", *keys, "trainer.total_training_steps=5000")]
+    """The third machine joins when the run is under way; then the second is gone, with its
+    worker."""
+    ground = Playground(tmp_path)
+    folder = tmp_path / "run"
+    keys = (
+        "trainer.launcher=ray",
+        "trainer.nnodes=2",
+        "trainer.max_restarts=1",
+        "trainer.save_freq=1",
+    )
+    arguments = [
+        "train",
+        "grpo",
+        *ground.overrides("run", *keys, "trainer.total_training_steps=5000"),
+    ]
 
     def started() -> list[int]:
         return [event.restart for event in read_events(folder) if event.kind == "start"]
@@ -155,12 +172,15 @@ def test_a_run_that_loses_a_machine_starts_again_on_another(cluster: Any, tmp_pa
     try:
         wait_until(lambda: run.poll() is not None or num_saved(), "a checkpoint", WITHIN_S)
         (second,) = cluster.worker_nodes
-        third = cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=200_000_000)  # as the second, for others
+        # as the second, for others
+        third = cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=200_000_000)
         cluster.wait_for_nodes()
         cluster.remove_node(second, allow_graceful=False)
         wait_until(lambda: run.poll() is not None or started() == [0, 1], "another start", WITHIN_S)
         before = num_saved()
-        wait_until(lambda: run.poll() is not None or num_saved() > before, "its checkpoint", WITHIN_S)
+        wait_until(
+            lambda: run.poll() is not None or num_saved() > before, "its checkpoint", WITHIN_S
+        )
         run.terminate()
         status = run.wait(WITHIN_S)
     finally:
@@ -176,44 +196,71 @@ def test_a_role_has_resources_and_variables_of_its_own(cluster: Any, tmp_path: P
     ground = Playground(tmp_path)
     ground.write_reward(REWARD)
     (tmp_path / "own_pipeline.py").write_text(OF_TRAINING)
-    pipeline = (f"dag.pipeline={tmp_path}/own_pipeline.py:looking", "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}")
-    roles = "trainer.worker_roles={rollout: {worker_env: {OWN_WORD: b}}, training: {worker_cpus: 2}}"
-    status, said, _ = train(cluster, ground, *pipeline, *APART, roles, "trainer.total_training_steps=1")
+    pipeline = (
+        f"dag.pipeline={tmp_path}/own_pipeline.py:looking",
+        "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}",
+    )
+    roles = (
+        "trainer.worker_roles={rollout: {worker_env: {OWN_WORD: b}}, training: {worker_cpus: 2}}"
+    )
+    status, said, _ = train(
+        cluster, ground, *pipeline, *APART, roles, "trainer.total_training_steps=1"
+    )
     assert status == 0, said
     assert (tmp_path / "rollout.env").read_text() == "b7"
     assert (tmp_path / "run" / "training.env").read_text() == "a7 2"
 
-    status, said, _ = train(cluster, Playground(tmp_path), *APART, "trainer.worker_roles={rollout: {worker_cpus: 3}}")
-    assert status == 2 and re.search(r"the plan needs 2 machine\(s\) with (3 CPU .*, 1 CPU|1 CPU .*, 3 CPU) ", said), (
-        said
+    status, said, _ = train(
+        cluster, Playground(tmp_path), *APART, "trainer.worker_roles={rollout: {worker_cpus: 3}}"
     )
+    assert status == 2 and re.search(
+        r"the plan needs 2 machine\(s\) with (3 CPU .*, 1 CPU|1 CPU .*, 3 CPU) ", said
+    ), said
 
 
-def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, tmp_path: Path) -> None:
+def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(
+    cluster: Any, tmp_path: Path
+) -> None:
     each = ("trainer.worker_cpus=2", "trainer.worker_memory_mb=400")
     status, said, seconds = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=3", *each)
     assert status == 2 and seconds < WITHIN_S / 2
-    assert "the plan needs 2 machine(s) with 6 CPU and 1.2 GB of memory, 6 CPU and 1.2 GB of memory" in said, said
+    assert (
+        "the plan needs 2 machine(s) with 6 CPU and 1.2 GB of memory, 6 CPU and 1.2 GB of memory"
+        in said
+    ), said
     assert re.search(r"and the cluster has (2 CPU and|2 CPU and 2 GPU and) ", said), said
     assert "Traceback" not in said
 
 
-def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(cluster: Any, tmp_path: Path) -> None:
+def test_workers_have_the_devices_of_the_cluster_and_not_of_the_driver(
+    cluster: Any, tmp_path: Path
+) -> None:
     ground = Playground(tmp_path)
-    status, said, _ = train(cluster, ground, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=auto")
-    assert "trainer.device='cuda' instead of 'auto'" in said and "Ray has 2 GPU(s) on 1 machine(s)" in said, said
+    status, said, _ = train(
+        cluster, ground, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", "trainer.device=auto"
+    )
+    assert (
+        "trainer.device='cuda' instead of 'auto'" in said
+        and "Ray has 2 GPU(s) on 1 machine(s)" in said
+    ), said
     assert status == 2 and "Traceback" not in said, said  # the GPUs are none
-    named = r"worker [01] of 2 \(pid \d+ on [\d.]+\): the plan has a GPU \(cuda\) for this process, but torch"
+    named = (
+        r"worker [01] of 2 \(pid \d+ on [\d.]+\): the plan has a GPU \(cuda\) for this process, "
+        r"but torch"
+    )
     assert re.search(named, said), said
     assert not list((tmp_path / "run" / "checkpoints").glob("*")), "no step is taken"
 
 
 def test_cuda_is_refused_with_what_the_cluster_has(cluster: Any, tmp_path: Path) -> None:
-    status, said, _ = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=2", "trainer.device=cuda")
+    status, said, _ = train(
+        cluster, Playground(tmp_path), "trainer.n_gpus_per_node=2", "trainer.device=cuda"
+    )
     assert status == 2 and "Traceback" not in said, said
     assert (
-        "trainer.device=cuda: the workers need 2 GPU(s) on 2 machine(s), but Ray has 2 GPU(s) on 1 machine(s)" in said
-    )
+        "trainer.device=cuda: the workers need 2 GPU(s) on 2 machine(s), but Ray has 2 GPU(s) "
+        "on 1 machine(s)"
+    ) in said
 
 
 @pytest.mark.parametrize("other", [{"ray_version": "2.9.3"}, {"python_version": "3.10.1"}])
@@ -224,7 +271,9 @@ def test_a_cluster_of_other_versions_is_told_in_one_message(
     client = GcsClient(address=cluster.gcs_address)
 
     def write(facts: bytes) -> None:
-        client.internal_kv_put(CLUSTER_METADATA_KEY, facts, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
+        client.internal_kv_put(
+            CLUSTER_METADATA_KEY, facts, overwrite=True, namespace=KV_NAMESPACE_CLUSTER
+        )
 
     own = client.internal_kv_get(CLUSTER_METADATA_KEY, namespace=KV_NAMESPACE_CLUSTER)
     write(json.dumps({**json.loads(own), **other}).encode())
@@ -235,4 +284,7 @@ def test_a_cluster_of_other_versions_is_told_in_one_message(
     (version,) = other.values()
     assert status == 2 and "Traceback" not in said, said
     assert f"the Ray at RAY_ADDRESS={cluster.address} cannot be used" in said
-    assert version in said and (ray.__version__ if "ray_version" in other else sys.version.split()[0]) in said
+    assert (
+        version in said
+        and (ray.__version__ if "ray_version" in other else sys.version.split()[0]) in said
+    )

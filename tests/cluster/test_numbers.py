@@ -1,4 +1,5 @@
-"""The numbers of one process on 1, 2 and 4 workers, from the same recorded groups: weights, losses, gradient norms."""
+"""The numbers of one process on 1, 2 and 4 workers, from the same recorded groups: weights, losses,
+gradient norms."""
 
 import json
 
@@ -28,7 +29,8 @@ KEYS = (
     f"trainer.keep_last={STEPS}",
     "data.shuffle=false",
     "trust.on_mismatch=warn",
-    # two mini-batches a step of two groups each, so that of four ranks two have none of it, in each of two passes;
+    # two mini-batches a step of two groups each, so that of four ranks two have none of it, in each
+    # of two passes;
     # a few samples a micro-batch
     f"{ACTOR}.ppo_mini_batch_size=2",
     f"{ACTOR}.ppo_epochs=2",
@@ -68,7 +70,8 @@ def groups(run: Run, step: int) -> Batch:
 
 def recorded(run: Run, step: int) -> list[dict[str, object]]:
     """Of the data set: a row for each group of the step, in the order of groups."""
-    batch, rows = groups(run, step), dict[int, dict[str, list[object]]]()
+    batch = groups(run, step)
+    rows = dict[int, dict[str, list[object]]]()
     lengths = batch.lengths("response").tolist()
     columns = [batch.flat(name).split(lengths) for name in ("response_ids", "rollout_log_probs")]
     for place, (ids, sampled) in enumerate(zip(*columns, strict=True)):
@@ -93,7 +96,12 @@ def per_token_loss(run: Run, step: int) -> float:
 
 def on_workers(ground: Playground, num_workers: int, *keys: str, name: str) -> Run:
     config, spec = ground.spec(
-        "grpo", *KEYS, "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}", *keys, name=name
+        "grpo",
+        *KEYS,
+        "trainer.launcher=ray",
+        f"trainer.n_gpus_per_node={num_workers}",
+        *keys,
+        name=name,
     )
     return Run(ground.folder / name, config, launch_ray(spec, LaunchOptions(say=lambda line: None)))
 
@@ -105,7 +113,8 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
 ) -> None:
     keys = (*replaying(ground), f"{ACTOR}.strategy={strategy}")
     if (strategy, num_workers) == ("fsdp", 4):
-        keys = (*keys, f"{ACTOR}.fsdp_config.fsdp_size=2")  # two copies of the weights, each over two workers
+        # two copies of the weights, each over two workers
+        keys = (*keys, f"{ACTOR}.fsdp_config.fsdp_size=2")
     found = on_workers(ground, num_workers, *keys, name=f"{strategy}-{num_workers}")
     off = distance(trained(found), trained(alone))
     print(f"{strategy} on {num_workers}: {off:.2g} of the weights' norm")
@@ -158,18 +167,26 @@ def test_free_runs_are_the_same_up_to_the_first_token_that_rounding_changes(
     assert same == 0 or distance(trained(found, same), trained(free, same)) <= 1e-5
 
 
-def test_a_difference_is_found_and_told_from_one_that_rounding_does_not_make(ground: Playground, free: Run) -> None:
+def test_a_difference_is_found_and_told_from_one_that_rounding_does_not_make(
+    ground: Playground, free: Run
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(ground.folder / "model")
     with torch.no_grad():
         for number, weight in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(number)
             weight *= 1 + 1e-3 * torch.randn(weight.shape, generator=generator)
     model.save_pretrained(ground.folder / "other-model")
-    AutoTokenizer.from_pretrained(ground.folder / "model").save_pretrained(ground.folder / "other-model")
-    nudged = ground.run("grpo", *KEYS, f"actor_rollout_ref.model.path={ground.folder}/other-model", name="nudged")
+    AutoTokenizer.from_pretrained(ground.folder / "model").save_pretrained(
+        ground.folder / "other-model"
+    )
+    nudged = ground.run(
+        "grpo", *KEYS, f"actor_rollout_ref.model.path={ground.folder}/other-model", name="nudged"
+    )
     found = first_difference(free, nudged)
     print(f"weights off by 1e-3: {found}")
     assert found is not None and found.is_rounding and found.here != found.there
-    seeded = ground.run("grpo", *KEYS, "trainer.seed=2", "trainer.total_training_steps=1", name="seeded")
+    seeded = ground.run(
+        "grpo", *KEYS, "trainer.seed=2", "trainer.total_training_steps=1", name="seeded"
+    )
     other = first_difference(free, seeded)
     assert other is not None and not other.is_rounding

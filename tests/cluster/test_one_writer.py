@@ -1,4 +1,5 @@
-"""Over a Ray of its own a run's folder has one writer too, from the first second, while Ray is still starting."""
+"""Over a Ray of its own a run's folder has one writer too, from the first second, while Ray is
+still starting."""
 
 import os
 import subprocess
@@ -22,14 +23,26 @@ TWO = (*KEYS, "trainer.launcher=ray", "trainer.n_gpus_per_node=2")
 
 
 class Command:
-    """One start of `distflow train` in a process of its own, with a Ray of its own; what it says goes to a file."""
+    """One start of `distflow train` in a process of its own, with a Ray of its own; what it says
+    goes to a file."""
 
     def __init__(self, ground: Playground, log: str, *more: str, name: str = "run") -> None:
-        arguments = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides(name, *TWO, *more)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        arguments = [
+            sys.executable,
+            "-m",
+            "distflow",
+            "train",
+            "grpo",
+            *ground.overrides(name, *TWO, *more),
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+        }
         self._log = ground.folder / log
         with self._log.open("wb") as out:
-            self.process = subprocess.Popen(arguments, stdout=out, stderr=out, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                arguments, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
         self.pid = self.process.pid
 
     def __enter__(self) -> "Command":
@@ -51,7 +64,9 @@ class Command:
 
 
 @pytest.mark.by_hand
-def test_starts_at_every_half_second_of_another_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_starts_at_every_half_second_of_another_are_refused_and_leave_nothing(
+    tmp_path: Path,
+) -> None:
     ground = playground(tmp_path)
     with ExitStack() as stack:
         runs = []
@@ -66,8 +81,11 @@ def test_starts_at_every_half_second_of_another_are_refused_and_leave_nothing(tm
 
 
 @pytest.mark.by_hand
-def test_a_start_right_after_a_kill_waits_for_what_is_left_and_ends_as_if_undisturbed(tmp_path: Path) -> None:
-    ground, run = playground(tmp_path), tmp_path / "run"
+def test_a_start_right_after_a_kill_waits_for_what_is_left_and_ends_as_if_undisturbed(
+    tmp_path: Path,
+) -> None:
+    ground = playground(tmp_path)
+    run = tmp_path / "run"
     let_end(ground)
     saved = run / "checkpoints" / "step-000004" / "manifest.json"
     with Command(ground, "killed", "trainer.total_training_steps=5000") as killed:

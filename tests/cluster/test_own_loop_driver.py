@@ -1,4 +1,5 @@
-"""`distflow.rollouts` over a real Ray: the numbers of one process, the same bounds, and nothing left behind."""
+"""`distflow.rollouts` over a real Ray: the numbers of one process, the same bounds, and nothing
+left behind."""
 
 import asyncio
 import runpy
@@ -56,14 +57,22 @@ class ReadsNothing(PolicyObjective):
 def areal(folder: Path, *overrides: str) -> distflow.Run:
     """The example, three steps of it."""
     main = runpy.run_path(str(ROOT / "examples" / "areal_gsm8k_grpo.py"))["main"]
-    keys = ("total_training_steps=3", "save_freq=3", "test_freq=-1", "num_threads=1", f"default_local_dir={folder}")
+    keys = (
+        "total_training_steps=3",
+        "save_freq=3",
+        "test_freq=-1",
+        "num_threads=1",
+        f"default_local_dir={folder}",
+    )
     data = ("data.train_batch_size=4", "data.max_response_length=8")
     return main(*data, *(f"trainer.{key}" for key in keys), *overrides)
 
 
 def columns_here(batch: Batch) -> list[str]:
     """That this process has."""
-    return [field.name for field, column in batch.columns() if isinstance(column, torch.Tensor | list)]
+    return [
+        field.name for field, column in batch.columns() if isinstance(column, torch.Tensor | list)
+    ]
 
 
 def marked_by_rank(batch: Batch) -> None:
@@ -81,22 +90,33 @@ def test_areals_loop_trains_the_same_weights_on_one_process_and_on_two_workers(
 ) -> None:
     monkeypatch.chdir(ROOT)
     alone = areal(tmp_path / "alone")
-    two = areal(tmp_path / "two", "trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
+    two = areal(
+        tmp_path / "two", "trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.device=cpu"
+    )
     for here, there in zip(figures(two), figures(alone), strict=True):
         wanted = {name: value for name, value in there.items() if not name.startswith(TIMES)}
-        assert {name: here.get(name) for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-    ours, theirs = (CheckpointStore(run.folder / "checkpoints").load(3).load("actor") for run in (two, alone))
+        assert {name: here.get(name) for name in wanted} == pytest.approx(
+            wanted, rel=1e-4, abs=1e-5
+        )
+    ours, theirs = (
+        CheckpointStore(run.folder / "checkpoints").load(3).load("actor") for run in (two, alone)
+    )
     names = [name for name in theirs if name.startswith("model.")]
-    assert distance({name: ours[name] for name in names}, {name: theirs[name] for name in names}) < 1e-6
+    assert (
+        distance({name: ours[name] for name in names}, {name: theirs[name] for name in names})
+        < 1e-6
+    )
     assert verify(two.folder / "ledger.jsonl") == verify(alone.folder / "ledger.jsonl")
 
 
 def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path: Path) -> None:
-    """A column is here once it is written here, and is read from the ranks. What is generated is what one process
-    generates."""
+    """A column is here once it is written here, and is read from the ranks. What is generated is
+    what one process generates."""
 
     async def asked(rollouts: distflow.Rollouts, ids: list[int]) -> list:
-        return [rollouts.generate(ids)] + await asyncio.gather(*(rollouts.agenerate(ids) for _ in range(3)))
+        return [rollouts.generate(ids)] + await asyncio.gather(
+            *(rollouts.agenerate(ids) for _ in range(3))
+        )
 
     with opened(tmp_path / "alone", None) as rollouts:
         ids = rollouts.tokenizer.encode("2+2=")
@@ -107,7 +127,8 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
             assert here.rollout_log_probs == pytest.approx(there.rollout_log_probs, abs=1e-4)
         for row in OWN[:4]:
             rollouts.submit(row)
-        first, second = rollouts.wait(1), rollouts.wait(1)
+        first = rollouts.wait(1)
+        second = rollouts.wait(1)
         batch = type(first).concat([first, second])
         assert len(batch) == 4 and not columns_here(batch)
         batch.copy_columns(rollouts.actor.forward(batch, ("log_probs",)), old_log_probs="log_probs")
@@ -116,12 +137,17 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
         batch["advantages"] = torch.arange(4.0)[:, None] * batch["response_mask"]
         assert columns_here(batch) == ["advantages"]
         rollouts.apply(batch, marked_by_rank)
-        assert not columns_here(batch) and batch["copied"] == [f"{text}!" for text in batch["prompts"]]
+        assert not columns_here(batch) and batch["copied"] == [
+            f"{text}!" for text in batch["prompts"]
+        ]
         assert (batch["returns"] == 2.0).all(), "each of two ranks has one of two groups"
         wanted = torch.arange(4.0)[:, None] * batch["response_mask"] + batch["token_level_rewards"]
         assert torch.equal(batch["advantages"], wanted)
         picked = batch.select([3, 0])
-        assert not columns_here(picked) and picked["prompts"] == [batch["prompts"][3], batch["prompts"][0]]
+        assert not columns_here(picked) and picked["prompts"] == [
+            batch["prompts"][3],
+            batch["prompts"][0],
+        ]
         rollouts.apply(picked, marked_by_rank)
         assert picked["advantages"][0, 0] == (wanted + batch["token_level_rewards"])[3, 0]
         rollouts.publish()
@@ -131,20 +157,28 @@ def test_a_batch_stays_with_the_ranks_and_their_engines_answer_in_turn(tmp_path:
 def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
     """Groups of three steps start with the first weights, on a worker of their own."""
     oldest = []
-    with opened(tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=5, **APART) as rollouts:
+    with opened(
+        tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=5, **APART
+    ) as rollouts:
         while batch := rollouts.prepare_batch():
             versions = batch.flat("versions")
             oldest.append(rollouts.version - int(versions[versions >= 0].min()))
             rollouts.train(batch)
             rollouts.publish()
-        assert (rollouts.stats.submitted, rollouts.stats.accepted, rollouts.stats.rejected) == (10, 10, 0)
+        assert (rollouts.stats.submitted, rollouts.stats.accepted, rollouts.stats.rejected) == (
+            10,
+            10,
+            0,
+        )
     assert len(oldest) == 5 and max(oldest) <= 2
     assert max(ages(rollouts.run)) == 2
     assert verify(tmp_path / "run" / "ledger.jsonl").consumed == 10
 
 
 @pytest.mark.by_hand
-def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(tmp_path: Path) -> None:
+def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_them(
+    tmp_path: Path,
+) -> None:
     """Two ranks generate and train. A batch has fewer groups than ranks, or is taken in parts."""
 
     def never(group: Batch) -> str:
@@ -174,7 +208,9 @@ def test_submitted_prompts_come_back_in_their_order_if_their_function_accepts_th
         with pytest.raises(KeyError, match="the batch has no column 'nothing'"):
             rollouts.actor.train_step(batch, ReadsNothing())
         rollouts.train(batch)
-        assert "actor/grad_norm" in rollouts.publish(), "the loop goes on after an error of the loss"
+        assert "actor/grad_norm" in rollouts.publish(), (
+            "the loop goes on after an error of the loss"
+        )
     assert dict(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"unwanted": 1}
 
 
@@ -192,20 +228,27 @@ def test_an_error_of_the_loop_ends_all_processes_and_the_same_call_goes_on(tmp_p
         raise ZeroDivisionError("of the user's")
     wait_until(lambda: not workers(), "the workers have ended", within_s=30)
     assert rollouts.run.status == "failed"
-    assert "ZeroDivisionError: of the user's" in [row["message"] for row in rollouts.run.events("error")]
+    assert "ZeroDivisionError: of the user's" in [
+        row["message"] for row in rollouts.run.events("error")
+    ]
     with opened(tmp_path / "run", trainer__launcher="local") as rollouts:
         assert rollouts.version == 2
         while batch := rollouts.prepare_batch():
             seen += prompts(batch)
             rollouts.publish()
-    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), "one process goes on where two workers ended"
+    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), (
+        "one process goes on where two workers ended"
+    )
     verify(tmp_path / "run" / "ledger.jsonl")
 
 
 @pytest.mark.by_hand
 def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
     interrupt = threading.Thread(target=interrupt_once_it_waits)
-    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "run", None, reward=asleep, **APART) as rollouts:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        opened(tmp_path / "run", None, reward=asleep, **APART) as rollouts,
+    ):
         rollouts.submit(OWN[0])
         interrupt.start()
         rollouts.wait(1)
@@ -215,7 +258,9 @@ def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.by_hand
 @pytest.mark.faults
-def test_a_rollout_worker_that_dies_is_replaced_within_a_step(tmp_path: Path, plan: Callable[..., None]) -> None:
+def test_a_rollout_worker_that_dies_is_replaced_within_a_step(
+    tmp_path: Path, plan: Callable[..., None]
+) -> None:
     plan(Fault("rollout.generate", rank=0, call=1), Fault("queue.put", rank=0, call=2))
     with opened(tmp_path / "run", **APART) as rollouts:
         ids = rollouts.tokenizer.encode("2+2=")

@@ -52,10 +52,15 @@ def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None
         trust__audit_freq=1,
     )
     run = distflow.train(TINY, settings, data=ROWS, workflow=game("?"))
-    assert run.status == "finished" and [row["episodes/turns"] for row in run.metrics("train")] == [2.0] * 4
+    assert (
+        run.status == "finished"
+        and [row["episodes/turns"] for row in run.metrics("train")] == [2.0] * 4
+    )
     scored(folder)
     audits = [event.fields for event in read_events(folder) if event.kind == "audit"]
-    assert {"turns", "masks", "versions", "loss"} <= {name for audit in audits for name in audit["proven"]}
+    assert {"turns", "masks", "versions", "loss"} <= {
+        name for audit in audits for name in audit["proven"]
+    }
 
 
 def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:
@@ -69,9 +74,14 @@ def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:
         trust__audit_freq=1,
     )
     run = distflow.train(TINY, settings, data=ROWS, workflow=branching)
-    assert run.status == "finished" and [row["episodes/branches"] for row in run.metrics("train")] == [2.0] * 2
+    assert (
+        run.status == "finished"
+        and [row["episodes/branches"] for row in run.metrics("train")] == [2.0] * 2
+    )
     audits = [event.fields for event in read_events(tmp_path / "run") if event.kind == "audit"]
-    assert {"turns", "masks", "log_probs", "loss", "draws"} <= {name for audit in audits for name in audit["proven"]}
+    assert {"turns", "masks", "log_probs", "loss", "draws"} <= {
+        name for audit in audits for name in audit["proven"]
+    }
 
 
 async def branching(chat: Chat, row: Row) -> float:

@@ -65,9 +65,13 @@ class Ends:
     """Two that serve each other in one process."""
 
     def __init__(self) -> None:
-        self._sockets, self.target = socket.socketpair(), Target()
+        self._sockets = socket.socketpair()
+        self.target = Target()
         self.here, self.there = (Peer(Connection(os.dup(own.fileno())), 2) for own in self._sockets)
-        self._threads = [threading.Thread(target=peer.serve, args=(self.target,)) for peer in (self.here, self.there)]
+        self._threads = [
+            threading.Thread(target=peer.serve, args=(self.target,))
+            for peer in (self.here, self.there)
+        ]
         for thread in self._threads:
             thread.start()
 

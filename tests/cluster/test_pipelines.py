@@ -1,4 +1,5 @@
-"""Pipelines of several parts over a real Ray: who runs what, and that the parts end where one process does."""
+"""Pipelines of several parts over a real Ray: who runs what, and that the parts end where one
+process does."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +19,12 @@ from tests.e2e.runs import Playground, Run
 pytestmark = pytest.mark.slow
 
 RAY = ("trainer.launcher=ray", "trainer.n_gpus_per_node=3")
-GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+GONE = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 STEPS = (
     *(f"~{key}" for key in GONE),
     "trainer.total_training_steps=4",
@@ -30,7 +36,8 @@ STEPS = (
     "trust.audit_freq=0",
 )
 
-# Two models learn from the same rows: one the answers, another how many tokens are left, which a diamond works out.
+# Two models learn from the same rows: one the answers, another how many tokens are left, which a
+# diamond works out.
 TWO_MODELS = """
 from distflow import node
 from distflow.graph import Pipeline
@@ -73,7 +80,9 @@ LENGTHS = ("tokens_left", "one_third", "two_thirds", "together", "guess_lengths"
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("pipelines"))
-    ground.write_rows([{"prompt": f"{i}+{i}=", "response": f"{2 * i}" * (1 + i % 3)} for i in range(12)])
+    ground.write_rows(
+        [{"prompt": f"{i}+{i}=", "response": f"{2 * i}" * (1 + i % 3)} for i in range(12)]
+    )
     ground.write_critic()
     (ground.folder / "two_models.py").write_text(TWO_MODELS)
     return ground
@@ -99,7 +108,8 @@ def spec_of(ground: Playground, *more: str, name: str) -> Spec:
 
 
 def ran(folder: Path, part: int) -> list[str]:
-    """Phases of the training loop that one process has spans of, in the order in which they were first entered."""
+    """Phases of the training loop that one process has spans of, in the order in which they were
+    first entered."""
     file = folder / "spans" / (f"training-{part}.jsonl" if part else "training.jsonl")
     names = [json.loads(line)["what"] for line in file.read_text().splitlines()]
     known = ("train_step", *LENGTHS[:4], "compute_value", "train_critic")
@@ -114,7 +124,9 @@ def nodes_of(plan: Plan) -> list[tuple[str, ...]]:
     return [rank.training_nodes for rank in plan.ranks]
 
 
-def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(ground: Playground, alone: Run) -> None:
+def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(
+    ground: Playground, alone: Run
+) -> None:
     spec = spec_of(ground, name="placed")
     assert nodes_of(spec.plan) == [LENGTHS, LENGTHS, ANSWERS]
     sized = spec_of(ground, "dag.model_sizes={actor: 600B, critic: 500M}", name="sized").plan
@@ -135,11 +147,18 @@ def test_another_plan_of_a_rank_is_what_that_worker_runs(ground: Playground, alo
 
 
 def with_nodes(spec: Spec, rank: int, training_nodes: Sequence[str]) -> Spec:
-    pipeline, ranks = spec.pipeline(), list(spec.plan.ranks)
+    pipeline = spec.pipeline()
+    ranks = list(spec.plan.ranks)
     ranks[rank] = rank_plan(pipeline, rank, "cpu", ranks[rank].rollout_nodes, training_nodes)
-    holders = {role: tuple(r.rank for r in ranks if role in r.engines) for role in ("actor", "critic")}
+    holders = {
+        role: tuple(r.rank for r in ranks if role in r.engines) for role in ("actor", "critic")
+    }
     layouts = tuple(
-        replace(layout, ranks=holders[layout.role], sizes=replace(layout.sizes, data=len(holders[layout.role])))
+        replace(
+            layout,
+            ranks=holders[layout.role],
+            sizes=replace(layout.sizes, data=len(holders[layout.role])),
+        )
         for layout in spec.plan.layouts
     )
     plan = replace(spec.plan, ranks=tuple(ranks), layouts=layouts)
@@ -150,13 +169,19 @@ def with_nodes(spec: Spec, rank: int, training_nodes: Sequence[str]) -> Spec:
 def check_as_one_process(found: Run, alone: Run) -> None:
     check_same(found, alone)
     assert distance(found.weights(4, "critic"), alone.weights(4, "critic")) < 1e-6
-    ours, theirs = (sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone))
+    ours, theirs = (
+        sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone)
+    )
     assert ours == theirs and len(ours) == 4
-    kept = [CheckpointStore(run.folder / "checkpoints").load().load("run")["nodes"] for run in (found, alone)]
+    kept = [
+        CheckpointStore(run.folder / "checkpoints").load().load("run")["nodes"]
+        for run in (found, alone)
+    ]
     assert kept[0]["tokens_left"] == kept[1]["tokens_left"] == {"steps": 4}
 
 
-# The policy learns from rewards, and a second model from the same responses: how many of their tokens are left.
+# The policy learns from rewards, and a second model from the same responses: how many of their
+# tokens are left.
 TWO_LEARNERS = """
 from distflow import node
 from distflow.graph import Pipeline
@@ -180,11 +205,13 @@ def two_learners():
     pipeline.add_node("tokens_left", tokens_left, plane="training")
     pipeline.add_node("guess_lengths", nodes.compute_value, only_forward_compute=True)
     return pipeline.add_node("learn_lengths", nodes.train_critic).build()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.by_hand
-def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(tmp_path: Path, on_ray: None) -> None:
+def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(
+    tmp_path: Path, on_ray: None
+) -> None:
     ground = Playground(tmp_path)
     ground.write_critic()
     (tmp_path / "two.py").write_text(TWO_LEARNERS)
@@ -193,7 +220,10 @@ def test_two_models_that_learn_from_one_rollout_have_devices_of_their_own(tmp_pa
     keys = (*steps, "actor_rollout_ref.actor.use_kl_loss=false", *own)
     alone = ground.run("grpo", *keys, name="alone")
     config, spec = ground.spec("grpo", *keys, *RAY[:1], "trainer.n_gpus_per_node=2", name="apart")
-    assert sorted(sorted(rank.engines) for rank in spec.plan.ranks) == [["actor", "rollout"], ["critic"]]
+    assert sorted(sorted(rank.engines) for rank in spec.plan.ranks) == [
+        ["actor", "rollout"],
+        ["critic"],
+    ]
     found = Run(tmp_path / "apart", config, launch_ray(spec))
     check_same(found, alone)
     assert distance(found.weights(4, "critic"), alone.weights(4, "critic")) < 1e-6

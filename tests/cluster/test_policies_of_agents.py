@@ -32,9 +32,12 @@ def over_ray(ground: Playground, name: str, *more: str) -> Run:
     return Run(ground.folder / name, config, launch_ray(spec))
 
 
-def test_replicas_and_workers_that_only_generate_end_where_one_process_does(ground: Playground) -> None:
+def test_replicas_and_workers_that_only_generate_end_where_one_process_does(
+    ground: Playground,
+) -> None:
     one = ground.run("grpo", *overrides(ground, *OPTIONS), name="one")
-    replicas, apart = over_ray(ground, "replicas", *TWO), over_ray(ground, "apart", *APART)
+    replicas = over_ray(ground, "replicas", *TWO)
+    apart = over_ray(ground, "apart", *APART)
     for run in (one, replicas, apart):
         assert run.audits() and not run.notes("warning")
     for name, weight in one.weights(3).items():
@@ -42,7 +45,9 @@ def test_replicas_and_workers_that_only_generate_end_where_one_process_does(grou
     assert distance(one.weights(3), replicas.weights(3)) < 1e-3
 
 
-def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(ground: Playground) -> None:
+def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(
+    ground: Playground,
+) -> None:
     run = over_ray(ground, "older", *APART, "async.max_staleness=1")
     assert run.audits() and not run.notes("warning")
     for row in run.metrics():
@@ -54,4 +59,6 @@ def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(ground
 def test_a_solver_and_a_checker_train_over_ray(ground: Playground, staleness: int) -> None:
     options = solver_and_checker(ground, *APART, f"async.max_staleness={staleness}")
     config, spec = ground.spec("multi_agent", *options, name=f"pair{staleness}")
-    check_solver_and_checker(Run(ground.folder / f"pair{staleness}", config, launch_ray(spec)), staleness)
+    check_solver_and_checker(
+        Run(ground.folder / f"pair{staleness}", config, launch_ray(spec)), staleness
+    )

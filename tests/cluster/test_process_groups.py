@@ -15,7 +15,9 @@ from tests.ranks import run_ranks
 def test_groups_of_the_plan_are_made_once_and_meshes_from_them(tmp_path: Path) -> None:
     run_ranks("tests.cluster.process_groups_worker", 4, tmp_path)
     found = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (1, 2, 3, 4)}
-    assert all(each.pop("met") for each in found.values()), "nobody leaves a barrier before all have come"
+    assert all(each.pop("met") for each in found.values()), (
+        "nobody leaves a barrier before all have come"
+    )
     assert found[1] == {"dp_group": 3.0, "data": 1.0, "shape": [1, 2], "coordinate": [0, 0]}
     assert found[2] == {"dp_group": 3.0, "data": 2.0, "shape": [1, 2], "coordinate": [0, 1]}
     assert found[3] == found[4] == {"dp_group": 7.0, "data": 7.0, "shape": [2]}

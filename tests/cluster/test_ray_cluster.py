@@ -10,7 +10,9 @@ from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan
 
 
 def plan(num_workers: int, num_nodes: int = 1, device: str = "cpu") -> Plan:
-    ranks = [RankPlan(rank, device, (), (), (), (), rank % num_nodes) for rank in range(num_workers)]
+    ranks = [
+        RankPlan(rank, device, (), (), (), (), rank % num_nodes) for rank in range(num_workers)
+    ]
     return Plan("any", tuple(ranks), ())
 
 
@@ -18,7 +20,9 @@ def test_workers_may_share_cores_up_to_some_number(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     check_room(plan(8))
     check_room(plan(40, device="cuda"))  # whether these are there, Ray knows
-    with pytest.raises(UserError, match=r"40 workers .* this machine has 2 cores, which 8 can share .* RAY_ADDRESS"):
+    with pytest.raises(
+        UserError, match=r"40 workers .* this machine has 2 cores, which 8 can share .* RAY_ADDRESS"
+    ):
         check_room(plan(40))
 
 

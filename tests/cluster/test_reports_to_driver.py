@@ -23,7 +23,8 @@ def test_counts_that_change_with_every_group_push_no_callback_out() -> None:
 
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_at_the_end_all_reports_are_shown(monkeypatch: pytest.MonkeyPatch, is_asked: bool) -> None:
-    """One reply has only some of them. A request that is under way then may have come back without any."""
+    """One reply has only some of them. A request that is under way then may have come back without
+    any."""
 
     def settled(found: list[Message]) -> Future[list[Message]]:
         reply: Future[list[Message]] = Future()
@@ -33,7 +34,9 @@ def test_at_the_end_all_reports_are_shown(monkeypatch: pytest.MonkeyPatch, is_as
     queued, told = MessageQueue(), list[int]()
     for step in range(200):
         queued.append_in_order("worker", step, "on_step", step, {"text": "a" * 1000})
-    coordinator = SimpleNamespace(messages=SimpleNamespace(remote=lambda timeout_s: settled(queued.fetch(timeout_s))))
+    coordinator = SimpleNamespace(
+        messages=SimpleNamespace(remote=lambda timeout_s: settled(queued.fetch(timeout_s)))
+    )
     monkeypatch.setattr(reports_to_driver, "reply_of", lambda ref, number: ref.result())
 
     def on_step(step: int, metrics: Any) -> None:

@@ -1,4 +1,5 @@
-"""Batches between real processes of Ray: exact through any chain of widths, bounded, and no wait without an end."""
+"""Batches between real processes of Ray: exact through any chain of widths, bounded, and no wait
+without an end."""
 
 import os
 import signal
@@ -44,7 +45,10 @@ def start(peers: list[ActorHandle]) -> Iterator[Start]:
 
 
 def columns(batch: Batch) -> dict[str, object]:
-    return {name: batch[name].tolist() if torch.is_tensor(batch[name]) else batch[name] for name in batch.names}
+    return {
+        name: batch[name].tolist() if torch.is_tensor(batch[name]) else batch[name]
+        for name in batch.names
+    }
 
 
 def wait_until_it_waits(peer: ActorHandle, what: str) -> None:
@@ -69,14 +73,20 @@ def uids(batch: Batch) -> list[str]:
 
 
 def test_from_one_rank_to_two_to_one_is_exact(start: Start, peers: list[ActorHandle]) -> None:
-    exchange, whole = start(), made(0, 5)
+    exchange = start()
+    whole = made(0, 5)
     ray.get(peers[0].make.remote(0, 5))
     for num_writers, wanted in ((1, [uids(whole)[::2], uids(whole)[1::2]]), (2, [uids(whole)])):
         key = Key(f"{num_writers} to {len(wanted)}", 4, 3)
-        picks = [peers[rank].pick.remote(key, rank, len(wanted), mine) for rank, mine in enumerate(wanted)]
+        picks = [
+            peers[rank].pick.remote(key, rank, len(wanted), mine)
+            for rank, mine in enumerate(wanted)
+        ]
         for rank in range(len(wanted)):
             wait_until_it_waits(peers[rank], "step 4")
-        ray.get([peers[writer].put.remote(key, writer, num_writers) for writer in range(num_writers)])
+        ray.get(
+            [peers[writer].put.remote(key, writer, num_writers) for writer in range(num_writers)]
+        )
         shares = ray.get(picks)
         assert [uids(share) for share in shares] == wanted
     assert columns(shares[0]) == columns(whole)
@@ -95,15 +105,22 @@ def test_a_put_beyond_the_bound_waits_until_the_step_before_it_is_read(
     assert (held > SMALL_BYTES) == (num_groups > 2)
     second = writer.put.remote(NEXT, 0, 1)
     wait_until_it_waits(writer, f"room for {NEXT}")
-    assert ray.wait([second], timeout=0) == ([], [second]) and ray.get(exchange.held_bytes.remote()) == held
+    assert (
+        ray.wait([second], timeout=0) == ([], [second])
+        and ray.get(exchange.held_bytes.remote()) == held
+    )
     assert columns(ray.get(reader.pick.remote(STEP, 0, 1, uids(whole)))) == columns(whole)
     ray.get(second)
     assert columns(ray.get(reader.pick.remote(NEXT, 0, 1, uids(whole)))) == columns(whole)
 
 
-def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: list[ActorHandle]) -> None:
-    """What it had put is read whole or named as lost, as Ray finds it; what it still should have put never comes."""
-    exchange, doomed = start(), Peer.remote()
+def test_a_writer_that_was_killed_leaves_nobody_waiting(
+    start: Start, peers: list[ActorHandle]
+) -> None:
+    """What it had put is read whole or named as lost, as Ray finds it; what it still should have
+    put never comes."""
+    exchange = start()
+    doomed = Peer.remote()
     ray.get([doomed.join.remote(exchange), doomed.make.remote(0, 2)])
     ray.get(doomed.put.remote(STEP, 0, 1))
     later = peers[0].pick.remote(NEXT, 0, 1, uids(made(0, 2)))
@@ -112,7 +129,9 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: lis
     with pytest.raises(RayActorError):
         ray.get(doomed.waiting.remote())
     try:
-        assert columns(ray.get(peers[1].pick.remote(STEP, 0, 1, uids(made(0, 2))))) == columns(made(0, 2))
+        assert columns(ray.get(peers[1].pick.remote(STEP, 0, 1, uids(made(0, 2))))) == columns(
+            made(0, 2)
+        )
     except ReshardError as lost:
         assert f"samples of {STEP} are lost, because one of their writers [0] has died" in str(lost)
     ray.get(exchange.fail.remote(ReshardError("worker 2 died")))

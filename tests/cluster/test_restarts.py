@@ -1,4 +1,5 @@
-"""Workers that only generate die or stop over a real Ray, and the run goes on; every fault is seen to have fired."""
+"""Workers that only generate die or stop over a real Ray, and the run goes on; every fault is seen
+to have fired."""
 
 import json
 import os
@@ -27,7 +28,10 @@ from tests.patience import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 TWO_GENERATE = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")
-ONE_GENERATES = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
+ONE_GENERATES = (
+    "trainer.launcher=ray",
+    "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,10 @@ def check_whole(found: Run, steps: int = 4) -> None:
     journal = found.folder / "ledger.jsonl"
     group_counts = verify(journal)
     consumed = [
-        n for _, record in ledger.timeline(journal) if record["kind"] == "consumed" for n in record["group_ids"]
+        n
+        for _, record in ledger.timeline(journal)
+        if record["kind"] == "consumed"
+        for n in record["group_ids"]
     ]
     assert found.outcome.steps == steps and found.notes("end") == ["the run finished"]
     assert sorted(consumed) == list(range(4 * steps)) and not group_counts.dropped
@@ -81,8 +88,8 @@ def alone(ground: Playground) -> Run:
 def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
-    """The second dies before the first is back: what it had made is made again, by newest weights. The one that is back
-    first may end the run before the other is ready."""
+    """The second dies before the first is back: what it had made is made again, by newest weights.
+    The one that is back first may end the run before the other is ready."""
     plan(Fault("rollout.generate", rank=1, call=4), Fault("queue.put", rank=0, call=2))
     found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="killed")
     assert generators(found) == [0, 1]
@@ -109,14 +116,16 @@ def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
 def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
     ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
 ) -> None:
-    """The trainer is stopped while it waits for the step; its answer comes, and who made the groups dies, before it is
-    read."""
+    """The trainer is stopped while it waits for the step; its answer comes, and who made the groups
+    dies, before it is read."""
     plan(Fault("queue.put", rank=0, call=8, action="SIGSTOP"))  # the last group of the second step
     journal = ground.folder / "lost" / "ledger.jsonl"
 
     def strike() -> None:
         wait_until(
-            lambda: fault_injection.fired(fault_plan) and any(map(is_stopped, workers())), "it puts", within_s=300.0
+            lambda: fault_injection.fired(fault_plan) and any(map(is_stopped, workers())),
+            "it puts",
+            within_s=300.0,
         )
         makes = next(pid for pid in workers() if is_stopped(pid))
         (trains,) = (pid for pid in workers() if pid != makes)
@@ -140,9 +149,13 @@ def is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.by_hand
-def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
+def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(
+    ground: Playground, plan: Callable[..., None]
+) -> None:
     plan(Fault("rollout.generate", rank=0, again=True))
-    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* resumes from the beginning"):
+    with pytest.raises(
+        WorkerDied, match=r"worker 0 has died 4 times .* resumes from the beginning"
+    ):
         run(ground, *ONE_GENERATES, *STEPS, name="again")
     assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
 
@@ -153,7 +166,8 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
 ) -> None:
     """No process of torch is ready within a second."""
     plan(Fault("queue.put", rank=0, call=7))
-    monkeypatch.setattr(failure_causes_and_replacements, "STARTS_WITHIN_S", 1.0)  # for those that come later
+    # for those that come later
+    monkeypatch.setattr(failure_causes_and_replacements, "STARTS_WITHIN_S", 1.0)
     told = "no other process could be started as worker 0 within 1 s: .*no rollout worker is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")
@@ -185,9 +199,13 @@ async def turns(chat, row):
 def test_episodes_under_way_are_issued_again_under_their_group_ids_and_end_as_undisturbed_ones(
     ground: Playground, plan: Callable[..., None], staleness: int
 ) -> None:
-    """The worker is killed as it sends a later turn: each of its groups has one request in the first turn."""
+    """The worker is killed as it sends a later turn: each of its groups has one request in the
+    first turn."""
     (ground.folder / "turns.py").write_text(TURNS)
-    more = (f"actor_rollout_ref.rollout.workflow={ground.folder}/turns.py:turns", f"async.max_staleness={staleness}")
+    more = (
+        f"actor_rollout_ref.rollout.workflow={ground.folder}/turns.py:turns",
+        f"async.max_staleness={staleness}",
+    )
     keys = (
         "~reward.functions",
         "custom_reward_function.path=null",
@@ -211,13 +229,26 @@ def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mi
     ground: Playground, alone: Run, plan: Callable[..., None], mode: str
 ) -> None:
     """By files or process groups; the other worker finds a bucket spoiled."""
-    plan(Fault("weights.take", rank=1, call=3), Fault("weights.arrived", rank=0, call=2, action="flip"))
-    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), mode, name=f"update_{mode.rpartition('=')[2]}")
+    plan(
+        Fault("weights.take", rank=1, call=3),
+        Fault("weights.arrived", rank=0, call=2, action="flip"),
+    )
+    found = run(
+        ground,
+        *TWO_GENERATE,
+        *STEPS,
+        *validating(ground),
+        mode,
+        name=f"update_{mode.rpartition('=')[2]}",
+    )
     check_whole(found)
     refused = "bucket 0 of the weights of step 1 was rejected and is sent again (worker 0: its hash"
     assert any(note.startswith(refused) for note in found.notes("warning"))
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
-    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
+    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {
+        ".distflow-run",
+        ".writer",
+    }
 
 
 @pytest.mark.by_hand
@@ -225,7 +256,14 @@ def test_with_extra_prompts_a_worker_that_dies_costs_no_place_of_the_step(
     ground: Playground, plan: Callable[..., None]
 ) -> None:
     plan(Fault("queue.put", rank=1, call=2))
-    found = run(ground, *TWO_GENERATE, *STEPS, "algorithm.filter_groups.oversampling=1", name="more")
+    found = run(
+        ground, *TWO_GENERATE, *STEPS, "algorithm.filter_groups.oversampling=1", name="more"
+    )
     account = verify(found.folder / "ledger.jsonl")
-    assert found.outcome.steps == 4 and account.consumed == 16 and account.aborted > 4 and not account.dropped
+    assert (
+        found.outcome.steps == 4
+        and account.consumed == 16
+        and account.aborted > 4
+        and not account.dropped
+    )
     assert any("and a replacement is started" in note for note in found.notes("warning"))

@@ -1,4 +1,5 @@
-"""Reward functions in Ray actors of their own: the run equals that of one process, also where one hangs or dies."""
+"""Reward functions in Ray actors of their own: the run equals that of one process, also where one
+hangs or dies."""
 
 import re
 from pathlib import Path
@@ -18,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
 TWO = (RAY, "trainer.n_gpus_per_node=2", "reward.num_actors=2", "reward.timeout_s=60")
 
-# The first reward call of the run kills the process that started its own: the actor. Of several at once one is first,
-# and others of that actor wait for its end. Later ones take their time, for Ray tells of a death a second or two late:
-# the run is to be there still.
+# The first reward call of the run kills the process that started its own: the actor. Of several at
+# once one is first, and others of that actor wait for its end. Later ones take their time, for Ray
+# tells of a death a second or two late: the run is to be there still.
 KILLS = """
 import os, signal, time
 from contextlib import suppress
@@ -67,7 +68,11 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     # Known cases are scored at the start as well: the kill is to come in the middle of the run.
     ours = run(ground, *TWO, *keys, "trust.check_rewards=false", name="ours")
     check_same(ours, alone)
-    actors = {row["extra"]["custom/judge"] for step in range(1, 5) for row in read_samples(ours.folder, step)}
+    actors = {
+        row["extra"]["custom/judge"]
+        for step in range(1, 5)
+        for row in read_samples(ours.folder, step)
+    }
     assert int(once.readlink().name) not in actors, "it was killed before it replied"
     assert len(actors) == 2, "the other, and the one that came in its place"
     assert all(step["reward/errors"] == 0 for step in ours.metrics())
@@ -80,14 +85,23 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
 def test_a_hang_costs_its_own_score_and_no_other(ground: Playground) -> None:
     ground.write_reward(HANGS)
     ground.write_rows([{"prompt": f"{i}=", "answer": "7", "hangs": i == 3} for i in range(12)])
-    keys = (*TWO[:-1], "reward.timeout_s=4", "trainer.total_training_steps=1", "data.train_batch_size=12")
+    keys = (
+        *TWO[:-1],
+        "reward.timeout_s=4",
+        "trainer.total_training_steps=1",
+        "data.train_batch_size=12",
+    )
     ours = run(ground, *keys, name="hangs")
     (step,) = ours.metrics()
     # Of 12 groups one has a reward error, and is replaced.
     assert (step["reward/timeouts"], step["reward/errors"], step["reward/calls"]) == (4, 0, 52)
 
 
-def test_a_cluster_without_room_for_them_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_room_for_them_is_told(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reward_actors, "PLACED_WITHIN_S", 3.0)
-    with pytest.raises(UserError, match=r"no room for 30 reward actors of 2 CPUs.*reward\.num_actors"):
+    with pytest.raises(
+        UserError, match=r"no room for 30 reward actors of 2 CPUs.*reward\.num_actors"
+    ):
         run(ground, RAY, "reward.num_actors=30", "reward.actor_cpus=2", name="many")

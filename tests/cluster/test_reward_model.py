@@ -1,4 +1,5 @@
-"""Reward models over a real Ray: trained by several ranks, and on a device of their own in a run that they score."""
+"""Reward models over a real Ray: trained by several ranks, and on a device of their own in a run
+that they score."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,12 @@ from tests.tiny_models import write_tiny_judge, write_tiny_reward_model
 
 pytestmark = pytest.mark.slow
 
-GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+GONE = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 STEPS = (
     "trainer.total_training_steps=4",
     "trainer.save_freq=4",
@@ -35,9 +41,20 @@ def on_workers(ground: Playground, preset: str, *keys: str, name: str) -> Run:
 
 
 def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playground) -> None:
-    ground.write_rows([{"prompt": f"{i}?", "chosen": "ab" * (i % 3 + 1), "rejected": f"{i}"} for i in range(11)])
-    own = (f"data.val_files={ground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=2")
-    keys = (*(f"~{key}" for key in GONE), *STEPS, *own, f"actor_rollout_ref.model.path={ground.folder}/start")
+    ground.write_rows(
+        [{"prompt": f"{i}?", "chosen": "ab" * (i % 3 + 1), "rejected": f"{i}"} for i in range(11)]
+    )
+    own = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.allow_overlap=true",
+        "trainer.test_freq=2",
+    )
+    keys = (
+        *(f"~{key}" for key in GONE),
+        *STEPS,
+        *own,
+        f"actor_rollout_ref.model.path={ground.folder}/start",
+    )
     write_tiny_reward_model(ground.folder / "start", seed=8)
     alone = ground.run("rm", *keys, name="alone")
     sharded = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")
@@ -48,20 +65,32 @@ def test_pairs_stay_together_on_ranks_that_share_a_sharded_model(ground: Playgro
 
 
 @pytest.mark.parametrize("engine", one_fast_in(2, ["fsdp", "torch"], others=BY_HAND))
-def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground: Playground, engine: str) -> None:
+def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(
+    ground: Playground, engine: str
+) -> None:
     folder = write_tiny_reward_model(ground.folder / "judge", "qwen3", seed=7)
-    keys = (*STEPS, f"reward_model.model.path={folder}", f"actor_rollout_ref.actor.strategy={engine}")
+    keys = (
+        *STEPS,
+        f"reward_model.model.path={folder}",
+        f"actor_rollout_ref.actor.strategy={engine}",
+    )
     alone = ground.run("grpo", *keys[:-1], name="alone")  # one process shards nothing
     apart = "embedded:d1|torch[actor]:d1+torch[reward_model]:d1"
-    allocation = {"torch": apart, "fsdp": "embedded:d2|fsdp:d2"}[engine]  # two ranks have both models, in shards
+    # two ranks have both models, in shards
+    allocation = {"torch": apart, "fsdp": "embedded:d2|fsdp:d2"}[engine]
     found = on_workers(ground, "grpo", *keys, f"trainer.allocation='{allocation}'", name=engine)
     check_same_figures(found, alone)
     assert found.notes("warning") == []
-    ours, theirs = ({row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone))
+    ours, theirs = (
+        {row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone)
+    )
     assert ours.keys() == theirs.keys()
     for name, row in theirs.items():
         parts = ours[name]["reward_parts"]
-        assert parts == pytest.approx(row["reward_parts"], abs=2e-5) and {"custom", "reward_model"} <= parts.keys()
+        assert (
+            parts == pytest.approx(row["reward_parts"], abs=2e-5)
+            and {"custom", "reward_model"} <= parts.keys()
+        )
 
 
 @pytest.mark.by_hand
@@ -69,7 +98,11 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground
 @pytest.mark.parametrize(
     ("strategy", "apart", "lie"),
     [
-        ("torch", "torch[helpful]:d1+embedded[critique]:d2", [["helpful"], ["critique"], ["critique"]]),
+        (
+            "torch",
+            "torch[helpful]:d1+embedded[critique]:d2",
+            [["helpful"], ["critique"], ["critique"]],
+        ),
         ("fsdp", "fsdp[helpful]:d1+fsdp[critique]:d2", [["helpful"], ["critique"], ["critique"]]),
         ("fsdp", "fsdp[helpful]:d1t2|fsdp[critique]:d1t2", [["critique", "helpful"]] * 2),
     ],
@@ -77,10 +110,12 @@ def test_a_reward_model_on_devices_of_its_own_scores_as_beside_the_policy(ground
 def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(
     ground: Playground, strategy: str, apart: str, lie: list[list[str]]
 ) -> None:
-    folder, judge = write_tiny_reward_model(ground.folder / "scores", seed=7), write_tiny_judge(ground.folder / "judge")
+    folder = write_tiny_reward_model(ground.folder / "scores", seed=7)
+    judge = write_tiny_judge(ground.folder / "judge")
     (ground.folder / "question.txt").write_text("{prompt}\n{response}")
     models = (
-        f"reward_model.models={{helpful: {{path: {folder}, weight: 0.5}}, critique: {{path: {judge}, judge: true, "
+        f"reward_model.models={{helpful: {{path: {folder}, weight: 0.5}}, critique: {{path: "
+        f"{judge}, judge: true, "
         f"template: {ground.folder}/question.txt, answer_tokens: 4}}}}"
     )
     alone = ground.run("grpo", *STEPS, models, name="alone")
@@ -90,8 +125,12 @@ def test_a_judge_and_a_reward_model_by_name_score_on_devices_of_their_own(
     found = on_workers(ground, "grpo", *STEPS, models, allocation, name="apart")
     check_same_figures(found, alone)
     assert found.notes("warning") == []
-    ours, theirs = ({row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone))
-    assert any(row["errors"] for row in theirs.values()) and not all(row["errors"] for row in theirs.values())
+    ours, theirs = (
+        {row["uid"]: row for row in read_samples(run.folder, 1)} for run in (found, alone)
+    )
+    assert any(row["errors"] for row in theirs.values()) and not all(
+        row["errors"] for row in theirs.values()
+    )
     for name, row in theirs.items():
         assert ours[name]["errors"] == row["errors"] and ours[name]["extra"] == row["extra"]
         assert ours[name]["reward_parts"] == pytest.approx(row["reward_parts"], abs=2e-5)

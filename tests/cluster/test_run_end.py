@@ -1,4 +1,5 @@
-"""Over a real Ray: where a metric ends a run, and what is saved by epochs, is the same on all ranks."""
+"""Over a real Ray: where a metric ends a run, and what is saved by epochs, is the same on all
+ranks."""
 
 from pathlib import Path
 
@@ -13,7 +14,12 @@ from distflow.training.engine import TrainState
 from tests.e2e.runs import Playground, Run
 
 pytestmark = pytest.mark.slow
-KEYS = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=3", "trainer.keep_last=9")
+KEYS = (
+    "trust.check_rewards=false",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.total_epochs=3",
+    "trainer.keep_last=9",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
     ],
     ids=["two that do all", "three that share the work and the weights, η = 2"],
 )
-def test_all_ranks_end_at_the_step_with_the_value(ground: Playground, layout: tuple[str, ...], tmp_path: Path) -> None:
+def test_all_ranks_end_at_the_step_with_the_value(
+    ground: Playground, layout: tuple[str, ...], tmp_path: Path
+) -> None:
     keys = (
         *KEYS,
         "trainer.launcher=ray",
@@ -45,20 +53,37 @@ def test_all_ranks_end_at_the_step_with_the_value(ground: Playground, layout: tu
         *layout,
         f"data.val_files={ground.folder}/rows.jsonl",
     )
-    keys += ("trainer.save_hf_model=true", "trainer.test_freq_epochs=1", "trainer.stop_when=actor/lr < 0.0007")
+    keys += (
+        "trainer.save_hf_model=true",
+        "trainer.test_freq_epochs=1",
+        "trainer.stop_when=actor/lr < 0.0007",
+    )
     folders = []
     for name in (tmp_path.name, tmp_path.name):  # the second start finds the run done
         config, spec = ground.spec("grpo", *keys, name=name)
         run = Run(ground.folder / name, config, launch_ray(spec))
         folders.append(run.folder)
         rates = [step["actor/lr"] for step in run.metrics()]
-        assert rates[-1] < 0.0007 <= rates[-2] and run.outcome.steps == len(rates) == 5 and not run.outcome.stopped
+        assert (
+            rates[-1] < 0.0007 <= rates[-2]
+            and run.outcome.steps == len(rates) == 5
+            and not run.outcome.stopped
+        )
     validated = [record.step for record in read_metrics(run.folder) if record.kind == "val"]
     assert validated == [3, 5], "an epoch, and the end"
-    assert sorted(path.name[-1] for path in (run.folder / "checkpoints").glob("step-*")) == ["3", "5"]
+    assert sorted(path.name[-1] for path in (run.folder / "checkpoints").glob("step-*")) == [
+        "3",
+        "5",
+    ]
     for step in (3, 5):
-        loaded = AutoModelForCausalLM.from_pretrained(run.folder / "huggingface" / f"step-{step:06d}").state_dict()
-        saved = TrainState(CheckpointStore(run.folder / "checkpoints").load(step).load("actor")).trained_weights()
+        loaded = AutoModelForCausalLM.from_pretrained(
+            run.folder / "huggingface" / f"step-{step:06d}"
+        ).state_dict()
+        saved = TrainState(
+            CheckpointStore(run.folder / "checkpoints").load(step).load("actor")
+        ).trained_weights()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items()) and saved
     ends = [event for event in read_events(run.folder) if event.kind == "end"]
-    assert [end.fields["status"] for end in ends] == ["finished"] and "actor/lr is " in str(ends[0].fields["why"])
+    assert [end.fields["status"] for end in ends] == ["finished"] and "actor/lr is " in str(
+        ends[0].fields["why"]
+    )

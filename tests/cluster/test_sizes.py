@@ -1,5 +1,5 @@
-"""Nothing large reaches the driver or the coordinator, however long prompts, answers and messages are; and no more of
-it waits in shared memory than may."""
+"""Nothing large reaches the driver or the coordinator, however long prompts, answers and messages
+are; and no more of it waits in shared memory than may."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,12 @@ def ground(tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch) -> Pla
     monkeypatch.setattr(supervisor, "CoordinatorActor", MeasuredCoordinator)
     monkeypatch.setattr(supervisor, "WorkerActor", MeasuredWorker)
     ground = Playground(tmp_path, max_position_embeddings=2048)
-    ground.write_rows([{"prompt": f"{i}" * 700 + "=", "answer": "7", "notes": f"{i} " * 9000} for i in range(10, 22)])
+    ground.write_rows(
+        [
+            {"prompt": f"{i}" * 700 + "=", "answer": "7", "notes": f"{i} " * 9000}
+            for i in range(10, 22)
+        ]
+    )
     ground.write_reward(REWARD)
     return ground
 
@@ -79,13 +84,24 @@ def sizes(ground: Playground) -> dict[str, int]:
 
 
 def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground) -> None:
-    _, spec = ground.spec("grpo", *KEYS, f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=3")
+    _, spec = ground.spec(
+        "grpo", *KEYS, f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=3"
+    )
     outcome = launch_ray(spec)
     found = sizes(ground)
     assert outcome.steps == 3
     assert {name for name, num_bytes in found.items() if num_bytes > MOST} == set()
     asked = {what.partition(".")[2] for what in found}
-    assert {"take", "end", "release", "resume_page", "messages", "add_message", "build", "run"} <= asked
+    assert {
+        "take",
+        "end",
+        "release",
+        "resume_page",
+        "messages",
+        "add_message",
+        "build",
+        "run",
+    } <= asked
     live = ground.folder / "run" / "checkpoints" / "step-000002" / "live.safetensors"
     assert live.stat().st_size > 4 * MOST, "the groups themselves are large"
 
@@ -107,11 +123,16 @@ def test_a_failure_of_many_words_is_told_by_its_beginning(ground: Playground) ->
 @pytest.mark.by_hand
 @pytest.mark.faults
 def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_path: Path) -> None:
-    """12 groups of 8 MB may be under way before the first step. Ray has 80 MB for objects, and is to move none to the
-    disk. By default half of it is for groups: a step's."""
+    """12 groups of 8 MB may be under way before the first step. Ray has 80 MB for objects, and is
+    to move none to the disk. By default half of it is for groups: a step's."""
     ground = Playground(tmp_path, max_position_embeddings=2048)
-    ground.write_rows([{"prompt": f"{i}=", "answer": "7", "notes": f"{i} " * 650_000} for i in range(10, 22)])
-    small = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": f"{STORE}", "RAY_automatic_object_spilling_enabled": "0"}
+    ground.write_rows(
+        [{"prompt": f"{i}=", "answer": "7", "notes": f"{i} " * 650_000} for i in range(10, 22)]
+    )
+    small = {
+        "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": f"{STORE}",
+        "RAY_automatic_object_spilling_enabled": "0",
+    }
     keys = ground.overrides("run", *KEYS, "async.max_staleness=2")
     run = CliRun(tmp_path / "run.log", ["train", "grpo", *keys], small)
     assert run.status() == 0, run.said()
@@ -125,7 +146,8 @@ def test_a_store_that_could_not_hold_all_that_may_run_ahead_is_never_full(tmp_pa
 
 def most_live(journal: Path) -> int:
     """Groups that had begun and that no step had consumed."""
-    live, most = set[int](), 0
+    live = set[int]()
+    most = 0
     for _, record in ledger.timeline(journal):
         if record["kind"] == "issued":
             live.add(int(record["group_id"]))

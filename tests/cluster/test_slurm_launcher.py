@@ -1,4 +1,5 @@
-"""`trainer.launcher=slurm`: what is submitted, when the job is requeued, and the job itself on a Ray of two nodes."""
+"""`trainer.launcher=slurm`: what is submitted, when the job is requeued, and the job itself on a
+Ray of two nodes."""
 
 import os
 import shlex
@@ -20,9 +21,12 @@ from tests.ledger_audit import verify
 NAME = 'it\'s 100% "mine" $HOME'
 SBATCH = 'printf "%s\\n" "$@" > "$(dirname "$0")/submitted"; echo "4711;here"'
 # A job of two nodes, and its steps as processes of this one.
-SCONTROL = '[[ $1 == show ]] && printf "%s\\n" first second || echo "$@" >> "$(dirname "$0")/requeued"'
+SCONTROL = (
+    '[[ $1 == show ]] && printf "%s\\n" first second || echo "$@" >> "$(dirname "$0")/requeued"'
+)
 SRUN = 'while [[ $1 == -* ]]; do shift; done; exec "$@"'
-# Python where Ray only pretends, and a run ends with STATUS: saved, asked to save by a signal, or neither.
+# Python where Ray only pretends, and a run ends with STATUS: saved, asked to save by a signal, or
+# neither.
 PYTHON = """
 case "$1 $2" in
     "-m ray.scripts.scripts")
@@ -41,15 +45,17 @@ case "$1 $2" in
     "- 2") cat > /dev/null ;;
     *) echo token ;;
 esac
-"""
+"""  # noqa: E501
 
 
 class Slurm:
     """Its commands, first on the PATH, and a playground with a run to submit."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ground, self.tools = Playground(folder), folder / "tools"
-        self.folder, self._monkeypatch = folder / NAME, monkeypatch
+        self.ground = Playground(folder)
+        self.tools = folder / "tools"
+        self.folder = folder / NAME
+        self._monkeypatch = monkeypatch
         self.tools.mkdir()
         monkeypatch.setenv("PATH", f"{self.tools}:{os.environ['PATH']}")
         for name, code in {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN}.items():
@@ -61,7 +67,11 @@ class Slurm:
 
     def submit(self, *overrides: str) -> int:
         """The status of the command."""
-        keys = ("trainer.launcher=slurm", "trainer.nnodes=2", f"trainer.default_local_dir={quoted(self.folder)}")
+        keys = (
+            "trainer.launcher=slurm",
+            "trainer.nnodes=2",
+            f"trainer.default_local_dir={quoted(self.folder)}",
+        )
         command = ["train", "grpo", *self.ground.overrides("unused", *keys, *overrides)]
         self._monkeypatch.setattr(sys, "argv", ["distflow", *command])
         return main(command)
@@ -73,27 +83,45 @@ class Slurm:
     def options(self) -> list[str]:
         """As sbatch reads them."""
         lines = self.script.read_text().splitlines()
-        return [word for line in lines if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]]
+        return [
+            word for line in lines if line.startswith("#SBATCH ") for word in shlex.split(line)[1:]
+        ]
 
     def pretend(self) -> Path:
         """Ray only pretends from now on. Returns where the words of the run are."""
         words = self.tools / "words"
-        code = PYTHON.replace("PYTHON", shlex.quote(sys.executable)).replace("WORDS", shlex.quote(str(words)))
+        code = PYTHON.replace("PYTHON", shlex.quote(sys.executable)).replace(
+            "WORDS", shlex.quote(str(words))
+        )
         code = code.replace("PLACES", shlex.quote(str(self.tools / "places")))
         self.tool("python", code.replace("FOLDER", shlex.quote(str(self.folder))))
         python = shlex.quote(sys.executable)
         text = self.script.read_text()
         assert f"python={python} " in text
-        self.script.write_text(text.replace(f"python={python} ", f"python={shlex.quote(str(self.tools / 'python'))} "))
+        self.script.write_text(
+            text.replace(f"python={python} ", f"python={shlex.quote(str(self.tools / 'python'))} ")
+        )
         return words
 
     def job(self, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs the script as Slurm would on the first node."""
-        own = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "ignored", "SLURM_CPUS_PER_TASK": "2"}
+        own = {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NODELIST": "ignored",
+            "SLURM_CPUS_PER_TASK": "2",
+        }
         return subprocess.run(
             ["bash", str(self.script)],
             cwd=self.ground.folder,
-            env={**os.environ, "SIGNAL": "", "SAVES": "", "NODES": "", "wait": "yes", **own, **environment},
+            env={
+                **os.environ,
+                "SIGNAL": "",
+                "SAVES": "",
+                "NODES": "",
+                "wait": "yes",
+                **own,
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=500,
@@ -115,42 +143,79 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def test_what_is_submitted(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret")
-    wanted = ("trainer.slurm.partition='big one'", "trainer.slurm.time=24:00:00", 'trainer.slurm.args=["--qos=high"]')
+    wanted = (
+        "trainer.slurm.partition='big one'",
+        "trainer.slurm.time=24:00:00",
+        'trainer.slurm.args=["--qos=high"]',
+    )
     assert slurm.submit(*wanted, "trainer.n_gpus_per_node=4", "trainer.max_restarts=2") == 0
     assert (slurm.tools / "submitted").read_text().splitlines() == ["--parsable", str(slurm.script)]
     assert slurm.options() == [
         *("--job-name=grpo_training", f"--chdir={Path.cwd()}"),
         f'--output={tmp_path}/it\'s 100%% "mine" $HOME/slurm-%j.out',
-        *("--open-mode=append", "--nodes=2", "--ntasks-per-node=1", "--requeue", "--signal=B:USR1@600"),
-        *("--gpus-per-node=4", "--exclusive", "--partition=big one", "--time=24:00:00", "--qos=high"),
+        *(
+            "--open-mode=append",
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--requeue",
+            "--signal=B:USR1@600",
+        ),
+        *(
+            "--gpus-per-node=4",
+            "--exclusive",
+            "--partition=big one",
+            "--time=24:00:00",
+            "--qos=high",
+        ),
     ]
-    assert "a-secret" not in slurm.script.read_text() and slurm.script.stat().st_mode & 0o777 == 0o600
+    assert (
+        "a-secret" not in slurm.script.read_text() and slurm.script.stat().st_mode & 0o777 == 0o600
+    )
     said = capsys.readouterr().out
     assert f"submitted as job 4711: {slurm.script}" in said and "scancel 4711" in said
     assert shlex.quote(f"{slurm.folder}/slurm-4711.out") in said
-    assert slurm.submit("trainer.device=cpu", "trainer.slurm.cpus_per_node=8", "trainer.slurm.account=me") == 0
+    assert (
+        slurm.submit(
+            "trainer.device=cpu", "trainer.slurm.cpus_per_node=8", "trainer.slurm.account=me"
+        )
+        == 0
+    )
     assert slurm.options()[8:] == ["--cpus-per-task=8", "--account=me"]
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="wants shellcheck (Debian: apt-get install shellcheck)")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None,
+    reason="wants shellcheck (Debian: apt-get install shellcheck)",
+)
 def test_shellcheck_finds_nothing() -> None:
     script = Path(slurm_launcher.__file__).with_suffix(".sbatch")
     done = subprocess.run(["shellcheck", "-s", "bash", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_what_is_refused_before_anything_is_submitted(slurm: Slurm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_before_anything_is_submitted(
+    slurm: Slurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*overrides: str) -> str:
         assert slurm.submit(*overrides) == 2 and not (slurm.tools / "submitted").exists()
         return capsys.readouterr().err
 
-    assert "characters not allowed in options of sbatch" in refused('trainer.slurm.account="a\nrm -r /"')
-    assert "must resume from its own checkpoints" in refused(f"trainer.resume_mode={slurm.ground.folder}")
+    assert "characters not allowed in options of sbatch" in refused(
+        'trainer.slurm.account="a\nrm -r /"'
+    )
+    assert "must resume from its own checkpoints" in refused(
+        f"trainer.resume_mode={slurm.ground.folder}"
+    )
     slurm.tool("sbatch", "echo 'invalid partition specified: no' >&2; exit 1")
-    assert f"sbatch rejected {slurm.script}: invalid partition specified: no" in refused("trainer.slurm.partition=no")
+    assert f"sbatch rejected {slurm.script}: invalid partition specified: no" in refused(
+        "trainer.slurm.partition=no"
+    )
     (slurm.tools / "sbatch").unlink()
     assert "no sbatch is on the PATH" in refused()
     with pytest.raises(UserError, match="submits a command: use `distflow train`"):
@@ -182,7 +247,12 @@ def test_the_job_is_requeued_after_a_loss_or_at_the_end_of_its_time_if_it_has_sa
     assert words.read_text().splitlines() == [*sys.argv[1:], "trainer.launcher=ray"]
     assert not list(slurm.folder.glob(".ray-token*"))
     slurm.job(**behaviour, SLURM_RESTART_COUNT="1")
-    assert words.read_text().splitlines() == [*sys.argv[1:], "trainer.launcher=ray", "--resume", "auto"]
+    assert words.read_text().splitlines() == [
+        *sys.argv[1:],
+        "trainer.launcher=ray",
+        "--resume",
+        "auto",
+    ]
 
 
 @pytest.mark.slow
@@ -198,7 +268,9 @@ def test_ray_has_a_private_folder_on_each_node_that_nobody_can_guess(slurm: Slur
 
 
 @pytest.mark.slow
-def test_a_requeue_that_starts_while_the_old_job_still_runs_is_refused_by_the_folders_lock(slurm: Slurm) -> None:
+def test_a_requeue_that_starts_while_the_old_job_still_runs_is_refused_by_the_folders_lock(
+    slurm: Slurm,
+) -> None:
     assert slurm.submit() == 0
     slurm.pretend()
     with claimed(slurm.folder):
@@ -206,7 +278,10 @@ def test_a_requeue_that_starts_while_the_old_job_still_runs_is_refused_by_the_fo
         done = slurm.job(STATUS="real", SLURM_RESTART_COUNT="1")
         assert sorted(slurm.folder.iterdir()) == before
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"another process (pid {os.getpid()} on " in done.stderr and "is writing to the run's folder" in done.stderr
+    assert (
+        f"another process (pid {os.getpid()} on " in done.stderr
+        and "is writing to the run's folder" in done.stderr
+    )
     assert not slurm.requeued()
 
 
@@ -217,10 +292,18 @@ def test_the_job_trains_on_two_nodes_and_leaves_nothing(
 ) -> None:
     pytest.importorskip("ray")
     before = set(Path("/tmp").glob("ray-*"))
-    assert slurm.submit("trainer.device=cpu", "trainer.total_training_steps=2", "trainer.slurm.cpus_per_node=2") == 0
+    assert (
+        slurm.submit(
+            "trainer.device=cpu", "trainer.total_training_steps=2", "trainer.slurm.cpus_per_node=2"
+        )
+        == 0
+    )
     done = slurm.job()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert notes(slurm.folder, "end") == ["the run finished"] and verify(slurm.folder / "ledger.jsonl").consumed == 8
+    assert (
+        notes(slurm.folder, "end") == ["the run finished"]
+        and verify(slurm.folder / "ledger.jsonl").consumed == 8
+    )
     assert not list(slurm.folder.glob(".ray-token*")) and not slurm.requeued()
     assert b"--temp-dir=/tmp/ray-" not in _command_lines()
     assert set(Path("/tmp").glob("ray-*")) <= before

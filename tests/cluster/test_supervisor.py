@@ -1,4 +1,5 @@
-"""Whole runs over a real Ray: the results of one process, whatever the number of workers and who does what."""
+"""Whole runs over a real Ray: the results of one process, whatever the number of workers and who
+does what."""
 
 import json
 import os
@@ -45,12 +46,18 @@ def alone(ground: Playground) -> Run:
 
 
 def validating(ground: Playground) -> tuple[str, ...]:
-    return f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=2", "trainer.val_before_train=true"
+    return (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=true",
+    )
 
 
 def run(ground: Playground, *overrides: str, name: str, said: list[str] | None = None) -> Run:
     config, spec = ground.spec("grpo", RAY, *overrides, name=name)
-    outcome = launch_ray(spec, LaunchOptions(say=lambda line: said.append(line) if said is not None else None))
+    outcome = launch_ray(
+        spec, LaunchOptions(say=lambda line: said.append(line) if said is not None else None)
+    )
     return Run(ground.folder / name, config, outcome)
 
 
@@ -63,7 +70,8 @@ def check_same(ours: Run, theirs: Run) -> None:
 
 
 def check_same_figures(ours: Run, theirs: Run) -> None:
-    """Figures that are means or sums over the whole batch are the same, whoever computed which part of them."""
+    """Figures that are means or sums over the whole batch are the same, whoever computed which part
+    of them."""
     for here, there in zip(ours.metrics(), theirs.metrics(), strict=True):
         wanted = {name: value for name, value in there.items() if not name.startswith(TIMES)}
         found = {name: here.get(name) for name in wanted}
@@ -78,7 +86,9 @@ def two(ground: Playground) -> Run:
 def check_whole(found: Run, alone: Run) -> None:
     assert found.outcome.steps == 4
     check_same(found, alone)
-    ours, theirs = (sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone))
+    ours, theirs = (
+        sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone)
+    )
     assert ours == theirs and len(ours) == 16
     assert found.notes("end") == ["the run finished"]
 
@@ -97,8 +107,16 @@ def test_as_many_processes_without_ray_end_with_the_same_bits(ground: Playground
 
 @pytest.mark.by_hand
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
-    found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
+def test_any_number_of_workers_ends_where_one_process_does(
+    ground: Playground, alone: Run, num_workers: int
+) -> None:
+    found = run(
+        ground,
+        *STEPS,
+        *validating(ground),
+        f"trainer.n_gpus_per_node={num_workers}",
+        name=f"w{num_workers}",
+    )
     check_whole(found, alone)
     if num_workers == 1:
         assert distance(found.weights(4), alone.weights(4)) == 0
@@ -109,12 +127,27 @@ def test_workers_that_read_their_own_rows_end_where_one_process_does_that_reads_
     ground: Playground, alone: Run
 ) -> None:
     check_whole(
-        run(ground, *STEPS, *validating(ground), "trainer.n_gpus_per_node=2", "data.lazy=true", name="own"), alone
+        run(
+            ground,
+            *STEPS,
+            *validating(ground),
+            "trainer.n_gpus_per_node=2",
+            "data.lazy=true",
+            name="own",
+        ),
+        alone,
     )
 
 
-KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1", "actor_rollout_ref.rollout.n=2")
-FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when_exhausted=continue")
+KL_AND_CRITIC = (
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "actor_rollout_ref.rollout.n=2",
+)
+FILTERED = (
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.when_exhausted=continue",
+)
 
 
 OTHERS = [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)]
@@ -126,10 +159,14 @@ def test_figures_of_other_pipelines_are_those_of_one_process(
 ) -> None:
     common = (*STEPS, *validating(ground), *more)
     one = ground.run(preset, *common, name=f"{preset}_alone")
-    config, spec = ground.spec(preset, RAY, *common, "trainer.n_gpus_per_node=2", name=f"{preset}_w2")
+    config, spec = ground.spec(
+        preset, RAY, *common, "trainer.n_gpus_per_node=2", name=f"{preset}_w2"
+    )
     two = Run(ground.folder / f"{preset}_w2", config, launch_ray(spec))
     check_same(two, one)
-    ours, theirs = ([m.values for m in read_metrics(run.folder) if m.kind == "val"] for run in (two, one))
+    ours, theirs = (
+        [m.values for m in read_metrics(run.folder) if m.kind == "val"] for run in (two, one)
+    )
     for here, there in zip(ours, theirs, strict=True):
         assert dict(here) == pytest.approx(dict(there), rel=1e-4, abs=1e-5)
 
@@ -139,13 +176,16 @@ def weights(progress, step, state):
     assert all(known.num_judged == state.setdefault(name, 0) + 4 * 4 * known.share for name, known in progress.items())
     state |= {name: known.num_judged for name, known in progress.items()}
     return {"a": 3, "b": 1} if step < 2 else {"a": 1, "b": 3}
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.by_hand
 def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
     files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
-    domains = f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: 5}}}}"
+    domains = (
+        f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: "
+        f"5}}}}"
+    )
     (ground.folder / "mine.py").write_text(CURRICULUM)
     curriculum = f"data.curriculum.function='{ground.folder}/mine.py:weights'"
     settings = ("data.train_files=[]", domains, curriculum, *STEPS, "trainer.test_freq=2")
@@ -168,7 +208,12 @@ def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     """All reward processes live, by the command; the leading worker is killed in the third step."""
     three_domains.write(tmp_path)
     monkeypatch.chdir(tmp_path)
-    more = (RAY, "trainer.n_gpus_per_node=2", "async.max_staleness=1", "trainer.total_training_steps=4")
+    more = (
+        RAY,
+        "trainer.n_gpus_per_node=2",
+        "async.max_staleness=1",
+        "trainer.total_training_steps=4",
+    )
     command = [
         "train",
         "examples/rlvr_three.yaml",
@@ -206,28 +251,43 @@ def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
         on_save=lambda step, path: told.append(("save", step)),
     )
     config, spec = ground.spec("grpo", RAY, *STEPS, *validating(ground), SPLIT, name="unordered")
-    found = Run(ground.folder / "unordered", config, launch_ray(spec, LaunchOptions(callbacks=callbacks)))
+    found = Run(
+        ground.folder / "unordered", config, launch_ray(spec, LaunchOptions(callbacks=callbacks))
+    )
     check_same(found, alone)
     both = [f"{what} {step}" for what, step in told if what != "save"]
-    assert both == [*("validation 0", "step 1"), *("validation 2", "step 2"), "step 3", *("validation 4", "step 4")]
+    assert both == [
+        *("validation 0", "step 1"),
+        *("validation 2", "step 2"),
+        "step 3",
+        *("validation 4", "step 4"),
+    ]
     assert [step for what, step in told if what == "save"] == [2, 4]
 
 
 @pytest.mark.by_hand
-def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(ground: Playground) -> None:
+def test_streams_stay_within_their_staleness_and_every_group_is_accounted_for(
+    ground: Playground,
+) -> None:
     found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
     journal = found.folder / "ledger.jsonl"
     verify(journal)
     ages = [step["async/version_diff/max"] for step in found.metrics()]
     assert max(ages) == 1 and found.outcome.steps == 4
-    assert {record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"} == {"0"}
+    assert {
+        record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"
+    } == {"0"}
 
 
 @pytest.mark.by_hand
-def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground, alone: Run) -> None:
+def test_a_run_of_two_workers_goes_on_with_one_and_with_four(
+    ground: Playground, alone: Run
+) -> None:
     for number in (1, 4):
         name = f"from-two-to-{number}"
-        run(ground, *STEPS, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", name=name)
+        run(
+            ground, *STEPS, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", name=name
+        )
         said: list[str] = []
         found = run(ground, *STEPS, f"trainer.n_gpus_per_node={number}", name=name, said=said)
         assert found.outcome.steps == 4
@@ -236,7 +296,9 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground,
 
 @pytest.mark.by_hand
 def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
-    (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
+    (ground.folder / "broken.py").write_text(
+        "def compute_score(**kwargs):\n    raise KeyError('mine')\n"
+    )
     broken = f"custom_reward_function.path={ground.folder}/broken.py"
     more = ("trust.check_rewards=false", "trainer.n_gpus_per_node=2", "trainer.max_restarts=2")
     with pytest.raises(UserError, match="broken.py"):
@@ -251,13 +313,19 @@ def check_started_once(folder: Path) -> None:
 
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
     with pytest.raises(
-        UserError, match=r"needs 1 machine\(s\) with 9 CPU and 3.1 GB of memory, and the cluster has 4 CPU and"
+        UserError,
+        match=(
+            r"needs 1 machine\(s\) with 9 CPU and 3.1 GB of memory, and the cluster has 4 CPU "
+            r"and"
+        ),
     ):
         run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
 
 
 def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
-    spans = [json.loads(line) for path in (two.folder / "spans").glob("*.jsonl") for line in path.open()]
+    spans = [
+        json.loads(line) for path in (two.folder / "spans").glob("*.jsonl") for line in path.open()
+    ]
     waits = [span for span in spans if span["kind"] == "wait"]
     assert all(wait["on"] and wait["what"] and wait["t0"] <= wait["t1"] for wait in waits)
     told = {(wait["what"], wait["on"]) for wait in waits}
@@ -265,10 +333,17 @@ def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
 
 
 def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
-    assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
+    assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {
+        ".distflow-run",
+        ".writer",
+    }
 
 
-SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
+SHARDED = (
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "trust.audit_freq=1",
+    "trainer.n_gpus_per_node=2",
+)
 
 
 @pytest.mark.by_hand
@@ -279,14 +354,23 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
     found = run(ground, *STEPS, halves, "trust.audit_freq=1", name="together")
     assert found.outcome.steps == 4 and found.notes("warning") == []
     audits = [event.fields for event in read_events(found.folder) if event.kind == "audit"][-2:]
-    assert all({"weights", "log_probs", "backward", "optimizer"} <= set(audit["proven"]) for audit in audits)
-    whole = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="together")
-    longer = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="five")
+    assert all(
+        {"weights", "log_probs", "backward", "optimizer"} <= set(audit["proven"])
+        for audit in audits
+    )
+    whole = ground.run(
+        "grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="together"
+    )
+    longer = ground.run(
+        "grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="five"
+    )
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
 
 @pytest.mark.by_hand
-def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
+def test_weights_spread_over_two_workers_end_where_one_process_does(
+    ground: Playground, alone: Run
+) -> None:
     found = run(ground, *STEPS, *SHARDED, name="sharded")
     longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")
     resumed = ground.run("grpo", *longer, name="sharded")
@@ -297,20 +381,27 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Play
     unproven = [set(dict(audit["unproven"])) for audit in audits]
     of_others = {"draws", "reward_results", "responses"}  # of a group that another worker made
     assert not any(names - of_others for names in unproven[:4])
-    assert unproven[4:] == [{"resume"}, set()], "the memory of a resume in another layout is not compared"
+    assert unproven[4:] == [{"resume"}, set()], (
+        "the memory of a resume in another layout is not compared"
+    )
     proven = {"weights", "log_probs", "backward", "reference", "gradients", "optimizer", "groups"}
     assert proven <= set(audits[0]["proven"])
     assert resumed.notes("warning") == []
 
 
 @pytest.mark.by_hand
-def test_engines_that_free_their_memory_while_training_change_no_number_over_two_workers(ground: Playground) -> None:
+def test_engines_that_free_their_memory_while_training_change_no_number_over_two_workers(
+    ground: Playground,
+) -> None:
     """Weights that ranks share are gathered into the memory that the engine allocates again."""
     keys = (*STEPS, *SHARDED, "actor_rollout_ref.model.dtype=bfloat16")
     plain = run(ground, *keys, name="kept")
     freed = run(ground, *keys, "actor_rollout_ref.rollout.free_cache_engine=true", name="freed")
     ours, theirs = (
-        [{name: value for name, value in step.items() if not name.startswith(TIMES)} for step in each.metrics()]
+        [
+            {name: value for name, value in step.items() if not name.startswith(TIMES)}
+            for step in each.metrics()
+        ]
         for each in (freed, plain)
     )
     assert len(ours) == 4 and ours == theirs
@@ -326,24 +417,33 @@ from distflow.runtime.weight_sync.sender import WeightSender
 if "pytest" not in sys.modules and not hasattr(WeightSender, "speaks"):  # in the workers, once
     WeightSender.speaks = sync = WeightSender.sync
     WeightSender.sync = lambda self, version, *at, **how: sync(self, version, *at, **how) if version.step < 2 else {}
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.by_hand
 def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
     (ground.folder / "silent.py").write_text(SILENT)
     pipeline = (f"dag.pipeline={ground.folder}/silent.py:silent",)
-    with pytest.raises(TrustError, match="version 2 was sent, but an engine has 1: weights did not reach it"):
+    with pytest.raises(
+        TrustError, match="version 2 was sent, but an engine has 1: weights did not reach it"
+    ):
         run(ground, *STEPS, SPLIT, *pipeline, "trainer.max_restarts=2", name="silent")
     check_started_once(ground.folder / "silent")
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, [DISK, COLLECTIVE], others=BY_HAND))
 @pytest.mark.by_hand
-def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run, mode: str) -> None:
+def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(
+    ground: Playground, alone: Run, mode: str
+) -> None:
     """By files, and through a process group."""
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
-    found = run(ground, *STEPS, *validating(ground), apart, mode, name=f"spread_{mode.rpartition('=')[2]}")
+    found = run(
+        ground, *STEPS, *validating(ground), apart, mode, name=f"spread_{mode.rpartition('=')[2]}"
+    )
     check_same_figures(found, alone)
     assert not any("bucket" in note for note in found.notes("warning"))
-    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
+    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {
+        ".distflow-run",
+        ".writer",
+    }

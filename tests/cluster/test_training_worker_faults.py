@@ -1,5 +1,5 @@
-"""Workers that train are killed at chosen points over a real Ray, or find the disk full: the run ends by name, and its
-resume ends where one does that nothing struck, bit for bit."""
+"""Workers that train are killed at chosen points over a real Ray, or find the disk full: the run
+ends by name, and its resume ends where one does that nothing struck, bit for bit."""
 
 import os
 import re
@@ -63,10 +63,18 @@ def start(ground: Playground, layout: tuple[str, ...], name: str) -> Run:
     ids=lambda value: value.point if isinstance(value, Fault) else "",
 )
 def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_does(
-    ground: Playground, whole: Run, plan: Callable[..., None], layout: tuple[str, ...], fault: Fault, says: str
+    ground: Playground,
+    whole: Run,
+    plan: Callable[..., None],
+    layout: tuple[str, ...],
+    fault: Fault,
+    says: str,
 ) -> None:
     plan(fault)
-    died = rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* resumes from step-"
+    died = (
+        rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* resumes "
+        r"from step-"
+    )
     with pytest.raises(WorkerDied, match=died):
         start(ground, layout, fault.point)
     wait_until(lambda: not workers(), "no worker is left")
@@ -85,10 +93,15 @@ def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is
     ground: Playground, whole: Run, plan: Callable[..., None]
 ) -> None:
     plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Earlier checkpoints"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 2 could not be written .* the disk is full\. Earlier checkpoints",
+    ):
         start(ground, TOGETHER, "full")
     wait_until(lambda: not workers(), "no worker is left")
-    assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == ["step-000001"]
+    assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == [
+        "step-000001"
+    ]
     check_resumed(start(ground, TOGETHER, "full"), whole)
 
 
@@ -99,7 +112,8 @@ def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
     plan(Fault("train.update", rank=1, call=3, action="sleep"))
     _, spec = ground.spec("grpo", *TOGETHER, *STEPS, "trainer.peers_timeout_s=8", name="hangs")
     with pytest.raises(
-        WorkerHangs, match=r"worker 1 is in step 3, phase 'train_step', .* 8 s .* resumes from step-000002"
+        WorkerHangs,
+        match=r"worker 1 is in step 3, phase 'train_step', .* 8 s .* resumes from step-000002",
     ):
         launch_ray(spec)
     assert "_strike" in (ground.folder / "hangs" / "stacks.txt").read_text()
@@ -129,12 +143,18 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
     def say(line: str) -> None:
         said.append(line)
         if "Restart 1 of 1" in line:
-            writers.append(subprocess.check_output([sys.executable, "-c", WRITER, str(folder)], text=True).strip())
+            writers.append(
+                subprocess.check_output(
+                    [sys.executable, "-c", WRITER, str(folder)], text=True
+                ).strip()
+            )
 
     config, spec = ground.spec("grpo", *AGAIN, name=folder.name)
     check_resumed(Run(folder, config, launch_ray(spec, LaunchOptions(say=say))), whole)
     assert starts(folder) == [0, 1] and writers == [str(os.getpid())]
-    told = re.compile(r"worker 1 of 2, .* has died .*, in step 3 .* Restart 1 of 1 \(trainer\.max_restarts\)")
+    told = re.compile(
+        r"worker 1 of 2, .* has died .*, in step 3 .* Restart 1 of 1 \(trainer\.max_restarts\)"
+    )
     assert any(map(told.fullmatch, said)) and any(map(told.fullmatch, notes(folder, "warning")))
     assert "resumed from step-000002" in notes(folder, "info") and not any(
         "report of the failed" in line for line in said
@@ -144,11 +164,14 @@ def test_a_lost_training_worker_starts_the_run_again_in_place_and_it_ends_with_t
 
 
 @pytest.mark.by_hand
-def test_a_run_that_fails_again_ends_as_one_without_restarts(ground: Playground, plan: Callable[..., None]) -> None:
+def test_a_run_that_fails_again_ends_as_one_without_restarts(
+    ground: Playground, plan: Callable[..., None]
+) -> None:
     plan(Fault("train.backward", rank=1, call=1, again=True))
     _, spec = ground.spec("grpo", *AGAIN, name="fails_again")
     with pytest.raises(
-        WorkerDied, match="worker 1 of 2, .* has died .* resumes from the beginning: there is no checkpoint"
+        WorkerDied,
+        match="worker 1 of 2, .* has died .* resumes from the beginning: there is no checkpoint",
     ):
         launch_ray(spec)
     assert starts(ground.folder / "fails_again") == [0, 1]
@@ -156,7 +179,9 @@ def test_a_run_that_fails_again_ends_as_one_without_restarts(ground: Playground,
 
 
 @pytest.mark.by_hand
-def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ever(ground: Playground) -> None:
+def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ever(
+    ground: Playground,
+) -> None:
     folder, said, asked = ground.folder / "coordinator", list[str](), list[int]()
 
     def strike(step: int, path: Path) -> None:
@@ -172,7 +197,12 @@ def test_a_lost_coordinator_starts_the_run_again_and_a_signal_then_ends_it_as_ev
         return any("the coordinator" in line and "Restart 1 of 1" in line for line in said)
 
     _, spec = ground.spec("grpo", *AGAIN, "trainer.total_training_steps=5000", name=folder.name)
-    outcome = launch_ray(spec, LaunchOptions(say=said.append, callbacks=Callbacks(on_save=strike, on_step=ask)))
+    outcome = launch_ray(
+        spec, LaunchOptions(say=said.append, callbacks=Callbacks(on_save=strike, on_step=ask))
+    )
     assert outcome is not None and outcome.signal == signal.SIGTERM and outcome.stopped
-    assert starts(folder) == [0, 1] and notes(folder, "end") == ["the run failed", "the run stopped"]
+    assert starts(folder) == [0, 1] and notes(folder, "end") == [
+        "the run failed",
+        "the run stopped",
+    ]
     verify(folder / "ledger.jsonl")

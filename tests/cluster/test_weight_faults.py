@@ -1,5 +1,5 @@
-"""What becomes of weights on their way to other processes that are killed, stopped, or get different bytes than were
-sent: real ones on a real Ray, by every way."""
+"""What becomes of weights on their way to other processes that are killed, stopped, or get
+different bytes than were sent: real ones on a real Ray, by every way."""
 
 import os
 import re
@@ -20,7 +20,14 @@ from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from distflow.runtime.weight_sync import sender as publish
-from distflow.runtime.weight_sync.bucket_files import Carry, InFile, Packed, SentBucket, remove_weights, write_bucket
+from distflow.runtime.weight_sync.bucket_files import (
+    Carry,
+    InFile,
+    Packed,
+    SentBucket,
+    remove_weights,
+    write_bucket,
+)
 from distflow.scheduling.group_states import Version
 from tests.cluster.fleet import (
     BUCKET_BYTES,
@@ -101,10 +108,12 @@ def arm(workers: dict[int, Any]) -> None:
 def test_a_flipped_bit_is_found_by_the_hash_and_the_bucket_comes_again(
     workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
 ) -> None:
-    """In places at which no receipt looks; of one worker in the first bucket twice, of another in the last."""
+    """In places at which no receipt looks; of one worker in the first bucket twice, of another in
+    the last."""
     plan(*(Fault("weights.arrived", *at, action="flip") for at in ((2, 1), (2, 2), (5, 4))))
     arm(workers)
-    notes, version = list[str](), after(newest(workers))
+    notes = list[str]()
+    version = after(newest(workers))
     fleet = weights_to(rollout_workers_of(workers, notes.append), carrier(way, tmp_path))
     publisher(Trainer(version.step), fleet).sync(version)
     assert states(workers) == served(version) * 2
@@ -124,26 +133,34 @@ def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
     old = newest(workers)
     fleet = weights_to(rollout_workers_of(workers, lambda note: None), carrier(way, tmp_path))
     with pytest.raises(
-        TrustError, match=r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its hash differs"
+        TrustError,
+        match=(
+            r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its hash "
+            r"differs"
+        ),
     ):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2, "none serves a part of it"
 
 
-@pytest.mark.parametrize("way", one_fast_in(3, ["store", "disk", "collective"], others=BY_HAND), indirect=True)
+@pytest.mark.parametrize(
+    "way", one_fast_in(3, ["store", "disk", "collective"], others=BY_HAND), indirect=True
+)
 def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others_have_all_of_it(
     workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
 ) -> None:
-    """One dies when it is handed the second bucket, one stops at the third, one dies when it has all and is to serve
-    it."""
+    """One dies when it is handed the second bucket, one stops at the third, one dies when it has
+    all and is to serve it."""
     plan(
         Fault("weights.take", 3, call=2),
         Fault("weights.take", 4, call=3, action="SIGSTOP"),
         Fault("weights.serve", 6, call=1),
     )
     victims = start_workers(3, 4, 6)
-    stopped, everyone = pid_of(victims[4]), workers | victims
-    within_s = 10.0 if way == "collective" else 5.0  # half of it is for each operation of a process group
+    stopped = pid_of(victims[4])
+    everyone = workers | victims
+    # half of it is for each operation of a process group
+    within_s = 10.0 if way == "collective" else 5.0
     arm(everyone)
     told, notes, version = list[Wait](), list[str](), after(newest(workers))
     members = rollout_workers_of(everyone, notes.append)
@@ -160,7 +177,8 @@ def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others
     assert {(wait.who, wait.what) for wait in told} == {("training", "weights of step 2")}
     asked = [wait.on for wait in told if wait.on != "storage"]
     assert (
-        asked[0] == "worker 2, worker 5, worker 3, worker 4, worker 6" and asked[-1] == "worker 2, worker 5, worker 6"
+        asked[0] == "worker 2, worker 5, worker 3, worker 4, worker 6"
+        and asked[-1] == "worker 2, worker 5, worker 6"
     )
     within(lambda: not Path(f"/proc/{stopped}").exists(), "it is there still")
     assert states(workers) == served(version) * 2 and list(members.with_newest_weights()) == [2, 5]
@@ -182,7 +200,9 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
     with pytest.raises(RayActorError):
         ray.get(sender.publish.remote(workers, way, tmp_path, after(old)))
     assert states(workers) == served(old) * 2
-    assert bool(list(tmp_path.rglob("*.safetensors"))) == (way == "disk"), "nothing of it was on its way"
+    assert bool(list(tmp_path.rglob("*.safetensors"))) == (way == "disk"), (
+        "nothing of it was on its way"
+    )
     remove_weights(tmp_path)  # as the next start does
     assert list(tmp_path.iterdir()) == []
     later = Version(old.restart, 3)
@@ -190,13 +210,16 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
     assert states(workers) == served(later) * 2
 
 
-def test_a_worker_that_cannot_meet_the_trainer_says_so_and_gets_the_bucket_through_another_process_group(
+def test_a_worker_that_cannot_meet_the_trainer_says_so_and_gets_the_bucket_through_another_process_group(  # noqa: E501
     workers: dict[int, Any], tmp_path: Path
 ) -> None:
-    notes, version = list[str](), after(newest(workers))
+    notes = list[str]()
+    version = after(newest(workers))
     pairs = carrier("collective", tmp_path, 4.0, notes.append)
 
-    def carry(version: Version, number: int, packed: Packed, to: Collection[int]) -> Mapping[int, SentBucket]:
+    def carry(
+        version: Version, number: int, packed: Packed, to: Collection[int]
+    ) -> Mapping[int, SentBucket]:
         sent = dict(pairs(version, number, packed, to))
         if (number, len(to)) == (1, 2):  # for the first time, it waits where nobody comes
             lost = sent[2]
@@ -204,12 +227,17 @@ def test_a_worker_that_cannot_meet_the_trainer_says_so_and_gets_the_bucket_throu
             sent[2] = replace(lost, pair=replace(lost.pair, meeting=tmp_path / ".meeting-lost"))
         return sent
 
-    publisher(Trainer(version.step), weights_to(rollout_workers_of(workers, notes.append), carry)).sync(version)
+    publisher(
+        Trainer(version.step), weights_to(rollout_workers_of(workers, notes.append), carry)
+    ).sync(version)
     assert states(workers) == served(version) * 2
     refused = (
-        "bucket 1 of the weights of step 2 was rejected and is sent again (worker 2: it was not received through the"
+        "bucket 1 of the weights of step 2 was rejected and is sent again (worker 2: it was not "
+        "received through the"
     )
-    assert [note for note in notes if note.startswith(f"{refused} gloo process group: ")] and len(notes) <= 2
+    assert [note for note in notes if note.startswith(f"{refused} gloo process group: ")] and len(
+        notes
+    ) <= 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,7 +259,9 @@ def striking(run_dir: Path, strike: Callable[[Path], None]) -> Carry:
     """The second bucket's file is struck when it is written for the first time."""
     struck = set[int]()
 
-    def carry(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InFile]:
+    def carry(
+        version: Version, number: int, packed: Packed, to: Collection[int]
+    ) -> dict[int, InFile]:
         sent = write_bucket(run_dir, version, number, packed, to)
         if number == 1 and number not in struck:
             struck.add(number)
@@ -252,36 +282,48 @@ def striking(run_dir: Path, strike: Callable[[Path], None]) -> Carry:
 def test_a_file_that_is_spoiled_on_the_disk_is_written_again(
     workers: dict[int, Any], tmp_path: Path, strike: Callable[[Path], None], why: str
 ) -> None:
-    notes, version = list[str](), after(newest(workers))
+    notes = list[str]()
+    version = after(newest(workers))
     fleet = weights_to(rollout_workers_of(workers, notes.append), striking(tmp_path, strike))
     publisher(Trainer(version.step), fleet).sync(version)
     assert states(workers) == served(version) * 2
-    assert len(notes) == 1 and re.search(rf"bucket 1 .*\(worker 2: .*{why}.*; worker 5: .*{why}", notes[0])
+    assert len(notes) == 1 and re.search(
+        rf"bucket 1 .*\(worker 2: .*{why}.*; worker 5: .*{why}", notes[0]
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], tmp_path: Path) -> None:
-    old, pipe = newest(workers), tmp_path / "pipe"
+def test_a_disk_that_hangs_is_named_after_the_deadline(
+    workers: dict[int, Any], tmp_path: Path
+) -> None:
+    old = newest(workers)
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
 
-    def carry(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InFile]:
+    def carry(
+        version: Version, number: int, packed: Packed, to: Collection[int]
+    ) -> dict[int, InFile]:
         pipe.write_bytes(b"")  # waits for a reader, as a network's file system does for its server
         return write_bucket(tmp_path, version, number, packed, to)
 
     fleet = weights_to(rollout_workers_of(workers), carry, 0.5)
     with pytest.raises(
-        Stalled, match=r"bucket 0 of the weights of step 2 could not be stored .* within 0\.5 s .*hangs"
+        Stalled,
+        match=r"bucket 0 of the weights of step 2 could not be stored .* within 0\.5 s .*hangs",
     ):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2
     pipe.read_bytes()  # which lets the thread go
 
 
-def test_a_folder_that_a_worker_does_not_see_is_named(workers: dict[int, Any], tmp_path: Path) -> None:
+def test_a_folder_that_a_worker_does_not_see_is_named(
+    workers: dict[int, Any], tmp_path: Path
+) -> None:
     old = newest(workers)
     fleet = weights_to(rollout_workers_of(workers), striking(tmp_path, Path.unlink))
     with pytest.raises(
-        UserError, match=r"bucket-00001.safetensors, .* is not there on .*\(trainer.default_local_dir\)"
+        UserError,
+        match=r"bucket-00001.safetensors, .* is not there on .*\(trainer.default_local_dir\)",
     ):
         publisher(Trainer(2), fleet).sync(after(old))
     assert states(workers) == served(old) * 2

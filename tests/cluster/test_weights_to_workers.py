@@ -29,7 +29,9 @@ def test_a_version_that_the_worker_before_has_loaded_is_not_that_of_its_replacem
 def test_a_worker_that_dies_or_is_late_takes_nothing_from_its_replacement(
     monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    def wait(refs: Sequence[object], timeout: float | None) -> tuple[Sequence[object], Sequence[object]]:
+    def wait(
+        refs: Sequence[object], timeout: float | None
+    ) -> tuple[Sequence[object], Sequence[object]]:
         return ([], refs) if is_late else (refs, [])
 
     def reply(ref: object) -> Any:

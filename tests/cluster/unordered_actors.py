@@ -1,4 +1,5 @@
-"""The coordinator of a run whose calls begin in an order that is not the one in which they were made."""
+"""The coordinator of a run whose calls begin in an order that is not the one in which they were
+made."""
 
 import functools
 import random

@@ -1,5 +1,5 @@
-"""`distflow chat`: lines become prompts as in training, responses are the model's, and what is wrong with one line does
-not end the conversation."""
+"""`distflow chat`: lines become prompts as in training, responses are the model's, and what is
+wrong with one line does not end the conversation."""
 
 import io
 import json
@@ -30,9 +30,12 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def greedy(model: Path, prompt: str | list[dict[str, str]], num_tokens: int) -> str:
     """By transformers alone, without our code."""
-    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model)
     if not isinstance(prompt, str):
-        prompt = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        prompt = str(
+            tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        )
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
     else:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -56,13 +59,19 @@ def test_each_line_is_answered_with_what_was_said_before(tmp_path: Path, ask: As
     assert "\n".join(out).split() == f"{first}\n{greedy(model, messages, 6)}".split()
     assert "with its chat template" in err
 
-    status, out, err = ask("Hello\nMore\n", str(model), "--temperature", "0", "--max-tokens", "6", "--plain")
-    assert "\n".join(out).split() == f"{greedy(model, 'Hello', 6)}\n{greedy(model, 'More', 6)}".split()
+    status, out, err = ask(
+        "Hello\nMore\n", str(model), "--temperature", "0", "--max-tokens", "6", "--plain"
+    )
+    assert (
+        "\n".join(out).split() == f"{greedy(model, 'Hello', 6)}\n{greedy(model, 'More', 6)}".split()
+    )
 
 
 def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path, ask: Ask) -> None:
     write_tiny_model(tmp_path / "model")
-    status, out, err = ask("x " * 5000 + "\nHi\n", str(tmp_path / "model"), "--plain", "--max-tokens", "3")
+    status, out, err = ask(
+        "x " * 5000 + "\nHi\n", str(tmp_path / "model"), "--plain", "--max-tokens", "3"
+    )
     assert status == 0 and "more than data.max_prompt_length" in err and out
 
 
@@ -78,7 +87,9 @@ def test_what_cannot_be_asked_is_one_message(tmp_path: Path, ask: Ask) -> None:
         assert (status, out) == (2, []) and told in err and "Traceback" not in err
 
 
-def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommends(tmp_path: Path, ask: Ask) -> None:
+def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommends(
+    tmp_path: Path, ask: Ask
+) -> None:
     model = write_tiny_model(tmp_path / "model")
     asked = ("Hello\n", str(model), "--temperature", "0", "--max-tokens", "8", "--plain")
     _, plain, _ = ask(*asked)
@@ -86,10 +97,14 @@ def test_it_samples_as_the_config_says_whatever_the_folder_of_the_model_recommen
     penalty = "actor_rollout_ref.rollout.repetition_penalty=8"
     _, penalised, _ = ask(*asked, penalty)
     assert penalised != plain, "the key has an effect"
-    (model / "generation_config.json").write_text(json.dumps({"repetition_penalty": 8.0, "min_p": 0.5}))
+    (model / "generation_config.json").write_text(
+        json.dumps({"repetition_penalty": 8.0, "min_p": 0.5})
+    )
     assert ask(*asked)[1] == plain
     end = plain[0][2]
-    assert ask(*asked, f"actor_rollout_ref.rollout.stop=['{end}']")[1] == [plain[0][: plain[0].index(end) + 1]]
+    assert ask(*asked, f"actor_rollout_ref.rollout.stop=['{end}']")[1] == [
+        plain[0][: plain[0].index(end) + 1]
+    ]
 
 
 def test_a_temperature_that_is_no_number_is_refused(tmp_path: Path, ask: Ask) -> None:
@@ -101,7 +116,12 @@ def test_a_temperature_that_is_no_number_is_refused(tmp_path: Path, ask: Ask) ->
 
 TALK = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
 PAIR = {"prompt": "1+1=", "response": "2"}
-OF_RL = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+OF_RL = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 
 
 @pytest.mark.slow
@@ -122,5 +142,7 @@ def test_a_runs_policy_is_asked_as_it_was_trained(
         status, out, err = ask("Hello\n", str(model), "--temperature", "0", "--max-tokens", "6")
         assert status == 0 and "\n".join(out[-1:]).split() == expected.split(), err
         assert ("chat template" in err) == (format == "chat")
-    _, _, err = ask("Hello\n", str(run.folder), f"data.prompt_format={'text' if format == 'chat' else 'chat'}")
+    _, _, err = ask(
+        "Hello\n", str(run.folder), f"data.prompt_format={'text' if format == 'chat' else 'chat'}"
+    )
     assert ("chat template" in err) == (format != "chat"), "a key of the command comes first"

@@ -44,14 +44,21 @@ class Client:
     """Asks a server for paths, as the scripts of its pages do."""
 
     def __init__(self, port: int, token: str = TOKEN) -> None:
-        self.port, self.host = port, f"127.0.0.1:{port}"
+        self.port = port
+        self.host = f"127.0.0.1:{port}"
         self.headers = {"Host": self.host, "Authorization": f"Bearer {token}"}
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    def ask(
+        self, path: str, method: str = "GET", **headers: str
+    ) -> tuple[int, dict[str, str], str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, headers={**self.headers, **headers})
         answer = connection.getresponse()
-        found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
+        found = (
+            answer.status,
+            {name.lower(): value for name, value in answer.getheaders()},
+            answer.read().decode(),
+        )
         connection.close()
         return found
 
@@ -115,7 +122,9 @@ def test_the_command_prints_its_address_serves_and_ends_by_ctrl_c(runs: Path) ->
             server.kill()
 
 
-def test_a_folder_that_is_not_there_and_a_port_in_use_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_that_is_not_there_and_a_port_in_use_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["dashboard", str(tmp_path / "nothing")]) == 2
     assert "nothing: name the folder that contains the runs" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -143,7 +152,9 @@ def test_without_starlette_a_line_says_what_to_install(
         ({"Host": "[::1]:1234"}, 200, ""),
     ],
 )
-def test_foreign_hosts_and_origins_are_refused(client: Client, headers: dict[str, str], status: int, text: str) -> None:
+def test_foreign_hosts_and_origins_are_refused(
+    client: Client, headers: dict[str, str], status: int, text: str
+) -> None:
     found, _, said = client.ask("/api/runs", **headers)
     assert found == status and text in said
 
@@ -154,14 +165,30 @@ def test_only_get_is_answered_and_every_answer_forbids_foreign_content(client: C
     for path in ("/", "/api/runs", "/static/dom.js", "/nothing", f"/overview?run={TINY}"):
         _, headers, text = client.ask(path)
         policy = headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
-        assert headers["x-content-type-options"] == "nosniff" and "access-control-allow-origin" not in headers
+        assert (
+            "default-src 'none'" in policy
+            and "script-src 'self';" in policy
+            and "unsafe" not in policy
+        )
+        assert (
+            headers["x-content-type-options"] == "nosniff"
+            and "access-control-allow-origin" not in headers
+        )
         assert "<style" not in text and "<script>" not in text
 
 
 @pytest.mark.parametrize(
     "run",
-    ["../project/tiny", "project/../project/tiny", "/etc", "project", "", "nothing", "a\0b", "project/tiny/samples"],
+    [
+        "../project/tiny",
+        "project/../project/tiny",
+        "/etc",
+        "project",
+        "",
+        "nothing",
+        "a\0b",
+        "project/tiny/samples",
+    ],
 )
 def test_only_runs_below_the_folder_are_shown(client: Client, run: str) -> None:
     status, _, text = client.ask(f"/api/top?{urlencode({'run': run})}")
@@ -171,7 +198,8 @@ def test_only_runs_below_the_folder_are_shown(client: Client, run: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/static/../build.py", "/static/%2e%2e%2fbuild.py", "/../../etc/passwd", "/api/nothing"]
+    "path",
+    ["/static/../build.py", "/static/%2e%2e%2fbuild.py", "/../../etc/passwd", "/api/nothing"],
 )
 def test_a_path_that_is_no_page_is_named(client: Client, path: str) -> None:
     status, _, text = client.ask(path)
@@ -182,10 +210,16 @@ def test_a_path_that_is_no_page_is_named(client: Client, path: str) -> None:
 def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path, host: str) -> None:
     with serve(runs, host) as client:
         nothing = {"Authorization": ""}
-        assert client.ask("/api/runs", **nothing)[0] == client.ask("/?token=wrong", **nothing)[0] == 401
+        assert (
+            client.ask("/api/runs", **nothing)[0]
+            == client.ask("/?token=wrong", **nothing)[0]
+            == 401
+        )
         status, headers, _ = client.ask("/overview?run=a%26b&token=a-token", **nothing)
         assert status == 303 and headers["location"] == "/overview?run=a%26b"
-        assert client.ask("//evil.example?token=a-token", **nothing)[1]["location"] == "/evil.example"
+        assert (
+            client.ask("//evil.example?token=a-token", **nothing)[1]["location"] == "/evil.example"
+        )
         cookie = headers["set-cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
         kept = {**nothing, "Cookie": f"other=1; {cookie.partition(';')[0]}"}
@@ -194,8 +228,12 @@ def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path,
         assert client.ask("/api/runs", Host="evil.example", **kept)[0] == 421
 
 
-@pytest.mark.parametrize("part", ["sql?query=select+1", "what_if?change=rewards*2", "groups?where=1=1"])
-def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client, part: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["sql?query=select+1", "what_if?change=rewards*2", "groups?where=1=1"]
+)
+def test_what_takes_more_than_reading_wants_the_token_of_the_page(
+    client: Client, part: str
+) -> None:
     """An image, a form or a link of any page sends the cookie at most."""
     path = f"/api/{part}&run={TINY}"
     _, headers, _ = client.ask("/?token=a-token", Authorization="")
@@ -208,7 +246,9 @@ def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client
         assert client.ask(path, **own, **{"Sec-Fetch-Site": site})[0] == 403
         assert client.ask(path, **own, **link, **{"Sec-Fetch-Site": site})[0] == 403
         assert client.ask("/", **kept, **link, **{"Sec-Fetch-Site": site})[0] == 200
-        assert client.ask("/", **kept, **{"Sec-Fetch-Site": site, "Sec-Fetch-Dest": "image"})[0] == 403
+        assert (
+            client.ask("/", **kept, **{"Sec-Fetch-Site": site, "Sec-Fetch-Dest": "image"})[0] == 403
+        )
     # The page of a run without measured steps says so; nothing refuses the question.
     assert client.ask(path, **own, **{"Sec-Fetch-Site": "same-origin"})[0] in (200, 400)
     assert json.dumps(TOKEN) in client.ask("/", **kept)[2].partition('id="data">')[2]
@@ -216,9 +256,16 @@ def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client
 
 def test_runs_are_listed_the_last_written_first(client: Client) -> None:
     found = client.part("runs")
-    assert {row["run"] for row in found["runs"]} == {TINY, "project/asynchronous"} and found["total"] == 2
+    assert {row["run"] for row in found["runs"]} == {TINY, "project/asynchronous"} and found[
+        "total"
+    ] == 2
     tiny = next(row for row in found["runs"] if row["run"] == TINY)
-    assert (tiny["step"], tiny["total"], tiny["state"], tiny["accuracy"]) == (12, 12, "finished", 0.8)
+    assert (tiny["step"], tiny["total"], tiny["state"], tiny["accuracy"]) == (
+        12,
+        12,
+        "finished",
+        0.8,
+    )
     assert tiny["rewards"] == [step / 12 for step in range(1, 13)] and tiny["problems"] == 1
     for text in ("TINY", "finished tiny", "trainer.seed=1", "seed=1 tiny"):
         assert [row["run"] for row in client.part("runs", text=text)["runs"]] == [TINY], text
@@ -226,7 +273,9 @@ def test_runs_are_listed_the_last_written_first(client: Client) -> None:
         assert client.part("runs", text=text)["total"] == 0, text
 
 
-def test_the_best_of_a_run_and_its_idle_time_follow_as_soon_as_they_are_read(client: Client) -> None:
+def test_the_best_of_a_run_and_its_idle_time_follow_as_soon_as_they_are_read(
+    client: Client,
+) -> None:
     while any(row["idle"] is None for row in client.part("runs")["runs"]):
         pass
     rows = {row["run"]: row for row in client.part("runs")["runs"]}
@@ -237,9 +286,14 @@ def test_the_best_of_a_run_and_its_idle_time_follow_as_soon_as_they_are_read(cli
 
 
 def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
-    write = "import sys, time; from pathlib import Path; from distflow.observe.writing.run_folder import RunFolder\n"
+    write = (
+        "import sys, time; from pathlib import Path; from distflow.observe.writing.run_folder "
+        "import RunFolder\n"
+    )
     write += "with RunFolder(Path(sys.argv[1]), 0) as run:\n run.event('start', 'started')\n"
-    write += " run.metrics(1, 'train', {'a': 1.0})\n run.flush()\n print(flush=True)\n time.sleep(600)"
+    write += (
+        " run.metrics(1, 'train', {'a': 1.0})\n run.flush()\n print(flush=True)\n time.sleep(600)"
+    )
     command = [sys.executable, "-c", write, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer, serve(tmp_path) as client:
         assert writer.stdout is not None and writer.stdout.readline()
@@ -264,7 +318,9 @@ def test_a_thousand_runs_are_listed_by_pages_and_an_empty_folder_says_so(tmp_pat
     for number in range(1000):
         folder = tmp_path / "many" / f"{number:04}"
         folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text('{"step": 1, "t": 1, "restart": 0, "kind": "train", "m": {"a": 1}}\n')
+        (folder / "metrics.jsonl").write_text(
+            '{"step": 1, "t": 1, "restart": 0, "kind": "train", "m": {"a": 1}}\n'
+        )
     with serve(tmp_path / "many") as client:
         pages = [client.part("runs", page=page) for page in (0, 19, 20)]
         assert [len(page["runs"]) for page in pages] == [50, 50, 0] and pages[0]["total"] == 1000
@@ -291,7 +347,9 @@ def test_every_page_is_served_with_its_question(client: Client, page: Any) -> No
 def test_numbers_that_are_not_finite_are_marked_and_never_0(client: Client) -> None:
     series = client.part("curves", run=TINY)["series"]
     at = series["x"].index(5)
-    assert series["y"]["actor/kl_loss"][at] == "Infinity" and series["y"]["actor/kl_loss"][0] is None
+    assert (
+        series["y"]["actor/kl_loss"][at] == "Infinity" and series["y"]["actor/kl_loss"][0] is None
+    )
     assert "NaN" in series["y"]["actor/grad_norm"]
 
 
@@ -302,7 +360,8 @@ def test_what_a_step_adds_is_shown_and_changes_the_version(tmp_path: Path) -> No
         assert client.part("curves", run="run", others=1)["series"]["x"] == [1]
         run.metrics(2, "train", {"reward/mean_score": 0.5, "timing_s/step": 1.0})
         with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 3, "t": 1.0, "restart": 0, "kind": "train", "m": {"reward')  # killed within a line
+            # killed within a line
+            file.write('{"step": 3, "t": 1.0, "restart": 0, "kind": "train", "m": {"reward')
         assert client.part("state", run="run")["version"] != first
         series = client.part("curves", run="run")["series"]
         assert series["x"] == [1, 2] and series["y"]["reward/mean_score"] == [0.25, 0.5]
@@ -318,14 +377,18 @@ def test_lines_that_cannot_be_read_are_counted_over_all_looks_and_samples_again_
     whole = (run / "samples" / "000001.parquet").read_bytes()
 
     def said(dashboard: Dashboard) -> str:
-        return " ".join(each["text"] for each in dashboard.answer("judged", ["run"], {})["sentences"])
+        return " ".join(
+            each["text"] for each in dashboard.answer("judged", ["run"], {})["sentences"]
+        )
 
     with Dashboard(tmp_path) as dashboard:
         assert "cannot be read" not in said(dashboard) and "is damaged" not in said(dashboard)
         for number, lines in ((1, b"[1]\n\n"), (3, b"{}\n{\n")):
             with (run / "metrics.jsonl").open("ab") as file:
                 file.write(lines)
-            assert f"{number} line{'s' * (number > 1)} of metrics.jsonl cannot be read" in said(dashboard)
+            assert f"{number} line{'s' * (number > 1)} of metrics.jsonl cannot be read" in said(
+                dashboard
+            )
         for content in (whole[:-1], whole):
             (run / "samples" / "000001.parquet").write_bytes(content)
             assert ("samples/000001.parquet is damaged" in said(dashboard)) == (content != whole)
@@ -354,7 +417,18 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
     write_asynchronous_run(tmp_path / "b")
     before = hashes(tmp_path)
     with serve(tmp_path) as client:
-        for name in ("top", "judged", "learned", "setup", "time", "histograms", "curves", "samples", "waits", "trust"):
+        for name in (
+            "top",
+            "judged",
+            "learned",
+            "setup",
+            "time",
+            "histograms",
+            "curves",
+            "samples",
+            "waits",
+            "trust",
+        ):
             client.part(name, run="a")
         client.part("step", run="b", step=3)
         client.part("compare", run=["a", "b"])
@@ -371,8 +445,15 @@ def all_samples(client: Client, run: str, number: int = 1) -> Any:
 
 def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) -> None:
     summary = all_samples(client, TINY)
-    assert summary["num_files"] == summary["all_files"] == 14 and summary["num_responses"] == 12 * 16 + 40
-    assert summary["is_scored"] and summary["which"]["error"] == 12 and summary["which"]["timeout"] == 0
+    assert (
+        summary["num_files"] == summary["all_files"] == 14
+        and summary["num_responses"] == 12 * 16 + 40
+    )
+    assert (
+        summary["is_scored"]
+        and summary["which"]["error"] == 12
+        and summary["which"]["timeout"] == 0
+    )
 
     def ask(**query: Any) -> Any:
         return client.part("groups", run=TINY, **query)
@@ -382,13 +463,21 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
     assert [group["step"] for group in everything["groups"]] == [12] * 20
     by_length = ask(sort="length", down=0, step="train 3")["groups"]
     lengths = [group["responses"][0]["response_length"] for group in by_length]
-    assert lengths == sorted(lengths) and len(by_length) == 4 and {group["step"] for group in by_length} == {3}
+    assert (
+        lengths == sorted(lengths)
+        and len(by_length) == 4
+        and {group["step"] for group in by_length} == {3}
+    )
     found = ask(text="THE ANSWER IS 13", low="0.5")
     assert found["total"] == 12
     assert ask(which="equal")["total"] + ask(which="mixed")["total"] <= summary["num_shown"]
     assert ask(text="nowhere")["total"] == 0
-    found = ask(where="response = 'the answer is 13' and advantage > 0 -- as trained on", step="train 3")
-    assert [group["name"] for group in found["groups"]] == ["303"] and ask(where="response_length > 1e6")["total"] == 0
+    found = ask(
+        where="response = 'the answer is 13' and advantage > 0 -- as trained on", step="train 3"
+    )
+    assert [group["name"] for group in found["groups"]] == ["303"] and ask(
+        where="response_length > 1e6"
+    )["total"] == 0
     for wrong in (
         "nothing > 1",
         "true) group by all; drop table samples; select (1",
@@ -407,11 +496,20 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
 
 
 def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:
-    texts, number = Texts(), 5 * 64 + 7
+    texts = Texts()
+    number = 5 * 64 + 7
     places = [texts.append(f"the {i}th text, {'ab' * (i % 3)}".encode()) for i in range(number)]
     everything = np.arange(number)
     assert places == everything.tolist() == list(range(len(texts)))
-    for sought in (b"the 17th", b" 317th text", b"the 320th text, abab", b"h", b"bab", b"nowhere to be found", b"7th"):
+    for sought in (
+        b"the 17th",
+        b" 317th text",
+        b"the 320th text, abab",
+        b"h",
+        b"bab",
+        b"nowhere to be found",
+        b"7th",
+    ):
         has = [i for i in places if sought in f"the {i}th text, {'ab' * (i % 3)}".encode()]
         assert texts.search(sought, everything, number) == (has, 0)
         assert texts.search(sought, everything[::-1], number)[0] == has[::-1]
@@ -425,9 +523,14 @@ def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> 
     all_samples(client, TINY)
     shown = client.part("groups", run=TINY, step="train 2", sort="prompt", down=0)["groups"]
     group = client.part("group", run=TINY, step=2, split="train", first=3)
-    assert len(shown) == 4 and [response["uid"] for response in group["responses"]] == [f"203-{i}" for i in range(4)]
+    assert len(shown) == 4 and [response["uid"] for response in group["responses"]] == [
+        f"203-{i}" for i in range(4)
+    ]
     sample = client.part("sample", run=TINY, uid="203-1", step=2)
-    assert sample["group"]["responses"][0]["response"] == "the answer is 13" and len(sample["others"]) == 4
+    assert (
+        sample["group"]["responses"][0]["response"] == "the answer is 13"
+        and len(sample["others"]) == 4
+    )
     assert sample["tokens"] == []
     status, _, text = client.ask(f"/api/sample?run={TINY}&uid=9-9")
     assert status == 400 and "has no sample 9-9" in json.loads(text)["error"]
@@ -435,15 +538,23 @@ def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> 
 
 def test_the_tokens_of_a_sample_have_what_was_saved_of_them(tmp_path: Path) -> None:
     batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
-    batch["uid"], batch["group_index"] = ["0-0", "0-1"], torch.tensor([0, 0])
-    batch["response_ids"], batch["response_mask"] = torch.tensor([[5, 6], [7, 0]]), torch.ones(2, 2)
+    batch["uid"] = ["0-0", "0-1"]
+    batch["group_index"] = torch.tensor([0, 0])
+    batch["response_ids"] = torch.tensor([[5, 6], [7, 0]])
+    batch["response_mask"] = torch.ones(2, 2)
     batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
     batch["rollout_log_probs"] = torch.tensor([[-1.5, -2.0], [-3.0, 0.0]])
     with RunFolder(tmp_path / "run", 0) as run:
-        run.samples(1, [{"uid": f"0-{i}", "prompt": "p", "response": "r", "score": 1.0} for i in range(2)])
-    batch["agent"], batch["forks"] = ["policy", "solver"], [[["checker", 1]], []]
+        run.samples(
+            1, [{"uid": f"0-{i}", "prompt": "p", "response": "r", "score": 1.0} for i in range(2)]
+        )
+    batch["agent"] = ["policy", "solver"]
+    batch["forks"] = [[["checker", 1]], []]
     batch["owners"] = [[["policy", 1], ["tool", 1]], [["policy", 1]]]
-    batch["conversation"] = [[{"agent": "checker", "text": ""}, {"agent": "writer", "text": ""}], []]
+    batch["conversation"] = [
+        [{"agent": "checker", "text": ""}, {"agent": "writer", "text": ""}],
+        [],
+    ]
     keep_groups(tmp_path / "run", 1, batch)
     shown = ("id", "log_prob", "difference", "trained", "text", "owner")
 
@@ -477,9 +588,15 @@ def test_new_sample_files_are_read_while_the_run_goes_on(tmp_path: Path) -> None
 
 def test_sql_is_answered_and_writing_is_not(client: Client, runs: Path) -> None:
     found = client.part(
-        "sql", run=TINY, query="select step, value from metrics where key = 'actor/grad_norm' order by 1"
+        "sql",
+        run=TINY,
+        query="select step, value from metrics where key = 'actor/grad_norm' order by 1",
     )
-    assert found["columns"] == ["step", "value"] and found["rows"][2] == [3, "NaN"] and len(found["rows"]) == 12
+    assert (
+        found["columns"] == ["step", "value"]
+        and found["rows"][2] == [3, "NaN"]
+        and len(found["rows"]) == 12
+    )
     for query in (
         "drop table metrics",
         "copy (select 1) to 'x.csv'",
@@ -512,14 +629,19 @@ def test_a_step_names_the_sample_that_it_waited_for(tmp_path: Path) -> None:
     write_ledger_run(tmp_path / "run")
     with serve(tmp_path) as client:
         found = client.part("step", run="run", step=2)
-    assert f"its longest response is {found['slowest']}" in found["head"][2] and found["slowest"] in ("2-0", "4-0")
+    assert f"its longest response is {found['slowest']}" in found["head"][2] and found[
+        "slowest"
+    ] in ("2-0", "4-0")
 
 
 def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:
     found = client.part("step", run="project/asynchronous", step=5)
     assert (found["previous"], found["step"], found["next"]) == (4, 5, 6)
     (line,) = found["timelines"]
-    assert line["first"] == line["last"] == 5 and {lane["kind"] for lane in line["lanes"]} >= {"phase", "group"}
+    assert line["first"] == line["last"] == 5 and {lane["kind"] for lane in line["lanes"]} >= {
+        "phase",
+        "group",
+    }
     assert client.part("waits", run="project/asynchronous")["waits"][0]["waits for"] == "rollout"
 
 
@@ -530,21 +652,33 @@ def test_a_change_is_predicted_as_the_command_does_and_runs_no_code(tmp_path: Pa
     with serve(tmp_path) as client:
         now, more = client.part("what_if", run="run", change="rewards*2")["outcomes"]
         assert now["change"] == "as it is" and more["seconds"] < now["seconds"] and not more["why"]
-        for change, said in (("trainer.imports=[this]", "Python code: trainer.imports: this"), ("x.y=1", "x.y")):
+        for change, said in (
+            ("trainer.imports=[this]", "Python code: trainer.imports: this"),
+            ("x.y=1", "x.y"),
+        ):
             _, refused = client.part("what_if", run="run", change=change)["outcomes"]
             assert said in refused["why"]
-        status, _, text = client.ask(f"/api/what_if?{urlencode({'run': 'run', 'change': 'faster'})}")
+        status, _, text = client.ask(
+            f"/api/what_if?{urlencode({'run': 'run', 'change': 'faster'})}"
+        )
         assert status == 400 and "--what-if faster: write rollout+1" in json.loads(text)["error"]
     assert hashes(tmp_path) == before
 
 
 def late_metric(folder: Path) -> None:
     """It appears at step 900, and is something else than a number at the next two."""
-    lines = [{"step": step, "t": 1e9 + step, "restart": 0, "kind": "train"} for step in range(900, 904)]
-    values: tuple[Any, ...] = ({"late": {"one": 1.5}, "a/b": 1.0}, {"late": "two", "a/b": {"c": 2.0}})
+    lines = [
+        {"step": step, "t": 1e9 + step, "restart": 0, "kind": "train"} for step in range(900, 904)
+    ]
+    values: tuple[Any, ...] = (
+        {"late": {"one": 1.5}, "a/b": 1.0},
+        {"late": "two", "a/b": {"c": 2.0}},
+    )
     values += ({"late": {"one": [3]}, "a": 7}, {"late": {"one": 2.5}})
     with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps({**line, "m": m}) + "\n" for line, m in zip(lines, values, strict=True))
+        file.writelines(
+            json.dumps({**line, "m": m}) + "\n" for line, m in zip(lines, values, strict=True)
+        )
 
 
 def torn_samples(folder: Path) -> None:
@@ -575,7 +709,9 @@ def two_rollbacks(folder: Path) -> None:
     for restart, resumed_at in ((1, 8), (2, 4)):
         with RunFolder(folder, restart) as run:
             run.event("start", "resumed", resumed_at=resumed_at)
-            run.metrics(resumed_at + 1, "train", {"reward/mean_score": 0.1 * restart, "timing_s/step": 1.0})
+            run.metrics(
+                resumed_at + 1, "train", {"reward/mean_score": 0.1 * restart, "timing_s/step": 1.0}
+            )
 
 
 def wrong_kinds(folder: Path) -> None:
@@ -595,7 +731,19 @@ def only_its_mark(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-PARTS = ("top", "judged", "learned", "setup", "time", "histograms", "curves", "others", "samples", "groups", "waits")
+PARTS = (
+    "top",
+    "judged",
+    "learned",
+    "setup",
+    "time",
+    "histograms",
+    "curves",
+    "others",
+    "samples",
+    "groups",
+    "waits",
+)
 PARTS += ("trust", "step", "state", "trace")
 
 
@@ -605,7 +753,14 @@ PARTS += ("trust", "step", "state", "trace")
         (late_metric, {"others": ",null,1.5,null,null,2.5]"}),
         (torn_samples, {"judged": "000003.parquet is damaged: its samples are missing here"}),
         (no_spans, {"waits": '"waits":[]', "time": '"timelines":[]'}),
-        (newer_schema, {"top": "is of version 99 of the schema", "samples": "is of version 99", "sql": "version 99"}),
+        (
+            newer_schema,
+            {
+                "top": "is of version 99 of the schema",
+                "samples": "is of version 99",
+                "sql": "version 99",
+            },
+        ),
         (clock_steps_back, {}),
         (two_rollbacks, {"curves": '"x":[0,1,2,3,4,5]'}),
         (wrong_kinds, {"judged": "events.jsonl cannot be read"}),
@@ -618,7 +773,10 @@ def test_a_damaged_run_has_partial_pages_or_a_message(
 ) -> None:
     damage(write_run(tmp_path / "run"))
     before = hashes(tmp_path)
-    queries = {"sample": {"uid": "203-1", "step": 2}, "group": {"step": 2, "split": "train", "first": 3}}
+    queries = {
+        "sample": {"uid": "203-1", "step": 2},
+        "group": {"step": 2, "split": "train", "first": 3},
+    }
     queries |= {"sql": {"query": "select count(*) from samples, metrics, spans, groups, findings"}}
     queries |= {name: {} for name in PARTS}
     with serve(tmp_path) as client:
@@ -639,7 +797,10 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "distflow", "dashboard", str(tmp_path / "runs"), "--port", "0"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
     ) as server:
         assert server.stdout is not None
         server.stdout.readline()

@@ -1,5 +1,5 @@
-"""`distflow doctor`: the ports of a run, and a machine without an accelerator. What it says of the machine is in
-tests/test_cli.py."""
+"""`distflow doctor`: the ports of a run, and a machine without an accelerator. What it says of the
+machine is in tests/test_cli.py."""
 
 import socket
 import sys
@@ -32,7 +32,8 @@ with RunFolder(Path(sys.argv[1]), 0) as run, socket.create_server(("127.0.0.1", 
 
 def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
     assert main(["doctor", *arguments]) in (0, 1), "1: something may be wrong with this machine"
-    title, found = "", dict[str, list[str]]()
+    title = ""
+    found = dict[str, list[str]]()
     for line in filter(None, capsys.readouterr().out.splitlines()):
         if line.startswith("  "):
             found[title].append(line.strip())
@@ -45,12 +46,15 @@ def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, l
 def test_the_ports_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --run, and without where it is the newest of the folder and runs. Ports of other processes are not told."""
+    """With --run, and without where it is the newest of the folder and runs. Ports of other
+    processes are not told."""
     monkeypatch.chdir(tmp_path)
     run_dir = Path("runs", "math", "first")
     with (
         socket.create_server(("127.0.0.1", 0)),
-        Popen([sys.executable, "-c", RUN, str(run_dir)], stdin=PIPE, stdout=PIPE, text=True) as process,
+        Popen(
+            [sys.executable, "-c", RUN, str(run_dir)], stdin=PIPE, stdout=PIPE, text=True
+        ) as process,
     ):
         assert process.stdout and process.stdin
         port = process.stdout.readline().strip()
@@ -67,7 +71,9 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no/such/run" in capsys.readouterr().err
 
 
-def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_hold_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The level, and what keeps the stronger one away; where there is none, what to install."""
     told = "sandbox for code under test: "
 
@@ -82,11 +88,15 @@ def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatc
     assert line().startswith("none; no namespaces: ") and line().endswith(INSTALL)
 
 
-def test_what_held_the_programs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_held_the_programs_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunFolder(tmp_path / "run", 0) as run:
         (run.path / "ledger.jsonl").touch()
         run.write_json("run.json", {"sandbox": "floor\x1b[2J"})
-    assert sections(capsys, str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == ["floor\\x1b[2J"]
+    assert sections(capsys, str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == [
+        "floor\\x1b[2J"
+    ]
 
 
 def checks_of_device(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -94,24 +104,36 @@ def checks_of_device(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[i
     return status, " ".join(capsys.readouterr().out.splitlines()[1].split())
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="wants a machine without an accelerator")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="wants a machine without an accelerator"
+)
 def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """A fault only where one is asked for. What it finds on a device is in tests/device/test_doctor.py."""
+    """A fault only where one is asked for. What it finds on a device is in
+    tests/device/test_doctor.py."""
     none = "device left out torch finds no accelerator here: runs compute on the CPU"
-    assert checks_of_device(capsys) == checks_of_device(capsys, "ppo", "trainer.device=cpu") == (0, none)
+    assert (
+        checks_of_device(capsys)
+        == checks_of_device(capsys, "ppo", "trainer.device=cpu")
+        == (0, none)
+    )
     status, line = checks_of_device(capsys, "trainer.device=cuda")
-    assert status == 1 and line.startswith("device failed trainer.device=cuda, but torch finds no accelerator here")
+    assert status == 1 and line.startswith(
+        "device failed trainer.device=cuda, but torch finds no accelerator here"
+    )
     assert main(["doctor", "--device", "no_such_preset"]) == 2
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="wants a machine without an accelerator")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="wants a machine without an accelerator"
+)
 def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run would be on the CPU, and nobody told."""
     driver = tmp_path / "version"
     driver.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\nGCC version:\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\n"
+        "GCC version:\n"
     )
     monkeypatch.setattr(device_checks, "_DRIVER", driver)
     for cuda, told in (
@@ -126,8 +148,20 @@ def test_a_driver_whose_device_torch_does_not_find_is_a_fault(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("qwen3", ["turns: it would write earlier turns anew", "tools: tool calls are read in the format hermes"]),
-        ("gemma", ["turns: a reply that was cut off is closed with '<end_of_turn>'", "tools: cannot be used"]),
+        (
+            "qwen3",
+            [
+                "turns: it would write earlier turns anew",
+                "tools: tool calls are read in the format hermes",
+            ],
+        ),
+        (
+            "gemma",
+            [
+                "turns: a reply that was cut off is closed with '<end_of_turn>'",
+                "tools: cannot be used",
+            ],
+        ),
         ("deepseek", ["turns: it would write the thinking of earlier turns anew"]),
     ],
 )
@@ -140,7 +174,9 @@ def test_what_a_chat_template_does_in_episodes(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "turns: each turn follows the tokens of the one before"
     assert all(any(line.startswith(text) for line in lines) for text in said)
-    assert any(line.startswith("with data.enable_thinking=true: ") for line in lines) == (name == "qwen3")
+    assert any(line.startswith("with data.enable_thinking=true: ") for line in lines) == (
+        name == "qwen3"
+    )
 
 
 @pytest.mark.parametrize(

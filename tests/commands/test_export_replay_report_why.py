@@ -1,4 +1,5 @@
-"""`distflow why`: what it prints of a run's folder, and what it says where there is nothing to print."""
+"""`distflow why`: what it prints of a run's folder, and what it says where there is nothing to
+print."""
 
 import re
 from pathlib import Path
@@ -15,10 +16,17 @@ HOSTILE = "\x1b]0;owned\x07\u202egnp\nnext"
 
 
 def write_run(folder: Path) -> Path:
-    """Two steps of two groups with two samples each. In the second group 2 is lost once, group 3 is dropped; a third
-    step is under way."""
+    """Two steps of two groups with two samples each. In the second group 2 is lost once, group 3 is
+    dropped; a third step is under way."""
     with RunFolder(folder, 0) as run, Ledger(folder / "ledger.jsonl") as ledger:
-        plan = DataPlan(num_rows=10, consumer_batch=2, group_size=2, total_groups=10, total_steps=5, shuffle=False)
+        plan = DataPlan(
+            num_rows=10,
+            consumer_batch=2,
+            group_size=2,
+            total_groups=10,
+            total_steps=5,
+            shuffle=False,
+        )
         coordinator = Coordinator(plan, ledger)
         for step in (1, 2):
             _collect(coordinator)
@@ -71,21 +79,32 @@ def table(lines: list[str], title: str) -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=False)) for row in cells]
 
 
-def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_retries_drops_and_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = write_run(tmp_path / "run")
     status, lines, err = why(capsys, str(run_dir), "2")
     assert (status, err) == (0, "")
     assert lines[0] == f"step 2 of {run_dir}: 2 groups, 2,006 tokens, staleness at most 0"
-    assert lines[1].startswith("consumed 20") and lines[1].endswith("by restart 0; it made version 2 of the weights")
-    last = r"the last group to be done was ([24]), \S+ s after its start; its longest response is \1-0"
+    assert lines[1].startswith("consumed 20") and lines[1].endswith(
+        "by restart 0; it made version 2 of the weights"
+    )
+    last = (
+        r"the last group to be done was ([24]), \S+ s after its start; its longest response is \1-0"
+    )
     assert re.fullmatch(last, lines[2])
     start = lines.index("groups")
-    head = "group epoch row version stale worker attempts tokens samples reward errors score reward parts"
+    head = (
+        "group epoch row version stale worker attempts tokens samples reward errors score reward "
+        "parts"
+    )
     assert " ".join(lines[start + 1].split()) == head
     lost, failed = lines[start + 2 : start + 4]
     assert lost.split()[:10] == ["2", "0", "2", "1", "0", "rank-1", "2", "1,002", "2", "0.250"]
     assert "math 0.500" in lost and "?" in lost
-    assert failed.split()[:10] == ["4", "0", "4", "1", "0", "rank-0", "1,004", "2", "1", "0.000"], "9 is no score"
+    assert failed.split()[:10] == ["4", "0", "4", "1", "0", "rank-0", "1,004", "2", "1", "0.000"], (
+        "9 is no score"
+    )
     (dropped,) = table(lines, "dropped meanwhile: 1 \\x1b]0;owned\\x07\\u202egnp⏎next")
     assert (dropped["group"], dropped["row"], dropped["worker"]) == ("3", "3", "rank-0")
     assert dropped["reason"] == "\\x1b]0;owned\\x07\\u202egnp⏎next"
@@ -93,7 +112,9 @@ def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.Capture
     assert restart.startswith("  group 2: ") and "by rank-0 (restart 0), then " in restart
 
 
-def test_an_episode_of_each_group_is_told_turn_by_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_episode_of_each_group_is_told_turn_by_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The wrong one of group 0, and one of group 1 that is odd."""
     said = [
         {"owner": "prompt", "text": "3 + 4?"},
@@ -103,7 +124,8 @@ def test_an_episode_of_each_group_is_told_turn_by_turn(tmp_path: Path, capsys: p
     ]
     run_dir = write_run(tmp_path / "run")
     with RunFolder(run_dir, 0) as run:
-        right, wrong = {**_sample(0, 0), "acc": 1.0}, {**_sample(0, 1), "acc": 0.0, "conversation": said}
+        right = {**_sample(0, 0), "acc": 1.0}
+        wrong = {**_sample(0, 1), "acc": 0.0, "conversation": said}
         run.samples(1, [right, wrong, {**_sample(1, 0), "conversation": [7, {}, "x"]}])
     _, lines, _ = why(capsys, str(run_dir), "1")
     start = lines.index("an episode of each group") + 1
@@ -112,25 +134,36 @@ def test_an_episode_of_each_group_is_told_turn_by_turn(tmp_path: Path, capsys: p
         "drawn              \\x1b]0;owned\\x07\\u202egnp⏎next",
         "given, environment (fork 1.2, tools) so?",
     ]
-    assert lines[start + 3].startswith("  0-1 drawn (fork 1.2)   xxx") and len(lines[start + 3]) < 120
+    assert (
+        lines[start + 3].startswith("  0-1 drawn (fork 1.2)   xxx") and len(lines[start + 3]) < 120
+    )
     assert lines[start + 4].split() == ["1-0", "given,", "None", "None"]
 
 
-def test_columns_that_say_nothing_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_that_say_nothing_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, lines, _ = why(capsys, str(write_run(tmp_path)), "1")
     assert "attempts" not in lines[lines.index("groups") + 1]
     assert "dropped meanwhile: none" in lines and "started more than once" not in lines
 
 
-def test_the_step_that_a_killed_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_step_that_a_killed_run_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, lines, _ = why(capsys, str(write_run(tmp_path)), "3")
     assert "step 3 of" in lines[0]
-    assert lines[0].endswith("is not finished; states of its groups at the end of the ledger: 2 generating")
+    assert lines[0].endswith(
+        "is not finished; states of its groups at the end of the ledger: 2 generating"
+    )
     assert [row["state"] for row in table(lines, "groups")] == ["generating", "generating"]
 
 
-def test_states_are_named_as_the_scheduler_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each group that has started: queued, lost after it was queued, and generating before and after a restart."""
+def test_states_are_named_as_the_scheduler_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each group that has started: queued, lost after it was queued, and generating before and
+    after a restart."""
     plan = DataPlan(10, 4, 2, 10, 5, shuffle=False, max_staleness=1)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
@@ -154,7 +187,9 @@ def test_states_are_named_as_the_scheduler_names_them(tmp_path: Path, capsys: py
     assert "state" not in lines[lines.index("groups") + 1], "all are trained"
 
 
-def test_without_its_samples_the_rest_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_its_samples_the_rest_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = write_run(tmp_path)
     (run_dir / "samples" / "000002.parquet").unlink()
     status, lines, _ = why(capsys, str(run_dir), "2")

@@ -14,11 +14,15 @@ FILES = Path(__file__).parent / "migration" / "files"
 
 
 @pytest.mark.slow
-def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_is_printed_and_what_is_missing_goes_to_the_other_stream(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["migrate", str(FILES / "verl_grpo.sh"), "--devices", "1"]) == 0
     out, err = capsys.readouterr()
     config = yaml.safe_load(out)
-    assert config["defaults"] == ["verl_grpo", "_self_"] and "launcher" not in config.get("trainer", {})
+    assert config["defaults"] == ["verl_grpo", "_self_"] and "launcher" not in config.get(
+        "trainer", {}
+    )
     assert config["actor_rollout_ref"]["rollout"]["name"] == "vllm" and "made_up=3" in err
 
 
@@ -29,29 +33,54 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
     target = tmp_path / "mine.yaml"
     script = tmp_path / "train.sh"
     rows = "data.train_files=builtin:arithmetic-rl data.val_files=builtin:arithmetic-val"
-    keys = "critic.optim.lr=1e-4 actor_rollout_ref.model.path=builtin:tiny-arithmetic data.train_batch_size=4"
-    script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {rows} {keys}\n")
+    keys = (
+        "critic.optim.lr=1e-4 actor_rollout_ref.model.path=builtin:tiny-arithmetic "
+        "data.train_batch_size=4"
+    )
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {rows} {keys}\n"
+    )
     assert main(["migrate", str(script), "--to", str(target)]) == 0
-    assert "critic.optim.lr=0.0001: it has no effect with these settings (verl_grpo)" in capsys.readouterr().err
+    assert (
+        "critic.optim.lr=0.0001: it has no effect with these settings (verl_grpo)"
+        in capsys.readouterr().err
+    )
     assert "critic" not in yaml.safe_load(target.read_text())
     assert main(["config", str(target)]) == 0
 
 
 @pytest.mark.slow
-def test_a_key_that_a_run_would_be_rejected_for_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = "data.train_files=builtin:arithmetic-rl actor_rollout_ref.model.path=builtin:tiny-arithmetic"
-    keys = ["policy_loss.loss_mode=gspo", "clip_ratio_c=10.0", "strategy=fsdp", "fsdp_config.offload_policy=true"]
+def test_a_key_that_a_run_would_be_rejected_for_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (
+        "data.train_files=builtin:arithmetic-rl "
+        "actor_rollout_ref.model.path=builtin:tiny-arithmetic"
+    )
+    keys = [
+        "policy_loss.loss_mode=gspo",
+        "clip_ratio_c=10.0",
+        "strategy=fsdp",
+        "fsdp_config.offload_policy=true",
+    ]
     keys = [f"actor_rollout_ref.actor.{key}" for key in keys]
     (tmp_path / "x.sh").write_text(
-        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.n_gpus_per_node=4 {rows} "
-        f"{' '.join(keys)} actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.top_p=0.9\n"
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.n_gpus_per_node=4 "
+        f"{rows} "
+        f"{' '.join(keys)} actor_rollout_ref.rollout.name=sglang "
+        "actor_rollout_ref.rollout.top_p=0.9\n"
     )
     assert main(["migrate", str(tmp_path / "x.sh")]) == 0
     out, err = capsys.readouterr()
     found = yaml.safe_load(out)["actor_rollout_ref"]
-    assert "top_p" not in found["rollout"] and "actor_rollout_ref.rollout.top_p=0.9: 'sglang' does not report" in err
+    assert (
+        "top_p" not in found["rollout"]
+        and "actor_rollout_ref.rollout.top_p=0.9: 'sglang' does not report" in err
+    )
     assert "clip_ratio_c" not in found["actor"] and "clip_ratio_c=10.0: it has no effect" in err
-    assert found["actor"]["fsdp_config"] == {"offload_policy": True} and "would be rejected" not in err
+    assert (
+        found["actor"]["fsdp_config"] == {"offload_policy": True} and "would be rejected" not in err
+    )
 
 
 BAD = {
@@ -63,23 +92,43 @@ BAD = {
     "old.py": ("print 'two'\n", "it is not a valid Python script"),
     "deep.py": ("x = " + "(" * 5000, "it is not a valid Python script"),
     "other.py": ("print(1)\n", "neither a trainer nor a config of TRL"),
-    "dpo.py": ("from trl import DPOTrainer\nDPOTrainer('m').train()\n", "line 2: DPOTrainer uses an unsupported"),
-    "kto.sh": ("python -m openrlhf.cli.train_kto --lr 1\n", "line 1: 'openrlhf.cli.train_kto' uses an unsupp"),
+    "dpo.py": (
+        "from trl import DPOTrainer\nDPOTrainer('m').train()\n",
+        ("line 2: DPOTrainer uses an unsupported"),
+    ),
+    "kto.sh": (
+        "python -m openrlhf.cli.train_kto --lr 1\n",
+        ("line 1: 'openrlhf.cli.train_kto' uses an unsupp"),
+    ),
     "none.sh": ("echo hello\n", "no command in it trains"),
     "quote.sh": ("echo 'open\n" + "x\n" * 20000, "line 1: a quotation mark is not closed"),
-    "areal.sh": ("python -m areal.launcher.local x.py --config gone.yaml\n", "its settings are in gone.yaml"),
+    "areal.sh": (
+        "python -m areal.launcher.local x.py --config gone.yaml\n",
+        ("its settings are in gone.yaml"),
+    ),
     "tabs.yaml": ("a:\n\t- b", "it is not valid YAML"),
     "note.ipynb": ("{}", "`jupyter nbconvert --to script` makes a script of it"),
     "rows.jsonl": ('{"prompt": "1+1"}', "it is a file of data: name it in data.train_files"),
     "rows.parquet": (b"PAR1\x00", "it is a file of data"),
-    "key.sh": ("python3 -m verl.trainer.main_ppo " + "a." * 50_000 + "b=1\n", "more than 300 characters"),
+    "key.sh": (
+        "python3 -m verl.trainer.main_ppo " + "a." * 50_000 + "b=1\n",
+        ("more than 300 characters"),
+    ),
     "keys.txt": ("a." * 50_000 + "b=1\n", "more than 300 characters"),
     "list.yaml": ("- a\n- b\n", "it is not a mapping of keys"),
-    "version9.yaml": ("format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n", "of an unknown version"),
-    "bomb.yaml": ("a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-        f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
-    ), "it is not valid YAML"),
-}  # fmt: skip
+    "version9.yaml": (
+        "format: 9\nlearner: {rate: 1}\nseed: 1\nworld: {size: 3}\n",
+        ("of an unknown version"),
+    ),
+    "bomb.yaml": (
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+        + "".join(
+            (f"{new}: &{new} [{','.join([f'*{old}'] * 10)}]\n")
+            for old, new in zip("abcdefg", "bcdefgh", strict=True)
+        ),
+        "it is not valid YAML",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -94,8 +143,11 @@ def test_a_file_that_cannot_be_read_is_refused_with_one_message(
     assert not out and said in err and name in err and "Traceback" not in err
 
 
-def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, taken = str(FILES / "areal_grpo.yaml"), tmp_path / "taken.yaml"
+def test_targets_and_devices_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(FILES / "areal_grpo.yaml")
+    taken = tmp_path / "taken.yaml"
     taken.touch()
     for options, said in (
         (["--to", str(taken)], "it is there already"),
@@ -110,10 +162,15 @@ def test_targets_and_devices_that_cannot_be(tmp_path: Path, capsys: pytest.Captu
     assert "gone.py: there is no such file or folder" in capsys.readouterr().err
 
 
-def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_of_ours_is_not_taken_for_another_systems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It would become another pipeline."""
     file = tmp_path / "mine.yaml"
-    file.write_text("defaults: [grpo, _self_]\nactor_rollout_ref: {rollout: {n: 4}}\ndata: {train_batch_size: 4}\n")
+    file.write_text(
+        "defaults: [grpo, _self_]\nactor_rollout_ref: {rollout: {n: 4}}\n"
+        "data: {train_batch_size: 4}\n"
+    )
     assert main(["migrate", str(file)]) == 2
     assert "it is a config of distflow already" in capsys.readouterr().err
     file.write_text(file.read_text().replace("grpo", "ppo_trainer"))
@@ -122,12 +179,20 @@ def test_a_config_of_ours_is_not_taken_for_another_systems(tmp_path: Path, capsy
 
 SIZES = "model_name_or_path: m\nnum_generations: 8\nlearning_rate: 1e-6\n"
 HUGE = {
-    "a list times a number": SIZES + "per_device_train_batch_size: [1]\ngradient_accumulation_steps: 99999999999\n",
-    "a text times a number": SIZES + "per_device_train_batch_size: ab\ngradient_accumulation_steps: 99999999999\n",
-    "numbers that are none": SIZES + f"per_device_train_batch_size: .nan\nmax_steps: .inf\nsave_steps: 1{'0' * 400}\n",
-    "references": SIZES + "".join(f"b{n}: ${{b{n + 1}}}${{b{n + 1}}}\n" for n in range(25)) + "b25: aaaaaa\n",
+    "a list times a number": SIZES
+    + "per_device_train_batch_size: [1]\ngradient_accumulation_steps: 99999999999\n",
+    "a text times a number": SIZES
+    + "per_device_train_batch_size: ab\ngradient_accumulation_steps: 99999999999\n",
+    "numbers that are none": SIZES
+    + f"per_device_train_batch_size: .nan\nmax_steps: .inf\nsave_steps: 1{'0' * 400}\n",
+    "references": SIZES
+    + "".join(f"b{n}: ${{b{n + 1}}}${{b{n + 1}}}\n" for n in range(25))
+    + "b25: aaaaaa\n",
     "brackets": SIZES + "beta: " + "[" * 900 + "]" * 900,
-    "devices": "pretrain: m\nrollout_batch_size: 8\nactor_train: {device_mapping: 'list(range(0,99999999999))'}\n",
+    "devices": (
+        "pretrain: m\nrollout_batch_size: 8\nactor_train: {device_mapping: "
+        "'list(range(0,99999999999))'}\n"
+    ),
     "an option of a server": "actor_rollout_ref: {rollout: {n: 4, engine_kwargs: {vllm: {"
     + ", ".join(f"x{n}: 1" for n in range(100))
     + "}}}, model: {path: m}}\n",
@@ -155,8 +220,15 @@ def test_a_command_does_not_read_itself(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("suffix", ["toml", "json"])
-def test_other_forms_of_a_config_are_read(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = {"toml": 'model_name_or_path = "m"\nbeta = 0.5\n', "json": '{"model_name_or_path": "m", "beta": 0.5}'}
+def test_other_forms_of_a_config_are_read(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = {
+        "toml": 'model_name_or_path = "m"\nbeta = 0.5\n',
+        "json": '{"model_name_or_path": "m", "beta": 0.5}',
+    }
     (tmp_path / f"x.{suffix}").write_text(text[suffix])
     assert main(["migrate", str(tmp_path / f"x.{suffix}")]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["actor"]["kl_loss_coef"] == 0.5
+    assert (
+        yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["actor"]["kl_loss_coef"] == 0.5
+    )

@@ -1,4 +1,5 @@
-"""`distflow new` writes what trains as it is; `distflow list` knows presets, models and runs; every command's help."""
+"""`distflow new` writes what trains as it is; `distflow list` knows presets, models and runs; every
+command's help."""
 
 import argparse
 import os
@@ -18,8 +19,31 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "first run"]) == 0
-    assert main(["reward", "check", "first run/reward.py", "--data", "first run/problems.jsonl", "--rows", "20"]) == 0
-    assert main(["train", "first run/config.yaml", "trainer.total_training_steps=2", "data.val_max_samples=10"]) == 0
+    assert (
+        main(
+            [
+                "reward",
+                "check",
+                "first run/reward.py",
+                "--data",
+                "first run/problems.jsonl",
+                "--rows",
+                "20",
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(
+            [
+                "train",
+                "first run/config.yaml",
+                "trainer.total_training_steps=2",
+                "data.val_max_samples=10",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     assert main(["list", "runs"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -71,7 +95,10 @@ def test_a_folder_with_signs_of_yaml_is_written_as_it_is(
         assert main(["new", f"./{name}"]) == 0
         config = load_config(f"{name}/config.yaml", needed=NEEDED_TO_TRAIN).config
         assert config.data.train_files == (f"{name}/problems.jsonl",)
-        assert (config.custom_reward_function.path, config.trainer.project_name) == (f"{name}/reward.py", name)
+        assert (config.custom_reward_function.path, config.trainer.project_name) == (
+            f"{name}/reward.py",
+            name,
+        )
     capsys.readouterr()
 
 

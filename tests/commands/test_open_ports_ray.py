@@ -1,4 +1,5 @@
-"""The ports of a real Ray: whose they are, and that a Ray of this machine alone can be kept on loopback."""
+"""The ports of a real Ray: whose they are, and that a Ray of this machine alone can be kept on
+loopback."""
 
 import os
 import subprocess
@@ -26,7 +27,7 @@ class Worker:
 worker = Worker.remote()
 print(ray.get(worker.pid.remote()), flush=True)
 sys.stdin.read()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -42,7 +43,11 @@ def worker(tmp_path: Path) -> Iterator[tuple[int, int]]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout and process.stdin
     try:
@@ -53,10 +58,16 @@ def worker(tmp_path: Path) -> Iterator[tuple[int, int]]:
         process.stdout.close()
 
 
-def test_a_ray_of_one_machine_listens_on_loopback_and_belongs_to_its_driver(worker: tuple[int, int]) -> None:
+def test_a_ray_of_one_machine_listens_on_loopback_and_belongs_to_its_driver(
+    worker: tuple[int, int],
+) -> None:
     driver, actor = worker
-    assert set(family(actor)) == set(family(driver)), "an actor is a child of the raylet, that of the driver"
+    assert set(family(actor)) == set(family(driver)), (
+        "an actor is a child of the raylet, that of the driver"
+    )
     found = listeners(family(actor))
     names = {one.process for one in found}
-    assert {"gcs_server", "raylet", "ray::Worker"} <= names and {driver, actor} <= {one.pid for one in found}
+    assert {"gcs_server", "raylet", "ray::Worker"} <= names and {driver, actor} <= {
+        one.pid for one in found
+    }
     assert {one.where for one in found} == {"loopback"}

@@ -1,4 +1,5 @@
-"""`distflow plan`: without torch, the plan that the run then has; what does not fit is refused with a remedy."""
+"""`distflow plan`: without torch, the plan that the run then has; what does not fit is refused with
+a remedy."""
 
 import json
 import re
@@ -34,16 +35,23 @@ words = json.loads(sys.argv[1])[0]
 spec = make_spec(load_config(words[0], [*words[1:-2], "trainer.device=cpu", sys.argv[2]]), lambda line: None)
 import torch
 assert spec.pipeline().node("calculate_advantages").contract.reads and torch.ones(1).item() == 1
-"""
+"""  # noqa: E501
 YAML = (
     "dag.pipeline=[{id: rollout, func: 'distflow.pipelines.nodes:generate'},"
     "{id: reward, func: 'distflow.pipelines.nodes:compute_reward', role: REWARD},"
-    "{id: calculate_advantages, func: 'distflow.pipelines.nodes:compute_advantage', role: ADVANTAGE},"
-    "{id: actor_train, func: 'distflow.pipelines.nodes:train_actor', type: MODEL_TRAIN, role: ACTOR}]"
+    "{id: calculate_advantages, func: 'distflow.pipelines.nodes:compute_advantage', role: "
+    "ADVANTAGE},"
+    "{id: actor_train, func: 'distflow.pipelines.nodes:train_actor', type: MODEL_TRAIN, role: "
+    "ACTOR}]"
 )
 RUNS = [
     ["quickstart_grpo", TINY],
-    ["grpo", TINY, "data.train_files=builtin:arithmetic-rl", "actor_rollout_ref.actor.use_kl_loss=false"],
+    [
+        "grpo",
+        TINY,
+        "data.train_files=builtin:arithmetic-rl",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+    ],
     ["grpo", TINY, "data.train_files=builtin:arithmetic-rl", YAML],  # without the preset's KL
     ["ppo", TINY, "data.train_files=builtin:arithmetic-rl", "algorithm.adv_norm.mean_level=batch"],
     ["dapo", TINY, "data.train_files=builtin:arithmetic-rl"],
@@ -60,9 +68,19 @@ RUNS = [
 def test_it_loads_neither_torch_nor_ray_and_gives_the_plan_of_the_run(tmp_path: Path) -> None:
     words = [[*run, "--device", "cpu"] for run in RUNS]
     folder = f"trainer.default_local_dir={tmp_path / 'inside'}"
-    code = [sys.executable, "-W", "error::UserWarning:distflow", "-c", PLANNED, json.dumps(words), folder]
+    code = [
+        sys.executable,
+        "-W",
+        "error::UserWarning:distflow",
+        "-c",
+        PLANNED,
+        json.dumps(words),
+        folder,
+    ]
     out = subprocess.run(code, capture_output=True, text=True, check=True).stdout
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder = json.JSONDecoder()
+    found = []
+    at = 0
     for _ in RUNS:
         plan, end = decoder.raw_decode(out, at)
         found.append(plan)
@@ -87,10 +105,19 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_text_json_and_page_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_json_and_page_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["async_grpo", SEVEN, "--device", "h100", "trainer.launcher=ray", "cost.gpu_hour=2"]
-    words += ["trainer.allocation=embedded:d4+fsdp:d4", "trainer.total_training_steps=10", "async.max_staleness=2"]
-    words += ["actor_rollout_ref.model.enable_gradient_checkpointing=true", "actor_rollout_ref.rollout.max_num_seqs=64"]
+    words += [
+        "trainer.allocation=embedded:d4+fsdp:d4",
+        "trainer.total_training_steps=10",
+        "async.max_staleness=2",
+    ]
+    words += [
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+    ]
     page = tmp_path / "plan.html"
     assert main(["plan", *words, "--html", str(page)]) == 0
     text = capsys.readouterr().out
@@ -101,18 +128,26 @@ def test_text_json_and_page_say_the_same(tmp_path: Path, capsys: pytest.CaptureF
     assert "rollout_actor → actor_old_log_prob: stream" in text and "weight sync: " in text
     assert f"costs {plan['run']['cost']:,.2f}" in text
     bars = plan["step"]["bars"]
-    assert {bar["what"] for bar in bars} >= {"generate", "actor_old_log_prob", "actor_train", "weight sync"}
+    assert {bar["what"] for bar in bars} >= {
+        "generate",
+        "actor_old_log_prob",
+        "actor_train",
+        "weight sync",
+    }
     assert all(0 <= bar["start"] <= bar["end"] <= plan["step"]["seconds"] + 1e-9 for bar in bars)
     html = page.read_text()
     assert '<h1>grpo_training_pipeline <span class="pill good">fits</span></h1>' in html
     embedded = json.loads(html.split('id="data">')[1].split("</script>")[0])
     assert [worker["title"] for worker in embedded["memory"]] == ["ranks 0 to 3", "ranks 4 to 7"]
-    assert {"rollout_actor"} < {dep for node in embedded["pipeline"] for dep in node["deps"]}  # which are its arrows
+    # which are its arrows
+    assert {"rollout_actor"} < {dep for node in embedded["pipeline"] for dep in node["deps"]}
     assert embedded["timelines"][0]["seconds"] == plan["step"]["seconds"]
     assert "src=" not in html and "$" not in html.split("</style>")[1].split("<script")[0]
 
 
-def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_refused_with_a_change_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["grpo", SEVEN, "--device", "h100", "--devices", "8"]
     assert main(["plan", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -121,7 +156,9 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.Cap
     assert "actor_rollout_ref.actor.strategy=fsdp" in changes
     assert planned(capsys, *words, *changes)["fits"]
     for without in changes:
-        assert main(["plan", *words, *(change for change in changes if change != without)]) == 2, without
+        assert main(["plan", *words, *(change for change in changes if change != without)]) == 2, (
+            without
+        )
     capsys.readouterr()
 
 
@@ -134,7 +171,10 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.Cap
             ["grpo", SEVEN, "trainer.allocation=embedded:d2+fsdp:t8", "trainer.launcher=ray"],
             "28, which its tensor size 8",
         ),
-        (["grpo", "actor_rollout_ref.model.path=no/such-model"], "no config.json of 'no/such-model'"),
+        (
+            ["grpo", "actor_rollout_ref.model.path=no/such-model"],
+            "no config.json of 'no/such-model'",
+        ),
         (["grpo"], "actor_rollout_ref.model.path is not set"),
         (["grpo", TINY, "--device", "abacus"], "no device 'abacus'"),
         (["grpo", TINY, "--devices", "12"], "multiple of 8"),
@@ -161,7 +201,9 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(capsys: pytest.Cap
         ),
     ],
 )
-def test_wrong_input_is_one_clear_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_clear_message(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     import re
 
     assert main(["plan", *words]) == 2
@@ -170,15 +212,21 @@ def test_wrong_input_is_one_clear_message(words: list[str], message: str, capsys
 
 
 @pytest.mark.parametrize("number", ["0", "1000000", "-1", "many"])
-def test_a_number_of_devices_out_of_range_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_devices_out_of_range_is_refused(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "grpo", TINY, "--devices", number])
     assert stopped.value.code == 2
     assert "1 to 8,192" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [("--simulate", "0"), ("--reward-seconds", "-1"), ("--mtbf-hours", "nan")])
-def test_a_simulation_of_nothing_is_refused(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "option", [("--simulate", "0"), ("--reward-seconds", "-1"), ("--mtbf-hours", "nan")]
+)
+def test_a_simulation_of_nothing_is_refused(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "grpo", TINY, *option])
     assert stopped.value.code == 2
@@ -186,13 +234,34 @@ def test_a_simulation_of_nothing_is_refused(option: tuple[str, str], capsys: pyt
 
 
 def test_a_simulated_run_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["async_grpo", TINY, "--device", "h100", "trainer.launcher=ray", "async.max_staleness=2"]
-    words += ["trainer.allocation=embedded:d2+fsdp:d2", "data.train_batch_size=8", "--simulate", "6"]
-    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "--lengths", "lognormal:1", "--reward-seconds", "0.1"]
+    words = [
+        "async_grpo",
+        TINY,
+        "--device",
+        "h100",
+        "trainer.launcher=ray",
+        "async.max_staleness=2",
+    ]
+    words += [
+        "trainer.allocation=embedded:d2+fsdp:d2",
+        "data.train_batch_size=8",
+        "--simulate",
+        "6",
+    ]
+    words += [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "--lengths",
+        "lognormal:1",
+        "--reward-seconds",
+        "0.1",
+    ]
     assert main(["plan", *words, "--mtbf-hours", "1000"]) == 0
     text = capsys.readouterr().out
     found = planned(capsys, *words, "--mtbf-hours", "1000")["simulated"]
-    assert f"6 steps of {found['step_seconds']:.3g} s" in text and "staleness of groups in steps: 0: " in text
+    assert (
+        f"6 steps of {found['step_seconds']:.3g} s" in text
+        and "staleness of groups in steps: 0: " in text
+    )
     assert sum(found["staleness"].values()) == 48 and max(map(int, found["staleness"])) <= 2
     assert planned(capsys, *words[:-2])["simulated"]["step_seconds"] < found["step_seconds"]
 
@@ -211,15 +280,23 @@ def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     before, shorter, wrong = plan["what_if"]
     half = plan["assumed"]["longest"] // 2
     assert before["keys"] == [] and shorter["keys"] == [f"data.max_response_length={half}"]
-    assert shorter["seconds"] < before["seconds"] and before["low"] <= before["seconds"] <= before["high"]
+    assert (
+        shorter["seconds"] < before["seconds"]
+        and before["low"] <= before["seconds"] <= before["high"]
+    )
     assert "actor_rollout_ref.rollout.n" in wrong["why"] and plan["measured"] is None
     assert plan["phases"]["step"] == pytest.approx(plan["step"]["seconds"])
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out.split("what if")[1]
-    assert f"response/2: a step of {shorter['seconds']:.3g} s" in text and "rollout.n=0: it cannot run" in text
+    assert (
+        f"response/2: a step of {shorter['seconds']:.3g} s" in text
+        and "rollout.n=0: it cannot run" in text
+    )
 
 
-def test_code_that_a_config_or_a_change_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_that_a_config_or_a_change_names_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["plan", "quickstart_grpo", TINY, "--device", "cpu", "--no-code"]
     assert main([*words, "trainer.imports=[this]"]) == 2
     assert "the plan would import Python code: trainer.imports: this" in capsys.readouterr().err
@@ -230,7 +307,14 @@ def test_code_that_a_config_or_a_change_names_is_refused(capsys: pytest.CaptureF
 def test_a_timeout_of_rewards_cuts_their_times_and_is_refused_where_there_are_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["quickstart_grpo", TINY, "--device", "cpu", "reward.num_workers=8", "data.train_batch_size=8"]
+    words = [
+        "quickstart_grpo",
+        TINY,
+        "--device",
+        "cpu",
+        "reward.num_workers=8",
+        "data.train_batch_size=8",
+    ]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     changes = ["--what-if", "reward.timeout_s=1", "--what-if", "reward.timeout_s=1e6"]
     before, cut, same = planned(capsys, *words, "--reward-seconds", "5", *changes)["what_if"]
@@ -240,8 +324,16 @@ def test_a_timeout_of_rewards_cuts_their_times_and_is_refused_where_there_are_no
 
 
 @pytest.mark.slow
-def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["async_grpo", TINY, "trainer.allocation=auto", "trainer.launcher=ray", "trainer.n_gpus_per_node=4"]
+def test_a_searched_allocation_is_listed_and_the_run_takes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "async_grpo",
+        TINY,
+        "trainer.allocation=auto",
+        "trainer.launcher=ray",
+        "trainer.n_gpus_per_node=4",
+    ]
     words += ["data.train_files=builtin:arithmetic-rl", "actor_rollout_ref.model.init=random"]
     plan = planned(capsys, *words, "--device", "cpu")
     best = plan["allocations"][0]["allocation"]
@@ -259,9 +351,13 @@ def test_a_searched_allocation_is_listed_and_the_run_takes_it(capsys: pytest.Cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["--simulate 20", "trainer.allocation=auto"])
-def test_the_page_shows_what_the_command_prints(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_command_prints(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-    found = re.search(rf"```bash\n(distflow plan [^\n]*{option}[^\n]*)\n```\n\n((?:    [^\n]*\n)+)", page)
+    found = re.search(
+        rf"```bash\n(distflow plan [^\n]*{option}[^\n]*)\n```\n\n((?:    [^\n]*\n)+)", page
+    )
     assert found is not None
     assert main(shlex.split(found[1])[1:]) == 0
     said = capsys.readouterr().out.splitlines()

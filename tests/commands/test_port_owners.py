@@ -10,7 +10,8 @@ import pytest
 
 from distflow.commands.doctor_and_selftest import Listener, family, listeners
 
-# A process with a socket on each kind of address and one that only connects, whose child listens as well.
+# A process with a socket on each kind of address and one that only connects, whose child listens as
+# well.
 PARENT = """
 import socket, subprocess, sys
 open_to_all = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -24,7 +25,7 @@ child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, s
 ports = [s.getsockname()[1] for s in (open_to_all, *loopback, mapped)]
 print(child.pid, child.stdout.readline().strip(), *ports, flush=True)
 sys.stdin.read()
-"""
+"""  # noqa: E501
 CHILD = """
 import socket, sys
 mine = socket.create_server(("0.0.0.0", 0))
@@ -37,7 +38,9 @@ sys.stdin.read()
 def parent() -> Iterator[tuple[int, list[int]]]:
     """(pid, what it said: the child's pid and port, then its own ports)"""
     code = f"CHILD = {CHILD!r}\n{PARENT}"
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout and process.stdin
     try:
         yield process.pid, [int(word) for word in process.stdout.readline().split()]

@@ -15,33 +15,58 @@ def test_a_reward_without_and_one_with_faults(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ends.py").write_text(
-        "def compute_score(solution_str, ground_truth):\n    return solution_str.endswith(ground_truth)\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return solution_str.endswith(ground_truth)\n"
     )
     assert main(["reward", "check", "exact_match", *DATA]) == 0
     said = capsys.readouterr().out
-    assert "answers found, of 4: box 4, phrase 0, hashes 4, alone 4" in said and "no fault found" in said
+    assert (
+        "answers found, of 4: box 4, phrase 0, hashes 4, alone 4" in said
+        and "no fault found" in said
+    )
     for name in ("ends.py", "ends.py:compute_score", "ends:compute_score"):
         assert main(["reward", "check", name, *DATA]) == 1
         said = capsys.readouterr().out
         assert "answers found, of 4: box 0, phrase 0, hashes 4, alone 4" in said
-        assert "another sign" in said and "8 false positives" in said and "'-128' for '128' got 1" in said
+        assert (
+            "another sign" in said
+            and "8 false positives" in said
+            and "'-128' for '128' got 1" in said
+        )
         assert "call takes" in said and "no fault found" not in said
 
 
-def test_rows_without_an_answer_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": "5 m in cm=", "answer": "500"}, {"prompt": "x"}, {"prompt": "y", "answer": None}]
+def test_rows_without_an_answer_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "5 m in cm=", "answer": "500"},
+        {"prompt": "x"},
+        {"prompt": "y", "answer": None},
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl"), "--workers", "1"])
+    main(
+        ["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl"), "--workers", "1"]
+    )
     said = capsys.readouterr().out
-    assert "on 1 row; 2 bad rows skipped, the first: " in said and "rows.jsonl:2: no answer in the column" in said
+    assert (
+        "on 1 row; 2 bad rows skipped, the first: " in said
+        and "rows.jsonl:2: no answer in the column" in said
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("format", *DATA), "does not compare with the row's answer"),
-        (("no_such.py", *DATA), "there is no file 'no_such.py': name the file with the reward function"),
-        ((f"{__file__}:no_such", *DATA), f"the reward functions ({__file__}:no_such) cannot be loaded: "),
+        (
+            ("no_such.py", *DATA),
+            "there is no file 'no_such.py': name the file with the reward function",
+        ),
+        (
+            (f"{__file__}:no_such", *DATA),
+            f"the reward functions ({__file__}:no_such) cannot be loaded: ",
+        ),
         ((str(Path(__file__).parent), *DATA), "is a folder: name a file in it, e.g. "),
         (("math", "--data", "no_such.jsonl"), "no_such.jsonl"),
         (("math", *DATA, "--answer-key", "label"), "'label'"),
@@ -59,23 +84,35 @@ def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
-        {"prompt": "Add one.", "code": f"def f(x):\n    return x + {n}\n", "test_list": ["assert f(1) == 2"]}
+        {
+            "prompt": "Add one.",
+            "code": f"def f(x):\n    return x + {n}\n",
+            "test_list": ["assert f(1) == 2"],
+        }
         for n in (1, 2, 1, 1, 3)
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = ("--data", str(tmp_path / "rows.jsonl"), "--response-key", "code", "--rows", "0")
     assert main(["reward", "check", "code", *data, "--show", "1"]) == 1
     said = capsys.readouterr().out
-    assert "5 asked  2 false negatives" in said and "got 0, assert f(1) == 2: " in said and "rows.jsonl:2)" in said
+    assert (
+        "5 asked  2 false negatives" in said
+        and "got 0, assert f(1) == 2: " in said
+        and "rows.jsonl:2)" in said
+    )
     assert "rows.jsonl:5)" not in said and "and 1 more; --show 0 shows all" in said
     main(["reward", "check", "code", *data, "--show", "0"])
     assert "rows.jsonl:5)" in capsys.readouterr().out
 
 
 def labelled(file: Path) -> tuple[str, ...]:
-    """Ten responses: five are called right, of which the reward below finds four, and one that is not."""
+    """Ten responses: five are called right, of which the reward below finds four, and one that is
+    not."""
     lengths = [9, 8, 7, 6, 1, 7, 1, 2, 3, 4]
-    rows = [{"prompt": "a" * 3, "out": "a" * length, "ok": int(n < 5)} for n, length in enumerate(lengths)]
+    rows = [
+        {"prompt": "a" * 3, "out": "a" * length, "ok": int(n < 5)}
+        for n, length in enumerate(lengths)
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     return ("--data", str(file), "--response-key", "out", "--label-key", "ok")
 
@@ -110,17 +147,24 @@ def test_the_readmes_own_reward_has_no_fault(
 ) -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     monkeypatch.chdir(tmp_path)
-    Path("problems.jsonl").write_text(text.partition("cat > problems.jsonl <<'END'\n")[2].partition("END\n")[0])
+    Path("problems.jsonl").write_text(
+        text.partition("cat > problems.jsonl <<'END'\n")[2].partition("END\n")[0]
+    )
     Path("my_reward.py").write_text(text.partition("# my_reward.py\n")[2].partition("```")[0])
     status = main(["reward", "check", "my_reward.py", "--data", "problems.jsonl"])
     assert status == 0, capsys.readouterr().out
 
 
-def test_a_column_that_is_not_there_is_named_by_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_that_is_not_there_is_named_by_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     assert main(["reward", "check", "exact_match", "--data", str(tmp_path / "rows.jsonl")]) == 2
     said = capsys.readouterr().err
-    assert "has the column 'prompt' (--prompt-key); set --prompt-key=question" in said and "data." not in said
+    assert (
+        "has the column 'prompt' (--prompt-key); set --prompt-key=question" in said
+        and "data." not in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`distflow rollout check`: a line for each property of the engine that a config names, and an exit status."""
+"""`distflow rollout check`: a line for each property of the engine that a config names, and an exit
+status."""
 
 from dataclasses import replace
 
@@ -18,12 +19,19 @@ class ShiftedEngine(EmbeddedEngine):
         generations = (await super().generate(request)).generations
         shifted = ([number - 1e-3 for number in each.rollout_log_probs] for each in generations)
         return GenerateResult(
-            tuple(replace(each, rollout_log_probs=one) for each, one in zip(generations, shifted, strict=True))
+            tuple(
+                replace(each, rollout_log_probs=one)
+                for each, one in zip(generations, shifted, strict=True)
+            )
         )
 
 
 def outcomes(out: str) -> dict[str, str]:
-    return {name: line[21:36].strip() for line in out.splitlines() if (name := line[:20].strip()) in PROPERTIES}
+    return {
+        name: line[21:36].strip()
+        for line in out.splitlines()
+        if (name := line[:20].strip()) in PROPERTIES
+    }
 
 
 @pytest.mark.slow
@@ -32,8 +40,12 @@ def test_an_engine_that_does_what_it_must_exits_0(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     found = outcomes(out)
     assert set(found) == set(PROPERTIES)
-    assert {name for name, outcome in found.items() if outcome != "held"} == {"stop at a character"}, out
-    assert out.startswith("distflow") and "rollout engine 'embedded'" in out and "200 prompts" in out
+    assert {name for name, outcome in found.items() if outcome != "held"} == {
+        "stop at a character"
+    }, out
+    assert (
+        out.startswith("distflow") and "rollout engine 'embedded'" in out and "200 prompts" in out
+    )
 
 
 @pytest.mark.slow
@@ -45,7 +57,10 @@ def test_an_engine_of_the_users_own_that_does_not_exits_1(
     assert main(["rollout", "check", "examples/tiny.yaml"]) == 1
     out = capsys.readouterr().out
     assert outcomes(out)["log-probs"] == outcomes(out)["new weights"] == "failed"
-    assert "log-probs differ by 0.001, the limit is 0.0001" in out and "do not train with this engine" in out
+    assert (
+        "log-probs differ by 0.001, the limit is 0.0001" in out
+        and "do not train with this engine" in out
+    )
 
 
 def test_a_config_without_a_model_says_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,19 +7,28 @@ import pytest
 from distflow.cli import main
 
 
-def test_a_program_runs_and_its_end_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    program, given = tmp_path / "program.py", tmp_path / "given.txt"
-    program.write_text("import sys\nprint(sys.stdin.read().upper(), '\\x1b[31m')\nprint('said', file=sys.stderr)")
+def test_a_program_runs_and_its_end_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    given = tmp_path / "given.txt"
+    program.write_text(
+        "import sys\nprint(sys.stdin.read().upper(), '\\x1b[31m')\nprint('said', file=sys.stderr)"
+    )
     given.write_text("hello")
     assert main(["sandbox", "run", str(program), "--stdin", str(given)]) == 0
     out, err = capfd.readouterr()
     assert out == "HELLO \\x1b[31m\n"
     said, last = err.splitlines()
     assert said == "said"
-    assert last.startswith("ok: exit status 0 after 0.") and ("sandbox: namespaces" in last or "sandbox: floor" in last)
+    assert last.startswith("ok: exit status 0 after 0.") and (
+        "sandbox: namespaces" in last or "sandbox: floor" in last
+    )
 
 
-def test_one_that_fails_and_one_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_that_fails_and_one_that_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os\nos.fork()")
     assert main(["sandbox", "run", str(program)]) == 1
@@ -31,7 +40,9 @@ def test_one_that_fails_and_one_that_is_not_there(tmp_path: Path, capfd: pytest.
     assert "cannot be read: Is a directory" in capfd.readouterr().err
 
 
-def test_long_output_is_cut_and_said_to_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_long_output_is_cut_and_said_to_be(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = tmp_path / "program.py"
     program.write_text("print('x' * 100_000)")
     assert main(["sandbox", "run", str(program)]) == 0

@@ -18,7 +18,9 @@ from tests.tiny_models import write_tiny_model
 @pytest.fixture
 def openai() -> Any:
     """Imported by the tests that use it."""
-    return pytest.importorskip("openai", reason="the server is tested with the official client (extra dev)")
+    return pytest.importorskip(
+        "openai", reason="the server is tested with the official client (extra dev)"
+    )
 
 
 @pytest.mark.slow
@@ -34,21 +36,30 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
             assert line, "it has ended"
             name, _, value = line.strip().partition("=")
             told[name] = value
-        client = openai.OpenAI(base_url=told["OPENAI_BASE_URL"], api_key=told["OPENAI_API_KEY"], max_retries=0)
+        client = openai.OpenAI(
+            base_url=told["OPENAI_BASE_URL"], api_key=told["OPENAI_API_KEY"], max_retries=0
+        )
         create = client.chat.completions.create
         said = [{"role": "user", "content": "12+3="}]
         reply = create(model=str(model), messages=said, max_tokens=6, temperature=0)
         assert reply.choices[0].message.content == greedy(model, said, 6)
         pieces = create(model=str(model), messages=said, max_tokens=6, temperature=0, stream=True)
-        text = [piece.choices[0].delta.content for piece in pieces if piece.choices[0].delta.content]
+        text = [
+            piece.choices[0].delta.content for piece in pieces if piece.choices[0].delta.content
+        ]
         assert "".join(text) == reply.choices[0].message.content and len(text) > 1
         drawn = [
-            create(model=str(model), messages=said, max_tokens=12, temperature=1, seed=seed).choices[0].message.content
+            create(model=str(model), messages=said, max_tokens=12, temperature=1, seed=seed)
+            .choices[0]
+            .message.content
             for seed in (1, 1, 2)
         ]
         assert drawn[0] == drawn[1] != drawn[2]
         several = [
-            [choice.message.content for choice in create(model=str(model), messages=said, n=3, seed=1).choices]
+            [
+                choice.message.content
+                for choice in create(model=str(model), messages=said, n=3, seed=1).choices
+            ]
             for _ in range(2)
         ]
         assert several[0] == several[1] and len({*several[0]}) == 3
@@ -65,7 +76,15 @@ def test_a_model_is_served_until_ctrl_c(tmp_path: Path, openai: Any) -> None:
 
 @pytest.mark.slow
 def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, openai: Any) -> None:
-    command = [sys.executable, "-m", "distflow", "serve", str(write_tiny_model(tmp_path / "model")), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "distflow",
+        "serve",
+        str(write_tiny_model(tmp_path / "model")),
+        "--port",
+        "0",
+    ]
     environment = {**os.environ, "DISTFLOW_API_KEY": "of-mine"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
@@ -74,8 +93,19 @@ def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, o
             while not lines or not lines[-1].startswith("model: "):
                 lines.append(server.stdout.readline())
                 assert lines[-1], "it has ended"
-            (url,) = [line.strip().partition("=")[2] for line in lines if line.startswith("OPENAI_BASE_URL")]
-            assert len(list(openai.OpenAI(base_url=url, api_key="of-mine", max_retries=0).models.list())) == 1
+            (url,) = [
+                line.strip().partition("=")[2]
+                for line in lines
+                if line.startswith("OPENAI_BASE_URL")
+            ]
+            assert (
+                len(
+                    list(
+                        openai.OpenAI(base_url=url, api_key="of-mine", max_retries=0).models.list()
+                    )
+                )
+                == 1
+            )
             server.send_signal(signal.SIGINT)
             said = "".join([*lines, server.stdout.read()])
             assert "of-mine" not in said and "API_KEY" not in said
@@ -83,7 +113,9 @@ def test_a_key_of_the_environment_is_asked_for_and_not_printed(tmp_path: Path, o
             server.kill()
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", str(tmp_path / "nothing")]) == 2
     assert "nothing" in capsys.readouterr().err
 

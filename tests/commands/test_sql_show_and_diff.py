@@ -1,4 +1,5 @@
-"""`distflow show` and `distflow diff`: what they print of runs, and how well noise is told from a difference."""
+"""`distflow show` and `distflow diff`: what they print of runs, and how well noise is told from a
+difference."""
 
 import json
 import random
@@ -31,14 +32,19 @@ def test_without_duckdb_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     assert main(["sql", str(write_run(tmp_path / "run")), "select 1"]) == 2
-    assert capsys.readouterr().err == "distflow: `distflow sql` needs DuckDB: pip install 'distflow[ui]'\n"
+    assert (
+        capsys.readouterr().err
+        == "distflow: `distflow sql` needs DuckDB: pip install 'distflow[ui]'\n"
+    )
 
 
 def test_a_sample_with_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "run")
     lines = printed(capsys, "show", run_dir, "2-1")
     assert lines[0] == f"sample 2-1 of {run_dir}: step 2, train"
-    assert lines[1].startswith("group     row 2 of epoch 0, started ") and lines[1].endswith("2 attempts, trained")
+    assert lines[1].startswith("group     row 2 of epoch 0, started ") and lines[1].endswith(
+        "2 attempts, trained"
+    )
     assert f"score     0.5 (math 1.0, {SHOWN}⏎next no number), advantage None" in lines
     assert "group has 2 samples: scores 0.0, 0.5" in lines
     assert lines[lines.index("response") + 1] == f"  {SHOWN}"
@@ -67,10 +73,16 @@ def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "
     draw = random.Random(seed)
     with RunFolder(folder, 0) as run:
         changed = [{"key": "data.seed", "where": "command line"}] if seed else []
-        run.write_json("run.json", {"torch": "2", "device": "cpu", "data_fingerprint": str(seed), "changed": changed})
+        run.write_json(
+            "run.json",
+            {"torch": "2", "device": "cpu", "data_fingerprint": str(seed), "changed": changed},
+        )
         run.write_text("config.yaml", f"data: {{seed: {seed}}}\ntrainer: {{x: [1, 2]}}\n")
         for step in range(1, 61):
-            values = {"reward/mean_score": 0.5 + reward + 0.02 * draw.gauss(0, 1), "actor/entropy": draw.random()}
+            values = {
+                "reward/mean_score": 0.5 + reward + 0.02 * draw.gauss(0, 1),
+                "actor/entropy": draw.random(),
+            }
             run.metrics(step, "train", values | ({"only": 1.0} if seed else {}))
         run.samples(1, [{"uid": "0-0", "response": "same"}, {"uid": "0-1", "response": response}])
     return folder
@@ -79,7 +91,8 @@ def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "
 def test_the_config_the_first_difference_and_what_noise_explains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = compared_run(tmp_path / "a", 0), compared_run(tmp_path / "b", 1, reward=0.2, response="samx")
+    a = compared_run(tmp_path / "a", 0)
+    b = compared_run(tmp_path / "b", 1, reward=0.2, response="samx")
     lines = printed(capsys, "diff", a, b)
     assert "config, different: 1 key" in lines
     assert "  data.seed: 0 (preset or default) -> 1 (command line)" in lines
@@ -93,7 +106,9 @@ def test_the_config_the_first_difference_and_what_noise_explains(
     assert found["metrics"][1]["low"] < 0.2 < found["metrics"][1]["high"]
 
 
-def test_several_seeds_are_compared_by_their_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_seeds_are_compared_by_their_spread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for seed in (0, 1, 2):
         compared_run(tmp_path / f"base-{seed}", seed)
         compared_run(tmp_path / f"better-{seed}", seed + (seed > 1), reward=0.2)
@@ -109,21 +124,34 @@ def test_several_seeds_are_compared_by_their_spread(tmp_path: Path, capsys: pyte
     (reward,) = (line for line in lines if line.startswith("reward/mean_score"))
     (entropy,) = (line for line in lines if line.startswith("actor/entropy"))
     assert reward.endswith("  yes") and entropy.endswith("  no")
-    assert "3 runs of A, 3 runs of B: by the spread of their means over the last 50 common values." in lines
-    found = json.loads("\n".join(printed(capsys, "diff", tmp_path / "base-0", tmp_path / "better-*", "--json")))
+    assert (
+        "3 runs of A, 3 runs of B: by the spread of their means over the last 50 common values."
+        in lines
+    )
+    found = json.loads(
+        "\n".join(printed(capsys, "diff", tmp_path / "base-0", tmp_path / "better-*", "--json"))
+    )
     assert found["num_runs"] == [1, 3]
     assert main(["diff", str(tmp_path / "none-*"), str(tmp_path / "base-0")]) == 2
     assert "no run's folder fits" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "other").mkdir()
     assert main(["diff", str(compared_run(tmp_path / "a", 0)), str(tmp_path / "other")]) == 2
-    assert "other is not a run's folder: it has no file events.jsonl; if a run is starting" in capsys.readouterr().err
+    assert (
+        "other is not a run's folder: it has no file events.jsonl; if a run is starting"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_first_group_token_and_tensor_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = compared_run(tmp_path / "a", 0), compared_run(tmp_path / "b", 0)
+def test_the_first_group_token_and_tensor_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = compared_run(tmp_path / "a", 0)
+    b = compared_run(tmp_path / "b", 0)
     for run_dir, value in ((a, 1.0), (b, 2.0)):
         (run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
         tensors = {"x": torch.zeros(2), "y": torch.tensor([value])}
@@ -134,15 +162,28 @@ def test_the_first_group_token_and_tensor_that_differ(tmp_path: Path, capsys: py
         with RunFolder(run_dir, 0) as run:
             run.samples(2, [{"uid": "0-0", "response": text}])
         batch = Batch(torch.tensor([1]), torch.tensor([2]))
-        batch["uid"], batch["group_index"] = ["0-0"], torch.tensor([0])
-        batch["response_ids"], batch["rollout_log_probs"] = torch.tensor([[5, token]]), torch.tensor([[-1.0, -2.0]])
+        batch["uid"] = ["0-0"]
+        batch["group_index"] = torch.tensor([0])
+        batch["response_ids"] = torch.tensor([[5, token]])
+        batch["rollout_log_probs"] = torch.tensor([[-1.0, -2.0]])
         keep_groups(run_dir, 2, batch)
     text = (
-        "step 2: the responses of sample 0-0 differ from character 2: token 1 is 0 (log-prob -2.0) in A, 1 (-2.0) in B"
+        "step 2: the responses of sample 0-0 differ from character 2: token 1 is 0 (log-prob -2.0) "
+        "in A, 1 (-2.0) in B"
     )
-    assert f"first difference: {text}; step-000001: the tensor y differs" in printed(capsys, "diff", a, b)
+    assert f"first difference: {text}; step-000001: the tensor y differs" in printed(
+        capsys, "diff", a, b
+    )
     for run_dir, row in ((a, 7), (b, 9)):
-        issued = {"t": 1, "restart": 0, "kind": "issued", "group_id": 0, "epoch": 0, "row": row, "version": 0}
+        issued = {
+            "t": 1,
+            "restart": 0,
+            "kind": "issued",
+            "group_id": 0,
+            "epoch": 0,
+            "row": row,
+            "version": 0,
+        }
         (run_dir / "ledger.jsonl").write_text(json.dumps(issued) + "\n")
     assert "first difference: group 0 holds row 7 in A, 9 in B" in printed(capsys, "diff", a, b)
 
@@ -160,7 +201,9 @@ def test_a_run_on_given_texts_is_watched_without_words_of_rollouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], generates: bool
 ) -> None:
     with RunFolder(tmp_path, 0) as run:
-        rank = RankPlan(0, "cpu", (), ("actor_train",), ("rollout", "actor") if generates else ("actor",), ())
+        rank = RankPlan(
+            0, "cpu", (), ("actor_train",), ("rollout", "actor") if generates else ("actor",), ()
+        )
         run.write_json("plan.json", {"ranks": [asdict(rank)]})
         run.metrics(1, "train", {"sft/loss": 1.5, "rollout/truncated": 0.0})
         line, _ = printed(capsys, "watch", tmp_path, "--once")  # and that nobody else writes
@@ -168,7 +211,8 @@ def test_a_run_on_given_texts_is_watched_without_words_of_rollouts(
 
 
 def test_a_run_is_watched_until_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir, again = tmp_path / "run", threading.Event()
+    run_dir = tmp_path / "run"
+    again = threading.Event()
     with RunFolder(run_dir, 0) as run:
         run.write_json("run.json", {"experiment": HOSTILE, "total_steps": 3})
         run.metrics(1, "train", {"reward/mean_score": 0.25})

@@ -20,7 +20,9 @@ def test_overrides_are_for_all_configs_or_for_the_one_that_they_name() -> None:
 
 def test_a_colon_in_a_value_names_no_config() -> None:
     found = split_configs("grpo", ["ppo", "trainer.allocation=embedded:d1|torch:d1"])
-    assert found == {name: [name, "trainer.allocation=embedded:d1|torch:d1"] for name in ("grpo", "ppo")}
+    assert found == {
+        name: [name, "trainer.allocation=embedded:d1|torch:d1"] for name in ("grpo", "ppo")
+    }
 
 
 def test_one_file_twice_is_numbered() -> None:
@@ -38,7 +40,9 @@ def test_words_of_one_config_are_left_as_they_are() -> None:
 
 
 def test_an_override_of_a_config_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match="'cod:trainer.seed=2' is for a config 'cod'; did you mean 'code'"):
+    with pytest.raises(
+        UserError, match="'cod:trainer.seed=2' is for a config 'cod'; did you mean 'code'"
+    ):
         split_configs("code.yaml", ["math.yaml", "cod:trainer.seed=2"])
 
 
@@ -48,7 +52,9 @@ def test_a_checkpoint_cannot_be_that_of_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["trainer.seed=2", "a.yaml"]])
-def test_supervised_fine_tuning_takes_one_config(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_supervised_fine_tuning_takes_one_config(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Several would be trained by `train`, and one that names no preset then as grpo."""
     assert main(["sft", *words]) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""A hundred bad configs: each is refused with the key to change, what is wrong with it, and what to do."""
+"""A hundred bad configs: each is refused with the key to change, what is wrong with it, and what to
+do."""
 
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ from distflow.config import ConfigError, load_config
 from distflow.config.rules.check_config import check
 from tests.sparse_params import one_fast_in
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 FSDP = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray")
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
 VAL = "data.val_files=val.jsonl"
@@ -31,16 +34,32 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("actions.head=gaussian draws numbers",),
         )
         for override in (
-            *(f"{ROLLOUT}.name=embedded", f"{ROLLOUT}.workflow=tools", f"{ROLLOUT}.temperature=0.7"),
-            *(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.1", f"{ROLLOUT}.stop=[x]"),
-            *(f"{ROLLOUT}.repetition_penalty=1.1", f"{MODEL}.lora_rank=4", f"{ROLLOUT}.agents={{a: {{}}}}"),
+            *(
+                f"{ROLLOUT}.name=embedded",
+                f"{ROLLOUT}.workflow=tools",
+                f"{ROLLOUT}.temperature=0.7",
+            ),
+            *(
+                f"{ROLLOUT}.top_p=0.9",
+                f"{ROLLOUT}.top_k=5",
+                f"{ROLLOUT}.min_p=0.1",
+                f"{ROLLOUT}.stop=[x]",
+            ),
+            *(
+                f"{ROLLOUT}.repetition_penalty=1.1",
+                f"{MODEL}.lora_rank=4",
+                f"{ROLLOUT}.agents={{a: {{}}}}",
+            ),
         )
     },
     "numbers of actions of one of several workflows": (
         "grpo",
         [
             *(f"{ROLLOUT}.workflow=by_domain", f"{ROLLOUT}.name=hf"),
-            f"{ROLLOUT}.workflow_kwargs={{a: {{workflow: simulator, actions: {{head: gaussian, low: -1, high: 1}}}}}}",
+            (
+                f"{ROLLOUT}.workflow_kwargs={{a: {{workflow: simulator, actions: {{head: gaussian, "
+                f"low: -1, high: 1}}}}}}"
+            ),
         ],
         f"{ROLLOUT}.workflow",
         ("actions.head=gaussian draws numbers", "set it to simulator"),
@@ -51,11 +70,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             [
                 *(
                     *NUMBERS[:2],
-                    f"{ROLLOUT}.workflow_kwargs={{actions: {{head: flow_sde, low: -1, high: 1, noise: {noise}}}}}",
+                    (
+                        f"{ROLLOUT}.workflow_kwargs={{actions: {{head: flow_sde, low: -1, high: 1, "
+                        f"noise: {noise}}}}}"
+                    ),
                 ),
             ],
             f"{ROLLOUT}.workflow_kwargs",
-            ("a flow without noise is deterministic", "no density", "set actions.noise to a number above 0"),
+            (
+                "a flow without noise is deterministic",
+                "no density",
+                "set actions.noise to a number above 0",
+            ),
         )
         for noise, preset in ((0, "grpo"), (-0.5, "ppo"), ("x", "dapo"), (0.0, "embodied_srpo"))
     },
@@ -68,35 +94,104 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     **{
         f"profiled steps {steps} of {total}": (
             "grpo",
-            ["profiler.enable=true", f"profiler.steps={steps}", f"trainer.total_training_steps={total}"],
+            [
+                "profiler.enable=true",
+                f"profiler.steps={steps}",
+                f"trainer.total_training_steps={total}",
+            ],
             "profiler.steps",
             ("none of these steps exists: they are counted from 1", "profiler.enable=false"),
         )
         for steps, total in (("[0]", "null"), ("[]", "null"), ("[4,5]", "3"))
     },
     # what is missing
-    "no data": ("grpo", ["~data.train_files"], "data.train_files", ("no data to train on", "FILE.jsonl")),
-    "no data, null": ("grpo", ["data.train_files=null"], "data.train_files", ("no data to train on",)),
-    "an empty file name": ("grpo", ["data.train_files=['a.jsonl','']"], "data.train_files", ("empty name",)),
+    "no data": (
+        "grpo",
+        ["~data.train_files"],
+        "data.train_files",
+        ("no data to train on", "FILE.jsonl"),
+    ),
+    "no data, null": (
+        "grpo",
+        ["data.train_files=null"],
+        "data.train_files",
+        ("no data to train on",),
+    ),
+    "an empty file name": (
+        "grpo",
+        ["data.train_files=['a.jsonl','']"],
+        "data.train_files",
+        ("empty name",),
+    ),
     "a curriculum of no domains": (
         "grpo",
         ["data.curriculum.function=learnability"],
         "data.curriculum.function",
         ("there are no domains",),
     ),
-    "a band that is none": ("grpo", ["data.skip_outside=[0.5,0.5]"], "data.skip_outside", ("no range within 0..1",)),
-    "a band above 1": ("grpo", ["data.skip_outside=[0,8]"], "data.skip_outside", ("no range within 0..1",)),
-    "a band without a number": ("grpo", ["data.pass_rate=[0.5,0.1]"], "data.pass_rate", ("holds no number",)),
-    "no model": ("sft", [f"~{MODEL}.path"], f"{MODEL}.path", ("no model", "builtin:tiny-arithmetic", "init=random")),
+    "a band that is none": (
+        "grpo",
+        ["data.skip_outside=[0.5,0.5]"],
+        "data.skip_outside",
+        ("no range within 0..1",),
+    ),
+    "a band above 1": (
+        "grpo",
+        ["data.skip_outside=[0,8]"],
+        "data.skip_outside",
+        ("no range within 0..1",),
+    ),
+    "a band without a number": (
+        "grpo",
+        ["data.pass_rate=[0.5,0.1]"],
+        "data.pass_rate",
+        ("holds no number",),
+    ),
+    "no model": (
+        "sft",
+        [f"~{MODEL}.path"],
+        f"{MODEL}.path",
+        ("no model", "builtin:tiny-arithmetic", "init=random"),
+    ),
     "an empty model path": ("sft", [f"{MODEL}.path=''"], f"{MODEL}.path", ("no model",)),
     # unknown keys
-    "a key misspelt": ("grpo", ["data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),
-    "with +": ("grpo", ["+data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),
-    "with ++": ("grpo", ["++data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),
-    "a short form": ("grpo", ["actor.clip_ratio=0.1"], "actor.clip_ratio", (f"did you mean {ACTOR}.clip_ratio?",)),
-    "a wrong group": ("grpo", ["trainer.train_batch_size=8"], "trainer.train_batch_size", ("data.train_batch_size",)),
+    "a key misspelt": (
+        "grpo",
+        ["data.train_batch_sise=8"],
+        "data.train_batch_sise",
+        ("data.train_batch_size",),
+    ),
+    "with +": (
+        "grpo",
+        ["+data.train_batch_sise=8"],
+        "data.train_batch_sise",
+        ("data.train_batch_size",),
+    ),
+    "with ++": (
+        "grpo",
+        ["++data.train_batch_sise=8"],
+        "data.train_batch_sise",
+        ("data.train_batch_size",),
+    ),
+    "a short form": (
+        "grpo",
+        ["actor.clip_ratio=0.1"],
+        "actor.clip_ratio",
+        (f"did you mean {ACTOR}.clip_ratio?",),
+    ),
+    "a wrong group": (
+        "grpo",
+        ["trainer.train_batch_size=8"],
+        "trainer.train_batch_size",
+        ("data.train_batch_size",),
+    ),
     "a wrong case": ("grpo", ["data.Seed=8"], "data.Seed", ("did you mean data.seed?",)),
-    "below a value": ("grpo", ["trainer.seed.x=1"], "trainer.seed.x", ("did you mean trainer.seed?",)),
+    "below a value": (
+        "grpo",
+        ["trainer.seed.x=1"],
+        "trainer.seed.x",
+        ("did you mean trainer.seed?",),
+    ),
     "a group below another": (
         "grpo",
         ["actor_rollout_ref.data={seed: 3}"],
@@ -112,7 +207,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ACTOR}.policy_loss.loss_mode",
         (f"write {ACTOR}.policy_loss=gspo",),
     ),
-    "AReaL's staleness": ("grpo", ["async.max_head_offpolicyness=2"], "async.max_head_offpolicyness", ("staleness",)),
+    "AReaL's staleness": (
+        "grpo",
+        ["async.max_head_offpolicyness=2"],
+        "async.max_head_offpolicyness",
+        ("staleness",),
+    ),
     "decisions of no simulator": (
         "grpo",
         ["algorithm.sample_level=decision"],
@@ -121,28 +221,53 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "weights of episodes for decisions": (
         "grpo",
-        ["algorithm.sample_level=decision", f"{CORRECTION}.rollout_is=sequence", f"{ROLLOUT}.workflow=simulator"],
+        [
+            "algorithm.sample_level=decision",
+            f"{CORRECTION}.rollout_is=sequence",
+            f"{ROLLOUT}.workflow=simulator",
+        ],
         f"{CORRECTION}.rollout_is",
-        ("sequence is of whole episodes, and samples are decisions", "algorithm.sample_level=episode"),
+        (
+            "sequence is of whole episodes, and samples are decisions",
+            "algorithm.sample_level=episode",
+        ),
     ),
     "statistics of episodes for decisions": (
         "grpo",
         [
             *("algorithm.sample_level=decision", f"{ROLLOUT}.workflow=simulator"),
-            *(f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=[[0.5,2]]"),
+            *(
+                f"{CORRECTION}.rollout_rs=seq_mean_k1",
+                f"{CORRECTION}.rollout_rs_threshold=[[0.5,2]]",
+            ),
         ],
         f"{CORRECTION}.rollout_rs",
         ("seq_mean_k1 is of whole episodes",),
     ),
     # the grammar of overrides
     "no value": ("grpo", ["data.seed"], "'data.seed'", ("sets nothing", "write data.seed=VALUE")),
-    "spaces around": ("grpo", ["data.seed = 4"], "'data.seed = 4'", ("has spaces around its =", "write data.seed=4")),
+    "spaces around": (
+        "grpo",
+        ["data.seed = 4"],
+        "'data.seed = 4'",
+        ("has spaces around its =", "write data.seed=4"),
+    ),
     "as in YAML": ("grpo", ["data.seed: 3"], "'data.seed: 3'", ("write data.seed=3",)),
     "no key and no value": ("grpo", ["ppo"], "'ppo'", ("write key=value",)),
     "two equal signs": ("grpo", ["data.seed==3"], "'data.seed==3'", ("write data.seed=3",)),
     "spaces around it": ("grpo", ["data.seed = 3"], "'data.seed = 3'", ("write data.seed=3",)),
-    "spaces between words": ("grpo", ["data.seed", "=", "3"], "'data.seed = 3'", ("write data.seed=3",)),
-    "a space in front of it": ("grpo", ["data.seed", "=3"], "'data.seed = 3'", ("write data.seed=3",)),
+    "spaces between words": (
+        "grpo",
+        ["data.seed", "=", "3"],
+        "'data.seed = 3'",
+        ("write data.seed=3",),
+    ),
+    "a space in front of it": (
+        "grpo",
+        ["data.seed", "=3"],
+        "'data.seed = 3'",
+        ("write data.seed=3",),
+    ),
     "a group that is dropped": (
         "grpo",
         ["custom_reward_function=null"],
@@ -155,7 +280,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "'data.train_files=a.jsonl,b.jsonl'",
         ("'data.train_files=[a.jsonl,b.jsonl]'",),
     ),
-    "a list that does not end": ("grpo", ["data.train_files=[a.jsonl"], "'data.train_files=[a.jsonl'", ("close",)),
+    "a list that does not end": (
+        "grpo",
+        ["data.train_files=[a.jsonl"],
+        "'data.train_files=[a.jsonl'",
+        ("close",),
+    ),
     "a mapping that does not end": (
         "grpo",
         ["reward.functions={a: [math}"],
@@ -164,7 +294,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "an option": ("grpo", ["--seed=1"], "'--seed=1'", ("key=value",)),
     "a sweep": ("grpo", ["data.seed=1,2"], "'data.seed=1,2'", ("several runs",)),
-    "a decimal comma": ("grpo", [f"{ACTOR}.optim.lr=1,5e-5"], f"'{ACTOR}.optim.lr=1,5e-5'", (".lr=1.5e-5",)),
+    "a decimal comma": (
+        "grpo",
+        [f"{ACTOR}.optim.lr=1,5e-5"],
+        f"'{ACTOR}.optim.lr=1,5e-5'",
+        (".lr=1.5e-5",),
+    ),
     "a range": ("grpo", ["data.seed=range(1,3)"], "'data.seed=range(1,3)'", ("several runs",)),
     "an agent twice": (
         "grpo",
@@ -174,32 +309,92 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a group choice": ("grpo", ["algorithm/kl=x"], "'algorithm/kl=x'", ("names a file",)),
     "nothing to remove": ("grpo", ["~trainer.seed"], "~trainer.seed", ("nothing to remove",)),
-    "a group as a value": ("grpo", ["critic=null"], "critic", ("group of keys", "critic.model.path")),
-    "an unknown reference": ("grpo", ["data.seed=${trainer.sed}"], "data.seed", ("trainer.sed", "not found")),
+    "a group as a value": (
+        "grpo",
+        ["critic=null"],
+        "critic",
+        ("group of keys", "critic.model.path"),
+    ),
+    "an unknown reference": (
+        "grpo",
+        ["data.seed=${trainer.sed}"],
+        "data.seed",
+        ("trainer.sed", "not found"),
+    ),
     # types
-    "a str for an int": ("grpo", ["data.train_batch_size=many"], "data.train_batch_size", ("'many'",)),
+    "a str for an int": (
+        "grpo",
+        ["data.train_batch_size=many"],
+        "data.train_batch_size",
+        ("'many'",),
+    ),
     "a quoted number": ("grpo", ["data.seed='7'"], "data.seed", ("without quotes",)),
-    "a fraction for a count": ("grpo", ["data.train_batch_size=1.5"], "data.train_batch_size", ("of type int",)),
+    "a fraction for a count": (
+        "grpo",
+        ["data.train_batch_size=1.5"],
+        "data.train_batch_size",
+        ("of type int",),
+    ),
     "a boolean for a count": ("grpo", ["data.seed=true"], "data.seed", ("not of type int",)),
-    "a number for a boolean": ("grpo", ["data.shuffle=1"], "data.shuffle", ("write true or false",)),
+    "a number for a boolean": (
+        "grpo",
+        ["data.shuffle=1"],
+        "data.shuffle",
+        ("write true or false",),
+    ),
     "yes for a boolean": ("grpo", ["data.shuffle=yes"], "data.shuffle", ("write true or false",)),
-    "a boolean for a number": ("grpo", ["algorithm.gamma=true"], "algorithm.gamma", ("of type float",)),
-    "a number for a str": ("grpo", ["trainer.experiment_name=7"], "trainer.experiment_name", ('"7"',)),
+    "a boolean for a number": (
+        "grpo",
+        ["algorithm.gamma=true"],
+        "algorithm.gamma",
+        ("of type float",),
+    ),
+    "a number for a str": (
+        "grpo",
+        ["trainer.experiment_name=7"],
+        "trainer.experiment_name",
+        ('"7"',),
+    ),
     "a list for a str": ("grpo", [f"{MODEL}.path=[a]"], f"{MODEL}.path", ("not of type str",)),
     "null for a number": ("grpo", ["data.seed=null"], "data.seed", ("is null",)),
     "not a number": ("grpo", ["algorithm.gamma=nan"], "algorithm.gamma", ("finite",)),
     "infinity": ("grpo", [f"{ACTOR}.max_grad_norm=inf"], f"{ACTOR}.max_grad_norm", ("finite",)),
-    "a mapping for a list": ("grpo", ["data.train_files={a: b}"], "data.train_files", ("list[str]",)),
+    "a mapping for a list": (
+        "grpo",
+        ["data.train_files={a: b}"],
+        "data.train_files",
+        ("list[str]",),
+    ),
     "numbers in a list of str": ("grpo", [f"{ROLLOUT}.stop=[1]"], f"{ROLLOUT}.stop", ("quotes",)),
-    "a list for a mapping": ("grpo", [f"{ACTOR}.policy_loss_kwargs=[1]"], f"{ACTOR}.policy_loss_kwargs", ("mapping",)),
-    "three betas": ("grpo", [f"{ACTOR}.optim.betas=[0.9,0.9,0.9]"], f"{ACTOR}.optim.betas", ("3 entries, not 2",)),
-    "a boolean for a name or list": ("grpo", [f"{MODEL}.target_modules=true"], f"{MODEL}.target_modules", ("true",)),
+    "a list for a mapping": (
+        "grpo",
+        [f"{ACTOR}.policy_loss_kwargs=[1]"],
+        f"{ACTOR}.policy_loss_kwargs",
+        ("mapping",),
+    ),
+    "three betas": (
+        "grpo",
+        [f"{ACTOR}.optim.betas=[0.9,0.9,0.9]"],
+        f"{ACTOR}.optim.betas",
+        ("3 entries, not 2",),
+    ),
+    "a boolean for a name or list": (
+        "grpo",
+        [f"{MODEL}.target_modules=true"],
+        f"{MODEL}.target_modules",
+        ("true",),
+    ),
     # bounds
     "an empty batch": ("grpo", ["data.train_batch_size=0"], "data.train_batch_size", ("≥ 1",)),
     "a negative seed": ("grpo", ["trainer.seed=-1"], "trainer.seed", ("≥ 0",)),
     "gamma above 1": ("grpo", ["algorithm.gamma=1.1"], "algorithm.gamma", ("≤ 1",)),
     "lam below 0": ("ppo", ["algorithm.lam=-0.1"], "algorithm.lam", ("≥ 0",)),
-    "temperature 0": ("grpo", [f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ("> 0", "val_kwargs.greedy")),
+    "temperature 0": (
+        "grpo",
+        [f"{ROLLOUT}.temperature=0"],
+        f"{ROLLOUT}.temperature",
+        ("> 0", "val_kwargs.greedy"),
+    ),
     "an agent at temperature 0": (
         "grpo",
         [f"{ROLLOUT}.agents={{a: {{temperature: 0}}}}"],
@@ -214,7 +409,11 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "an agent's temperature on a server": (
         "grpo",
-        [f"{ROLLOUT}.agents={{a: {{temperature: 0.5}}}}", f"{ROLLOUT}.workflow=a.py:b", f"{ROLLOUT}.name=openai"],
+        [
+            f"{ROLLOUT}.agents={{a: {{temperature: 0.5}}}}",
+            f"{ROLLOUT}.workflow=a.py:b",
+            f"{ROLLOUT}.name=openai",
+        ],
         f"{ROLLOUT}.agents",
         ("log-probs at temperature 1",),
     ),
@@ -229,18 +428,53 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "top_k 0": ("grpo", [f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k", ("-1 (off)",)),
     "top_k -2": ("grpo", [f"{ROLLOUT}.top_k=-2"], f"{ROLLOUT}.top_k", ("≥ -1",)),
     "min_p 1": ("grpo", [f"{ROLLOUT}.min_p=1"], f"{ROLLOUT}.min_p", ("< 1",)),
-    "no penalty at all": ("grpo", [f"{ROLLOUT}.repetition_penalty=0"], f"{ROLLOUT}.repetition_penalty", ("> 0",)),
-    "an empty stop text": ("grpo", [f"{ROLLOUT}.stop=['']"], f"{ROLLOUT}.stop", ("end every response",)),
+    "no penalty at all": (
+        "grpo",
+        [f"{ROLLOUT}.repetition_penalty=0"],
+        f"{ROLLOUT}.repetition_penalty",
+        ("> 0",),
+    ),
+    "an empty stop text": (
+        "grpo",
+        [f"{ROLLOUT}.stop=['']"],
+        f"{ROLLOUT}.stop",
+        ("end every response",),
+    ),
     "no response": ("grpo", [f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n", ("≥ 1",)),
     "clip_ratio 0": ("grpo", [f"{ACTOR}.clip_ratio=0"], f"{ACTOR}.clip_ratio", ("> 0",)),
-    "clip_ratio above 1": ("grpo", [f"{ACTOR}.clip_ratio=1.5"], f"{ACTOR}.clip_ratio", ("never reaches",)),
-    "clip_ratio_low above 1": ("grpo", [f"{ACTOR}.clip_ratio_low=1.2"], f"{ACTOR}.clip_ratio_low", ("≤ 1",)),
+    "clip_ratio above 1": (
+        "grpo",
+        [f"{ACTOR}.clip_ratio=1.5"],
+        f"{ACTOR}.clip_ratio",
+        ("never reaches",),
+    ),
+    "clip_ratio_low above 1": (
+        "grpo",
+        [f"{ACTOR}.clip_ratio_low=1.2"],
+        f"{ACTOR}.clip_ratio_low",
+        ("≤ 1",),
+    ),
     "dual clip at 1": ("grpo", [f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c", ("> 1",)),
     "no passes": ("grpo", [f"{ACTOR}.ppo_epochs=0"], f"{ACTOR}.ppo_epochs", ("≥ 1",)),
-    "a negative learning rate": ("grpo", [f"{ACTOR}.optim.lr=-1e-6"], f"{ACTOR}.optim.lr", ("≥ 0",)),
+    "a negative learning rate": (
+        "grpo",
+        [f"{ACTOR}.optim.lr=-1e-6"],
+        f"{ACTOR}.optim.lr",
+        ("≥ 0",),
+    ),
     "a beta of 1": ("grpo", [f"{ACTOR}.optim.betas=[0.9,1.0]"], f"{ACTOR}.optim.betas", ("< 1",)),
-    "a warm-up above 1": ("grpo", [f"{ACTOR}.optim.warmup_ratio=5"], f"{ACTOR}.optim.warmup_ratio", ("≤ 1",)),
-    "no steps": ("grpo", ["trainer.total_training_steps=0"], "trainer.total_training_steps", ("total_epochs decide",)),
+    "a warm-up above 1": (
+        "grpo",
+        [f"{ACTOR}.optim.warmup_ratio=5"],
+        f"{ACTOR}.optim.warmup_ratio",
+        ("≤ 1",),
+    ),
+    "no steps": (
+        "grpo",
+        ["trainer.total_training_steps=0"],
+        "trainer.total_training_steps",
+        ("total_epochs decide",),
+    ),
     "a secret in the open": (
         "grpo",
         ["trainer.launcher=ray", "trainer.worker_env={HF_TOKEN: hf_x}"],
@@ -252,21 +486,56 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "no time for a score": ("grpo", ["reward.timeout_s=0"], "reward.timeout_s", ("> 0",)),
     "no judge": ("grpo", ["reward.num_workers=0"], "reward.num_workers", ("≥ 1",)),
     # choices
-    "an estimator misspelt": ("grpo", ["algorithm.adv_estimator=gropo"], "algorithm.adv_estimator", ("grpo?",)),
-    "a loss misspelt": ("grpo", [f"{ACTOR}.policy_loss=vanila"], f"{ACTOR}.policy_loss", ("vanilla?", "imports")),
+    "an estimator misspelt": (
+        "grpo",
+        ["algorithm.adv_estimator=gropo"],
+        "algorithm.adv_estimator",
+        ("grpo?",),
+    ),
+    "a loss misspelt": (
+        "grpo",
+        [f"{ACTOR}.policy_loss=vanila"],
+        f"{ACTOR}.policy_loss",
+        ("vanilla?", "imports"),
+    ),
     "an aggregation misspelt": (
         "grpo",
         [f"{ACTOR}.loss_agg_mode=token_mean"],
         f"{ACTOR}.loss_agg_mode",
         ("token-mean",),
     ),
-    "a KL type misspelt": ("grpo", [f"{ACTOR}.kl_loss_type=low_var"], f"{ACTOR}.kl_loss_type", ("low_var_kl?",)),
-    "a schedule misspelt": ("grpo", [f"{ACTOR}.optim.scheduler=cosine"], f"{ACTOR}.optim.scheduler", ("with_warmup",)),
-    "an optimizer misspelt": ("grpo", [f"{ACTOR}.optim.optimizer=adam"], f"{ACTOR}.optim.optimizer", ("adamw?",)),
+    "a KL type misspelt": (
+        "grpo",
+        [f"{ACTOR}.kl_loss_type=low_var"],
+        f"{ACTOR}.kl_loss_type",
+        ("low_var_kl?",),
+    ),
+    "a schedule misspelt": (
+        "grpo",
+        [f"{ACTOR}.optim.scheduler=cosine"],
+        f"{ACTOR}.optim.scheduler",
+        ("with_warmup",),
+    ),
+    "an optimizer misspelt": (
+        "grpo",
+        [f"{ACTOR}.optim.optimizer=adam"],
+        f"{ACTOR}.optim.optimizer",
+        ("adamw?",),
+    ),
     "a dtype misspelt": ("grpo", [f"{MODEL}.dtype=bf16"], f"{MODEL}.dtype", ("bfloat16",)),
-    "a tracker misspelt": ("grpo", ["trainer.logger=[console,wandbb]"], "trainer.logger", ("wandb?",)),
+    "a tracker misspelt": (
+        "grpo",
+        ["trainer.logger=[console,wandbb]"],
+        "trainer.logger",
+        ("wandb?",),
+    ),
     "a pipeline misspelt": ("grpo", ["dag.pipeline=dappo"], "dag.pipeline", ("dapo?",)),
-    "a reward misspelt": ("grpo", ["reward.functions={default: [maths]}"], "reward.functions.default", ("math?",)),
+    "a reward misspelt": (
+        "grpo",
+        ["reward.functions={default: [maths]}"],
+        "reward.functions.default",
+        ("math?",),
+    ),
     "a resume mode misspelt": (
         "grpo",
         ["trainer.resume_mode=nevr"],
@@ -274,7 +543,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("no such file or folder", "did you mean 'never'"),
     ),
     # parts that are not implemented yet
-    "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("set trainer.launcher=ray, or remove it",)),
+    "two machines": (
+        "grpo",
+        ["trainer.nnodes=2"],
+        "trainer.nnodes",
+        ("set trainer.launcher=ray, or remove it",),
+    ),
     "weights by disk within a process": (
         "grpo",
         [f"{ACTOR}.weight_update_mode=disk"],
@@ -297,7 +571,11 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["trainer.max_restarts=2"],
         "trainer.max_restarts",
-        ("does not restart processes", "a Slurm job is requeued", "set trainer.launcher=ray, or remove it"),
+        (
+            "does not restart processes",
+            "a Slurm job is requeued",
+            "set trainer.launcher=ray, or remove it",
+        ),
     ),
     "restarts from another run": (
         "grpo",
@@ -312,15 +590,30 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("there is no Slurm job", "set trainer.launcher=slurm"),
     ),
     "a negative staleness": ("grpo", ["async.max_staleness=-1"], "async.max_staleness", ("≥ 0",)),
-    "a fraction of a step": ("grpo", ["async.max_staleness=1.5"], "async.max_staleness", ("of type int",)),
-    "no staleness at all": ("grpo", ["async.max_staleness=null"], "async.max_staleness", ("is null",)),
+    "a fraction of a step": (
+        "grpo",
+        ["async.max_staleness=1.5"],
+        "async.max_staleness",
+        ("of type int",),
+    ),
+    "no staleness at all": (
+        "grpo",
+        ["async.max_staleness=null"],
+        "async.max_staleness",
+        ("is null",),
+    ),
     "fewer than none": (
         "grpo",
         ["algorithm.filter_groups.oversampling=-0.5"],
         "algorithm.filter_groups.oversampling",
         ("≥ 0",),
     ),
-    "no group in flight": ("grpo", ["async.max_concurrent_rollouts=0"], "async.max_concurrent_rollouts", ("≥ 1",)),
+    "no group in flight": (
+        "grpo",
+        ["async.max_concurrent_rollouts=0"],
+        "async.max_concurrent_rollouts",
+        ("≥ 1",),
+    ),
     "weights sent too rarely": (
         "grpo",
         ["async.max_staleness=2", f"{ACTOR}.model_update_frequency=4"],
@@ -333,7 +626,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.kv_on_update",
         ("keep, recompute, abort",),
     ),
-    "sglang": ("grpo", [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p", ("remove", "top_k is")),
+    "sglang": (
+        "grpo",
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_p=0.9"],
+        f"{ROLLOUT}.top_p",
+        ("remove", "top_k is"),
+    ),
     "a server of an engine without one": (
         "grpo",
         [f"{ROLLOUT}.url=http://localhost:8000"],
@@ -342,7 +640,11 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "options of a server that is there": (
         "grpo",
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.url=http://localhost:8000", f"{ROLLOUT}.python=/usr/bin/python3"],
+        [
+            f"{ROLLOUT}.name=vllm",
+            f"{ROLLOUT}.url=http://localhost:8000",
+            f"{ROLLOUT}.python=/usr/bin/python3",
+        ],
         f"{ROLLOUT}.python",
         ("started with options of its own",),
     ),
@@ -372,23 +674,40 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "tensor parallel on one device": (
         "grpo",
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=6"],
+        [
+            f"{ROLLOUT}.name=vllm",
+            f"{ROLLOUT}.tensor_model_parallel_size=4",
+            "trainer.n_gpus_per_node=6",
+        ],
         f"{ROLLOUT}.tensor_model_parallel_size",
         ("4 devices of one machine, and 6 is not a multiple of 4", "trainer.n_gpus_per_node=8"),
     ),
     "tensor parallel of a server that is there": (
         "grpo",
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.url=http://127.0.0.1:1"],
+        [
+            f"{ROLLOUT}.name=vllm",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ROLLOUT}.url=http://127.0.0.1:1",
+        ],
         f"{ROLLOUT}.tensor_model_parallel_size",
         ("devices of its own",),
     ),
     "tensor parallel of several servers": (
         "grpo",
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=2"],
+        [
+            f"{ROLLOUT}.name=vllm",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ROLLOUT}.data_parallel_size=2",
+        ],
         f"{ROLLOUT}.tensor_model_parallel_size",
         (f"remove {ROLLOUT}.data_parallel_size",),
     ),
-    "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("trainer.n_gpus_per_node=2", "torch")),
+    "fsdp": (
+        "grpo",
+        [f"{ACTOR}.strategy=fsdp"],
+        f"{ACTOR}.strategy",
+        ("trainer.n_gpus_per_node=2", "torch"),
+    ),
     "shards of whole weights": (
         "grpo",
         [f"{ACTOR}.fsdp_config.fsdp_size=2"],
@@ -403,11 +722,20 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "what stays is moved": (
         "grpo",
-        [*FSDP, f"{ACTOR}.fsdp_config.offload_policy=true", f"{ACTOR}.fsdp_config.param_offload=true"],
+        [
+            *FSDP,
+            f"{ACTOR}.fsdp_config.offload_policy=true",
+            f"{ACTOR}.fsdp_config.param_offload=true",
+        ],
         f"{ACTOR}.fsdp_config.param_offload",
         ("offload_policy", "remove one of them"),
     ),
-    "megatron": ("grpo", [f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy", ("not implemented yet",)),
+    "megatron": (
+        "grpo",
+        [f"{ACTOR}.strategy=megatron"],
+        f"{ACTOR}.strategy",
+        ("not implemented yet",),
+    ),
     "a reward model": (
         "grpo",
         ["reward_model.enable=true"],
@@ -420,7 +748,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.workflow_type",
         ("selects the pipeline embodied_srpo",),
     ),
-    "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("launcher=ray",)),
+    "apportioning": (
+        "grpo",
+        ["dag.apportion_strategy=even"],
+        "dag.apportion_strategy",
+        ("launcher=ray",),
+    ),
     "apportioning misspelt": (
         "grpo",
         ["dag.apportion_strategy=evenly"],
@@ -459,13 +792,32 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "dag.pipeline",
         ("write distflow train multi_agent, or defaults: [multi_agent]",),
     ),
-    "a function without a module": ("grpo", ["dag.pipeline=build"], "dag.pipeline", ("module:fun",)),
-    "a node without func": ("grpo", ["dag.pipeline=[{id: a}]"], "dag.pipeline", ("entry 1 without 'func'",)),
+    "a function without a module": (
+        "grpo",
+        ["dag.pipeline=build"],
+        "dag.pipeline",
+        ("module:fun",),
+    ),
+    "a node without func": (
+        "grpo",
+        ["dag.pipeline=[{id: a}]"],
+        "dag.pipeline",
+        ("entry 1 without 'func'",),
+    ),
     "a node in siiRL's words": (
         "grpo",
-        ["dag.pipeline=[{node_id: a, node_type: COMPUTE, dependencies: [], executable_ref: 'm.f'}]"],
+        [
+            (
+                "dag.pipeline=[{node_id: a, node_type: COMPUTE, dependencies: [], executable_ref: "
+                "'m.f'}]"
+            )
+        ],
         "dag.pipeline",
-        ("entry 1 in siiRL's words", "'node_id' is id, 'node_type' is type", "'executable_ref' is func here"),
+        (
+            "entry 1 in siiRL's words",
+            "'node_id' is id, 'node_type' is type",
+            "'executable_ref' is func here",
+        ),
     ),
     "a node with an unknown key": (
         "grpo",
@@ -473,17 +825,42 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "dag.pipeline",
         ("'dep'", "deps"),
     ),
-    "a node twice": ("grpo", ["dag.pipeline=[{id: a, func: f},{id: a, func: f}]"], "dag.pipeline", ("two nodes",)),
-    "nodes as a mapping": ("grpo", ["dag.pipeline={a: b}"], "dag.pipeline", ("neither a name nor a list",)),
+    "a node twice": (
+        "grpo",
+        ["dag.pipeline=[{id: a, func: f},{id: a, func: f}]"],
+        "dag.pipeline",
+        ("two nodes",),
+    ),
+    "nodes as a mapping": (
+        "grpo",
+        ["dag.pipeline={a: b}"],
+        "dag.pipeline",
+        ("neither a name nor a list",),
+    ),
     "DAPO workflow, grpo pipeline": (
         "grpo",
         ["algorithm.workflow_type=DAPO"],
         "algorithm.workflow_type",
         ("dag.pipeline",),
     ),
-    "DAPO workflow, sft pipeline": ("sft", ["algorithm.workflow_type=DAPO"], "algorithm.workflow_type", ("sft",)),
-    "gae without a critic": ("grpo", ["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", ("dag.pipeline=ppo",)),
-    "gae in dapo": ("dapo", ["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", ("critic", "dapo")),
+    "DAPO workflow, sft pipeline": (
+        "sft",
+        ["algorithm.workflow_type=DAPO"],
+        "algorithm.workflow_type",
+        ("sft",),
+    ),
+    "gae without a critic": (
+        "grpo",
+        ["algorithm.adv_estimator=gae"],
+        "algorithm.adv_estimator",
+        ("dag.pipeline=ppo",),
+    ),
+    "gae in dapo": (
+        "dapo",
+        ["algorithm.adv_estimator=gae"],
+        "algorithm.adv_estimator",
+        ("critic", "dapo"),
+    ),
     "a critic that nobody reads": (
         "ppo",
         ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
@@ -544,7 +921,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.domains",
         ("reward_clip", "'code'", "> 0"),
     ),
-    "a domain that is no mapping": ("rlvr", ["algorithm.domains={code: grpo}"], "algorithm.domains", ("{code:",)),
+    "a domain that is no mapping": (
+        "rlvr",
+        ["algorithm.domains={code: grpo}"],
+        "algorithm.domains",
+        ("{code:",),
+    ),
     "a domain that normalises twice": (
         "rlvr",
         ["algorithm.domains={code: {adv_estimator: grpo}}"],
@@ -553,7 +935,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a domain's controller without a target": (
         "rlvr",
-        ["algorithm.domains={code: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, horizon: 9}}}"],
+        [
+            (
+                "algorithm.domains={code: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, "
+                "horizon: 9}}}"
+            )
+        ],
         "algorithm.kl_ctrl.target_kl",
         ("algorithm.domains.code.kl_ctrl.type",),
     ),
@@ -593,10 +980,25 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward.limit_penalty.max_turns",
         ("no workflow", "reward.overlong"),
     ),
-    "no band of shares": ("rlvr", ["algorithm.difficulty_mask=[0.9, 0.1]"], "algorithm.difficulty_mask", ("0..1",)),
+    "no band of shares": (
+        "rlvr",
+        ["algorithm.difficulty_mask=[0.9, 0.1]"],
+        "algorithm.difficulty_mask",
+        ("0..1",),
+    ),
     "a wait before nothing": ("grpo", ["reward.backoff_s=3"], "reward.backoff_s", ("retries",)),
-    "no such fate of a sample": ("grpo", ["reward.on_error=skip"], "reward.on_error", ("mask, drop",)),
-    "no such patience": ("grpo", ["reward.domains={code: {timeout: 3}}"], "reward.domains", ("timeout_s", "'code'")),
+    "no such fate of a sample": (
+        "grpo",
+        ["reward.on_error=skip"],
+        "reward.on_error",
+        ("mask, drop",),
+    ),
+    "no such patience": (
+        "grpo",
+        ["reward.domains={code: {timeout: 3}}"],
+        "reward.domains",
+        ("timeout_s", "'code'"),
+    ),
     "no time for a domain's verdict": (
         "grpo",
         ["reward.domains={code: {timeout_s: 0}}"],
@@ -611,13 +1013,21 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "groups that do not fit": (
         "grpo",
-        ["algorithm.adv_norm.mean_level=group", "algorithm.adv_norm.group_size=3", f"{ROLLOUT}.n=8"],
+        [
+            "algorithm.adv_norm.mean_level=group",
+            "algorithm.adv_norm.group_size=3",
+            f"{ROLLOUT}.n=8",
+        ],
         "algorithm.adv_norm.group_size",
         ("groups of 3", f"{ROLLOUT}.n"),
     ),
     "rewards of one sample": (
         "grpo",
-        ["algorithm.adv_estimator=reinforce", "algorithm.reward_norm.mean_level=group", f"{ROLLOUT}.n=1"],
+        [
+            "algorithm.adv_estimator=reinforce",
+            "algorithm.reward_norm.mean_level=group",
+            f"{ROLLOUT}.n=1",
+        ],
         f"{ROLLOUT}.n",
         ("only one", "reward_norm"),
     ),
@@ -647,7 +1057,10 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "normalised, for all turns": (
         "ppo",
-        ["algorithm.adv_estimator_kwargs={over_turns: true}", "algorithm.reward_norm.std_level=batch"],
+        [
+            "algorithm.adv_estimator_kwargs={over_turns: true}",
+            "algorithm.reward_norm.std_level=batch",
+        ],
         "algorithm.reward_norm.std_level",
         ("rewards of their own", "workflow"),
     ),
@@ -657,7 +1070,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.filter_groups.enable",
         ("rewards of its turns", "algorithm.filter_groups.enable=false"),
     ),
-    "parts of one": ("grpo", ["algorithm.adv_estimator=gdpo"], "algorithm.adv_estimator", ("only one", "grpo")),
+    "parts of one": (
+        "grpo",
+        ["algorithm.adv_estimator=gdpo"],
+        "algorithm.adv_estimator",
+        ("only one", "grpo"),
+    ),
     "a KL in no part": (
         "grpo",
         [
@@ -668,11 +1086,36 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.use_kl_in_reward",
         ("gdpo", "use_kl_loss"),
     ),
-    "a bound of squares": ("ppo", ["critic.huber_delta=2"], "critic.huber_delta", ("value_loss=huber",)),
-    "verl's parts": ("grpo", ["algorithm.gdpo_reward_keys=[a]"], "algorithm.gdpo_reward_keys", ("reward.functions",)),
-    "a group of one": ("grpo", [f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ("only one", "allow_group_of_one")),
-    "a group of one, rloo": ("grpo", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n", ("rloo",)),
-    "warm-up without a critic": ("grpo", ["trainer.critic_warmup=5"], "trainer.critic_warmup", ("no critic",)),
+    "a bound of squares": (
+        "ppo",
+        ["critic.huber_delta=2"],
+        "critic.huber_delta",
+        ("value_loss=huber",),
+    ),
+    "verl's parts": (
+        "grpo",
+        ["algorithm.gdpo_reward_keys=[a]"],
+        "algorithm.gdpo_reward_keys",
+        ("reward.functions",),
+    ),
+    "a group of one": (
+        "grpo",
+        [f"{ROLLOUT}.n=1"],
+        f"{ROLLOUT}.n",
+        ("only one", "allow_group_of_one"),
+    ),
+    "a group of one, rloo": (
+        "grpo",
+        [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo"],
+        f"{ROLLOUT}.n",
+        ("rloo",),
+    ),
+    "warm-up without a critic": (
+        "grpo",
+        ["trainer.critic_warmup=5"],
+        "trainer.critic_warmup",
+        ("no critic",),
+    ),
     "warm-up without an end": (
         "ppo",
         ["trainer.critic_warmup=10", "trainer.total_training_steps=10"],
@@ -705,8 +1148,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.train_batch_size",
         ("100 rows",),
     ),
-    "a limit on no validation": ("grpo", ["data.val_max_samples=9"], "data.val_max_samples", ("there is no data",)),
-    "one column for two": ("grpo", ["data.answer_key=prompt"], "data.prompt_key", ("both", "data.answer_key")),
+    "a limit on no validation": (
+        "grpo",
+        ["data.val_max_samples=9"],
+        "data.val_max_samples",
+        ("there is no data",),
+    ),
+    "one column for two": (
+        "grpo",
+        ["data.answer_key=prompt"],
+        "data.prompt_key",
+        ("both", "data.answer_key"),
+    ),
     "a reward model beside ReMax": (
         "grpo",
         ["algorithm.adv_estimator=remax", "reward_model.model.path=scores"],
@@ -724,15 +1177,35 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ("names no other engine", "actor: {path: x}", ()),
             ("has no 'path' of the model 'a'", "a: {weight: 2}", ()),
             ("did you mean path?", "a: {pth: x}", ()),
-            ("'domains' of the model 'a', which is {math: 1}, not", "a: {path: x, domains: {math: 1}}", ()),
+            (
+                "'domains' of the model 'a', which is {math: 1}, not",
+                "a: {path: x, domains: {math: 1}}",
+                (),
+            ),
             ("has 'template' of 'a', which is a reward model", "a: {path: x, template: t}", ()),
             ("has 'store' of 'a', which is a reward model", "a: {path: x, store: s}", ()),
             ("has 'sharded' of 'a', which is a reward model", "a: {path: x, sharded: true}", ()),
             ("a budget of 'a' without a file", "a: {path: x, judge: true, max_calls: 3}", ()),
-            ("choices of 'a' that are not at least two", "a: {path: x, judge: true, choices: [1]}", ()),
-            ("choices of 'a' that are not at least two", "a: {path: x, judge: true, choices: [0, 2]}", ()),
-            ("'math' is a reward function too", "math: {path: builtin:tiny}", ("reward.functions.default=[math]",)),
-            ("cannot replace a group", "a: {path: builtin:tiny, judge: true}", ("reward.on_error=drop",)),
+            (
+                "choices of 'a' that are not at least two",
+                "a: {path: x, judge: true, choices: [1]}",
+                (),
+            ),
+            (
+                "choices of 'a' that are not at least two",
+                "a: {path: x, judge: true, choices: [0, 2]}",
+                (),
+            ),
+            (
+                "'math' is a reward function too",
+                "math: {path: builtin:tiny}",
+                ("reward.functions.default=[math]",),
+            ),
+            (
+                "cannot replace a group",
+                "a: {path: builtin:tiny, judge: true}",
+                ("reward.on_error=drop",),
+            ),
         )
     },
     "a judge in shards of nothing": (
@@ -757,9 +1230,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward_model.models.a.domains",
         ("there is no domain 'math'", "did you mean maths?"),
     ),
-    "one column for two, sft": ("sft", ["data.response_key=prompt"], "data.prompt_key", ("data.response_key",)),
-    "a template without a prompt": ("grpo", ["data.prompt_template='Q:'"], "data.prompt_template", ("{prompt}",)),
-    "a template with a stray brace": ("grpo", ["data.prompt_template='{prompt} {'"], "data.prompt_template", ("{{",)),
+    "one column for two, sft": (
+        "sft",
+        ["data.response_key=prompt"],
+        "data.prompt_key",
+        ("data.response_key",),
+    ),
+    "a template without a prompt": (
+        "grpo",
+        ["data.prompt_template='Q:'"],
+        "data.prompt_template",
+        ("{prompt}",),
+    ),
+    "a template with a stray brace": (
+        "grpo",
+        ["data.prompt_template='{prompt} {'"],
+        "data.prompt_template",
+        ("{{",),
+    ),
     "a template with another field": (
         "grpo",
         ["data.prompt_template='{prompt}{x}'"],
@@ -784,7 +1272,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.enable_thinking",
         ("alone",),
     ),
-    "a truncation that never happens": ("grpo", ["data.truncation=left"], "data.truncation", ("filter_overlong",)),
+    "a truncation that never happens": (
+        "grpo",
+        ["data.truncation=left"],
+        "data.truncation",
+        ("filter_overlong",),
+    ),
     # models and engines
     "remote code of a moving model": (
         "grpo",
@@ -804,15 +1297,30 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{MODEL}.init",
         ("pretrained",),
     ),
-    "a GGUF file of another kind": ("grpo", [f"{MODEL}.gguf_file=a.bin"], f"{MODEL}.gguf_file", (".gguf",)),
-    "options of no adapter": ("grpo", [f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha", ("lora_rank",)),
+    "a GGUF file of another kind": (
+        "grpo",
+        [f"{MODEL}.gguf_file=a.bin"],
+        f"{MODEL}.gguf_file",
+        (".gguf",),
+    ),
+    "options of no adapter": (
+        "grpo",
+        [f"{MODEL}.lora_alpha=32"],
+        f"{MODEL}.lora_alpha",
+        ("lora_rank",),
+    ),
     "an unmerged adapter elsewhere": (
         "grpo",
         [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_merge=false"],
         f"{MODEL}.lora_merge",
         ("vllm", "lora_merge=true"),
     ),
-    "modules of no adapter": ("grpo", [f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", ("lora_rank",)),
+    "modules of no adapter": (
+        "grpo",
+        [f"{MODEL}.target_modules=[q_proj]"],
+        f"{MODEL}.target_modules",
+        ("lora_rank",),
+    ),
     "an adapter on random weights": (
         "sft",
         [f"{MODEL}.lora_rank=8", f"{MODEL}.init=random"],
@@ -886,8 +1394,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.kl_ctrl.type",
         ("use_kl_in_reward=true",),
     ),
-    "a KL in the reward of 0": ("ppo", ["algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef", ("=false",)),
-    "a KL in the loss of 0": ("grpo", [f"{ACTOR}.kl_loss_coef=0"], f"{ACTOR}.kl_loss_coef", ("use_kl_loss=false",)),
+    "a KL in the reward of 0": (
+        "ppo",
+        ["algorithm.kl_ctrl.kl_coef=0"],
+        "algorithm.kl_ctrl.kl_coef",
+        ("=false",),
+    ),
+    "a KL in the loss of 0": (
+        "grpo",
+        [f"{ACTOR}.kl_loss_coef=0"],
+        f"{ACTOR}.kl_loss_coef",
+        ("use_kl_loss=false",),
+    ),
     "a scale that is not taken": (
         "grpo",
         [f"{ACTOR}.loss_scale_factor=100"],
@@ -1059,7 +1577,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     # rewards
     "no reward": ("grpo", ["reward.functions={}"], "reward.functions", ("no reward",)),
-    "no reward of a domain": ("grpo", ["reward.functions={a: []}"], "reward.functions", ("the domain 'a'",)),
+    "no reward of a domain": (
+        "grpo",
+        ["reward.functions={a: []}"],
+        "reward.functions",
+        ("the domain 'a'",),
+    ),
     "a part of another form": (
         "grpo",
         ["reward.functions={a: [{nam: x}]}"],
@@ -1072,14 +1595,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward.functions",
         ("'math'",),
     ),
-    "a part twice": ("grpo", ["reward.functions={a: [math, math]}"], "reward.functions", ("twice",)),
+    "a part twice": (
+        "grpo",
+        ["reward.functions={a: [math, math]}"],
+        "reward.functions",
+        ("twice",),
+    ),
     "weights of 0": (
         "grpo",
         ["reward.functions={a: [{name: math, weight: 0}]}"],
         "reward.functions.a",
         ("always 0",),
     ),
-    "rewards as a list": ("grpo", ["reward.functions=[math]"], "reward.functions", ("{default: [math]",)),
+    "rewards as a list": (
+        "grpo",
+        ["reward.functions=[math]"],
+        "reward.functions",
+        ("{default: [math]",),
+    ),
     # domains
     **{
         name: ("grpo", ["data.train_files=[]", *overrides], key, parts)
@@ -1126,8 +1659,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 "data.domains",
                 ("'weight' of the domain 'a'", "≥ 0"),
             ),
-            ("a weight that is none", [f"{DOMAIN_A[:-2]}, weight: x}}}}"], "data.domains", ("not of type float",)),
-            ("a setting misspelt", [f"{DOMAIN_A[:-2]}, wieght: 2}}}}"], "data.domains", ("did you mean weight?",)),
+            (
+                "a weight that is none",
+                [f"{DOMAIN_A[:-2]}, weight: x}}}}"],
+                "data.domains",
+                ("not of type float",),
+            ),
+            (
+                "a setting misspelt",
+                [f"{DOMAIN_A[:-2]}, wieght: 2}}}}"],
+                "data.domains",
+                ("did you mean weight?",),
+            ),
             (
                 "a setting that is two",
                 [DOMAIN_A.replace("reward: math", "reward: [math, math]")],
@@ -1140,7 +1683,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 "data.train_files",
                 ("data.domains", "both name data"),
             ),
-            ("validation files twice", [DOMAIN_A, "data.val_files=t.jsonl"], "data.val_files", ("data.domains",)),
+            (
+                "validation files twice",
+                [DOMAIN_A, "data.val_files=t.jsonl"],
+                "data.val_files",
+                ("data.domains",),
+            ),
             (
                 "two rewards of a domain",
                 [DOMAIN_A, "reward.functions.a=[format]"],
@@ -1159,9 +1707,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 "data.domains.a.reward",
                 ("math?",),
             ),
-            ("a domain called all", ["data.domains.all={train_files: a.jsonl}"], "data.domains", ("another name",)),
-            ("a domain with a plus", ["data.domains={a+b: {train_files: a.jsonl}}"], "data.domains", ("letters",)),
-            ("a domain without settings", ["data.domains={a: a.jsonl}"], "data.domains", ("not a mapping",)),
+            (
+                "a domain called all",
+                ["data.domains.all={train_files: a.jsonl}"],
+                "data.domains",
+                ("another name",),
+            ),
+            (
+                "a domain with a plus",
+                ["data.domains={a+b: {train_files: a.jsonl}}"],
+                "data.domains",
+                ("letters",),
+            ),
+            (
+                "a domain without settings",
+                ["data.domains={a: a.jsonl}"],
+                "data.domains",
+                ("not a mapping",),
+            ),
             ("domains as a list", ["data.domains=[a.jsonl]"], "data.domains", ("not a mapping",)),
             (
                 "no rows of a domain",
@@ -1177,7 +1740,11 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
             ),
             (
                 "a zone that is a domain's whole response",
-                [DOMAIN_A, "data.domains.a.max_response_length=99", "reward.overlong.buffer_tokens=99"],
+                [
+                    DOMAIN_A,
+                    "data.domains.a.max_response_length=99",
+                    "reward.overlong.buffer_tokens=99",
+                ],
                 "data.domains.a.max_response_length",
                 ("overlong",),
             ),
@@ -1233,12 +1800,32 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 "data.domains.a.filter_groups",
                 ("data.domains.a.n=8", "only one sample"),
             ),
-            ("a domain's temperature", [f"{DOMAIN_A[:-2]}, temperature: 0}}}}"], "data.domains", ("> 0", "'a'")),
-            ("a domain's top_k", [DOMAIN_A, "data.domains.a.top_k=0"], "data.domains.a.top_k", ("-1 (off)",)),
-            ("a domain's stop", [DOMAIN_A, "data.domains.a.stop=['']"], "data.domains.a.stop", ("end every response",)),
+            (
+                "a domain's temperature",
+                [f"{DOMAIN_A[:-2]}, temperature: 0}}}}"],
+                "data.domains",
+                ("> 0", "'a'"),
+            ),
+            (
+                "a domain's top_k",
+                [DOMAIN_A, "data.domains.a.top_k=0"],
+                "data.domains.a.top_k",
+                ("-1 (off)",),
+            ),
+            (
+                "a domain's stop",
+                [DOMAIN_A, "data.domains.a.stop=['']"],
+                "data.domains.a.stop",
+                ("end every response",),
+            ),
             (
                 "a domain's filter of single samples",
-                [DOMAIN_A, "data.domains.a.filter_groups=true", f"{ROLLOUT}.n=1", "algorithm.allow_group_of_one=true"],
+                [
+                    DOMAIN_A,
+                    "data.domains.a.filter_groups=true",
+                    f"{ROLLOUT}.n=1",
+                    "algorithm.allow_group_of_one=true",
+                ],
                 "data.domains.a.filter_groups",
                 ("dropped",),
             ),
@@ -1268,8 +1855,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "reward.overlong.buffer_tokens",
         ("whole response", "256"),
     ),
-    "a penalty without a zone": ("grpo", ["reward.overlong.factor=2"], "reward.overlong.factor", ("no zone",)),
-    "a penalty of 0": ("dapo", ["reward.overlong.factor=0"], "reward.overlong.factor", ("weight 0",)),
+    "a penalty without a zone": (
+        "grpo",
+        ["reward.overlong.factor=2"],
+        "reward.overlong.factor",
+        ("no zone",),
+    ),
+    "a penalty of 0": (
+        "dapo",
+        ["reward.overlong.factor=0"],
+        "reward.overlong.factor",
+        ("weight 0",),
+    ),
     # the run
     "validation of nothing": (
         "grpo",
@@ -1283,7 +1880,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.val_kwargs.n",
         ("not generate any response",),
     ),
-    "the best without validation": ("grpo", ["trainer.keep_best=true"], "trainer.keep_best", ("data.val_files",)),
+    "the best without validation": (
+        "grpo",
+        ["trainer.keep_best=true"],
+        "trainer.keep_best",
+        ("data.val_files",),
+    ),
     "the best, never validated": (
         "grpo",
         [VAL, "trainer.keep_best=true", "trainer.test_freq=0"],
@@ -1314,9 +1916,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "trainer.project_name",
         ("not a valid folder name",),
     ),
-    "a count that is not taken": ("grpo", ["trainer.save_groups_last=3"], "trainer.save_groups_last", ("last_k",)),
-    "a file of this folder for a module": ("grpo", ["trainer.imports=[code.py]"], "trainer.imports", ("write code,",)),
-    "a file for a module": ("grpo", ["trainer.imports=[my/code.py]"], "trainer.imports", ("write code",)),
+    "a count that is not taken": (
+        "grpo",
+        ["trainer.save_groups_last=3"],
+        "trainer.save_groups_last",
+        ("last_k",),
+    ),
+    "a file of this folder for a module": (
+        "grpo",
+        ["trainer.imports=[code.py]"],
+        "trainer.imports",
+        ("write code,",),
+    ),
+    "a file for a module": (
+        "grpo",
+        ["trainer.imports=[my/code.py]"],
+        "trainer.imports",
+        ("write code",),
+    ),
 }
 
 
@@ -1340,11 +1957,25 @@ def test_there_are_a_hundred_of_them():
 
 
 def test_all_problems_come_at_once():
-    overrides = ["data.seed=x", "foo=1", "data.seed=1,2", f"{ROLLOUT}.top_p=2", f"{ROLLOUT}.n=1", "data.seeed=1"]
+    overrides = [
+        "data.seed=x",
+        "foo=1",
+        "data.seed=1,2",
+        f"{ROLLOUT}.top_p=2",
+        f"{ROLLOUT}.n=1",
+        "data.seeed=1",
+    ]
     with pytest.raises(ConfigError) as caught:
         load_config("grpo", overrides)
     named = [problem.places[0][0].split(" = ")[0] for problem in caught.value.problems]
-    expected = ["data.seed", "foo", "'data.seed=1,2'", f"{ROLLOUT}.top_p", f"{ROLLOUT}.n", "data.seeed"]
+    expected = [
+        "data.seed",
+        "foo",
+        "'data.seed=1,2'",
+        f"{ROLLOUT}.top_p",
+        f"{ROLLOUT}.n",
+        "data.seeed",
+    ]
     assert sorted(named) == sorted([*expected, "data.train_files", f"{MODEL}.path"])
     assert str(caught.value).startswith("8 problems in the config\n")
 
@@ -1352,15 +1983,25 @@ def test_all_problems_come_at_once():
 def test_no_rule_judges_a_value_that_could_not_be_read():
     with pytest.raises(ConfigError) as caught:
         load_config("grpo", [*GOOD, f"{ROLLOUT}.n=one", "data.train_batch_size=-5"])
-    assert [problem.places[0][0] for problem in caught.value.problems] == [f"{ROLLOUT}.n", "data.train_batch_size"]
+    assert [problem.places[0][0] for problem in caught.value.problems] == [
+        f"{ROLLOUT}.n",
+        "data.train_batch_size",
+    ]
 
 
 def test_the_registration_of_an_engine_says_what_its_server_can(monkeypatch):
-    plain, server = ROLLOUT_ENGINES["vllm"], [*GOOD, f"{ROLLOUT}.name=vllm"]
+    plain = ROLLOUT_ENGINES["vllm"]
+    server = [*GOOD, f"{ROLLOUT}.name=vllm"]
     load_config("grpo", [*server, f"{ROLLOUT}.top_p=0.9"])
-    monkeypatch.setitem(ROLLOUT_ENGINES, "vllm", replace(plain, sizes="d", reports_truncated=False, size_option="gpus"))
+    monkeypatch.setitem(
+        ROLLOUT_ENGINES,
+        "vllm",
+        replace(plain, sizes="d", reports_truncated=False, size_option="gpus"),
+    )
     with pytest.raises(ConfigError) as caught:
-        load_config("grpo", [*server, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.tensor_model_parallel_size=2"])
+        load_config(
+            "grpo", [*server, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+        )
     devices, sampled = (str(problem) for problem in caught.value.problems)
     assert f"{ROLLOUT}.engine_kwargs.vllm.gpus=2" in devices
     assert f"{ROLLOUT}.top_p" in sampled and "'vllm' does not report log-probs" in sampled
@@ -1370,7 +2011,9 @@ def test_what_needs_whole_weights_is_refused_where_they_are_spread():
     config = load_config("ppo", [*GOOD, f"{ACTOR}.optim.optimizer=adamw_8bit"]).config
     actor = replace(config.actor_rollout_ref.actor, strategy="fsdp")
     trainer = replace(config.trainer, launcher="ray")
-    spread = replace(config, trainer=trainer, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor))
+    spread = replace(
+        config, trainer=trainer, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor)
+    )
     with pytest.raises(ConfigError) as caught:
         check(spread)
     keys = [problem.places[1][0].split(" = ")[0] for problem in caught.value.problems]

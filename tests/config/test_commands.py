@@ -1,4 +1,5 @@
-"""Well-known commands of verl and siiRL as they are: what is accepted, what is answered, that the answers train."""
+"""Well-known commands of verl and siiRL as they are: what is accepted, what is answered, that the
+answers train."""
 
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 from distflow.launch.fit_config_to_files import read_config
 
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
 VERL = all_tables()["verl"].example
 TENSOR = f"{ROLLOUT}.tensor_model_parallel_size"
 ONE_GPU = {f"{REF}.fsdp_config.param_offload": "or remove it"}
@@ -20,7 +23,11 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "verl_grpo_qwen2_7b": ("verl_grpo", ONE_GPU, []),
     "verl_grpo_qwen3_4b": ("verl_grpo", ONE_GPU, []),
     "verl_grpo_lora": ("verl_grpo", ONE_GPU, []),
-    "verl_grpo_seq_balance": ("verl_grpo", {**ONE_GPU, TENSOR: f"{ROLLOUT}.engine_kwargs.sglang.tp_size=2"}, []),
+    "verl_grpo_seq_balance": (
+        "verl_grpo",
+        {**ONE_GPU, TENSOR: f"{ROLLOUT}.engine_kwargs.sglang.tp_size=2"},
+        [],
+    ),
     "verl_ppo_deepseek7b": ("verl_ppo", {}, []),
     "verl_ppo_qwen3_8b": ("verl_ppo", ONE_GPU, []),
     "verl_dapo_7b_math": (
@@ -42,7 +49,9 @@ ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         "verl_grpo",
         {
             **ONE_GPU,
-            f"{ACTOR}.policy_drift_coeff": f"write {ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.001",
+            f"{ACTOR}.policy_drift_coeff": (
+                f"write {ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.001"
+            ),
             f"{ACTOR}.grad_clip": f"write {ACTOR}.max_grad_norm=0.5",
             "trainer.max_actor_ckpt_to_keep": "write trainer.keep_last=5",
         },
@@ -76,7 +85,10 @@ def test_a_command_is_answered_key_by_key(name):
         return
     with pytest.raises(ConfigError) as caught:
         load_config(preset, command(name))
-    said = {problem.places[0][0].partition(" = ")[0]: problem.advice for problem in caught.value.problems}
+    said = {
+        problem.places[0][0].partition(" = ")[0]: problem.advice
+        for problem in caught.value.problems
+    }
     assert said.keys() == answers.keys()
     for key, part in answers.items():
         assert part in said[key]
@@ -88,12 +100,15 @@ def test_with_the_answers_it_trains_what_it_says(name):
     taken = {*answers, f"{ROLLOUT}.name", TENSOR}  # vLLM is in no environment of these tests
     kept = [override for override in command(name) if key_of(override) not in taken]
     if offloads := [override for override in kept if override.endswith("_offload=True")]:
-        with pytest.raises(UserError, match=r"_offload: on a CPU all data is in host memory already"):
+        with pytest.raises(
+            UserError, match=r"_offload: on a CPU all data is in host memory already"
+        ):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if override not in offloads]
     if name in INERT:
         with pytest.raises(
-            UserError, match=f"without effect in pipeline .*\n  {INERT[name]} \\(command line\\)\nRemove"
+            UserError,
+            match=f"without effect in pipeline .*\n  {INERT[name]} \\(command line\\)\nRemove",
         ):
             read_config(load_config(preset, [*kept, *written]))
         kept = [override for override in kept if key_of(override) != INERT[name]]
@@ -107,24 +122,35 @@ def test_with_the_answers_it_trains_what_it_says(name):
 
 
 def test_on_another_preset_what_differs_is_said_once():
-    kept = [override for override in command("verl_grpo_qwen2_7b") if override not in VERL["refused"]]
+    kept = [
+        override for override in command("verl_grpo_qwen2_7b") if override not in VERL["refused"]
+    ]
     *_, last = load_config("grpo", kept).notes
     assert "the preset verl_grpo has" in last
     assert f"{ACTOR}.optim.scheduler='cosine_with_warmup' (verl 'constant_with_warmup')" in last
     assert "trainer.val_before_train=false (verl true)" in last
     for given in ("save_freq", "test_freq", "rollout.n=", "lam", "train_batch_size"):
         assert given not in last, "it was given, or nothing reads it"
-    assert "verl_ppo" in load_config("ppo", ["trainer.balance_batch=True"], complete=False).notes[-1]
+    assert (
+        "verl_ppo" in load_config("ppo", ["trainer.balance_batch=True"], complete=False).notes[-1]
+    )
 
 
-@pytest.mark.parametrize(("preset", "override"), [("grpo", "data.seed=3"), ("sft", "trainer.balance_batch=True")])
+@pytest.mark.parametrize(
+    ("preset", "override"), [("grpo", "data.seed=3"), ("sft", "trainer.balance_batch=True")]
+)
 def test_nothing_is_said_of_verl_where_it_is_not_spoken_or_not_meant(preset, override):
-    assert not any("verl has other defaults" in line for line in load_config(preset, [override], complete=False).notes)
+    assert not any(
+        "verl has other defaults" in line
+        for line in load_config(preset, [override], complete=False).notes
+    )
 
 
 def test_the_scripts_translation_in_the_docs_is_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_rewards.py").write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
+    (tmp_path / "my_rewards.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    return 1.0\n"
+    )
     loaded = load_config("grpo", all_tables()["TRL"].example["here"])
     read_config(loaded)
     actor = loaded.config.actor_rollout_ref.actor

@@ -1,5 +1,5 @@
-"""Whatever value a key has, a config is accepted or refused with a message that names the key; no rule computes on a
-value that was refused."""
+"""Whatever value a key has, a config is accepted or refused with a message that names the key; no
+rule computes on a value that was refused."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -16,18 +16,29 @@ from tests.sparse_params import BY_HAND, one_fast_in
 ODD = (None, "nonsense", 0, -1, 2**63 - 1, 10**400, [], {"a": {}})
 ROLLOUT = "actor_rollout_ref.rollout"
 AROUND: dict[str, dict[str, object]] = {
-    "one policy": {"trainer.total_training_steps": 10, "algorithm.adv_estimator": "gae", "dag.pipeline": "ppo"},
+    "one policy": {
+        "trainer.total_training_steps": 10,
+        "algorithm.adv_estimator": "gae",
+        "dag.pipeline": "ppo",
+    },
     "policies of agents": {
         **{"trainer.total_training_steps": 10, f"{ROLLOUT}.workflow": "multi_turn"},
         f"{ROLLOUT}.agents": {"a": {}, "b": {"policy": "other"}},
         "dag.policies": {"other": {"model": {"path": "model"}}},
     },
     "domains": {
-        "data.domains": {"a": {"train_files": "a.jsonl", "reward": "math"}, "b": {"train_files": "b.jsonl", "n": 2}},
+        "data.domains": {
+            "a": {"train_files": "a.jsonl", "reward": "math"},
+            "b": {"train_files": "b.jsonl", "n": 2},
+        },
         **{"algorithm.domains": {"a": {"adv_estimator": "rloo"}}, "trainer.launcher": "ray"},
     },
 }
-GOOD = {"actor_rollout_ref.model.path": "model", "data.train_files": "train.jsonl", "data.train_max_samples": 100}
+GOOD = {
+    "actor_rollout_ref.model.path": "model",
+    "data.train_files": "train.jsonl",
+    "data.train_max_samples": 100,
+}
 
 
 def wrong_values(key: str) -> Iterator[object]:
@@ -62,14 +73,21 @@ def test_a_size_of_zero_is_one_problem() -> None:
 
 
 def test_an_engine_that_does_not_exist_is_named_beside_policies_of_agents() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.name[^\n]*\n[^\n]*'vlm', which is not a valid choice"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.name[^\n]*\n[^\n]*'vlm', which is not a valid choice"
+    ):
         config_from_dict(nested({**GOOD, **AROUND["policies of agents"], f"{ROLLOUT}.name": "vlm"}))
 
 
 @pytest.mark.parametrize(
     "key",
     (
-        *("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "trainer.resume_mode"),
+        *(
+            "data.train_files",
+            "data.val_files",
+            "actor_rollout_ref.model.path",
+            "trainer.resume_mode",
+        ),
         *("custom_reward_function.path", "actor_rollout_ref.model.tokenizer_path"),
     ),
 )
@@ -81,14 +99,24 @@ def test_a_path_that_the_system_refuses_is_named(key: str) -> None:
 
 def test_a_home_of_nobody_is_named() -> None:
     with pytest.raises(ConfigError, match="data.train_files = '~nobody-at-all/x.jsonl'"):
-        load_config("grpo", ["data.train_files=~nobody-at-all/x.jsonl"], complete=False, needed=NEEDED_TO_TRAIN)
+        load_config(
+            "grpo",
+            ["data.train_files=~nobody-at-all/x.jsonl"],
+            complete=False,
+            needed=NEEDED_TO_TRAIN,
+        )
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
 def test_a_file_in_a_folder_of_somebody_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0)
     with pytest.raises(ConfigError, match="Permission denied"):
-        load_config("grpo", [f"data.train_files={tmp_path}/closed/x.jsonl"], complete=False, needed=NEEDED_TO_TRAIN)
+        load_config(
+            "grpo",
+            [f"data.train_files={tmp_path}/closed/x.jsonl"],
+            complete=False,
+            needed=NEEDED_TO_TRAIN,
+        )
 
 
 def test_a_preset_with_an_endless_name_is_one_message() -> None:

@@ -23,7 +23,9 @@ GOOD = ("data.train_files=train.jsonl", "actor_rollout_ref.model.path=model")
     ],
 )
 def test_bounds(names: str, bounds: str, wanted: tuple[tuple[float | None, float], ...]) -> None:
-    loaded = load_config("grpo", [*GOOD, f"{KEY}.rollout_rs={names}", f"{KEY}.rollout_rs_threshold={bounds}"])
+    loaded = load_config(
+        "grpo", [*GOOD, f"{KEY}.rollout_rs={names}", f"{KEY}.rollout_rs_threshold={bounds}"]
+    )
     correction = loaded.config.algorithm.rollout_correction
     assert spread(correction.rollout_rs_threshold, len(correction.rollout_rs)) == wanted
     assert config_from_dict(to_dict(loaded.config)) == loaded.config
@@ -31,9 +33,17 @@ def test_bounds(names: str, bounds: str, wanted: tuple[tuple[float | None, float
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [("3", 3.0), ("[0.5,2]", (0.5, 2.0)), ("[0,2]", (0.0, 2.0)), ("0.5_5.0", (0.5, 5.0)), ("'1_2'", (1.0, 2.0))],
+    [
+        ("3", 3.0),
+        ("[0.5,2]", (0.5, 2.0)),
+        ("[0,2]", (0.0, 2.0)),
+        ("0.5_5.0", (0.5, 5.0)),
+        ("'1_2'", (1.0, 2.0)),
+    ],
 )
 def test_thresholds_of_weights(given: str, wanted: float | tuple[float, float]) -> None:
-    loaded = load_config("grpo", [*GOOD, f"{KEY}.rollout_is=token", f"{KEY}.rollout_is_threshold={given}"])
+    loaded = load_config(
+        "grpo", [*GOOD, f"{KEY}.rollout_is=token", f"{KEY}.rollout_is_threshold={given}"]
+    )
     assert loaded.config.algorithm.rollout_correction.rollout_is_threshold == wanted
     assert config_from_dict(to_dict(loaded.config)) == loaded.config

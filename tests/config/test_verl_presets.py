@@ -7,8 +7,8 @@ from distflow.config import load_config
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration.tables import find_names
 
-# verl/trainer/config/_generated_ppo_trainer.yaml of verl-project/verl at 1a7e2ca, but for files, engines, devices,
-# profilers and placement.
+# verl/trainer/config/_generated_ppo_trainer.yaml of verl-project/verl at 1a7e2ca, but for files,
+# engines, devices, profilers and placement.
 VERL = """
 actor_rollout_ref:
   actor:
@@ -205,8 +205,10 @@ def leaves(values, prefix=""):
 
 
 def check(config, text):
-    """Each leaf of verl's is the same key with the same value, or says what is so here, or asks for nothing."""
-    ours, unlike = flatten(config), []
+    """Each leaf of verl's is the same key with the same value, or says what is so here, or asks for
+    nothing."""
+    ours = flatten(config)
+    unlike = []
     for key, value in leaves(yaml.safe_load(text)):
         if key in schema_keys():
             if key == "critic.ppo_mini_batch_size":  # verl's is the actor's by reference
@@ -225,18 +227,27 @@ def check(config, text):
 def test_a_preset_has_verls_defaults(preset, text):
     config = load_config(preset, complete=False).config
     check(config, text)
-    assert (config.data.answer_key, config.trust.on_mismatch) == ("reward_model.ground_truth", "warn")
+    assert (config.data.answer_key, config.trust.on_mismatch) == (
+        "reward_model.ground_truth",
+        "warn",
+    )
 
 
 def test_verls_references_are_followed():
-    overrides = ["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"]
+    overrides = [
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+    ]
     critic = load_config("verl_ppo", overrides, complete=False).config.critic
     assert (critic.ppo_epochs, critic.loss_agg_mode) == (2, "seq-mean-token-sum")
 
 
 def test_verls_whole_yaml_is_answered_as_its_commands_are(tmp_path):
-    """Its own file on top of the preset asks for nothing else, but for two values that are written otherwise."""
-    theirs = VERL.replace("AdamW", "adamw").replace("    policy_loss:\n      loss_mode: vanilla\n", "")
+    """Its own file on top of the preset asks for nothing else, but for two values that are written
+    otherwise."""
+    theirs = VERL.replace("AdamW", "adamw").replace(
+        "    policy_loss:\n      loss_mode: vanilla\n", ""
+    )
     (tmp_path / "theirs.yaml").write_text("defaults: [verl_grpo, _self_]\n" + theirs)
     loaded = load_config(str(tmp_path / "theirs.yaml"), complete=False)
     assert loaded.config == load_config("verl_grpo", complete=False).config

@@ -17,7 +17,10 @@ def heaviest(parts, lengths):
 
 def best_possible(lengths, num_parts):
     return min(
-        max(sum(n for n, w in zip(lengths, where, strict=True) if w == part) for part in range(num_parts))
+        max(
+            sum(n for n, w in zip(lengths, where, strict=True) if w == part)
+            for part in range(num_parts)
+        )
         for where in itertools.product(range(num_parts), repeat=len(lengths))
     )
 
@@ -34,9 +37,13 @@ def test_every_item_is_in_one_part(lengths, num_parts):
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3))
 def test_near_the_best_possible(lengths, num_parts):
-    """The greedy alone is within 4/3 − 1/3k of the best (Graham 1969); the result is no worse than either."""
+    """The greedy alone is within 4/3 − 1/3k of the best (Graham 1969); the result is no worse than
+    either."""
     best = best_possible(lengths, num_parts)
-    assert heaviest(partition(lengths, num_parts), lengths) <= best * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+    assert (
+        heaviest(partition(lengths, num_parts), lengths)
+        <= best * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+    )
 
 
 def test_the_better_of_both_wins():
@@ -55,7 +62,8 @@ def test_the_better_of_both_wins():
 
 
 def test_differencing_worked_by_hand():
-    """Karmarkar-Karp on {8, 7, 6, 5, 4}: 8−7, 6−5, 4−1, 3−1 leaves 16 to 14, where the greedy leaves 17 to 13."""
+    """Karmarkar-Karp on {8, 7, 6, 5, 4}: 8−7, 6−5, 4−1, 3−1 leaves 16 to 14, where the greedy
+    leaves 17 to 13."""
     lengths = [8, 7, 6, 5, 4]
     assert heaviest(karmarkar_karp(lengths, 2), lengths) == 16
     assert heaviest(lightest_first(range(5), lengths, 2), lengths) == 17
@@ -79,7 +87,12 @@ def test_what_is_heavy_in_one_mini_batch_goes_to_who_was_light_before():
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.integers(0, 30), max_size=24), st.integers(1, 9), st.integers(1, 4), st.integers(2, 3))
+@given(
+    st.lists(st.integers(0, 30), max_size=24),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(2, 3),
+)
 def test_of_several_passes_too_every_item_is_in_one_part(lengths, size, num_parts, epochs):
     passes = [minibatches(len(lengths), None, size, 0, 0, epoch) for epoch in range(epochs)]
     parts = divide_step(lengths, passes, num_parts)
@@ -89,10 +102,15 @@ def test_of_several_passes_too_every_item_is_in_one_part(lengths, size, num_part
 
 
 def test_mini_batches_of_all_passes_are_even():
-    """Of long-tailed lengths: a mini-batch takes the time of its heaviest part, here over that of even ones."""
+    """Of long-tailed lengths: a mini-batch takes the time of its heaviest part, here over that of
+    even ones."""
 
     def time_taken(lengths, passes, parts):
-        whole = [[lengths[i] for i in mini_batch] for mini_batches in passes for mini_batch in mini_batches]
+        whole = [
+            [lengths[i] for i in mini_batch]
+            for mini_batches in passes
+            for mini_batch in mini_batches
+        ]
         slowest = [
             heaviest([[i for i in part if i in mini_batch] for part in parts], lengths)
             for mini_batches in passes
@@ -105,7 +123,9 @@ def test_mini_batches_of_all_passes_are_even():
         lengths = [int(min(4000, draw.lognormvariate(6, 0.8))) for _ in range(256)]
         passes = [minibatches(256, None, 64, seed, 0, epoch) for epoch in range(3)]
         assert time_taken(lengths, passes, divide_step(lengths, passes, 8)) < 1.05
-        assert time_taken(lengths, passes, divide_step(lengths, passes[:1], 8)) > 1.2, "so that the others matter"
+        assert time_taken(lengths, passes, divide_step(lengths, passes[:1], 8)) > 1.2, (
+            "so that the others matter"
+        )
 
 
 def test_no_parts_are_refused():

@@ -14,17 +14,26 @@ from distflow.graph.fields import Axis, Field, register_field
 
 
 def policy(*ids: int) -> Segment:
-    return Segment("policy", ids, tuple(-0.5 * i for i in ids), tuple(-0.25 * i for i in ids), tuple(7 for _ in ids))
+    return Segment(
+        "policy",
+        ids,
+        tuple(-0.5 * i for i in ids),
+        tuple(-0.25 * i for i in ids),
+        tuple(7 for _ in ids),
+    )
 
 
 def make(shapes: list[tuple[int, int]]) -> Batch:
     """One sample a `(prompt length, response length)`; token ids are unique over the batch."""
-    samples, next_id = [], 1
+    samples = []
+    next_id = 1
     for i, (prompt, response) in enumerate(shapes):
         ids = list(range(next_id, next_id + prompt + response))
         next_id += prompt + response
         segments = [Segment("prompt", tuple(ids[:prompt])), policy(*ids[prompt:])]
-        samples.append(Sample(f"{i // 2}-{i % 2}", i // 2, segments, prompt=f"p{i}", response=f"r{i}"))
+        samples.append(
+            Sample(f"{i // 2}-{i % 2}", i // 2, segments, prompt=f"p{i}", response=f"r{i}")
+        )
     return Batch.from_samples(samples)
 
 
@@ -32,7 +41,9 @@ shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, m
 
 
 def test_tokens_of_tools_are_masked_and_have_no_version() -> None:
-    sample = Sample("0-0", 0, [Segment("prompt", (1, 2)), policy(3, 4), Segment("tool", (5,)), policy(6)])
+    sample = Sample(
+        "0-0", 0, [Segment("prompt", (1, 2)), policy(3, 4), Segment("tool", (5,)), policy(6)]
+    )
     batch = Batch.from_samples([sample])
     assert batch["response_ids"].tolist() == [[3, 4, 5, 6]]
     assert batch["response_mask"].tolist() == [[1, 1, 0, 1]]
@@ -49,7 +60,9 @@ def test_a_policy_segment_without_log_probs_is_refused() -> None:
 
 @given(shapes)
 @settings(derandomize=True, max_examples=60, deadline=None)
-def test_input_ids_are_prompt_then_response_and_positions_point_at_the_response(shape: list[tuple[int, int]]) -> None:
+def test_input_ids_are_prompt_then_response_and_positions_point_at_the_response(
+    shape: list[tuple[int, int]],
+) -> None:
     batch = make(shape)
     flat = batch.flat("input_ids")
     assert flat.tolist() == list(range(1, len(flat) + 1))
@@ -92,7 +105,9 @@ def test_columns_that_share_storage_are_saved(tmp_path: Path) -> None:
 
 @given(shapes)
 @settings(max_examples=30, deadline=None)
-def test_saved_and_loaded_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, shape: list[tuple[int, int]]) -> None:
+def test_saved_and_loaded_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[tuple[int, int]]
+) -> None:
     batch = make(shape)
     batch["note"] = [{"text": "é\ud800", "n": i} for i in range(len(batch))]
     path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
@@ -105,7 +120,9 @@ def test_saved_and_loaded_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, 
 def test_a_moved_batch_has_its_tensors_there_and_its_lengths_here() -> None:
     batch = make([(2, 3), (1, 4)])
     moved = batch.to("meta")
-    tensors = [moved.flat(name) for name in moved.names if isinstance(moved.flat(name), torch.Tensor)]
+    tensors = [
+        moved.flat(name) for name in moved.names if isinstance(moved.flat(name), torch.Tensor)
+    ]
     assert {tensor.device.type for tensor in [*tensors, moved.flat("attention_mask")]} == {"meta"}
     assert moved.lengths("sequence").tolist() == [5, 5] and moved["prompts"] == batch["prompts"]
     assert moved.names == batch.names and batch.flat("prompt_ids").device.type == "cpu"
@@ -143,11 +160,15 @@ def test_aliases_are_the_same_column() -> None:
 
 
 def test_columns_are_copied_by_name() -> None:
-    """A registered name decides the dtype; columns that nobody declared keep their axis, even where shapes fit two."""
-    left, scored = make([(2, 2), (1, 1)]), make([(2, 2), (1, 1)])
+    """A registered name decides the dtype; columns that nobody declared keep their axis, even where
+    shapes fit two."""
+    left = make([(2, 2), (1, 1)])
+    scored = make([(2, 2), (1, 1)])
     scored["log_probs"] = torch.tensor([-1.0, -2.0, -3.0])
     scored["own"] = ["a", "b"]
-    left.copy_columns(scored, old_log_probs="log_probs", mine="own", index="group_index", values="prompt_ids")
+    left.copy_columns(
+        scored, old_log_probs="log_probs", mine="own", index="group_index", values="prompt_ids"
+    )
     assert left["old_log_probs"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]] and "log_probs" not in left
     assert left["mine"] == ["a", "b"] and left.field("values").dtype == "float32"
     with pytest.raises(KeyError, match="no column 'entropy'"):
@@ -157,11 +178,16 @@ def test_columns_are_copied_by_name() -> None:
 
 
 def test_merge_takes_the_columns_of_both() -> None:
-    left, right = make([(1, 2)]), make([(1, 2)]).only(["uid"])
+    left = make([(1, 2)])
+    right = make([(1, 2)]).only(["uid"])
     right["returns"] = torch.tensor([[5.0, 6.0]])
     right["prompts"] = ["other"]
     merged = left.merge(right)
-    assert merged["returns"].tolist() == [[5, 6]] and merged["prompts"] == ["other"] and "versions" in merged
+    assert (
+        merged["returns"].tolist() == [[5, 6]]
+        and merged["prompts"] == ["other"]
+        and "versions" in merged
+    )
     with pytest.raises(ValueError, match="lengths differ"):
         left.merge(make([(1, 3)]))
 
@@ -169,7 +195,11 @@ def test_merge_takes_the_columns_of_both() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("advantages", torch.zeros(2, 9), r"it has shape \(2, 9\), expected \(2, 3\) padded or \(4,\) flat"),
+        (
+            "advantages",
+            torch.zeros(2, 9),
+            r"it has shape \(2, 9\), expected \(2, 3\) padded or \(4,\) flat",
+        ),
         ("valid", torch.zeros(3, dtype=torch.bool), r"wanted \(2,\)"),
         ("domain", ["a"], "1 entries for 2 samples"),
         (
@@ -204,7 +234,10 @@ def _equal(left: object, right: object) -> bool:
 def test_keys_of_a_sample_are_columns() -> None:
     segments = [Segment("prompt", (1,)), policy(2)]
     batch = Batch.from_samples(
-        [Sample("4-0", 4, segments, episode=0), Sample("4-1", 4, segments, episode=0, agent="judge")]
+        [
+            Sample("4-0", 4, segments, episode=0),
+            Sample("4-1", 4, segments, episode=0, agent="judge"),
+        ]
     )
     assert batch["episode_index"].tolist() == [0, 0] and batch["agent"] == ["policy", "judge"]
 
@@ -250,11 +283,22 @@ def test_a_registered_column_is_never_guessed() -> None:
 def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> None:
     """Each was told by its shape alone: of prompts here, of responses there."""
     one, other, third = make([(1, 2)]), make([(2, 1)]), make([(2, 1)])
-    one["mine"], other["mine"], third["mine"] = torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2).long()
-    for meet in (lambda: Batch.concat([one, other]), lambda: Batch.concat([one.select([0]), other.select([0])])):
-        with pytest.raises(ValueError, match="'mine' is float32 per response in one batch and float32 per prompt in"):
+    one["mine"] = torch.ones(1, 2)
+    other["mine"] = torch.ones(1, 2)
+    third["mine"] = torch.ones(1, 2).long()
+    for meet in (
+        lambda: Batch.concat([one, other]),
+        lambda: Batch.concat([one.select([0]), other.select([0])]),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="'mine' is float32 per response in one batch and float32 per prompt in",
+        ):
             meet()
-    with pytest.raises(ValueError, match="'mine' is float32 per prompt in one batch and int64 per prompt in another"):
+    with pytest.raises(
+        ValueError,
+        match="'mine' is float32 per prompt in one batch and int64 per prompt in another",
+    ):
         other.merge(third)
     other.save(tmp_path / "other")
     loaded = Batch.load(tmp_path / "other")

@@ -1,4 +1,5 @@
-"""What travels between processes: every batch comes back exactly, from memory that may not be written to."""
+"""What travels between processes: every batch comes back exactly, from memory that may not be
+written to."""
 
 import math
 import warnings
@@ -25,11 +26,16 @@ values = st.recursive(
 @st.composite
 def columns(draw: st.DrawFn) -> list[tuple[str, str, Axis]]:
     names = draw(st.lists(st.text(min_size=1, max_size=8), max_size=5, unique=True))
-    return [(f"my {name}", draw(st.sampled_from(DTYPES)), draw(st.sampled_from(list(Axis)))) for name in names]
+    return [
+        (f"my {name}", draw(st.sampled_from(DTYPES)), draw(st.sampled_from(list(Axis))))
+        for name in names
+    ]
 
 
 @st.composite
-def batches(draw: st.DrawFn, wanted: list[tuple[str, str, Axis]] | None = None, max_samples: int = 5) -> Batch:
+def batches(
+    draw: st.DrawFn, wanted: list[tuple[str, str, Axis]] | None = None, max_samples: int = 5
+) -> Batch:
     """Samples of any lengths, 0 too, with columns of any dtype and axis that nobody registered."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=max_samples))
     prompts = torch.tensor([prompt for prompt, _ in lengths], dtype=torch.int64)
@@ -41,7 +47,9 @@ def batches(draw: st.DrawFn, wanted: list[tuple[str, str, Axis]] | None = None, 
             made.append((Field(name, "object", axis), [draw(values) for _ in lengths]))
             continue
         size = int(tokens.lengths(axis).sum()) if axis in TOKEN_AXES else len(lengths)
-        numbers = torch.tensor(draw(st.lists(st.floats(-200, 200), min_size=size, max_size=size)), dtype=torch.float64)
+        numbers = torch.tensor(
+            draw(st.lists(st.floats(-200, 200), min_size=size, max_size=size)), dtype=torch.float64
+        )
         made.append((Field(name, dtype, axis), numbers.to(getattr(torch, dtype))))
     return Batch.from_columns(prompts, responses, made)
 
@@ -59,9 +67,12 @@ def assert_same(one: Batch, other: Batch) -> None:
     assert all(torch.equal(one.lengths(axis), other.lengths(axis)) for axis in TOKEN_AXES)
     for name in one.names:
         assert one.field(name) == other.field(name)
-        ours, theirs = one.flat(name), other.flat(name)
+        ours = one.flat(name)
+        theirs = other.flat(name)
         if isinstance(ours, torch.Tensor):
-            assert ours.dtype == theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+            assert ours.dtype == theirs.dtype and torch.equal(
+                ours.view(torch.uint8), theirs.view(torch.uint8)
+            )
         else:
             assert repr(ours) == repr(theirs)  # NaN is no NaN's equal
 
@@ -82,7 +93,9 @@ def test_a_batch_comes_back_exactly(batch: Batch) -> None:
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_rows_of_several_parts_are_what_select_of_their_concatenation_gives(data: st.DataObject) -> None:
+def test_rows_of_several_parts_are_what_select_of_their_concatenation_gives(
+    data: st.DataObject,
+) -> None:
     wanted = data.draw(columns())
     parts = data.draw(st.lists(batches(wanted), min_size=1, max_size=3))
     rows = [(part, row) for part, batch in enumerate(parts) for row in range(len(batch))]
@@ -112,7 +125,8 @@ def test_texts_with_newlines_commas_and_lone_surrogates_stay_rows_of_their_own()
 
 def test_no_rows_still_have_their_columns() -> None:
     batch = Batch(torch.tensor([1]), torch.tensor([2]))
-    batch["mine"], batch["scores"] = ["text"], torch.tensor([math.inf])
+    batch["mine"] = ["text"]
+    batch["scores"] = torch.tensor([math.inf])
     empty = gather([to_buffers(batch)], [])
     assert len(empty) == 0 and empty.names == ("mine", "scores")
     assert_same(Batch.concat([empty, batch]), batch)

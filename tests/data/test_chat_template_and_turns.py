@@ -1,4 +1,5 @@
-"""Chat templates that never end, or fill the memory: one message that names the file, and no process left."""
+"""Chat templates that never end, or fill the memory: one message that names the file, and no
+process left."""
 
 import multiprocessing
 import os
@@ -20,12 +21,21 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in ran
 ENDLESS += "{% endfor %}{% endfor %}{% endfor %}"
 TEMPLATES = {
     "a loop": (ENDLESS, "did not end within"),
-    "a loop that writes": (ENDLESS.replace("{% endfor %}", "x{% endfor %}", 1), "cannot be rendered"),
+    "a loop that writes": (
+        ENDLESS.replace("{% endfor %}", "x{% endfor %}", 1),
+        "cannot be rendered",
+    ),
     "a power": ("{{ 10 ** (10 ** 10) }}", "did not end within"),
-    "a power of variables": ("{% set n = messages | length * 10 %}{{ n ** (n ** n) }}", "cannot be rendered"),
+    "a power of variables": (
+        "{% set n = messages | length * 10 %}{{ n ** (n ** n) }}",
+        "cannot be rendered",
+    ),
     "a text too large for the memory": ("{{ 'a' * 10 ** 11 }}", "ran out of memory"),
     "a list too large for the memory": ("{{ ([0] * 10 ** 10) | length }}", "ran out of memory"),
-    "a long prompt": ("{{ messages[0]['content'] * 6000000 }}", "a prompt becomes 12,000,000 characters"),
+    "a long prompt": (
+        "{{ messages[0]['content'] * 6000000 }}",
+        "a prompt becomes 12,000,000 characters",
+    ),
 }
 
 
@@ -53,7 +63,9 @@ def test_a_template_that_never_ends_stops_the_start(
     err = capsys.readouterr().err
     assert f"{ground.folder}/model/chat_template.jinja" in err and said in err
     assert err.count("distflow: ") == 1 and "Traceback" not in err
-    assert not [child for child in multiprocessing.active_children() if child.name == "chat-template"]
+    assert not [
+        child for child in multiprocessing.active_children() if child.name == "chat-template"
+    ]
 
 
 @pytest.fixture
@@ -63,14 +75,20 @@ def ground(tmp_path: Path) -> Playground:
     return ground
 
 
-def test_rows_come_in_order_and_what_is_raised_refuses_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_rows_come_in_order_and_what_is_raised_refuses_its_own(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     def render(number: int) -> str:
         if number == 2:
             raise TypeError("no two")
         return f"{number} \ud800"
 
     made = list(render_all([1, 2, 3], render, tokenizer))
-    assert made == ["1 \ud800", "the chat template rejects the messages: TypeError: no two", "3 \ud800"]
+    assert made == [
+        "1 \ud800",
+        "the chat template rejects the messages: TypeError: no two",
+        "3 \ud800",
+    ]
     assert [isinstance(entry, Refused) for entry in made] == [False, True, False]
     assert list(render_all([], render, tokenizer)) == []
 
@@ -84,11 +102,22 @@ def test_a_crash_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
         list(render_all([1, 2], render, tokenizer))
 
 
-def test_the_file_is_the_one_that_holds_the_template(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_file_is_the_one_that_holds_the_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     for name in chat_template_and_turns.TEMPLATE_FILES:
         (tmp_path / name).unlink(missing_ok=True)
-    assert chat_template_and_turns.template_of(tokenizer) == f"the chat template of the tokenizer '{tmp_path}'"
+    assert (
+        chat_template_and_turns.template_of(tokenizer)
+        == f"the chat template of the tokenizer '{tmp_path}'"
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ""}')
-    assert chat_template_and_turns.template_of(tokenizer) == f"the chat template of '{tmp_path}/tokenizer_config.json'"
+    assert (
+        chat_template_and_turns.template_of(tokenizer)
+        == f"the chat template of '{tmp_path}/tokenizer_config.json'"
+    )
     (tmp_path / "chat_template.jinja").write_text("x")
-    assert chat_template_and_turns.template_of(tokenizer) == f"the chat template of '{tmp_path}/chat_template.jinja'"
+    assert (
+        chat_template_and_turns.template_of(tokenizer)
+        == f"the chat template of '{tmp_path}/chat_template.jinja'"
+    )

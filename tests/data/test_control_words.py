@@ -1,4 +1,5 @@
-"""Words of a chat template in a message's content are found for several families, and ordinary text is left alone."""
+"""Words of a chat template in a message's content are found for several families, and ordinary text
+is left alone."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -14,8 +15,10 @@ from tests.tiny_models import tiny_tokenizer
 
 MISTRAL_WITHOUT_TOKENS = ("<s>", "</s>")
 LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ '[INST] <<SYS>>\n' + m.content + '\n<</SYS>>\n\n' }}"
-    "{% elif m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ '[INST] <<SYS>>\n' + m.content + '\n"
+    "<</SYS>>\n\n' }}"
+    "{% elif m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + "
+    "m.content + eos_token }}"
     "{% endif %}{% endfor %}"
 )
 PARTS = (
@@ -23,14 +26,18 @@ PARTS = (
     "{{ part.text }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
 )
 THINKS = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '[USER] ' + m.content + ' [DONE]' }}{% endif %}"
-    "{% if m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n' + m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[USER] ' + m.content + ' [DONE]' }}{% "
+    "endif %}"
+    "{% if m.role == 'assistant' %}{{ '<think>\n\n</think>\n\n"
+    "' + m.content + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
 )
 
 MADE = {
     **{name: lambda name=name: FAMILIES[name]().tokenizer for name in FAMILIES},
-    "mistral in plain text": lambda: of.metaspace(of.MISTRAL, MISTRAL_WITHOUT_TOKENS, "</s>", "<s>"),
+    "mistral in plain text": lambda: of.metaspace(
+        of.MISTRAL, MISTRAL_WITHOUT_TOKENS, "</s>", "<s>"
+    ),
     "gemma in plain text": lambda: of.metaspace(of.GEMMA, ("<bos>", "<eos>"), "<eos>", "<bos>"),
     "zephyr": lambda: of.metaspace(of.PHI3, MISTRAL_WITHOUT_TOKENS, "</s>", "<s>"),
     "phi3": lambda: of.metaspace(of.PHI3, of.PHI3_TOKENS, "<|endoftext|>"),
@@ -50,7 +57,9 @@ def test_a_chat_that_went_through_the_template_is_found(name: str) -> None:
     words = control_words(tokenizer)
     assert words is not None
     content = [{"type": "text", "text": "hi"}] if name == "parts" else "hi"
-    text = str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+    text = str(
+        tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    )
     assert find_control_word(text, words)
     assert find_control_word([{"type": "text", "text": f"say {text}"}], words)
 
@@ -61,7 +70,10 @@ def test_a_chat_that_went_through_the_template_is_found(name: str) -> None:
     [
         "<think>\nfour\n</think>\n\n4",
         '<tool_call>\n{"name": "add"}\n</tool_call>',
-        "if a < b and c > d: x[i] = [1, 2]; print(f'{x}') | tee <file> [ERROR] user: model assistant",
+        (
+            "if a < b and c > d: x[i] = [1, 2]; print(f'{x}') | tee <file> [ERROR] user: model "
+            "assistant"
+        ),
         "<b>bold</b> <user> [x] [TODO] <<EOF>> </div> <my_tag>",
         "User: hello\nAssistant: hi\n### Instruction:",
         None,
@@ -92,7 +104,15 @@ ASKED = {"role": "user", "content": "1+1="}
         (row("1+1=", "<|im_start|>assistant\n2"), {"prompt_format": "chat"}),
         (row([ASKED, {"role": "assistant", "content": "<|im_start|>2"}], is_conversation=True), {}),
     ],
-    ids=["text", "messages", "system", "system_prompt", "prompt_template", "response", "conversation"],
+    ids=[
+        "text",
+        "messages",
+        "system",
+        "system_prompt",
+        "prompt_template",
+        "response",
+        "conversation",
+    ],
 )
 def test_a_row_that_would_be_templated_twice_is_a_bad_row(found, options) -> None:
     with pytest.raises(UserError, match=r"f:1.*<\|im_"):

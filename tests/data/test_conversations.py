@@ -1,5 +1,5 @@
-"""What is learnt of a conversation: the assistant's turns with their ends, by templates of several families. Expected
-texts are written by hand, with ⟦⟧ around what is learnt."""
+"""What is learnt of a conversation: the assistant's turns with their ends, by templates of several
+families. Expected texts are written by hand, with ⟦⟧ around what is learnt."""
 
 import copy
 from typing import Any
@@ -64,8 +64,19 @@ TOKENIZERS = {
 
 def encode(tokenizer: Any, messages: Any, bad: BadRows | None = None, **changes: Any) -> PromptSet:
     own = {name: changes.pop(name) for name in ("tools", "template_kwargs") if name in changes}
-    row = RawRow("f:7", read_conversation(messages, "messages"), None, "d", None, {}, **own, is_conversation=True)
-    options = PromptOptions(**{"max_prompt_length": 500, "max_response_length": 500, "num_workers": 0, **changes})
+    row = RawRow(
+        "f:7",
+        read_conversation(messages, "messages"),
+        None,
+        "d",
+        None,
+        {},
+        **own,
+        is_conversation=True,
+    )
+    options = PromptOptions(
+        **{"max_prompt_length": 500, "max_response_length": 500, "num_workers": 0, **changes}
+    )
     return encode_rows([row], tokenizer, options, bad or BadRows(), end_token_ids(tokenizer))
 
 
@@ -74,14 +85,17 @@ def shown(tokenizer: Any, prompts: PromptSet) -> list[str]:
     return [
         tokenizer.decode(row.prompt_ids)
         + "".join(
-            f"⟦{tokenizer.decode(part.token_ids)}⟧" if part.owner == "policy" else tokenizer.decode(part.token_ids)
+            f"⟦{tokenizer.decode(part.token_ids)}⟧"
+            if part.owner == "policy"
+            else tokenizer.decode(part.token_ids)
             for part in row.answer(0)
         )
         for row in prompts
     ]
 
 
-SYSTEM, HI = "<|im_start|>system\nBe brief.<|im_end|>\n", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
+HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 SUM = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 CHATML = f"{SYSTEM}{HI}⟦Hello\n\nyou<|im_end|>⟧\n{SUM}⟦2<|im_end|>⟧"
 HEAD = "<|start_header_id|>{}<|end_header_id|>\n\n"
@@ -103,7 +117,9 @@ TALKS = {
         "<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\n⟦Hello\n\nyou<|end|>⟧\n"
         "<|user|>\n1+1?<|end|>\n<|assistant|>\n⟦2<|end|>⟧"
     ],
-    "characters": ["<bos>system: Be brief.user: Hiassistant: ⟦Hello\n\nyou<eos>⟧user: 1+1?assistant: ⟦2<eos>⟧"],
+    "characters": [
+        "<bos>system: Be brief.user: Hiassistant: ⟦Hello\n\nyou<eos>⟧user: 1+1?assistant: ⟦2<eos>⟧"
+    ],
     "marked wide": [CHATML],
     "marked narrow": [CHATML],
     "marked last": [f"{SYSTEM}{HI}Hello\n\nyou<|im_end|>\n{SUM}⟦2<|im_end|>⟧"],
@@ -116,12 +132,18 @@ def test_each_turn_of_the_assistant_is_learnt_with_its_end_and_nothing_else(fami
     prompts = encode(tokenizer, TALK)
     assert shown(tokenizer, prompts) == TALKS[family]
     learnt = sum(text.count("⟦") for text in TALKS[family])
-    assert (prompts.report.num_turns, prompts.report.num_texts_more) == (learnt, len(TALKS[family]) - 1)
+    assert (prompts.report.num_turns, prompts.report.num_texts_more) == (
+        learnt,
+        len(TALKS[family]) - 1,
+    )
 
 
 def test_without_a_system_message() -> None:
     tokenizer = TOKENIZERS["gemma"]
-    first = "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello\n\nyou<end_of_turn>⟧\n"
+    first = (
+        "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello\n\n"
+        "you<end_of_turn>⟧\n"
+    )
     second = "<start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n⟦2<end_of_turn>⟧"
     assert shown(tokenizer, encode(tokenizer, TALK[1:])) == [first + second]
     tokenizer = TOKENIZERS["mistral"]
@@ -131,7 +153,9 @@ def test_without_a_system_message() -> None:
 
 SCHEMA = '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}'
 CALLED = '⟦<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
-ANSWERED = "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+ANSWERED = (
+    "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
 THANKS = "<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -143,24 +167,31 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not() -> None:
     assert shown(tokenizer, encode(tokenizer, WITH_TOOLS, tools=TOOLS)) == [expected]
     as_text = copy.deepcopy(WITH_TOOLS)
     as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1}'
-    assert shown(tokenizer, encode(tokenizer, as_text, tools=TOOLS)) == [expected], "as OpenAI writes arguments"
+    assert shown(tokenizer, encode(tokenizer, as_text, tools=TOOLS)) == [expected], (
+        "as OpenAI writes arguments"
+    )
 
 
 def test_a_call_may_end_with_a_token_of_its_own() -> None:
     tokenizer = TOKENIZERS["llama3"]
-    (text,) = shown(tokenizer, encode(tokenizer, WITH_TOOLS, tools=TOOLS, template_kwargs={"builtin_tools": ["x"]}))
-    assert '⟦{"name": "add", "parameters": {"a": 1}}<|eom_id|>⟧' in text and text.endswith("⟦Bye<|eot_id|>⟧")
+    (text,) = shown(
+        tokenizer,
+        encode(tokenizer, WITH_TOOLS, tools=TOOLS, template_kwargs={"builtin_tools": ["x"]}),
+    )
+    assert '⟦{"name": "add", "parameters": {"a": 1}}<|eom_id|>⟧' in text and text.endswith(
+        "⟦Bye<|eot_id|>⟧"
+    )
 
 
 def test_tools_that_move_make_two_rows() -> None:
     tokenizer = TOKENIZERS["mistral"]
-    tools, call = (
-        f"[AVAILABLE_TOOLS] [{SCHEMA}][/AVAILABLE_TOOLS]",
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
-    )
+    tools = f"[AVAILABLE_TOOLS] [{SCHEMA}][/AVAILABLE_TOOLS]"
+    call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
     result = '[TOOL_RESULTS] {"content": 3}[/TOOL_RESULTS]'
     first = f"<s>{tools}[INST] 1+2?[/INST]⟦{call}</s>⟧{result}⟦ It is 3.</s>⟧"
-    second = f"<s>[INST] 1+2?[/INST]{call}</s>{result} It is 3.</s>{tools}[INST] Thanks[/INST]⟦ Bye</s>⟧"
+    second = (
+        f"<s>[INST] 1+2?[/INST]{call}</s>{result} It is 3.</s>{tools}[INST] Thanks[/INST]⟦ Bye</s>⟧"
+    )
     assert shown(tokenizer, encode(tokenizer, WITH_TOOLS, tools=TOOLS)) == [first, second]
 
 
@@ -172,8 +203,14 @@ def test_thinking_is_learnt_in_the_turn_where_it_was_thought() -> None:
         f"{SUM}2<|im_end|>\n{second}⟦<think>\ntwo\n</think>\n\n4<|im_end|>⟧",
     ]
     assert shown(tokenizer, encode(tokenizer, THOUGHT, enable_thinking=True)) == expected
-    assert shown(tokenizer, encode(tokenizer, THOUGHT, template_kwargs={"enable_thinking": True})) == expected
-    with pytest.raises(UserError, match=r"f:7: .* prompts turn 1 of the assistant by .*set data.enable_thinking=true"):
+    assert (
+        shown(tokenizer, encode(tokenizer, THOUGHT, template_kwargs={"enable_thinking": True}))
+        == expected
+    )
+    with pytest.raises(
+        UserError,
+        match=r"f:7: .* prompts turn 1 of the assistant by .*set data.enable_thinking=true",
+    ):
         encode(tokenizer, THOUGHT)
 
 
@@ -181,7 +218,9 @@ def test_marks_of_the_template_keep_a_conversation_in_one_row() -> None:
     tokenizer = TOKENIZERS["marked thinking"]
     talk = [*THOUGHT[:3], {"role": "assistant", "content": "<think>two</think>4"}]
     second = SUM.replace("1+1", "2+2")
-    assert shown(tokenizer, encode(tokenizer, talk)) == [f"{SUM}⟦2<|im_end|>⟧\n{second}⟦<think>two</think>4<|im_end|>⟧"]
+    assert shown(tokenizer, encode(tokenizer, talk)) == [
+        f"{SUM}⟦2<|im_end|>⟧\n{second}⟦<think>two</think>4<|im_end|>⟧"
+    ]
 
 
 KNOW_TOOLS = ("qwen2", "qwen3", "llama3", "mistral", "mistral in pieces")
@@ -189,9 +228,14 @@ KNOW_TOOLS = ("qwen2", "qwen3", "llama3", "mistral", "mistral in pieces")
 
 @pytest.mark.parametrize(
     ("family", "messages", "tools"),
-    [*((name, TALK[1:], []) for name in TOKENIZERS), *((name, WITH_TOOLS, TOOLS) for name in KNOW_TOOLS)],
+    [
+        *((name, TALK[1:], []) for name in TOKENIZERS),
+        *((name, WITH_TOOLS, TOOLS) for name in KNOW_TOOLS),
+    ],
 )
-def test_tokens_are_those_of_the_whole_conversation_at_once(family: str, messages: Any, tools: Any) -> None:
+def test_tokens_are_those_of_the_whole_conversation_at_once(
+    family: str, messages: Any, tools: Any
+) -> None:
     tokenizer = TOKENIZERS[family]
     kwargs = {"tools": tools or None, "return_dict": False, "enable_thinking": False}
     asked = [
@@ -202,21 +246,43 @@ def test_tokens_are_those_of_the_whole_conversation_at_once(family: str, message
     rows = list(encode(tokenizer, messages, tools=tools))
     for row in rows:
         ids = [*row.prompt_ids, *row.response_ids]
-        assert ids[: len(row.prompt_ids) + row.turns[-1][0]] in asked, "a turn is learnt as it is asked for"
+        assert ids[: len(row.prompt_ids) + row.turns[-1][0]] in asked, (
+            "a turn is learnt as it is asked for"
+        )
     whole = tokenizer.apply_chat_template(messages, **kwargs)
     rest = tokenizer.decode(whole[len(ids) :]).replace("<|endoftext|>", "")
     assert ids == whole[: len(ids)] and not rest.strip()
 
 
 FAULTS = {
-    "a template that drops calls": (t.SMOLLM2, WITH_TOOLS, [], "the chat template does not use tool_calls"),
+    "a template that drops calls": (
+        t.SMOLLM2,
+        WITH_TOOLS,
+        [],
+        "the chat template does not use tool_calls",
+    ),
     "a template that drops tools": (t.SMOLLM2, TALK, TOOLS, "the chat template does not use tools"),
     "marks on the user": (t.MARKED_USER, TALK, [], "marks 'Hi' as generated, but it is in no turn"),
     "marks on nothing": (t.MARKED_NEVER, TALK, [], "marks nothing of it as generated"),
     "a template that raises": (t.GEMMA, TALK, [], "rejects the messages: no system role"),
-    "no end": (t.SMOLLM2.replace("<|im_end|>", ""), TALK, [], r"without a token that ends it \(<\|im_end\|>\)"),
-    "an end far away": (t.SMOLLM2.replace("'<|im_end|>'", "'. '"), TALK, [], "without a token that ends it"),
-    "a marked turn without an end": (t.MARKED_NARROW.replace("'<|im_end|>\n'", "'\n'"), TALK, [], "without a token"),
+    "no end": (
+        t.SMOLLM2.replace("<|im_end|>", ""),
+        TALK,
+        [],
+        r"without a token that ends it \(<\|im_end\|>\)",
+    ),
+    "an end far away": (
+        t.SMOLLM2.replace("'<|im_end|>'", "'. '"),
+        TALK,
+        [],
+        "without a token that ends it",
+    ),
+    "a marked turn without an end": (
+        t.MARKED_NARROW.replace("'<|im_end|>\n'", "'\n'"),
+        TALK,
+        [],
+        "without a token",
+    ),
     "a prompt that ends within a token": (
         t.SMOLLM2,
         [*TALK[:-1], {"role": "assistant", "content": "\n2"}],
@@ -229,8 +295,18 @@ FAULTS = {
         [],
         "goes on behind '<|im_end|>', which ends it, by 'and stop",
     ),
-    "a turn of nothing": (t.SMOLLM2.replace("message['content']", "''"), TALK, [], "writes nothing of turn 1"),
-    "a system message that moves": (t.MISTRAL, TALK, [], "prompts turn 1 .* leave out what the template moves"),
+    "a turn of nothing": (
+        t.SMOLLM2.replace("message['content']", "''"),
+        TALK,
+        [],
+        "writes nothing of turn 1",
+    ),
+    "a system message that moves": (
+        t.MISTRAL,
+        TALK,
+        [],
+        "prompts turn 1 .* leave out what the template moves",
+    ),
 }
 
 
@@ -249,8 +325,13 @@ def test_arguments_of_the_template_come_from_the_row_then_from_the_config() -> N
     tokenizer = TOKENIZERS["llama3"]
     (own,) = encode(tokenizer, TALK[1:], template_kwargs={"date_string": "today"})
     assert "Today Date: today\n" in own.prompt_text
-    options = PromptOptions(500, 500, template_kwargs={"date_string": "then", "builtin_tools": []}, num_workers=0)
-    rows = [RawRow("f:1", TALK[:2], None, "d", None, {}, template_kwargs=own) for own in ({}, {"date_string": "now"})]
+    options = PromptOptions(
+        500, 500, template_kwargs={"date_string": "then", "builtin_tools": []}, num_workers=0
+    )
+    rows = [
+        RawRow("f:1", TALK[:2], None, "d", None, {}, template_kwargs=own)
+        for own in ({}, {"date_string": "now"})
+    ]
     then, now = encode_rows(rows, tokenizer, options, BadRows())
     assert "Today Date: then\n" in then.prompt_text and "Today Date: now\n" in now.prompt_text
 
@@ -258,18 +339,26 @@ def test_arguments_of_the_template_come_from_the_row_then_from_the_config() -> N
 def test_arguments_that_nothing_reads_are_refused() -> None:
     options = PromptOptions(500, 500, template_kwargs={"date_sting": "then"})
     rows = [RawRow("f:1", TALK[:2], None, "d", None, {})]
-    with pytest.raises(UserError, match="date_sting does nothing: no 'date_sting' is in the chat template of"):
+    with pytest.raises(
+        UserError, match="date_sting does nothing: no 'date_sting' is in the chat template of"
+    ):
         encode_rows(rows, TOKENIZERS["llama3"], options, BadRows())
     with pytest.raises(UserError, match="date_sting does nothing: the prompts are plain text"):
-        encode_rows([RawRow("f:1", "1+1", None, "d", None, {})], TOKENIZERS["llama3"], options, BadRows())
+        encode_rows(
+            [RawRow("f:1", "1+1", None, "d", None, {})], TOKENIZERS["llama3"], options, BadRows()
+        )
 
 
 def test_tools_reach_the_prompts_of_rl() -> None:
     tokenizer = TOKENIZERS["qwen2"]
     rows = [RawRow("f:1", "1+2?", "3", "d", None, {}, tools=TOOLS)]
-    (prompt,) = encode_rows(rows, tokenizer, PromptOptions(500, 500, prompt_format="chat"), BadRows())
+    (prompt,) = encode_rows(
+        rows, tokenizer, PromptOptions(500, 500, prompt_format="chat"), BadRows()
+    )
     asked = [{"role": "user", "content": "1+2?"}]
-    by_hand = tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    by_hand = tokenizer.apply_chat_template(
+        asked, tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
     assert list(prompt.prompt_ids) == by_hand and SCHEMA in prompt.prompt_text
 
 
@@ -296,7 +385,10 @@ class TestLengths:
         assert row.turns[-1][1] == len(row.response_ids) <= limit
 
     def test_or_refused(self) -> None:
-        with pytest.raises(UserError, match="f:7: the response has 34 tokens, more than data.max_response_length=20"):
+        with pytest.raises(
+            UserError,
+            match="f:7: the response has 34 tokens, more than data.max_response_length=20",
+        ):
             encode(TOKENIZERS["characters"], TALK, filter_overlong=False, max_response_length=20)
 
 

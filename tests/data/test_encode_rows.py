@@ -1,4 +1,5 @@
-"""From rows to tokens: templates, chats, answers; checked against the tokenizer called by hand on each row alone."""
+"""From rows to tokens: templates, chats, answers; checked against the tokenizer called by hand on
+each row alone."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ def tokenizer():
 
 def test_a_text_prompt_is_tokenised_as_it_is(tokenizer):
     (prompt,) = encode([row("1+1=")], tokenizer)
-    assert prompt.prompt_text == "1+1=" and prompt.prompt_ids == tuple(tokenizer("1+1=")["input_ids"])
+    assert prompt.prompt_text == "1+1=" and prompt.prompt_ids == tuple(
+        tokenizer("1+1=")["input_ids"]
+    )
     assert (prompt.ground_truth, prompt.domain, prompt.response_ids) == ("a", "d", None)
 
 
@@ -24,7 +27,9 @@ def test_a_tokenizer_that_adds_a_start_token_adds_it_to_texts_and_once_to_chats(
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
     (text,) = encode([row("ab")], tokenizer)
     (chat,) = encode([row("ab")], tokenizer, prompt_format="chat")
     assert text.prompt_ids == tuple(tokenizer("ab")["input_ids"]) and text.prompt_ids.count(1) == 1
@@ -32,7 +37,9 @@ def test_a_tokenizer_that_adds_a_start_token_adds_it_to_texts_and_once_to_chats(
 
 
 def test_a_template_takes_the_prompt_literally(tokenizer):
-    (prompt,) = encode([row(r"{x} \frac{1}{2} {prompt}")], tokenizer, prompt_template="Q: {prompt} {{0}}\nA:")
+    (prompt,) = encode(
+        [row(r"{x} \frac{1}{2} {prompt}")], tokenizer, prompt_template="Q: {prompt} {{0}}\nA:"
+    )
     assert prompt.prompt_text == "Q: {x} \\frac{1}{2} {prompt} {0}\nA:"
 
 
@@ -42,17 +49,25 @@ def test_chat_prompts_go_through_the_chat_template(tokenizer):
         {"role": "assistant", "content": "yo"},
         {"role": "user", "content": "?"},
     ]
-    prompts = encode([row("hi"), row(messages)], tokenizer, prompt_format="chat", system_prompt="be kind")
+    prompts = encode(
+        [row("hi"), row(messages)], tokenizer, prompt_format="chat", system_prompt="be kind"
+    )
     system = {"role": "system", "content": "be kind"}
     for prompt, expected in zip(prompts, [[system, messages[0]], [system, *messages]], strict=True):
-        by_hand = tokenizer.apply_chat_template(expected, add_generation_prompt=True, tokenize=True, return_dict=False)
+        by_hand = tokenizer.apply_chat_template(
+            expected, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
         assert prompt.prompt_ids == tuple(by_hand) and prompt.prompt_text.endswith("assistant: ")
 
 
 def test_messages_are_chat_in_either_format_and_a_rows_own_system_message_wins(tokenizer):
     messages = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
-    chat, text = encode([row(messages), row("plain")], tokenizer, prompt_format="text", system_prompt="be kind")
-    assert chat.prompt_text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    chat, text = encode(
+        [row(messages), row("plain")], tokenizer, prompt_format="text", system_prompt="be kind"
+    )
+    assert chat.prompt_text == tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     assert chat.prompt_text.startswith("<bos>system: own") and "be kind" not in chat.prompt_text
     assert text.prompt_text == "plain"
 
@@ -60,7 +75,9 @@ def test_messages_are_chat_in_either_format_and_a_rows_own_system_message_wins(t
 @pytest.mark.parametrize("thinking", [True, False])
 def test_enable_thinking_reaches_the_template(thinking):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}<think>{% endif %}"
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}{% if enable_thinking %}<think>{% endif %}"
+    )
     (prompt,) = encode([row("a")], tokenizer, prompt_format="chat", enable_thinking=thinking)
     assert prompt.prompt_text == ("a<think>" if thinking else "a")
 
@@ -94,7 +111,10 @@ class TestResponses:
     def test_they_end_with_the_end_token_once(self, tokenizer):
         prompts = encode([row("q", "42"), row("q", "42<eos>")], tokenizer)
         expected = (*tokenizer("42", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-        assert prompts.has_responses and [prompt.response_ids for prompt in prompts] == [expected, expected]
+        assert prompts.has_responses and [prompt.response_ids for prompt in prompts] == [
+            expected,
+            expected,
+        ]
 
     def test_a_tokenizer_without_an_end_token_is_refused(self):
         tokenizer = tiny_tokenizer()
@@ -105,8 +125,14 @@ class TestResponses:
 
 def many_rows(num_rows: int) -> list[RawRow]:
     generator = np.random.default_rng(0)
-    texts = ["".join(map(chr, generator.integers(32, 127, size=generator.integers(1, 60)))) for _ in range(num_rows)]
-    return [row(t if i % 3 else [{"role": "user", "content": t}], origin=f"f:{i}") for i, t in enumerate(texts)]
+    texts = [
+        "".join(map(chr, generator.integers(32, 127, size=generator.integers(1, 60))))
+        for _ in range(num_rows)
+    ]
+    return [
+        row(t if i % 3 else [{"role": "user", "content": t}], origin=f"f:{i}")
+        for i, t in enumerate(texts)
+    ]
 
 
 @pytest.mark.slow

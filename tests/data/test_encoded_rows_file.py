@@ -25,8 +25,14 @@ from tests.tiny_models import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters()),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 ROWS = st.builds(
@@ -46,7 +52,12 @@ def encode(rows) -> PromptSet:
 
 def prompts_of(num_rows, response=None) -> PromptSet:
     responses = [response and f"{response}{i}" for i in range(num_rows)]
-    return encode([RawRow(f"f:{i}", f"{i}+1=", i + 1, f"d{i % 3}", text, {"i": i}) for i, text in enumerate(responses)])
+    return encode(
+        [
+            RawRow(f"f:{i}", f"{i}+1=", i + 1, f"d{i % 3}", text, {"i": i})
+            for i, text in enumerate(responses)
+        ]
+    )
 
 
 def kinds(value):
@@ -65,7 +76,9 @@ def test_the_same_values_of_the_same_types_come_back(tmp_path_factory, rows):
     found = EncodedRows(write_encoded(prompts, tmp_path_factory.mktemp("run"), "train"))
     assert list(found) == list(prompts)
     assert [kinds(vars(row)) for row in found] == [kinds(vars(row)) for row in prompts]
-    assert [list(row.extra_info) for row in found] == [list(row.extra_info) for row in prompts], "in their order"
+    assert [list(row.extra_info) for row in found] == [list(row.extra_info) for row in prompts], (
+        "in their order"
+    )
     assert (found.domains, found.fingerprint()) == (prompts.domains, prompts.fingerprint())
 
 
@@ -81,7 +94,13 @@ def test_a_sequence_over_several_chunks(tmp_path):
     assert len(rows) == 2345
     for index in (0, 999, 1000, 2344, -1, -2345):
         assert rows[index] == prompts[index]
-    for part in (slice(995, 1005), slice(-3, None), slice(None, None, 400), slice(5, 2, -1), slice(9, 9)):
+    for part in (
+        slice(995, 1005),
+        slice(-3, None),
+        slice(None, None, 400),
+        slice(5, 2, -1),
+        slice(9, 9),
+    ):
         assert rows[part] == prompts[part]
     for index in (2345, -2346):
         with pytest.raises(IndexError):
@@ -97,10 +116,17 @@ def test_responses_come_back(tmp_path):
 
 
 def test_turns_come_back(tmp_path):
-    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
-    prompts = encode([RawRow(f"f:{i}", talk[: 2 * i], None, "d", None, {}, is_conversation=True) for i in (1, 2)])
+    talk = [
+        {"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")
+    ]
+    prompts = encode(
+        [RawRow(f"f:{i}", talk[: 2 * i], None, "d", None, {}, is_conversation=True) for i in (1, 2)]
+    )
     rows = EncodedRows(write_encoded(prompts, tmp_path, "train"))
-    assert list(rows) == list(prompts) and [row.turns for row in rows] == [((0, 2),), ((0, 2), (20, 22))]
+    assert list(rows) == list(prompts) and [row.turns for row in rows] == [
+        ((0, 2),),
+        ((0, 2), (20, 22)),
+    ]
     assert [part.owner for part in rows[1].answer(3)] == ["policy", "environment", "policy"]
     assert [i for part in rows[1].answer(3) for i in part.token_ids] == list(rows[1].response_ids)
 
@@ -109,15 +135,22 @@ def test_the_file_is_the_owners_and_is_kept_while_it_fits(tmp_path):
     prompts = prompts_of(3)
     file = write_encoded(prompts, tmp_path, "train")
     assert file == tmp_path / "data" / f"train-{prompts.fingerprint()[:12]}.arrow"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert (
+        stat.S_IMODE(file.stat().st_mode) == 0o600
+        and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    )
     written = file.stat().st_ino
     assert write_encoded(prompts, tmp_path, "train") == file and file.stat().st_ino == written
     other = write_encoded(prompts_of(4), tmp_path, "train")
     assert other != file and len(EncodedRows(file)) == 3
     other.rename(file)
-    assert list(EncodedRows(write_encoded(prompts, tmp_path, "train"))) == list(prompts), "it held another set"
+    assert list(EncodedRows(write_encoded(prompts, tmp_path, "train"))) == list(prompts), (
+        "it held another set"
+    )
     file.write_bytes(file.read_bytes()[:-100])
-    assert list(EncodedRows(write_encoded(prompts, tmp_path, "train"))) == list(prompts), "it was torn"
+    assert list(EncodedRows(write_encoded(prompts, tmp_path, "train"))) == list(prompts), (
+        "it was torn"
+    )
     assert sorted(path.name for path in file.parent.iterdir()) == [file.name]
 
 
@@ -132,7 +165,8 @@ def test_it_travels_as_its_path(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_rows_are_not_held(tmp_path):
-    """Walking over all of them keeps no Python objects: within a process that may take 40 MB more, 60 MB are read."""
+    """Walking over all of them keeps no Python objects: within a process that may take 40 MB more,
+    60 MB are read."""
     prompts = encode([RawRow(f"f:{i}", "1+1=", "x" * 6000, "d", None, {}) for i in range(10_000)])
     file = write_encoded(prompts, tmp_path, "train")
     assert file.stat().st_size > 60e6
@@ -156,7 +190,9 @@ def test_a_foreign_file_is_the_users_error(tmp_path):
     write_arrow(tmp_path / "foreign.arrow", table.schema, table.to_batches())
     (tmp_path / "text.arrow").write_text("hello")
     (tmp_path / "empty.arrow").touch()
-    schema = pyarrow.schema({"row": pyarrow.string()}, {"header": "[]", "crc32": str(zlib.crc32(b"[]"))})
+    schema = pyarrow.schema(
+        {"row": pyarrow.string()}, {"header": "[]", "crc32": str(zlib.crc32(b"[]"))}
+    )
     write_arrow(tmp_path / "headed.arrow", schema, [])
     for name in ("foreign", "text", "empty", "missing", "headed"):
         with pytest.raises(UserError, match=f"{name}.arrow' cannot be used: .*Delete the file"):
@@ -176,7 +212,8 @@ def test_a_changed_id_is_found(tmp_path):
 
 
 def test_an_id_that_has_changed_sides_is_found(tmp_path):
-    """The ids in their order are as before: they are only divided otherwise into prompt and response."""
+    """The ids in their order are as before: they are only divided otherwise into prompt and
+    response."""
     file = write_encoded(prompts_of(1, response="r"), tmp_path, "train")
     with pyarrow.OSFile(str(file)) as source:
         table = pyarrow.ipc.open_file(source).read_all()
@@ -190,7 +227,9 @@ def test_an_id_that_has_changed_sides_is_found(tmp_path):
 def test_a_flipped_bit_anywhere_changes_no_row_unseen(tmp_path):
     prompts = prompts_of(6, response="r")
     file = write_encoded(prompts, tmp_path, "train")
-    content, rng, num_found = file.read_bytes(), random.Random(0), 0
+    content = file.read_bytes()
+    rng = random.Random(0)
+    num_found = 0
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 1 << rng.randrange(8)

@@ -1,4 +1,5 @@
-"""States of the global generators, lent to user functions in turns: each draws as if it were alone."""
+"""States of the global generators, lent to user functions in turns: each draws as if it were
+alone."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ DRAWS: dict[str, Callable[[], float]] = {
     "random": random.random,
     "gauss": lambda: random.gauss(0, 1),
     "numpy": lambda: float(np.random.rand()),
-    "numpy normal": lambda: float(np.random.randn()),  # every second one is drawn with the one before
+    # every second one is drawn with the one before
+    "numpy normal": lambda: float(np.random.randn()),
     "torch": lambda: float(torch.rand(())),
     "none": lambda: 0.0,
 }
@@ -37,7 +39,9 @@ def order(number: int) -> list[str]:
     return [draw.choice([*DRAWS, "numpy normal"]) for _ in range(200)]
 
 
-def test_several_draw_in_turns_as_each_does_alone_and_leave_the_global_generators_as_they_were() -> None:
+def test_several_draw_in_turns_as_each_does_alone_and_leave_the_global_generators_as_they_were() -> (  # noqa: E501
+    None
+):
     wanted = [alone(number) for number in range(4)]
     global_random_states.seed("outside")
     np.random.randn()  # leaves the second of two
@@ -45,7 +49,8 @@ def test_several_draw_in_turns_as_each_does_alone_and_leave_the_global_generator
     global_random_states.seed("outside")
     np.random.randn()
     begins = [partial(global_random_states.seed, "strand", number) for number in range(4)]
-    orders, found = [iter(order(number)) for number in range(4)], [list[float]() for _ in range(4)]
+    orders = [iter(order(number)) for number in range(4)]
+    found = [list[float]() for _ in range(4)]
     turns = [number for number in range(4) for _ in range(200)]
     random.Random(7).shuffle(turns)
     for number in turns:

@@ -20,7 +20,9 @@ from distflow.untrusted_files import load_image
 from tests.tiny_vision_models import png, square
 
 
-@pytest.mark.parametrize("form", ["bytes", "mapping", "path in a mapping", "path", "data URI", "pillow", "list"])
+@pytest.mark.parametrize(
+    "form", ["bytes", "mapping", "path in a mapping", "path", "data URI", "pillow", "list"]
+)
 def test_every_form_gives_the_same_pixels(tmp_path: Path, form: str) -> None:
     content = png(square("r"))
     (tmp_path / "img").mkdir()
@@ -39,7 +41,9 @@ def test_every_form_gives_the_same_pixels(tmp_path: Path, form: str) -> None:
 
 
 def test_equal_images_are_kept_once_and_others_apart(tmp_path: Path) -> None:
-    paths = read_images([png(square("r")), png(square("g")), png(square("r"))], "images", None, tmp_path)
+    paths = read_images(
+        [png(square("r")), png(square("g")), png(square("r"))], "images", None, tmp_path
+    )
     assert paths[0] == paths[2] != paths[1]
     assert len(list(tmp_path.iterdir())) == 2
     assert read_images(None, "images", None, tmp_path) == ()
@@ -59,16 +63,29 @@ def bomb(width: int, height: int) -> bytes:
     """A PNG of a few bytes that says it has this size."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "cannot be decoded"),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n",
+            "cannot be decoded",
+        ),
         (b"no image at all", "image 1 .column 'images'. cannot be decoded"),
         (png(square("r"))[:80], "cannot be decoded"),
         (bomb(30_000, 30_000), "cannot be decoded: .*decompression bomb"),
@@ -102,7 +119,11 @@ def test_a_path_needs_a_folder(tmp_path: Path) -> None:
     [
         ("which?", 1, "<image>which?"),
         ("is <image> like <image>?", 2, "is <image> like <image>?"),
-        ([{"role": "user", "content": "which?"}], 1, [{"role": "user", "content": "<image>which?"}]),
+        (
+            [{"role": "user", "content": "which?"}],
+            1,
+            [{"role": "user", "content": "<image>which?"}],
+        ),
         (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
             2,
@@ -133,7 +154,8 @@ def test_places_that_do_not_fit(prompt: Any, says: str) -> None:
 
 
 def test_parts_of_a_message() -> None:
-    image, text = {"type": "image"}, {"type": "text", "text": "a"}
+    image = {"type": "image"}
+    text = {"type": "text", "text": "a"}
     assert parts_of("<image>a<image>") == [image, text, image]
 
 
@@ -141,8 +163,12 @@ def test_rows_of_a_file_find_images_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("{}")
     (tmp_path / "a.png").write_bytes(png(square("g")))
-    columns, bad = Columns(images="images", store=tmp_path / "store"), BadRows("skip")
-    values = [{"prompt": "q", "answer": "g", "images": ["a.png"], "level": 3}, {"prompt": "q", "answer": "g"}]
+    columns = Columns(images="images", store=tmp_path / "store")
+    bad = BadRows("skip")
+    values = [
+        {"prompt": "q", "answer": "g", "images": ["a.png"], "level": 3},
+        {"prompt": "q", "answer": "g"},
+    ]
     values.append({"prompt": "q", "answer": "g", "images": ["b.png"]})
     records = [Record(f"{file}:{number}", row) for number, row in enumerate(values, 1)]
     rows = list(read_rows(iter(records), columns, bad, "rows"))

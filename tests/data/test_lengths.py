@@ -16,12 +16,20 @@ def tokenizer():
 
 
 class TestLengths:
-    rows = [row("x" * 5, origin="f:1"), row("y" * 11, origin="f:2"), row("abcdefghijkl", origin="f:3")]
+    rows = [
+        row("x" * 5, origin="f:1"),
+        row("y" * 11, origin="f:2"),
+        row("abcdefghijkl", origin="f:3"),
+    ]
 
     def test_prompts_that_are_too_long_are_left_out_and_counted(self, tokenizer):
         prompts = encode(self.rows, tokenizer, max_prompt_length=10)
         assert [prompt.origin for prompt in prompts] == ["f:1"] and prompts[0].index == 0
-        assert (prompts.report.num_rows, prompts.report.num_overlong_prompts, prompts.report.longest_prompt_tokens) == (
+        assert (
+            prompts.report.num_rows,
+            prompts.report.num_overlong_prompts,
+            prompts.report.longest_prompt_tokens,
+        ) == (
             1,
             2,
             5,
@@ -32,18 +40,35 @@ class TestLengths:
         assert len(encode(self.rows, tokenizer, max_prompt_length=12)) == 3
         assert len(encode(self.rows, tokenizer, max_prompt_length=11)) == 2
 
-    @pytest.mark.parametrize(("side", "text"), [("left", "hijkl"), ("right", "abcde"), ("middle", "abjkl")])
+    @pytest.mark.parametrize(
+        ("side", "text"), [("left", "hijkl"), ("right", "abcde"), ("middle", "abjkl")]
+    )
     def test_or_cut_on_the_side_that_is_named(self, tokenizer, side, text):
-        prompts = encode(self.rows, tokenizer, max_prompt_length=5, filter_overlong=False, truncation=side)
-        assert prompts[2].prompt_text == text and prompts[2].prompt_ids == tuple(tokenizer(text)["input_ids"])
+        prompts = encode(
+            self.rows, tokenizer, max_prompt_length=5, filter_overlong=False, truncation=side
+        )
+        assert prompts[2].prompt_text == text and prompts[2].prompt_ids == tuple(
+            tokenizer(text)["input_ids"]
+        )
         assert prompts[0].prompt_text == "xxxxx" and prompts.report.num_truncated == 2
 
     def test_or_refused(self, tokenizer):
-        with pytest.raises(UserError, match="f:2: the prompt has 11 tokens, more than data.max_prompt_length=10"):
-            encode(self.rows, tokenizer, max_prompt_length=10, filter_overlong=False, truncation="error")
+        with pytest.raises(
+            UserError, match="f:2: the prompt has 11 tokens, more than data.max_prompt_length=10"
+        ):
+            encode(
+                self.rows,
+                tokenizer,
+                max_prompt_length=10,
+                filter_overlong=False,
+                truncation="error",
+            )
 
     def test_nothing_left_is_the_users_error(self, tokenizer):
-        with pytest.raises(UserError, match="none of 3 rows .*max_prompt_length=4 .the shortest prompt has 5 tokens"):
+        with pytest.raises(
+            UserError,
+            match="none of 3 rows .*max_prompt_length=4 .the shortest prompt has 5 tokens",
+        ):
             encode(self.rows, tokenizer, max_prompt_length=4)
 
     @given(
@@ -65,6 +90,10 @@ def test_responses_that_are_too_long_are_left_out_cut_or_refused(tokenizer):
     kept = encode(rows, tokenizer, max_response_length=5)
     assert len(kept) == 1 and kept.report.num_overlong_responses == 1
     cut = encode(rows, tokenizer, max_response_length=5, filter_overlong=False, truncation="left")
-    assert cut[1].response_ids == tuple(tokenizer("12345")["input_ids"]) and cut[1].prompt_text == "q"
-    with pytest.raises(UserError, match="f:9: the response has 6 tokens, more than data.max_response_length=5"):
+    assert (
+        cut[1].response_ids == tuple(tokenizer("12345")["input_ids"]) and cut[1].prompt_text == "q"
+    )
+    with pytest.raises(
+        UserError, match="f:9: the response has 6 tokens, more than data.max_response_length=5"
+    ):
         encode(rows, tokenizer, max_response_length=5, filter_overlong=False)

@@ -1,4 +1,5 @@
-"""Packing into bins: nothing lost, nothing cut, no bin too heavy, as few and as even as promised."""
+"""Packing into bins: nothing lost, nothing cut, no bin too heavy, as few and as even as
+promised."""
 
 import itertools
 import random
@@ -29,12 +30,16 @@ def test_every_item_is_in_one_bin_that_holds_it(lengths, max_tokens, min_bins):
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(12, 20))
 def test_few_bins_compared_with_the_best(lengths, max_tokens):
-    """First-fit decreasing needs at most 11/9 of the best number and 6/9 (Dosa 2007); here by trying them all."""
+    """First-fit decreasing needs at most 11/9 of the best number and 6/9 (Dosa 2007); here by
+    trying them all."""
     best = next(
         k
         for k in range(1, len(lengths) + 1)
         if any(
-            all(sum(n for n, b in zip(lengths, where, strict=True) if b == bin_) <= max_tokens for bin_ in range(k))
+            all(
+                sum(n for n, b in zip(lengths, where, strict=True) if b == bin_) <= max_tokens
+                for bin_ in range(k)
+            )
             for where in itertools.product(range(k), repeat=len(lengths))
         )
     )
@@ -49,7 +54,8 @@ def test_loads_are_evened_out():
 
 
 def test_tight_bins_are_evened_out_without_overflow():
-    """Lightest first would overflow here (3 + 2 + 2 > 6), so the bins of first-fit are levelled instead."""
+    """Lightest first would overflow here (3 + 2 + 2 > 6), so the bins of first-fit are levelled
+    instead."""
     lengths = [3, 3, 2, 2, 2]
     assert loads(pack(lengths, 6), lengths) == [6, 6]
     lengths = [5, 5, 4, 4, 4, 3, 3]
@@ -57,7 +63,11 @@ def test_tight_bins_are_evened_out_without_overflow():
     rng = random.Random(0)
     lengths = [rng.randint(100, 4000) for _ in range(500)]
     found = loads(pack(lengths, 16384), lengths)
-    assert max(found) <= 16384 and len(found) == -(-sum(lengths) // 16384) and min(found) > 0.9 * max(found)
+    assert (
+        max(found) <= 16384
+        and len(found) == -(-sum(lengths) // 16384)
+        and min(found) > 0.9 * max(found)
+    )
 
 
 def test_too_few_items_leave_empty_bins_at_the_end():

@@ -25,7 +25,9 @@ def pair(chosen: object, rejected: object, template: bool) -> tuple[str, str] | 
     assert isinstance(entry, Encoded) and entry.response_ids and entry.rejected_ids and entry.ids
     for ids, response in ((entry.response_ids, chosen), (entry.rejected_ids, rejected)):
         said = response if isinstance(response, str) else response[-1]["content"]
-        assert [*entry.ids, *ids] == encode_text(tokenizer, ASKED, said)[0], "as the reward function reads it"
+        assert [*entry.ids, *ids] == encode_text(tokenizer, ASKED, said)[0], (
+            "as the reward function reads it"
+        )
     return str(tokenizer.decode(entry.response_ids)), str(tokenizer.decode(entry.rejected_ids))
 
 
@@ -33,7 +35,9 @@ def test_what_both_texts_begin_with_is_the_prompt() -> None:
     assert pair("two", "three", True) == (f"wo{EOS}", f"hree{EOS}")
     assert pair("two", "three", False) == (f"wo{EOS}", f"hree{EOS}")
     reply = {"role": "assistant", "content": "it is 2"}
-    assert pair([*ASKED, reply], "it is 3", True) == (f"2{EOS}", f"3{EOS}"), "the last message is the response"
+    assert pair([*ASKED, reply], "it is 3", True) == (f"2{EOS}", f"3{EOS}"), (
+        "the last message is the response"
+    )
 
 
 def test_a_response_that_begins_the_other_keeps_its_end() -> None:

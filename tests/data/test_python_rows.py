@@ -1,4 +1,5 @@
-"""Rows given from Python: every kind becomes the same lines, and a resumed run trains on those it began with."""
+"""Rows given from Python: every kind becomes the same lines, and a resumed run trains on those it
+began with."""
 
 import itertools
 import json
@@ -13,7 +14,10 @@ from distflow.data.dataset_columns import Columns
 from distflow.data.sources import keep_rows, load_rows
 from distflow.errors import UserError
 
-ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "2*3=", "answer": "6", "level": None}]
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "level": 1},
+    {"prompt": "2*3=", "answer": "6", "level": None},
+]
 
 
 def keep(given: object, folder: Path, wanted: int = -1, resuming: bool = False) -> list[dict]:
@@ -48,7 +52,10 @@ class Pairs:
         datasets.Dataset.from_list(ROWS),
         datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
         pandas.DataFrame(ROWS),
-        [dict(zip(row, map(np.array, row.values()), strict=True)) if row["level"] else row for row in ROWS],
+        [
+            dict(zip(row, map(np.array, row.values()), strict=True)) if row["level"] else row
+            for row in ROWS
+        ],
     ],
     ids=lambda given: type(given).__name__,
 )
@@ -61,8 +68,12 @@ def test_rows_of_every_kind_are_the_same(given: object, tmp_path: Path) -> None:
 
 def test_nested_values_of_a_data_frame(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1+1?"}]
-    frame = pandas.DataFrame({"prompt": [messages], "reward_model": [{"ground_truth": "2"}], "x": [float("nan")]})
-    assert keep(frame, tmp_path) == [{"prompt": messages, "reward_model": {"ground_truth": "2"}, "x": None}]
+    frame = pandas.DataFrame(
+        {"prompt": [messages], "reward_model": [{"ground_truth": "2"}], "x": [float("nan")]}
+    )
+    assert keep(frame, tmp_path) == [
+        {"prompt": messages, "reward_model": {"ground_truth": "2"}, "x": None}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +83,14 @@ def test_nested_values_of_a_data_frame(tmp_path: Path) -> None:
         (iter([]), "create a new one"),
         (["1+1="], "row 1 of the list is str, not a mapping"),
         ([ROWS[0], 3], "row 2 of the list is int"),
-        ({"prompt": ["1+1="], "answer": ["2"]}, "data is a dict of columns: give a list of rows, each a dict"),
-        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "give one, e.g. data=dataset['train']"),
+        (
+            {"prompt": ["1+1="], "answer": ["2"]},
+            "data is a dict of columns: give a list of rows, each a dict",
+        ),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+            "give one, e.g. data=dataset['train']",
+        ),
         (3, "is of type int: give a list of rows"),
         (lambda: 3, "gives int, which cannot be iterated over"),
     ],
@@ -92,5 +109,9 @@ def test_a_resumed_run_reads_what_it_began_with(tmp_path: Path) -> None:
     never = (pytest.fail("it was read") for _ in range(1))
     assert keep(never, tmp_path, resuming=True) == ROWS  # an iterator may give other rows each time
     assert keep(list(ROWS), tmp_path, resuming=True) == ROWS
-    assert "different rows than those that the run began with" in message(ROWS[:1], tmp_path, resuming=True)
-    assert keep(ROWS[:1], tmp_path) == ROWS[:1], "without a checkpoint it begins with what it is given"
+    assert "different rows than those that the run began with" in message(
+        ROWS[:1], tmp_path, resuming=True
+    )
+    assert keep(ROWS[:1], tmp_path) == ROWS[:1], (
+        "without a checkpoint it begins with what it is given"
+    )

@@ -49,7 +49,12 @@ def message(source, columns=Columns(), **settings) -> str:  # noqa: B008  frozen
 def test_jsonl_rows_keep_the_rest_as_extra_info(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     first, second = load(str(path))
-    assert (first.prompt, first.answer, first.domain, first.extra_info) == ("1+1=", "2", "sums", {"level": 1})
+    assert (first.prompt, first.answer, first.domain, first.extra_info) == (
+        "1+1=",
+        "2",
+        "sums",
+        {"level": 1},
+    )
     assert (second.domain, second.extra_info) == ("products", {})
     assert first.origin == f"{path}:1" and second.origin == f"{path}:2"
 
@@ -67,7 +72,10 @@ def test_the_same_rows_from_every_format(tmp_path):
     (tmp_path / "lines.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
 
     def seen(source) -> list:
-        return [(row.prompt, row.answer, row.domain, row.extra_info) for row in load(source, run_folder=tmp_path)]
+        return [
+            (row.prompt, row.answer, row.domain, row.extra_info)
+            for row in load(source, run_folder=tmp_path)
+        ]
 
     expected = seen(tmp_path / "a.jsonl")
     for name in ("a.json", "a.parquet", "a.csv", "bom.jsonl", "lines.json"):
@@ -77,7 +85,10 @@ def test_the_same_rows_from_every_format(tmp_path):
 
 def test_several_files_in_their_order_up_to_max_samples(tmp_path):
     paths = [
-        str(write_jsonl(tmp_path / f"{i}.jsonl", [{"prompt": f"{i}{j}", "answer": 1} for j in "ab"])) for i in "12"
+        str(
+            write_jsonl(tmp_path / f"{i}.jsonl", [{"prompt": f"{i}{j}", "answer": 1} for j in "ab"])
+        )
+        for i in "12"
     ]
     assert [row.prompt for row in load(paths)] == ["1a", "1b", "2a", "2b"]
     assert [row.prompt for row in load(paths, max_samples=3)] == ["1a", "1b", "2a"]
@@ -86,8 +97,12 @@ def test_several_files_in_their_order_up_to_max_samples(tmp_path):
 
 def test_gsm8k_and_svamp_load():
     assert len(load(SETS / "gsm8k_test_200.jsonl", GSM8K)) == 200
-    rows = load(SETS / "svamp_test_60.jsonl", Columns(prompt="Body", answer="Answer", domain="Type"))
-    assert len(rows) == 60 and isinstance(rows[0].answer, float) and "Equation" in rows[0].extra_info
+    rows = load(
+        SETS / "svamp_test_60.jsonl", Columns(prompt="Body", answer="Answer", domain="Type")
+    )
+    assert (
+        len(rows) == 60 and isinstance(rows[0].answer, float) and "Equation" in rows[0].extra_info
+    )
 
 
 def test_nested_columns_and_extra_info_as_verl_writes_them(tmp_path):
@@ -104,7 +119,13 @@ def test_nested_columns_and_extra_info_as_verl_writes_them(tmp_path):
 
 
 def test_values_that_json_cannot_hold_become_plain(tmp_path):
-    row = {"prompt": "p", "answer": Decimal("2"), "when": date(2024, 5, 6), "price": Decimal("1.5"), "raw": b"\xff"}
+    row = {
+        "prompt": "p",
+        "answer": Decimal("2"),
+        "when": date(2024, 5, 6),
+        "price": Decimal("1.5"),
+        "raw": b"\xff",
+    }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
     (loaded,) = load(tmp_path / "a.parquet")
     assert loaded.answer == 2
@@ -116,7 +137,9 @@ def test_values_are_the_same_in_every_process_and_every_decimal_is_a_number():
     """The order of a set of texts is another in each process."""
     texts = {f"text {number}" for number in range(20)}
     assert plain({"of": texts}) == {"of": sorted(texts)}
-    assert plain([Decimal("Infinity"), Decimal("1e2")]) == [math.inf, 100] and math.isnan(plain(Decimal("NaN")))
+    assert plain([Decimal("Infinity"), Decimal("1e2")]) == [math.inf, 100] and math.isnan(
+        plain(Decimal("NaN"))
+    )
 
 
 def test_a_folder_of_the_datasets_library(tmp_path, monkeypatch):
@@ -162,8 +185,14 @@ def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):
         ("{folder}/header.csv", "no rows"),
         ([], "no rows in an empty list"),
         ("{folder}/other.jsonl", "the column 'prompt' (data.prompt_key); did you mean 'promt'?"),
-        ("{folder}/no_answer.jsonl", "the column 'answer' (data.answer_key); did you mean 'anwser'?"),
-        ("{folder}/far.jsonl", "the column 'prompt' (data.prompt_key); columns: body, uid; set data.prompt_key to one"),
+        (
+            "{folder}/no_answer.jsonl",
+            "the column 'answer' (data.answer_key); did you mean 'anwser'?",
+        ),
+        (
+            "{folder}/far.jsonl",
+            "the column 'prompt' (data.prompt_key); columns: body, uid; set data.prompt_key to one",
+        ),
     ],
 )
 def test_sources_that_cannot_be_read(tmp_path, source, said):
@@ -193,18 +222,33 @@ def test_files_that_hold_or_stand_for_too_much_are_refused(tmp_path):
             file.truncate(10 * 2**30)
     (tmp_path / "many.json").write_text("[" + "1," * 4_000_000 + "1]")
     (tmp_path / "field.csv").write_text('prompt,answer\na,"' + f"{'y' * 1_200_000}\n" * 8)
-    (tmp_path / "wide.csv").write_text(",".join(f"c{i}" for i in range(1000)) + "\n" + "1," * 999 + "1\n")
-    for name, text, rows in (("long", "a" * 150_000_000, 1), ("same", "a" * 4_000_000, 100), ("many", "a", 300_000)):
-        texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), [text])
+    (tmp_path / "wide.csv").write_text(
+        ",".join(f"c{i}" for i in range(1000)) + "\n" + "1," * 999 + "1\n"
+    )
+    for name, text, rows in (
+        ("long", "a" * 150_000_000, 1),
+        ("same", "a" * 4_000_000, 100),
+        ("many", "a", 300_000),
+    ):
+        texts = pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0] * rows, pyarrow.int32()), [text]
+        )
         table = pyarrow.table({"prompt": texts, "answer": ["1"] * rows})
-        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False)
+        pyarrow.parquet.write_table(
+            table, tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False
+        )
     said = {
-        "long.json": "is one list of 10,737,418,240 bytes, too large to be read at once: save it as .jsonl",
+        "long.json": (
+            "is one list of 10,737,418,240 bytes, too large to be read at once: save it as .jsonl"
+        ),
         "many.json": "save it as .jsonl",
         "long.csv": "long.csv' cannot be read: it has a line of more than 8,388,608 bytes",
         "field.csv": "not CSV: field larger than field limit",
         "wide.csv": "columns: c0, c1, c10, ",
-        **dict.fromkeys(("long.parquet", "same.parquet", "many.parquet"), "it expands to more than 134,217,728 bytes"),
+        **dict.fromkeys(
+            ("long.parquet", "same.parquet", "many.parquet"),
+            "it expands to more than 134,217,728 bytes",
+        ),
     }
     for name, part in said.items():
         found = message(tmp_path / name)
@@ -220,9 +264,15 @@ BAD_LINES = [
     (b'{"prompt": "", "answer": "1"}', "is empty"),
     (b'{"prompt": [], "answer": "1"}', "empty list"),
     (b'{"prompt": [{"role": "user"}], "answer": "1"}', "message 1 of the prompt"),
-    (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "message 1 of the prompt"),
+    (
+        b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}',
+        "message 1 of the prompt",
+    ),
     (b'{"prompt": "\\ud800", "answer": "1"}', "half a surrogate pair"),
-    (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}', "half a surrogate pair"),
+    (
+        b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}',
+        "half a surrogate pair",
+    ),
     (b'{"prompt": "a"}', "no answer in the column 'answer'"),
     (b'{"prompt": "a", "answer": ""}', "no answer in the column 'answer'"),
     (b"[" * 100_000, "nested too deeply"),
@@ -230,7 +280,9 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
-def test_a_bad_row_is_named_with_its_file_line_and_reason_or_skipped_and_counted(tmp_path, line, reason):
+def test_a_bad_row_is_named_with_its_file_line_and_reason_or_skipped_and_counted(
+    tmp_path, line, reason
+):
     good = b'{"prompt": "good", "answer": "1"}\n'
     path = tmp_path / "a.jsonl"
     path.write_bytes(good + b"\n" + line + b"\n" + good)
@@ -272,13 +324,17 @@ def test_a_domain_column_that_was_asked_for_must_be_there(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1, "topic": "t"}])
     assert load(tmp_path / "a.jsonl")[0].domain == "default"
     assert load(tmp_path / "a.jsonl", Columns(domain="topic"))[0].domain == "t"
-    assert "(data.domain_key); did you mean 'topic'?" in message(tmp_path / "a.jsonl", Columns(domain="topics"))
+    assert "(data.domain_key); did you mean 'topic'?" in message(
+        tmp_path / "a.jsonl", Columns(domain="topics")
+    )
 
 
 def test_a_pass_rate_that_is_asked_for_is_a_number(tmp_path):
     columns = Columns(pass_rate="stats.rate")
     rates = [{"rate": 0.25}, {"rate": "0.5"}, {"rate": 1}]
-    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1, "stats": each} for each in rates])
+    write_jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1, "stats": each} for each in rates]
+    )
     assert [row.pass_rate for row in load(tmp_path / "a.jsonl", columns)] == [0.25, 0.5, 1.0]
     assert load(tmp_path / "a.jsonl")[0].pass_rate is None
     for bad in ("half", True, None, "nan", [0.5]):
@@ -286,7 +342,9 @@ def test_a_pass_rate_that_is_asked_for_is_a_number(tmp_path):
             tmp_path / "b.jsonl",
             [{"prompt": "a", "answer": 1, "stats": each} for each in (*rates, {"rate": bad})],
         )
-        assert "b.jsonl:4: the pass rate (column 'stats.rate') is" in message(tmp_path / "b.jsonl", columns)
+        assert "b.jsonl:4: the pass rate (column 'stats.rate') is" in message(
+            tmp_path / "b.jsonl", columns
+        )
     write_jsonl(tmp_path / "c.jsonl", [{"prompt": "a", "answer": 1, "difficulty": 3}])
     assert "(data.pass_rate_key); set data.pass_rate_key=difficulty" in message(
         tmp_path / "c.jsonl", Columns(pass_rate="pass_rate")
@@ -297,8 +355,12 @@ def test_responses_to_learn_from(tmp_path):
     columns = Columns(response="response", answer_required=False)
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])
     assert load(tmp_path / "a.jsonl", columns)[0].response == "b"
-    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": 3}])
-    assert "the response (column 'response') is int 3, not a text" in message(tmp_path / "b.jsonl", columns)
+    write_jsonl(
+        tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": 3}]
+    )
+    assert "the response (column 'response') is int 3, not a text" in message(
+        tmp_path / "b.jsonl", columns
+    )
     write_jsonl(tmp_path / "c.jsonl", [{"prompt": "a", "completion": "b"}])
     assert "(data.response_key)" in message(tmp_path / "c.jsonl", columns)
 
@@ -309,16 +371,25 @@ class TestRowsOfAFunction:
         body = f"""
     with open({str(tmp_path / "calls")!r}, "a") as calls:
         calls.write("x")
-    return ({{"prompt": f"{{i}}", "answer": i, "mixed": [1, "a", {{"b": None}}]}} for i in range(3))"""
+    return ({{"prompt": f"{{i}}", "answer": i, "mixed": [1, "a", {{"b": None}}]}} for i in range(3))"""  # noqa: E501
         rows = function_of(tmp_path, body)
         first = load(rows, run_folder=tmp_path)
         again = load(rows, run_folder=tmp_path)
         assert first == again and (tmp_path / "calls").read_text() == "x"
-        assert [row.answer for row in first] == [0, 1, 2] and first[0].extra_info["mixed"] == [1, "a", {"b": None}]
+        assert [row.answer for row in first] == [0, 1, 2] and first[0].extra_info["mixed"] == [
+            1,
+            "a",
+            {"b": None},
+        ]
         assert (tmp_path / "data" / "train_files-0.arrow").is_file()
 
     def test_one_named_in_the_config(self, tmp_path):
-        assert load(function_of(tmp_path, "yield {'prompt': 'a', 'answer': '1'}"), run_folder=tmp_path)[0].prompt == "a"
+        assert (
+            load(
+                function_of(tmp_path, "yield {'prompt': 'a', 'answer': '1'}"), run_folder=tmp_path
+            )[0].prompt
+            == "a"
+        )
 
     def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sources, "MAX_ROWS", 1000)
@@ -353,7 +424,10 @@ class TestRowsOfAFunction:
             ("return ['a']", "my_rows.py:rows' is str"),
             ("return []", "no rows"),
             ("return {}['split']", "my_rows.py:rows' raised KeyError: 'split' (at my_rows.py:2)"),
-            ("yield {'prompt': 'a', 'answer': 1}; raise OSError('no such disk')", "raised OSError: no such disk"),
+            (
+                "yield {'prompt': 'a', 'answer': 1}; raise OSError('no such disk')",
+                "raised OSError: no such disk",
+            ),
         ],
     )
     def test_what_gives_no_rows_is_refused(self, tmp_path, body, said):
@@ -369,7 +443,10 @@ KINDS = {
     "utf-16": (OBJECT.encode("utf-16"), "is UTF-16: save it as UTF-8"),
     "a list": (
         f"[\n{OBJECT}]".encode(),
-        "x.jsonl:1: not JSON (Expecting value: line 2 column 1 (char 2)); if the file is one JSON list, name it x.json",
+        (
+            "x.jsonl:1: not JSON (Expecting value: line 2 column 1 (char 2)); if the file is one "
+            "JSON list, name it x.json"
+        ),
     ),
     "lines of one object": (
         b'{\n  "prompt": "a"\n}\n',
@@ -381,14 +458,20 @@ KINDS = {
     ),
     "csv": (
         b"prompt,answer\na,1\n",
-        "x.jsonl:1: not JSON (Expecting value: line 1 column 1 (char 0)); if the file is CSV, name it x.csv",
+        (
+            "x.jsonl:1: not JSON (Expecting value: line 1 column 1 (char 0)); if the file is CSV, "
+            "name it x.csv"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("$HOME/x.jsonl", "write the path, or ${oc.env:NAME}/..."), ("“x.jsonl”", "its name has typographic quotes")],
+    [
+        ("$HOME/x.jsonl", "write the path, or ${oc.env:NAME}/..."),
+        ("“x.jsonl”", "its name has typographic quotes"),
+    ],
 )
 def test_a_name_that_another_program_would_have_changed_is_told(path, said):
     assert said in message(path)
@@ -409,4 +492,6 @@ def test_a_broken_first_line_is_skipped_where_it_is_to_be(tmp_path):
 
 def test_another_separator_is_named(tmp_path):
     (tmp_path / "x.csv").write_text("prompt;answer\na;1\n")
-    assert "has one column, 'prompt;answer': separate columns by commas instead of ';'" in message(tmp_path / "x.csv")
+    assert "has one column, 'prompt;answer': separate columns by commas instead of ';'" in message(
+        tmp_path / "x.csv"
+    )

@@ -1,4 +1,5 @@
-"""Rows of reasoning-gym's data sets: the same for the same seed, whole, and what is wrong with a source is told."""
+"""Rows of reasoning-gym's data sets: the same for the same seed, whole, and what is wrong with a
+source is told."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from distflow.errors import UserError
 def installed(test: Callable[..., None]) -> Callable[..., None]:
     """`make test-slow` installs it."""
     return pytest.mark.slow(
-        pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="wants the extra reasoning-gym")(test)
+        pytest.mark.skipif(
+            find_spec("reasoning_gym") is None, reason="wants the extra reasoning-gym"
+        )(test)
     )
 
 
@@ -29,10 +32,13 @@ def rows_of(source: str, max_samples: int = -1) -> list[RawRow]:
 @installed
 def test_rows_follow_from_name_settings_and_seed() -> None:
     # Words in a set: a data set whose rows would depend on the hashes of this process.
-    first, again = rows_of("ransom_note?size=4&seed=3"), rows_of("ransom_note?size=9&seed=3", max_samples=4)
+    first = rows_of("ransom_note?size=4&seed=3")
+    again = rows_of("ransom_note?size=9&seed=3", max_samples=4)
     assert [row.prompt for row in first] == [row.prompt for row in again] and len(first) == 4
     assert [row.answer for row in first] == [row.answer for row in again]
-    assert first[0].domain == "reasoning-gym/ransom_note" and first[0].origin.endswith("size=4&seed=3, row 1")
+    assert first[0].domain == "reasoning-gym/ransom_note" and first[0].origin.endswith(
+        "size=4&seed=3, row 1"
+    )
 
 
 @installed
@@ -53,7 +59,10 @@ def test_settings_reach_the_data_set_and_rows_are_its_own() -> None:
     "source, said",
     [
         ("chain_sums", "no data set 'chain_sums'; did you mean 'chain_sum'?"),
-        ("chain_sum?min_term=3", "'chain_sum' has no setting 'min_term'; did you mean 'min_terms'?"),
+        (
+            "chain_sum?min_term=3",
+            "'chain_sum' has no setting 'min_term'; did you mean 'min_terms'?",
+        ),
         ("chain_sum?min_terms=0", "rejects its settings"),
     ],
 )
@@ -66,7 +75,10 @@ def test_an_invalid_source_is_reported(source: str, said: str) -> None:
 
 @installed
 def test_an_unknown_data_set_is_reported_with_the_key() -> None:
-    with pytest.raises(UserError, match="data.train_files: 'reasoning-gym:chain_sums': reasoning-gym has no data set"):
+    with pytest.raises(
+        UserError,
+        match="data.train_files: 'reasoning-gym:chain_sums': reasoning-gym has no data set",
+    ):
         rows_of("chain_sums")
 
 
@@ -77,7 +89,9 @@ def test_a_size_is_a_number_of_rows() -> None:
             rows_of(f"chain_sum?size={size}")
 
 
-@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="wants to be without the extra reasoning-gym")
+@pytest.mark.skipif(
+    find_spec("reasoning_gym") is not None, reason="wants to be without the extra reasoning-gym"
+)
 def test_without_the_package_the_extra_is_named() -> None:
     with pytest.raises(UserError, match=r"pip install 'distflow\[reasoning-gym\]'"):
         rows_of("chain_sum")
@@ -85,7 +99,11 @@ def test_without_the_package_the_extra_is_named() -> None:
 
 def test_an_entry_keeps_its_types() -> None:
     entry = {"question": "?", "metadata": {"board": ((1, 2), (3, 4)), 5: {"x"}, "none": None}}
-    assert read_entry(write_entry(entry)) == entry != json.loads(json.dumps({"metadata": entry["metadata"]["board"]}))  # type: ignore[index]
+    assert (
+        read_entry(write_entry(entry))
+        == entry
+        != json.loads(json.dumps({"metadata": entry["metadata"]["board"]}))
+    )  # type: ignore[index]
     assert read_entry('{"a": true, "b": null}') == {"a": True, "b": None}
     with pytest.raises(ValueError):
         read_entry("[1]")

@@ -1,5 +1,5 @@
-"""Builds the rehearsal's device once for all tests, and runs tests with it in processes of their own: a device that is
-registered in a process stays, and `trainer.device=auto` would find it."""
+"""Builds the rehearsal's device once for all tests, and runs tests with it in processes of their
+own: a device that is registered in a process stays, and `trainer.device=auto` would find it."""
 
 import fcntl
 import functools
@@ -33,9 +33,22 @@ def build() -> Path:
     """The folder to import the device from; skips the test where there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("the rehearsal's device is C++: it wants the compiler `g++` on the PATH (Debian's package is g++)")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    what = [compiler, version, *FLAGS, torch.__version__, torch.__file__, sys.version, CODE.read_text()]
+        pytest.skip(
+            "the rehearsal's device is C++: it wants the compiler `g++` on the PATH (Debian's "
+            "package is g++)"
+        )
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    what = [
+        compiler,
+        version,
+        *FLAGS,
+        torch.__version__,
+        torch.__file__,
+        sys.version,
+        CODE.read_text(),
+    ]
     library = _made(what, functools.partial(_compile, compiler))
     return _made([*what, MODULE.read_text()], functools.partial(_write_package, library))
 
@@ -57,10 +70,19 @@ def _made(of: list[str], make: Callable[[Path], None]) -> Path:
 
 def _compile(compiler: str, folder: Path) -> None:
     of_torch = Path(torch.__file__).parent
-    includes = (of_torch / "include", of_torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    includes = (
+        of_torch / "include",
+        of_torch / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    )
     libraries = ("torch", "torch_cpu", "torch_python", "c10")
     command = [
-        *(compiler, *FLAGS, "-DTORCH_EXTENSION_NAME=rehearsal_backend", *(f"-I{path}" for path in includes)),
+        *(
+            compiler,
+            *FLAGS,
+            "-DTORCH_EXTENSION_NAME=rehearsal_backend",
+            *(f"-I{path}" for path in includes),
+        ),
         *(str(CODE), f"-L{of_torch}/lib", *(f"-l{name}" for name in libraries)),
         *(f"-Wl,-rpath,{of_torch}/lib", "-o", str(folder / LIBRARY)),
     ]
@@ -69,20 +91,27 @@ def _compile(compiler: str, folder: Path) -> None:
 
 
 def _write_package(library: Path, folder: Path) -> None:
-    """As `pip install` would: `import torch` loads the device wherever the folder is on the path."""
+    """As `pip install` would: `import torch` loads the device wherever the folder is on the
+    path."""
     shutil.copy(MODULE, folder)
     (folder / LIBRARY).symlink_to(library / LIBRARY)
     of_package = folder / "torch_rehearsal-1.dist-info"
     of_package.mkdir()
-    (of_package / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-rehearsal\nVersion: 1\n")
-    (of_package / "entry_points.txt").write_text("[torch.backends]\nrehearsal = torch_rehearsal:load\n")
+    (of_package / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch-rehearsal\nVersion: 1\n"
+    )
+    (of_package / "entry_points.txt").write_text(
+        "[torch.backends]\nrehearsal = torch_rehearsal:load\n"
+    )
 
 
 def load_device() -> None:
     """Register the device in this process, and for those that it starts."""
     folder = str(build())
     sys.path.append(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     importlib.import_module("torch_rehearsal").load()
 
 
@@ -93,14 +122,18 @@ def on_device(test: Callable[..., Any]) -> Callable[..., Any]:
     def in_a_process(**fixtures: Any) -> None:
         build()
         ours, theirs = forks.Pipe(duplex=False)
-        process = forks.Process(target=_run, args=(theirs, test.__module__, test.__name__, fixtures))
+        process = forks.Process(
+            target=_run, args=(theirs, test.__module__, test.__name__, fixtures)
+        )
         process.start()
         theirs.close()
         process.join(DEADLINE_S)
         if process.is_alive():
             process.kill()
             pytest.fail(f"{test.__name__} did not end within {DEADLINE_S:.0f} s")
-        assert process.exitcode == 0, ours.recv() if ours.poll() else f"it ended with status {process.exitcode}"
+        assert process.exitcode == 0, (
+            ours.recv() if ours.poll() else f"it ended with status {process.exitcode}"
+        )
 
     return in_a_process
 

@@ -1,4 +1,5 @@
-"""What lies in the device's memory: nothing that grows, no full logits, no second copy of the model."""
+"""What lies in the device's memory: nothing that grows, no full logits, no second copy of the
+model."""
 
 import copy
 from pathlib import Path
@@ -16,13 +17,18 @@ from tests.tiny_models import write_tiny_model
 from tests.training.batches import TokenMeanLoss, ragged_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.by_hand]
-VOCABULARY, LENGTHS = 32768, ((4, 300),) * 7
+VOCABULARY = 32768
+LENGTHS = ((4, 300),) * 7
 
 
 def memory_of(run: Run) -> list[float]:
     """The most that was allocated in each step, in bytes."""
     return [
-        max(n for name, n in step.items() if name.startswith("memory/rehearsal/") and not name.endswith("/peak"))
+        max(
+            n
+            for name, n in step.items()
+            if name.startswith("memory/rehearsal/") and not name.endswith("/peak")
+        )
         for step in run.metrics()
     ]
 
@@ -30,8 +36,14 @@ def memory_of(run: Run) -> list[float]:
 @on_device
 def test_memory_is_flat_over_fifty_steps(tmp_path: Path) -> None:
     ground = Playground(tmp_path, num_rows=8)
-    keys = ("trainer.total_training_steps=50", "actor_rollout_ref.rollout.n=2", "data.max_response_length=4")
-    run = ground.run("grpo", *keys, "trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
+    keys = (
+        "trainer.total_training_steps=50",
+        "actor_rollout_ref.rollout.n=2",
+        "data.max_response_length=4",
+    )
+    run = ground.run(
+        "grpo", *keys, "trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal"
+    )
     steps = memory_of(run)
     assert len(steps) == 50 and max(steps[25:]) <= 1.01 * max(steps[2:25])
 
@@ -42,7 +54,9 @@ def test_an_update_allocates_no_full_logits(tmp_path: Path) -> None:
 
     model = load_model(write_tiny_model(tmp_path, vocab_size=VOCABULARY), device="rehearsal")
     optimizer = make_optimizer("sgd", model.parameters(), lr=1e-3)
-    engine = TorchTrainEngine(model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10))
+    engine = TorchTrainEngine(
+        model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10)
+    )
     batch = ragged_batch(LENGTHS, vocabulary=VOCABULARY)
     full = 4 * VOCABULARY * int(batch.lengths("response").sum())
     events = Events()
@@ -56,10 +70,16 @@ def test_an_update_allocates_no_full_logits(tmp_path: Path) -> None:
 
 
 def copies_while_generating(folder: Path) -> float:
-    """What is allocated while the engine generates, by the size of the model, of which all else is a small part."""
-    ground = Playground(folder, num_rows=8, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    """What is allocated while the engine generates, by the size of the model, of which all else is
+    a small part."""
+    ground = Playground(
+        folder, num_rows=8, hidden_size=256, intermediate_size=1024, num_hidden_layers=4
+    )
     keys = ("trainer.total_training_steps=2", "actor_rollout_ref.rollout.max_num_seqs=4")
-    plain = ("actor_rollout_ref.actor.optim.optimizer=sgd", "actor_rollout_ref.actor.use_kl_loss=false")
+    plain = (
+        "actor_rollout_ref.actor.optim.optimizer=sgd",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+    )
     proofs = ("trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
     steps = ground.run("grpo", *keys, *plain, *proofs).metrics()
     most = max(step["memory/rehearsal/rollout"] for step in steps)

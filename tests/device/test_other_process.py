@@ -1,5 +1,5 @@
-"""Weights of a device go in buckets to an engine on the device of another process: by files, and through a process
-group."""
+"""Weights of a device go in buckets to an engine on the device of another process: by files, and
+through a process group."""
 
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,17 +24,22 @@ from tests.rollout.drive import make_engine, prompt_of, request_of, run_all, tok
 from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.by_hand, pytest.mark.alone]
-WORKER, DEADLINE_S = 1, 100
+WORKER = 1
+DEADLINE_S = 100
 
 
 def answers(model: Any) -> list[list[int]]:
-    return tokens_of(run_all(make_engine(model), [request_of(prompt_of(5), (0, 1, 2), max_tokens=20)]))
+    return tokens_of(
+        run_all(make_engine(model), [request_of(prompt_of(5), (0, 1, 2), max_tokens=20)])
+    )
 
 
 def hold(folder: Path, trainer: Connection) -> None:
-    """A worker that does not train: it answers each call, and responses of its engine to an empty one."""
+    """A worker that does not train: it answers each call, and responses of its engine to an empty
+    one."""
     load_device()
-    model, incoming = load_model(folder, device="rehearsal", init="random", seed=5), IncomingWeights()
+    model = load_model(folder, device="rehearsal", init="random", seed=5)
+    incoming = IncomingWeights()
     held = EngineWeights(model, shared=False)
 
     def receive(version: Version, weights: Any) -> WeightReceipt:
@@ -46,11 +51,15 @@ def hold(folder: Path, trainer: Connection) -> None:
     trainer.send(answers(model))
 
 
-def send(model: torch.nn.Module, version: Version, carry: Carry, worker: Connection, device: str = "cpu") -> None:
+def send(
+    model: torch.nn.Module, version: Version, carry: Carry, worker: Connection, device: str = "cpu"
+) -> None:
     """In buckets that are smaller than the model. device: from which `carry` sends."""
     weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     number = 0
-    for number, bucket in enumerate(buckets(weights, sum(each.nbytes for _, each in weights) // 3), start=1):
+    for number, bucket in enumerate(
+        buckets(weights, sum(each.nbytes for _, each in weights) // 3), start=1
+    ):
         packed = pack(bucket, device)
         sent = carry(version, number - 1, packed, (WORKER,))[WORKER]
         worker.send((version, number - 1, sent, hash_of(packed)))
@@ -78,12 +87,22 @@ def test_an_engine_on_the_device_of_another_process_gets_them_bit_for_bit(tmp_pa
         from torch_rehearsal import Events
 
         with Events() as events:
-            send(model, Version(0, 2), Pairs(tmp_path, "rehearsal", DEADLINE_S, pytest.fail), worker, "rehearsal")
+            send(
+                model,
+                Version(0, 2),
+                Pairs(tmp_path, "rehearsal", DEADLINE_S, pytest.fail),
+                worker,
+                "rehearsal",
+            )
         (read,) = (place for place in events.of("wait") if "bucket_files" in place[2])
-        assert events.counts[read] == len(list(model.parameters())) and events.bytes[read] == 8 * events.counts[read], (
-            "checksums alone"
+        assert (
+            events.counts[read] == len(list(model.parameters()))
+            and events.bytes[read] == 8 * events.counts[read]
+        ), "checksums alone"
+        assert (
+            sum(events.of("collective", "collective_weight_transport").values())
+            == events.counts[read]
         )
-        assert sum(events.of("collective", "collective_weight_transport").values()) == events.counts[read]
         worker.send(())
         assert worker.poll(DEADLINE_S) and worker.recv() == answers(model)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]

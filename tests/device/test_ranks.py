@@ -1,5 +1,5 @@
-"""Two ranks on devices of the rehearsal, over a backend that copies through the host: sharded weights and gradients and
-layers divided over ranks, leave what one process leaves on a CPU."""
+"""Two ranks on devices of the rehearsal, over a backend that copies through the host: sharded
+weights and gradients and layers divided over ranks, leave what one process leaves on a CPU."""
 
 import os
 from pathlib import Path
@@ -26,8 +26,22 @@ LAYOUTS = {
 def test_two_ranks_leave_what_one_process_does(tmp_path: Path, name: str) -> None:
     os.environ["REHEARSAL_DEVICES"] = "2"
     ground = Playground(tmp_path, num_rows=8)
-    keys = (*LAYOUTS[name], "trainer.n_gpus_per_node=2", "trainer.device=rehearsal", "trust.audit_freq=1")
-    assert cli.main(["train", "grpo", *ground.overrides("two", STEPS, *ALIKE, f"{ROLLOUT}.name=embedded", *keys)]) == 0
+    keys = (
+        *LAYOUTS[name],
+        "trainer.n_gpus_per_node=2",
+        "trainer.device=rehearsal",
+        "trust.audit_freq=1",
+    )
+    assert (
+        cli.main(
+            [
+                "train",
+                "grpo",
+                *ground.overrides("two", STEPS, *ALIKE, f"{ROLLOUT}.name=embedded", *keys),
+            ]
+        )
+        == 0
+    )
     one = run_on("cpu", ground, "grpo", "trust.audit_freq=0")
     two = Run(tmp_path / "two", one.config, one.outcome)
     assert not two.notes("warning"), two.notes("warning")

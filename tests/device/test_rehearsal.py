@@ -1,4 +1,5 @@
-"""The rehearsal's device itself: what a device forbids it forbids, and what waits for it is counted."""
+"""The rehearsal's device itself: what a device forbids it forbids, and what waits for it is
+counted."""
 
 import os
 import signal
@@ -17,16 +18,22 @@ pytestmark = pytest.mark.slow
 def test_torch_finds_it_wherever_it_is_on_the_path() -> None:
     """As `launch` starts workers: in a fresh interpreter, by nothing but the path."""
     code = (
-        "import torch; print(torch.accelerator.current_accelerator(), torch.ones(2, device='rehearsal').sum().item())"
+        "import torch; print(torch.accelerator.current_accelerator(), torch.ones(2, "
+        "device='rehearsal').sum().item())"
     )
     environment = {**os.environ, "PYTHONPATH": str(build())}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "rehearsal 2.0\n"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+        == "rehearsal 2.0\n"
+    )
 
 
 def test_who_reads_its_memory_on_the_host_dies() -> None:
     code = "import ctypes, torch; ctypes.string_at(torch.ones(2, device='rehearsal').data_ptr(), 1)"
     environment = {**os.environ, "PYTHONPATH": str(build())}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == -signal.SIGSEGV
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment).returncode == -signal.SIGSEGV
+    )
 
 
 @on_device
@@ -41,7 +48,14 @@ def test_kernels_are_those_of_the_cpu() -> None:
         in_place[:, 1].mul_(2).add_(1)
         in_place.t_().clamp_(max=1)
         results.append(
-            (out, x.grad, in_place, *torch.topk(x, 2), torch.cat([x, in_place.t()]), torch.var_mean(x, 0)[0])
+            (
+                out,
+                x.grad,
+                in_place,
+                *torch.topk(x, 2),
+                torch.cat([x, in_place.t()]),
+                torch.var_mean(x, 0)[0],
+            )
         )
     assert all(torch.equal(ours, theirs.cpu()) for ours, theirs in zip(*results, strict=True))
 
@@ -54,7 +68,8 @@ def test_attention_is_that_of_the_cpu() -> None:
     for x, mask in ((query.clone(), bias), (query.to("rehearsal"), bias.to("rehearsal"))):
         x.requires_grad_()
         (
-            scaled_dot_product_attention(x, x, x, mask) + scaled_dot_product_attention(x, x, x, is_causal=True)
+            scaled_dot_product_attention(x, x, x, mask)
+            + scaled_dot_product_attention(x, x, x, is_causal=True)
         ).sum().backward()
         assert x.grad is not None
         results.append(x.grad.cpu())
@@ -64,7 +79,11 @@ def test_attention_is_that_of_the_cpu() -> None:
 @on_device
 def test_tensors_of_the_host_and_of_the_device_do_not_mix() -> None:
     x, mask = torch.ones(2, 3, device="rehearsal"), torch.ones(2, 3).bool()
-    for mistake in (lambda: x * mask, lambda: x.masked_fill(mask, 0.0), lambda: torch.where(mask, x, x)):
+    for mistake in (
+        lambda: x * mask,
+        lambda: x.masked_fill(mask, 0.0),
+        lambda: torch.where(mask, x, x),
+    ):
         with pytest.raises(RuntimeError, match="(?s)same device.*cpu"):
             mistake()
     with pytest.raises(TypeError, match="convert rehearsal:0 device type tensor to numpy"):
@@ -97,7 +116,10 @@ def test_waits_are_counted() -> None:
         counts.repeat_interleave(counts, output_size=6)
         y[torch.arange(2, device="rehearsal")] = 0
         torch.empty(4, pin_memory=True).copy_(y, non_blocking=True)
-    assert not events.of("wait") and events.of("to device").total() == events.of("to host").total() == 1
+    assert (
+        not events.of("wait")
+        and events.of("to device").total() == events.of("to host").total() == 1
+    )
     with Events() as events:
         x[x > 1]
     assert events.of("wait")

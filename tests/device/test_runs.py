@@ -19,11 +19,15 @@ from tests.e2e.runs import Playground, Run
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
 
-pytestmark, BY_HAND = pytest.mark.slow, pytest.mark.by_hand
-ROLLOUT, MODEL, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.actor"
+pytestmark = pytest.mark.slow
+BY_HAND = pytest.mark.by_hand
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
 FREE = f"{ROLLOUT}.free_cache_engine=true"
 STEPS = "trainer.total_training_steps=3"
-# Adam divides by the size of a gradient, so that the last bit of a small one would be all that is seen.
+# Adam divides by the size of a gradient, so that the last bit of a small one would be all that is
+# seen.
 ALIKE = (
     f"{ACTOR}.optim.optimizer=sgd",
     f"{ACTOR}.optim.lr=0.1",
@@ -36,7 +40,11 @@ RUNS = {
     "embedded": ("grpo", f"{ROLLOUT}.name=embedded"),
     "batch invariant": ("grpo", f"{ROLLOUT}.batch_invariant=true"),
     "lora": ("grpo", f"{MODEL}.lora_rank=2", f"{ACTOR}.use_kl_loss=true"),
-    "checkpointing": ("grpo", f"{MODEL}.enable_gradient_checkpointing=true", "algorithm.recompute_old_log_probs=true"),
+    "checkpointing": (
+        "grpo",
+        f"{MODEL}.enable_gradient_checkpointing=true",
+        "algorithm.recompute_old_log_probs=true",
+    ),
     "ppo": ("ppo",),
     "phases": ("grpo", FREE, f"{ROLLOUT}.name=embedded"),
     "offload": (
@@ -46,14 +54,25 @@ RUNS = {
         "critic.fsdp_config.optimizer_offload=true",
     ),
 }
-NOT_IN_SFT = (f"{ROLLOUT}.n", "reward.functions", "reward.num_workers", "custom_reward_function.path")
+NOT_IN_SFT = (
+    f"{ROLLOUT}.n",
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+)
 SFT = (*(f"~{key}" for key in NOT_IN_SFT), "~trust.check_rewards")
 
 
 def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
-    """By the command, which must succeed; without an audit on the CPU, of which only the numbers matter."""
+    """By the command, which must succeed; without an audit on the CPU, of which only the numbers
+    matter."""
     keys = ground.overrides(device, STEPS, *ALIKE, f"trainer.device={device}", *more)
-    assert cli.main(["sft" if preset == "sft" else "train", *([] if preset == "sft" else [preset]), *keys]) == 0
+    assert (
+        cli.main(
+            ["sft" if preset == "sft" else "train", *([] if preset == "sft" else [preset]), *keys]
+        )
+        == 0
+    )
     config, _ = ground.spec(preset, STEPS, *ALIKE, f"trainer.device={device}", *more, name="read")
     return Run(ground.folder / device, config, None)
 
@@ -95,7 +114,9 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "embedded" else BY_HAND) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "embedded" else BY_HAND) for name in RUNS]
+)
 @on_device
 def test_a_run_is_that_of_a_cpu_and_passes_its_audits(tmp_path: Path, name: str) -> None:
     preset, *keys = RUNS[name]
@@ -126,26 +147,39 @@ def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
 @BY_HAND
 @on_device
 def test_generation_ahead_of_training_is_that_of_a_cpu(tmp_path: Path) -> None:
-    """At a learning rate that moves no weight: else it depends on time which tokens have which weights."""
+    """At a learning rate that moves no weight: else it depends on time which tokens have which
+    weights."""
     ground = Playground(tmp_path, num_rows=16)
     keys = ("async.max_staleness=1", f"{ACTOR}.optim.lr=1e-30")
-    runs = [run_on(device, ground, "grpo", *keys, "trust.audit_freq=0") for device in ("cpu", "rehearsal")]
+    runs = [
+        run_on(device, ground, "grpo", *keys, "trust.audit_freq=0")
+        for device in ("cpu", "rehearsal")
+    ]
     same_metrics(*runs, names=("actor/", "reward/mean_score", "rollout/avg", "rollout_corr/"))
     close(*(run.weights(3) for run in runs))
 
 
 @BY_HAND
 @on_device
-def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_bits(tmp_path: Path) -> None:
+def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_bits(
+    tmp_path: Path,
+) -> None:
     runs = {}
     for name, more in (("plain", ()), ("freed", (FREE,))):
         (tmp_path / name).mkdir()
         ground = Playground(tmp_path / name, num_rows=8)
-        runs[name] = run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *more, "trust.audit_freq=1")
+        runs[name] = run_on(
+            "rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *more, "trust.audit_freq=1"
+        )
         passed(runs[name])
     weights = runs["plain"].weights(3)
-    assert all(torch.equal(weight, weights[name]) for name, weight in runs["freed"].weights(3).items())
-    most = {name: max(step["memory/rehearsal/train_step"] for step in run.metrics()) for name, run in runs.items()}
+    assert all(
+        torch.equal(weight, weights[name]) for name, weight in runs["freed"].weights(3).items()
+    )
+    most = {
+        name: max(step["memory/rehearsal/train_step"] for step in run.metrics())
+        for name, run in runs.items()
+    }
     assert most["freed"] < most["plain"], most
 
 
@@ -155,7 +189,9 @@ def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | 
     """On a CPU the same run ends."""
     model = load_model(write_tiny_model(tmp_path), device="rehearsal")
     optimizer = make_optimizer("sgd", model.parameters(), lr=1e-3)
-    engine = TorchTrainEngine(model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10))
+    engine = TorchTrainEngine(
+        model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10)
+    )
 
     class LeavesOne(PolicyObjective):
         def __call__(self, outputs, micro, counts):
@@ -164,16 +200,27 @@ def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | 
 
     batch = ragged_batch()
     batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape)
-    with pytest.raises(RuntimeError, match="rehearsal.*cpu|cpu.*rehearsal") if name else nullcontext():
+    with (
+        pytest.raises(RuntimeError, match="rehearsal.*cpu|cpu.*rehearsal")
+        if name
+        else nullcontext()
+    ):
         engine.train_step(batch, LeavesOne())
 
 
 @BY_HAND
 @on_device
-def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_audits(tmp_path: Path) -> None:
+def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_audits(
+    tmp_path: Path,
+) -> None:
     ground = Playground(tmp_path, num_rows=8)
-    away = (f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true")
-    passed(run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.audit_freq=1"))
+    away = (
+        f"{ACTOR}.fsdp_config.param_offload=true",
+        f"{ACTOR}.fsdp_config.optimizer_offload=true",
+    )
+    passed(
+        run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.audit_freq=1")
+    )
 
 
 @BY_HAND
@@ -186,7 +233,9 @@ def test_a_run_resumes_bit_for_bit_and_exports(tmp_path: Path) -> None:
     for name, begun in (("resumed", "rehearsal"), ("moved", "cpu")):
         more = (*ALIKE, *keys, f"trainer.default_local_dir={tmp_path}/{name}")
         saved = tmp_path / begun / "checkpoints/step-000002"
-        arguments = ground.overrides(name, STEPS, *more, "trainer.device=rehearsal", f"trainer.resume_mode={saved}")
+        arguments = ground.overrides(
+            name, STEPS, *more, "trainer.device=rehearsal", f"trainer.resume_mode={saved}"
+        )
         assert cli.main(["train", "grpo", *arguments, "--allow-change", "trainer.device"]) == 0
         weights = Run(tmp_path / name, whole.config, whole.outcome).weights(3)
         exact = {"resumed": whole, "moved": other}[name].weights(3)

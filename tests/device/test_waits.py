@@ -1,4 +1,5 @@
-"""Where the host waits for the device: in no micro-batch, once in a decode step, else where docs/devices.md says."""
+"""Where the host waits for the device: in no micro-batch, once in a decode step, else where
+docs/devices.md says."""
 
 import re
 from collections import Counter
@@ -54,7 +55,9 @@ def waits_of_step(folder: Path, max_tokens: int, loss) -> Counter:
         max_tokens_per_micro_batch=max_tokens,
     )
     batch = ragged_batch()
-    batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape, generator=torch.Generator().manual_seed(1))
+    batch["old_log_probs"] = -torch.rand(
+        batch.flat("advantages").shape, generator=torch.Generator().manual_seed(1)
+    )
     engine.train_step(batch, loss)
     with Events() as events:
         engine.train_step(batch, loss)
@@ -63,7 +66,8 @@ def waits_of_step(folder: Path, max_tokens: int, loss) -> Counter:
 
 @on_device
 def test_a_decode_step_waits_once() -> None:
-    short, long = waits_of_response(20), waits_of_response(60)
+    short = waits_of_response(20)
+    long = waits_of_response(60)
     assert (long - short).keys() == {
         ("wait", "event", "rollout/embedded/cuda_batch_asynchronous.py CudaRequestLane.read")
     }
@@ -80,7 +84,8 @@ def test_a_number_that_each_decode_step_reads_is_found() -> None:
         return found
 
     DecoderView.logits = reads
-    short, long = waits_of_response(20), waits_of_response(60)
+    short = waits_of_response(20)
+    long = waits_of_response(60)
     assert (long - short).total() == 80
     assert "a number read" in {what for _, what, _ in long - short}
 
@@ -112,7 +117,11 @@ OBJECTIVES = {
 @on_device
 def test_no_micro_batch_waits(tmp_path: Path, name: str) -> None:
     few, many = (waits_of_step(tmp_path, tokens, OBJECTIVES[name]) for tokens in (1000, 20))
-    assert few == many == {("wait", "copy to the host", "training/torch_engine.py TorchTrainEngine.train_step"): 1}
+    assert (
+        few
+        == many
+        == {("wait", "copy to the host", "training/torch_engine.py TorchTrainEngine.train_step"): 1}
+    )
 
 
 @on_device
@@ -129,8 +138,15 @@ def test_a_number_that_a_loss_reads_is_found(tmp_path: Path) -> None:
 def waits_of_run(ground: Playground, rollout: str, num_steps: int) -> Counter:
     from torch_rehearsal import Events
 
-    keys = (f"actor_rollout_ref.rollout.name={rollout}", f"trainer.total_training_steps={num_steps}")
-    files = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.save_freq=1", "trainer.test_freq=1")
+    keys = (
+        f"actor_rollout_ref.rollout.name={rollout}",
+        f"trainer.total_training_steps={num_steps}",
+    )
+    files = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+    )
     proofs = ("trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
     with Events() as events:
         ground.run("grpo", *keys, *files, *proofs, name=f"{rollout}-{num_steps}")
@@ -140,7 +156,9 @@ def waits_of_run(ground: Playground, rollout: str, num_steps: int) -> Counter:
 def documented(heading: str) -> dict[str, bool]:
     """Whether each place of a table waits in every step, and not only once."""
     table = DOCS.read_text().split(heading)[1].split("\n#")[0]
-    rows = re.findall(r"^\| `(\S+)` · `(\S+)` \| ([^|]+) \| (once|step|token) \|", table, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\S+)` · `(\S+)` \| ([^|]+) \| (once|step|token) \|", table, re.MULTILINE
+    )
     return {f"{file} {name}: {what.strip()}": when != "once" for file, name, what, when in rows}
 
 
@@ -150,7 +168,11 @@ def test_the_docs_name_every_place_that_waits(tmp_path: Path, rollout: str) -> N
     ground = Playground(tmp_path, num_rows=8)
     two, four = (waits_of_run(ground, rollout, steps) for steps in (2, 4))
     measured = {place: four[place] > two[place] for place in four}
-    listed = documented("## Where the host waits") | (documented("### With the engine `hf`") if rollout == "hf" else {})
+    listed = documented("## Where the host waits") | (
+        documented("### With the engine `hf`") if rollout == "hf" else {}
+    )
     unused = {place for place in listed if "rollout/embedded" in place or "models/cached" in place}
-    expected = {place: each for place, each in listed.items() if rollout != "hf" or place not in unused}
+    expected = {
+        place: each for place, each in listed.items() if rollout != "hf" or place not in unused
+    }
     assert measured == expected, sorted(measured.items() ^ expected.items())

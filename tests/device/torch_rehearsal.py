@@ -1,5 +1,6 @@
-"""The rehearsal's device as a module of torch, `torch.rehearsal`: torch imports it by an entry point, as it imports the
-backends of real devices. With `REHEARSAL_LOG` a process writes what it waited for and copied into that folder.
+"""The rehearsal's device as a module of torch, `torch.rehearsal`: torch imports it by an entry
+point, as it imports the backends of real devices. With `REHEARSAL_LOG` a process writes what it
+waited for and copied into that folder.
 """
 
 import atexit
@@ -16,7 +17,8 @@ import torch.distributed as dist
 
 NAME = "rehearsal"
 Place = tuple[str, str, str]
-"""What happened ("wait", "to device", "to host", "allocated", "collective"), by which operation, and where in `src`."""
+"""What happened ("wait", "to device", "to host", "allocated", "collective"), by which operation,
+and where in `src`."""
 
 
 def load() -> None:
@@ -60,7 +62,9 @@ class _Module(types.ModuleType):
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(_num_devices)
     current_device = staticmethod(torch.accelerator.current_device_index)
-    set_device = staticmethod(lambda device: torch.accelerator.set_device_index(torch.device(NAME, device).index))
+    set_device = staticmethod(
+        lambda device: torch.accelerator.set_device_index(torch.device(NAME, device).index)
+    )
     current_stream = staticmethod(lambda device=None: torch.accelerator.current_stream())
     stream = staticmethod(lambda stream: stream)  # torch.Stream is a context of itself
     synchronize = staticmethod(lambda device=None: torch.accelerator.synchronize())
@@ -117,11 +121,15 @@ class Events:
 
     def of(self, kind: str, file: str = "") -> Counter[Place]:
         """Those of one kind, in a file of `src`."""
-        return Counter({place: n for place, n in self.counts.items() if place[0] == kind and file in place[2]})
+        return Counter(
+            {place: n for place, n in self.counts.items() if place[0] == kind and file in place[2]}
+        )
 
     def write(self, path: Path) -> None:
         self.stop()
-        path.write_text(json.dumps([[*place, n, self.bytes[place]] for place, n in self.counts.items()]))
+        path.write_text(
+            json.dumps([[*place, n, self.bytes[place]] for place, n in self.counts.items()])
+        )
 
     def _happened(self, kind: str, what: str, size: int) -> None:
         place = (kind, what, _place_in_src())
@@ -133,8 +141,8 @@ _HELPERS = ("send", "to_host", "read_numbers", "Batch.to")
 
 
 def _place_in_src() -> str:
-    """The innermost file and function of `src` that is running, but for the helpers that copy and read for others; ""
-    in threads that run none."""
+    """The innermost file and function of `src` that is running, but for the helpers that copy and
+    read for others; "" in threads that run none."""
     frame = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
@@ -146,4 +154,6 @@ def _place_in_src() -> str:
 
 
 def _over_gloo(store: dist.Store, rank: int, size: int, timeout: object) -> object:
-    return rehearsal_backend.over_gloo(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+    return rehearsal_backend.over_gloo(
+        dist.ProcessGroupGloo(store, rank, size, timeout), rank, size
+    )

@@ -25,7 +25,9 @@ DEADLINE_S = 300.0
 class CliRun:
     """One start of `distflow`, with what it says going to `log`."""
 
-    def __init__(self, log: Path, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, log: Path, arguments: list[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         self._process = forks.Process(target=_main, args=(str(log), arguments, environment or {}))
         self._process.start()
@@ -76,14 +78,17 @@ class TerminalRun(CliRun):
         self.ours, theirs = os.openpty()
         self._theirs: int | None = theirs
         self._shown = b""
-        self._process = forks.Process(target=_main_in_terminal, args=(os.ttyname(theirs), arguments))
+        self._process = forks.Process(
+            target=_main_in_terminal, args=(os.ttyname(theirs), arguments)
+        )
         self._process.start()
 
     def said(self) -> str:
         return self._shown.decode(errors="replace")
 
     def read_until(self, condition: Callable[[], object]) -> None:
-        """What the terminal shows, until `condition()` holds or nobody has the terminal any more."""
+        """What the terminal shows, until `condition()` holds or nobody has the terminal any
+        more."""
         while not condition():
             try:
                 self._shown += os.read(self.ours, 65536)
@@ -123,7 +128,9 @@ def _show_on(out: int) -> None:
 
 def children_of(pid: int) -> list[int]:
     """All processes below `pid`, as /proc knows them."""
-    parents = {int(entry.name): parent for entry in _processes() if (parent := _parent(entry)) is not None}
+    parents = {
+        int(entry.name): parent for entry in _processes() if (parent := _parent(entry)) is not None
+    }
     found = [pid]
     for known in found:
         found += [child for child, parent in parents.items() if parent == known]
@@ -159,29 +166,46 @@ class Left:
         self.run: dict[str, Any] = self.checkpoint.load("run")
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of the newest checkpoint: weights and optimizer state of each role, groups in the queue."""
+        """All of the newest checkpoint: weights and optimizer state of each role, groups in the
+        queue."""
         files = sorted(self.checkpoint.path.glob("*.safetensors"))
-        return {f"{file.stem}.{name}": tensor for file in files for name, tensor in load_file(file).items()}
+        return {
+            f"{file.stem}.{name}": tensor
+            for file in files
+            for name, tensor in load_file(file).items()
+        }
 
     def values(self) -> dict[str, object]:
         """What else there is of each role and rank: counts of steps, random states."""
-        parts = [part for part in self.checkpoint.files if part.endswith("_meta") or part.startswith("rank_")]
+        parts = [
+            part
+            for part in self.checkpoint.files
+            if part.endswith("_meta") or part.startswith("rank_")
+        ]
         return {part: self.checkpoint.load(part) for part in parts}
 
     def metrics(self) -> dict[tuple[int, str], dict[str, float]]:
-        """By step and kind, those that do not depend on time, memory or how far the rollout loop has got."""
+        """By step and kind, those that do not depend on time, memory or how far the rollout loop
+        has got."""
         varying = ("timing_s/", "perf/", "throughput/", "memory/", "gpu/", "async/")
         records = read_metrics(self.folder)
         assert len({(r.step, r.kind) for r in records}) == len(records), "a step was recorded twice"
         return {
-            (record.step, record.kind): {k: v for k, v in record.values.items() if not k.startswith(varying)}
+            (record.step, record.kind): {
+                k: v for k, v in record.values.items() if not k.startswith(varying)
+            }
             for record in records
         }
 
     def group_counts(self) -> dict[str, Any]:
-        """Counts of prompt groups, as the journal has them; raises where it moves a group as no run can."""
+        """Counts of prompt groups, as the journal has them; raises where it moves a group as no run
+        can."""
         counted = verify(self.folder / "ledger.jsonl")
-        return {"issued": counted.issued, "consumed": counted.consumed, "dropped": dict(counted.dropped)}
+        return {
+            "issued": counted.issued,
+            "consumed": counted.consumed,
+            "dropped": dict(counted.dropped),
+        }
 
     def trained_rows(self) -> list[tuple[int, int]]:
         """(epoch, row) of every group that was trained on, in the order of groups."""
@@ -195,7 +219,8 @@ class Left:
 def same_run(one: Left, other: Left) -> None:
     """Two runs ended with the same bits, and tell the same story."""
     assert one.checkpoint.step == other.checkpoint.step
-    ours, theirs = one.tensors(), other.tensors()
+    ours = one.tensors()
+    theirs = other.tensors()
     assert ours.keys() == theirs.keys()
     different = [name for name in ours if not ours[name].equal(theirs[name])]
     assert not different, different
@@ -203,7 +228,8 @@ def same_run(one: Left, other: Left) -> None:
     assert one.values() == other.values()
     assert one.trained_rows() == other.trained_rows()
     assert one.group_counts() == other.group_counts()
-    ours, theirs = one.metrics(), other.metrics()
+    ours = one.metrics()
+    theirs = other.metrics()
     assert ours.keys() == theirs.keys()
     different = {
         (where, k)

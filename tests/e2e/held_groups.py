@@ -1,4 +1,5 @@
-"""A pipeline whose groups and steps wait until a test lets them go, so that their order is the test's."""
+"""A pipeline whose groups and steps wait until a test lets them go, so that their order is the
+test's."""
 
 import asyncio
 import threading
@@ -9,15 +10,20 @@ from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, generate
 
 Key = tuple[str, int]
-"""("group", its id) once its responses are there, or ("step", its number from 0) once it is to be trained on."""
+"""("group", its id) once its responses are there, or ("step", its number from 0) once it is to be
+trained on."""
 
 
 class Held:
-    """arrived: what waits or has waited. free: what may go on. dropped: groups that a filter drops then."""
+    """arrived: what waits or has waited. free: what may go on. dropped: groups that a filter drops
+    then."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.arrived, self.free, self.dropped, self.all_free = set[Key](), set[Key](), set[int](), False
+        self.arrived = set[Key]()
+        self.free = set[Key]()
+        self.dropped = set[int]()
+        self.all_free = False
 
     def arrive(self, key: Key) -> None:
         with self.changed:
@@ -40,7 +46,8 @@ HELD = Held()
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def generate_and_wait(group, rollout, tokenizer):
-    sampled, key = await generate(group, rollout, tokenizer), ("group", group.prompt_group.group_id)
+    sampled = await generate(group, rollout, tokenizer)
+    key = ("group", group.prompt_group.group_id)
     HELD.arrive(key)
     while not HELD.may_go(key):
         await asyncio.sleep(0.002)

@@ -1,4 +1,5 @@
-"""What somebody hostile puts in the place of a file of a run's, a checkpoint's or a model's folder."""
+"""What somebody hostile puts in the place of a file of a run's, a checkpoint's or a model's
+folder."""
 
 import json
 import os
@@ -23,8 +24,12 @@ YAML = {
     "aliases": doubling("a: &a [x, x]\n", "{this}: &{this} [*{last}, *{last}]\n"),
     "merges": doubling("a: &a {k: 1}\n", "{this}: &{this} {{<<: [*{last}, *{last}]}}\n"),
     "holds itself": "a: &a [*a]\n",
-    "references": doubling("a: xxxxxxxxxxxxxxxx\n", "{this}: '${{{last}}}${{{last}}}${{{last}}}'\n"),
-    "groups of references": doubling("a: {x: 1}\n", "{this}: {{x: '${{{last}}}', y: '${{{last}}}'}}\n"),
+    "references": doubling(
+        "a: xxxxxxxxxxxxxxxx\n", "{this}: '${{{last}}}${{{last}}}${{{last}}}'\n"
+    ),
+    "groups of references": doubling(
+        "a: {x: 1}\n", "{this}: {{x: '${{{last}}}', y: '${{{last}}}'}}\n"
+    ),
     "deep": "{a: " * 50_000,
     "NUL": "trainer: {seed: 1}\n\0\n",
     "not UTF-8": b"trainer: {seed: 1}\n\xff\xfe\n",
@@ -62,7 +67,13 @@ def link_out(path: Path) -> None:
     path.symlink_to(outside)
 
 
-KINDS: dict[str, Spoil] = {"FIFO": fifo, "device": device, "folder": folder, "sparse": sparse, "link out": link_out}
+KINDS: dict[str, Spoil] = {
+    "FIFO": fifo,
+    "device": device,
+    "folder": folder,
+    "sparse": sparse,
+    "link out": link_out,
+}
 
 
 def after(content: bytes) -> Spoil:
@@ -84,32 +95,52 @@ def measured(step: object, values: object, **record: object) -> bytes:
 
 
 _EXTREME = {
-    "reward": dict.fromkeys(("mean_score", "max", "min", "calls", "errors"), 1e308) | {"frac_reward_zero_std": "NaN"},
+    "reward": dict.fromkeys(("mean_score", "max", "min", "calls", "errors"), 1e308)
+    | {"frac_reward_zero_std": "NaN"},
     "timing_s": {"step": 1e308, "a": 1e308},
     "actor": {"skipped": 1e308, "x": HUGE},
-    "domains": {"a": {"groups": 1e308, "errors": 1e308}, "b": {"groups": HUGE, "errors": "Infinity"}},
+    "domains": {
+        "a": {"groups": 1e308, "errors": 1e308},
+        "b": {"groups": HUGE, "errors": "Infinity"},
+    },
 }
-_EXTREMES = measured(1, _EXTREME) + measured(2, _EXTREME, t=1e300) + measured(HUGE, _EXTREME) + measured(3, _EXTREME)
+_EXTREMES = (
+    measured(1, _EXTREME)
+    + measured(2, _EXTREME, t=1e300)
+    + measured(HUGE, _EXTREME)
+    + measured(3, _EXTREME)
+)
 
 JOURNALS: dict[str, tuple[str, bytes]] = {
     "100,000 names": ("metrics.jsonl", measured(1, {f"timing_s/{i}": 1.5 for i in range(100_000)})),
-    "long names": ("metrics.jsonl", measured(1, {f"val_correct/{'x' * 150}{i}/mean": 0.5 for i in range(1000)}) * 4),
+    "long names": (
+        "metrics.jsonl",
+        measured(1, {f"val_correct/{'x' * 150}{i}/mean": 0.5 for i in range(1000)}) * 4,
+    ),
     "extreme numbers": ("metrics.jsonl", _EXTREMES),
     "deep": ("metrics.jsonl", b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n"),
     "bytes": ("metrics.jsonl", bytes(range(256)) * 1000),
     "a long line": ("metrics.jsonl", b'{"step": 1, "m": "' + b"y" * 20_000_000 + b'"}\n'),
     "millions of lines": ("metrics.jsonl", b"{}\n" * 1_000_000),
-    "many steps": ("metrics.jsonl", b"".join(b'{"step":%d,"m":{"a":1}}\n' % i for i in range(20_000))),
+    "many steps": (
+        "metrics.jsonl",
+        b"".join(b'{"step":%d,"m":{"a":1}}\n' % i for i in range(20_000)),
+    ),
     "long warnings": (
         "events.jsonl",
         b"".join(line(kind="warning", message=f"{i}" + "<" * 50_000) for i in range(250)),
     ),
     "a long failure": (
         "events.jsonl",
-        line(kind="error", message="\x1b[2J\u202e" * 100_000, traceback="\x1b<" * 500_000, raised="x")
+        line(
+            kind="error", message="\x1b[2J\u202e" * 100_000, traceback="\x1b<" * 500_000, raised="x"
+        )
         + line(kind="end", message="\x1b]0;x\x07", status="failed"),
     ),
-    "late events": ("events.jsonl", line(kind="start", message="m", step=HUGE, resumed_at=HUGE, t=1e300)),
+    "late events": (
+        "events.jsonl",
+        line(kind="start", message="m", step=HUGE, resumed_at=HUGE, t=1e300),
+    ),
     "extreme spans": (
         "spans/training.jsonl",
         b'{"t0":0,"t1":1e300,"kind":"wait","what":"step 99999999999999999999"}\n',
@@ -120,28 +151,47 @@ JOURNALS: dict[str, tuple[str, bytes]] = {
     ),
     "parts": (
         "samples/000001.parquet",
-        line(uid="9" * 5000 + "-1", reward_parts={f"p{i}": 1e308 for i in range(20_000)}, errors=HUGE)
-        + line(uid="1-2", extra={f"q{i}/a": 1 for i in range(20_000)}, response_length=HUGE, versions=[HUGE, -HUGE]),
+        line(
+            uid="9" * 5000 + "-1", reward_parts={f"p{i}": 1e308 for i in range(20_000)}, errors=HUGE
+        )
+        + line(
+            uid="1-2",
+            extra={f"q{i}/a": 1 for i in range(20_000)},
+            response_length=HUGE,
+            versions=[HUGE, -HUGE],
+        ),
     ),
     "nodes": (
         "plan.json",
         json.dumps(
-            {"nodes": [{"name": f"{i}" + "<" * 20_000, "reads": ["<" * 100] * 200} for i in range(100)]}
+            {
+                "nodes": [
+                    {"name": f"{i}" + "<" * 20_000, "reads": ["<" * 100] * 200} for i in range(100)
+                ]
+            }
         ).encode(),
     ),
     "groups that no step takes": (
         "ledger.jsonl",
-        b"".join(line(kind="issued", group_id=i + 9, epoch=0, row=0, version=0) for i in range(20_000)),
+        b"".join(
+            line(kind="issued", group_id=i + 9, epoch=0, row=0, version=0) for i in range(20_000)
+        ),
     ),
-    "an extreme group": ("ledger.jsonl", line(kind="issued", group_id=7, epoch=0, row=0, version=HUGE)),
+    "an extreme group": (
+        "ledger.jsonl",
+        line(kind="issued", group_id=7, epoch=0, row=0, version=HUGE),
+    ),
 }
-"""By name: which file of a run's folder, and what is appended to it (a .json file is written anew)."""
+"""By name: which file of a run's folder, and what is appended to it (a .json file is written
+anew)."""
 
 
 def spoil_journal(run: Path, name: str) -> None:
     file, content = JOURNALS[name]
     if file.endswith(".parquet"):
-        write_sample_file(run / file, [json.loads(line) for line in content.splitlines()], 1, "train")
+        write_sample_file(
+            run / file, [json.loads(line) for line in content.splitlines()], 1, "train"
+        )
     elif file.endswith(".json"):
         (run / file).write_bytes(content)
     else:

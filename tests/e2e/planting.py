@@ -12,7 +12,8 @@ from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 
 
 def plant_before_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object]) -> None:
-    """`change(batch)` in each step, when every node has scored it and before the policy is trained on it."""
+    """`change(batch)` in each step, when every node has scored it and before the policy is trained
+    on it."""
     original = Step.__call__
 
     def planted(self: Step, batch: Batch, ctx: Any) -> Any:
@@ -37,9 +38,13 @@ def plant_in_group(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], ob
     monkeypatch.setattr(Group, "batch", planted)
 
 
-def plant_from(monkeypatch: pytest.MonkeyPatch, begin: int, plant: Callable[[pytest.MonkeyPatch], object]) -> list[int]:
-    """`plant(monkeypatch)` when step number `begin`, from 0, is taken. Returns the steps taken, which grow."""
-    steps, original = list[int](), Auditor.step_taken
+def plant_from(
+    monkeypatch: pytest.MonkeyPatch, begin: int, plant: Callable[[pytest.MonkeyPatch], object]
+) -> list[int]:
+    """`plant(monkeypatch)` when step number `begin`, from 0, is taken. Returns the steps taken,
+    which grow."""
+    steps = list[int]()
+    original = Auditor.step_taken
 
     def step_taken(self: Auditor, step: int, *more: Any) -> None:
         if step >= begin and all(other < begin for other in steps):
@@ -51,7 +56,9 @@ def plant_from(monkeypatch: pytest.MonkeyPatch, begin: int, plant: Callable[[pyt
     return steps
 
 
-def plant_behind(node_id: str, change: Callable[[Batch], object]) -> Callable[[pytest.MonkeyPatch], None]:
+def plant_behind(
+    node_id: str, change: Callable[[Batch], object]
+) -> Callable[[pytest.MonkeyPatch], None]:
     """`change` the batch behind a node of the training loop."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:

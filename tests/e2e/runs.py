@@ -1,4 +1,5 @@
-"""Whole runs of tiny models for the end-to-end tests: what they are made of, and what they leave behind."""
+"""Whole runs of tiny models for the end-to-end tests: what they are made of, and what they leave
+behind."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -24,17 +25,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-SEVERAL_WORKERS = ("trainer.n_gpus_per_node", "trainer.nnodes", "trainer.allocation", "trainer.launcher=ray")
+SEVERAL_WORKERS = (
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.allocation",
+    "trainer.launcher=ray",
+)
 """How overrides begin that ask for workers, each of which would have a GPU of its own."""
 
 
 class Playground:
     """A folder with a tiny model, a data set and a reward, and runs on them."""
 
-    def __init__(self, folder: Path, family: str = "llama", num_rows: int = 12, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, family: str = "llama", num_rows: int = 12, **changes: Any
+    ) -> None:
         self.folder = folder
         write_tiny_model(folder / "model", family, **changes)
-        self.write_rows([{"prompt": f"{'ab' * (i % 4 + 1)}{i}=", "answer": "7"} for i in range(num_rows)])
+        self.write_rows(
+            [{"prompt": f"{'ab' * (i % 4 + 1)}{i}=", "answer": "7"} for i in range(num_rows)]
+        )
         self.write_reward(REWARD)
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -48,15 +58,19 @@ class Playground:
         config = AutoConfig.from_pretrained(self.folder / "model", num_labels=1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
-            AutoModelForTokenClassification.from_config(config).save_pretrained(self.folder / "critic")
+            AutoModelForTokenClassification.from_config(config).save_pretrained(
+                self.folder / "critic"
+            )
         return self.folder / "critic"
 
     def overrides(self, name: str, *more: str) -> list[str]:
-        """Of a cheap run: to test its reward before it takes a third of the time of two steps. Without rewards the key
-        would have no effect."""
+        """Of a cheap run: to test its reward before it takes a third of the time of two steps.
+        Without rewards the key would have no effect."""
         untested = () if "~reward.functions" in more else ("trust.check_rewards=false",)
         is_shared = any(word.startswith(SEVERAL_WORKERS) for word in more)
-        on_cpu = ("trainer.device=cpu",) if is_shared and not torch.accelerator.is_available() else ()
+        on_cpu = (
+            ("trainer.device=cpu",) if is_shared and not torch.accelerator.is_available() else ()
+        )
         return [
             f"data.train_files={self.folder}/rows.jsonl",
             "data.train_batch_size=4",
@@ -85,7 +99,11 @@ class Playground:
         return loaded.config, make_spec(loaded, say=lambda line: None)
 
     def run(
-        self, preset: str, *overrides: str, name: str = "run", spoil: Callable[[Spec], Spec] = lambda spec: spec
+        self,
+        preset: str,
+        *overrides: str,
+        name: str = "run",
+        spoil: Callable[[Spec], Spec] = lambda spec: spec,
     ) -> "Run":
         """Run to the end. spoil: changes the spec before the start."""
         config, spec = self.spec(preset, *overrides, name=name)
@@ -96,16 +114,22 @@ class Run:
     """What a finished run left in its folder."""
 
     def __init__(self, folder: Path, config: Config, outcome: Outcome) -> None:
-        self.folder, self.config, self.outcome = folder, config, outcome
+        self.folder = folder
+        self.config = config
+        self.outcome = outcome
 
     def metrics(self) -> list[dict[str, float]]:
         """Of each training step."""
-        return [dict(record.values) for record in read_metrics(self.folder) if record.kind == "train"]
+        return [
+            dict(record.values) for record in read_metrics(self.folder) if record.kind == "train"
+        ]
 
     def weights(self, step: int, role: str = "actor") -> dict[str, Tensor]:
         """Trained weights after `step` steps, by the model's names."""
         state = load_file(self.folder / "checkpoints" / f"step-{step:06d}" / f"{role}.safetensors")
-        return {name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")}
+        return {
+            name.removeprefix("model."): t for name, t in state.items() if name.startswith("model.")
+        }
 
     def notes(self, kind: str) -> list[str]:
         return notes(self.folder, kind)
@@ -120,7 +144,7 @@ OF_TOYS = (NO_WORK, "of responses were truncated at")
 
 
 def notes(folder: Path, kind: str) -> list[str]:
-    """The messages of a run's events of one kind, but for what is true of toys: their rewards pay for no work, and
-    their responses rarely end by themselves."""
+    """The messages of a run's events of one kind, but for what is true of toys: their rewards pay
+    for no work, and their responses rarely end by themselves."""
     found = [event.message for event in read_events(folder) if event.kind == kind]
     return [message for message in found if not any(text in message for text in OF_TOYS)]

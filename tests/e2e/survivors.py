@@ -1,4 +1,5 @@
-"""What survived of a run's journal, read by nothing of the package: the audit that killed runs have to pass."""
+"""What survived of a run's journal, read by nothing of the package: the audit that killed runs have
+to pass."""
 
 import json
 from collections import Counter
@@ -15,7 +16,8 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Survivors:
-    """step: that trained each prompt. lengths: of the responses to each, by sample. dropped: why each was.
+    """step: that trained each prompt. lengths: of the responses to each, by sample. dropped: why
+    each was.
     ages: staleness of each trained prompt. attempts: how often each was begun."""
 
     step: dict[Place, int]
@@ -42,38 +44,54 @@ def records(folder: Path, until: int | None = None) -> list[dict[str, Any]]:
     return [record for _, record in held]
 
 
-def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence[dict[str, Any]] = ()) -> Survivors:
-    """Every prompt of `places` was trained exactly once or dropped with a reason, none staler than `max_staleness` or
-    what the plan in force allowed, versions never went backwards, and the samples say the same as the ledger.
+def audit(
+    folder: Path, max_staleness: int, places: set[Place], before: Sequence[dict[str, Any]] = ()
+) -> Survivors:
+    """Every prompt of `places` was trained exactly once or dropped with a reason, none staler than
+    `max_staleness` or what the plan in force allowed, versions never went backwards, and the
+    samples say the same as the ledger.
 
     before: the records of the run in another folder that this one goes on from.
     """
     place: dict[int, Place] = {}
-    version, done, step_of, ages = dict[int, int](), dict[int, str](), dict[int, int](), dict[int, int]()
+    version = dict[int, int]()
+    done = dict[int, str]()
+    step_of = dict[int, int]()
+    ages = dict[int, int]()
     attempts = Counter[int]()
-    restart, served, next_step, weights = -1, 0, 0, 0
-    bound, first_step = max_staleness, sum(record["kind"] == "consumed" for record in before)
+    restart = -1
+    served = 0
+    next_step = 0
+    weights = 0
+    bound = max_staleness
+    first_step = sum(record["kind"] == "consumed" for record in before)
     for record in [*before, *records(folder)]:
         if record["restart"] != restart:
             assert record["restart"] > restart
-            restart, served = record["restart"], 0
-        kind, prompt_group = record["kind"], record.get("group_id")
+            restart = record["restart"]
+            served = 0
+        kind = record["kind"]
+        prompt_group = record.get("group_id")
         if kind == "plan":
             bound = min(record["max_staleness"], max_staleness)
         elif kind == "issued":
             where = (record["epoch"], record["row"])
-            assert place.setdefault(prompt_group, where) == where, f"group {prompt_group} changed its row"
-            assert prompt_group not in done and record["attempt"] >= attempts[prompt_group]
-            assert served <= record["version"] <= next_step, f"{record} after version {served}, step {next_step}"
-            served, version[prompt_group], attempts[prompt_group] = (
-                record["version"],
-                record["version"],
-                record["attempt"] + 1,
+            assert place.setdefault(prompt_group, where) == where, (
+                f"group {prompt_group} changed its row"
             )
+            assert prompt_group not in done and record["attempt"] >= attempts[prompt_group]
+            assert served <= record["version"] <= next_step, (
+                f"{record} after version {served}, step {next_step}"
+            )
+            served = record["version"]
+            version[prompt_group] = record["version"]
+            attempts[prompt_group] = record["attempt"] + 1
         elif kind == "complete":
             assert prompt_group not in done
             assert version[prompt_group] <= record["version"], "no token is older than its group"
-            assert record["version"] <= next_step + 1, "engines get a step's weights before it is released, none newer"
+            assert record["version"] <= next_step + 1, (
+                "engines get a step's weights before it is released, none newer"
+            )
             version[prompt_group] = record["version"]
         elif kind == "dropped":
             assert prompt_group not in done and record["reason"]
@@ -83,7 +101,8 @@ def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence
             assert record["step"] == next_step
             for number in record["group_ids"]:
                 assert number not in done, f"group {number} was trained after it was {done[number]}"
-                done[number], step_of[number] = "trained", record["step"]
+                done[number] = "trained"
+                step_of[number] = record["step"]
                 ages[number] = record["step"] - 1 - version[number]
                 assert 0 <= ages[number] <= bound, f"group {number} was {ages[number]} steps stale"
         elif kind == "version":
@@ -92,7 +111,9 @@ def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence
     assert len(set(place.values())) == len(place), "a row went out as two groups"
     assert done.keys() == place.keys(), f"lost: {sorted(place.keys() - done.keys())}"
     assert set(place.values()) == places
-    lengths = _lengths(folder, {n: step for n, step in step_of.items() if step > first_step}, max_staleness)
+    lengths = _lengths(
+        folder, {n: step for n, step in step_of.items() if step > first_step}, max_staleness
+    )
     return Survivors(
         {place[number]: step for number, step in step_of.items()},
         {place[number]: own for number, own in lengths.items()},
@@ -108,8 +129,12 @@ def _lengths(folder: Path, step_of: dict[int, int], max_staleness: int) -> dict[
     for step in sorted(set(step_of.values())):
         for row in parquet.read_table(folder / "samples" / f"{step:06d}.parquet").to_pylist():
             number = int(row["uid"].split("-")[0])
-            assert step_of[number] == step, f"{row['uid']} was trained at step {step}, says the samples' file"
-            assert all(step - 1 - max_staleness <= made < step for made in json.loads(row["versions"]))
+            assert step_of[number] == step, (
+                f"{row['uid']} was trained at step {step}, says the samples' file"
+            )
+            assert all(
+                step - 1 - max_staleness <= made < step for made in json.loads(row["versions"])
+            )
             found.setdefault(number, []).append(row["response_length"])
     assert found.keys() == step_of.keys()
     return found

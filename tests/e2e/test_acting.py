@@ -1,4 +1,5 @@
-"""Runs whose policy acts in a simulator: audited, resumed, over two processes; and faults that the audits find."""
+"""Runs whose policy acts in a simulator: audited, resumed, over two processes; and faults that the
+audits find."""
 
 import json
 from pathlib import Path
@@ -22,17 +23,37 @@ from tests.tiny_vision_models import write_tiny_llava
 
 FILE = f"{Path(__file__).parents[1] / 'environments' / 'simulators' / 'faulty.py'}:"
 ACTS = (
-    *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.workflow=simulator", "trust.audit_freq=1"),
-    *("data.max_prompt_length=48", "data.max_response_length=9", "trainer.total_training_steps=2", "~reward.functions"),
-    *("~custom_reward_function.path", "~reward.num_workers", "actor_rollout_ref.actor.optim.scheduler=constant"),
+    *(
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.workflow=simulator",
+        "trust.audit_freq=1",
+    ),
+    *(
+        "data.max_prompt_length=48",
+        "data.max_response_length=9",
+        "trainer.total_training_steps=2",
+        "~reward.functions",
+    ),
+    *(
+        "~custom_reward_function.path",
+        "~reward.num_workers",
+        "actor_rollout_ref.actor.optim.scheduler=constant",
+    ),
 )
 
 
 def options(**changes: Any) -> str:
     """All tokens are actions, so that random weights reach some targets."""
     bins = len(tiny_tokenizer())
-    actions = {"bins": bins, "low": -1.5, "high": 1.5, "action_dim": 2, "action_chunks_len": 4, "first_token": 0}
-    return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'env': 'gridreach', 'actions': actions, **changes})}"
+    actions = {
+        "bins": bins,
+        "low": -1.5,
+        "high": 1.5,
+        "action_dim": 2,
+        "action_chunks_len": 4,
+        "first_token": 0,
+    }
+    return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'env': 'gridreach', 'actions': actions, **changes})}"  # noqa: E501
 
 
 def flow(value: Any) -> str:
@@ -61,18 +82,28 @@ def test_every_audit_of_a_run_passes(playground: Playground, preset: str) -> Non
     assert {row["finish_reason"] for row in samples} <= {"stop", "max_steps", "no_action"}
     assert all(0 <= row["reward_parts"]["env_steps"] <= 8 for row in samples)
     assert {row["score"] for row in samples} == {0.0, 1.0}
-    assert all(("srpo_distance" in row["reward_parts"]) == (preset == "embodied_srpo") for row in samples)
+    assert all(
+        ("srpo_distance" in row["reward_parts"]) == (preset == "embodied_srpo") for row in samples
+    )
 
 
-LEVELS = ("algorithm.logprob_level={}", "algorithm.reward_level={}", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+LEVELS = (
+    "algorithm.logprob_level={}",
+    "algorithm.reward_level={}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["action", "chunk"])
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce"])
-def test_every_audit_passes_at_each_level(playground: Playground, estimator: str, level: str) -> None:
+def test_every_audit_passes_at_each_level(
+    playground: Playground, estimator: str, level: str
+) -> None:
     levels = [each.format(level) for each in LEVELS]
-    run = playground.run("grpo", *ACTS, options(score="return"), *levels, f"algorithm.adv_estimator={estimator}")
+    run = playground.run(
+        "grpo", *ACTS, options(score="return"), *levels, f"algorithm.adv_estimator={estimator}"
+    )
     passed = {name for audit in run.audits() for name in audit["proven"]}
     assert {"episodes", "gradients", "loss", "masks", "rewards", "turns"} <= passed
     assert not run.notes("warning")
@@ -80,20 +111,35 @@ def test_every_audit_passes_at_each_level(playground: Playground, estimator: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [4, 2])
-def test_every_audit_passes_where_each_decision_is_a_sample(playground: Playground, groups: int) -> None:
+def test_every_audit_passes_where_each_decision_is_a_sample(
+    playground: Playground, groups: int
+) -> None:
     """The loss's own log-probs are the old ones, or a node has computed them before two updates."""
     sizes = f"actor_rollout_ref.actor.ppo_mini_batch_size={groups}"
     run = playground.run("grpo", *ACTS, options(), *DECISIONS, sizes)
     for audit in run.audits():
-        assert {"backward", "episodes", "gradients", "log_probs", "loss", "masks", "mini-batches"} <= {*audit["proven"]}
+        assert {
+            "backward",
+            "episodes",
+            "gradients",
+            "log_probs",
+            "loss",
+            "masks",
+            "mini-batches",
+        } <= {*audit["proven"]}
     assert not run.notes("warning")
 
 
-DECISIONS = ("algorithm.sample_level=decision", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean")
+DECISIONS = (
+    "algorithm.sample_level=decision",
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+)
 
 
 @pytest.mark.slow
-def test_decisions_with_the_tokens_of_others_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_with_the_tokens_of_others_are_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Batch.by_decision
 
     def rolled(batch: Batch) -> tuple[Batch, torch.Tensor]:
@@ -102,12 +148,17 @@ def test_decisions_with_the_tokens_of_others_are_found(playground: Playground, m
         return samples, places
 
     monkeypatch.setattr(Batch, "by_decision", rolled)
-    with pytest.raises(TrustError, match="differs from its value before the step's first update|the gradient of the"):
+    with pytest.raises(
+        TrustError,
+        match="differs from its value before the step's first update|the gradient of the",
+    ):
         playground.run("grpo", *ACTS, options(), *DECISIONS)
 
 
 @pytest.mark.slow
-def test_decisions_that_are_left_out_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_that_are_left_out_are_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Batch.by_decision
 
     def first(batch: Batch) -> tuple[Batch, torch.Tensor]:
@@ -116,18 +167,24 @@ def test_decisions_that_are_left_out_are_found(playground: Playground, monkeypat
 
     monkeypatch.setattr(Batch, "by_decision", first)
     with pytest.raises(TrustError, match="was in 0 mini-batches of the actor"):
-        playground.run("grpo", *ACTS, options(), *DECISIONS, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+        playground.run(
+            "grpo", *ACTS, options(), *DECISIONS, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+        )
 
 
 @pytest.mark.slow
-def test_a_ratio_of_another_level_is_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ratio_of_another_level_is_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(objectives, "action_index", lambda turns, dim: turns)
     with pytest.raises(TrustError, match="the gradient of the actor's loss"):
         playground.run("grpo", *ACTS, options(), *(each.format("action") for each in LEVELS))
 
 
 @pytest.mark.slow
-def test_rewards_of_another_level_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_of_another_level_are_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(simulators_and_srpo, "reward_unit", lambda earned, scores: 0.75)
     with pytest.raises(TrustError, match="token_level_scores"):
         playground.run(
@@ -141,17 +198,36 @@ def test_rewards_of_another_level_are_found(playground: Playground, monkeypatch:
 @pytest.mark.slow
 def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
     saves = (*ACTS, *DECISIONS, options(), "trainer.save_freq=1")
-    whole = playground.run("embodied_srpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
+    whole = playground.run(
+        "embodied_srpo", *saves, "trainer.total_training_steps=3", name="whole"
+    ).weights(3)
     playground.run("embodied_srpo", *saves, name="cut")
-    resumed = playground.run("embodied_srpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
+    resumed = playground.run(
+        "embodied_srpo", *saves, "trainer.total_training_steps=3", name="cut"
+    ).weights(3)
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
 @pytest.mark.slow
 def test_two_processes_end_where_one_does(playground: Playground) -> None:
-    saves = (*ACTS, *DECISIONS, options(), "trainer.save_freq=2", "embodied_sampling.filter_accuracy=false")
+    saves = (
+        *ACTS,
+        *DECISIONS,
+        options(),
+        "trainer.save_freq=2",
+        "embodied_sampling.filter_accuracy=false",
+    )
     one = playground.run("embodied_srpo", *saves, name="one")
-    assert main(["train", "embodied_srpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "embodied_srpo",
+                *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2"),
+            ]
+        )
+        == 0
+    )
     two = Run(playground.folder / "two", one.config, one.outcome)
     for name, weight in one.weights(2).items():
         assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
@@ -160,7 +236,9 @@ def test_two_processes_end_where_one_does(playground: Playground) -> None:
 @pytest.mark.slow
 def test_an_episode_whose_simulator_fails_is_never_a_zero(playground: Playground) -> None:
     """Places from 100 on fail: a group with one is replaced."""
-    playground.write_rows([{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)])
+    playground.write_rows(
+        [{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)]
+    )
     prompt = "{instruction}{state}"
     faulty = options(env=f"{FILE}Fails", env_kwargs={"how": "dies"}, prompt=prompt, score="return")
     run = playground.run("grpo", *ACTS, faulty, "reward.on_error=drop", "reward.max_error_rate=1")
@@ -174,23 +252,31 @@ def keeps_too_much(chat: Chat, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_actions_after_the_end_must_not_be_trained_on(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_after_the_end_must_not_be_trained_on(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Chat, "keep", keeps_too_much)
     with pytest.raises(TrustError, match="is trained on 8 tokens, not"):
         playground.run("grpo", *ACTS, options())
 
 
 @pytest.mark.slow
-def test_the_policy_must_see_the_last_observation(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_must_see_the_last_observation(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first: dict[int, list[str]] = {}
     right = workflow._store_images
-    monkeypatch.setattr(workflow, "_store_images", lambda seen, chat: first.setdefault(id(chat), right(seen, chat)))
+    monkeypatch.setattr(
+        workflow, "_store_images", lambda seen, chat: first.setdefault(id(chat), right(seen, chat))
+    )
     with pytest.raises(TrustError, match="showed another image"):
         playground.run("grpo", *ACTS, options())
 
 
 @pytest.mark.slow
-def test_rewards_must_be_those_of_the_formula(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_must_be_those_of_the_formula(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = simulators_and_srpo.srpo_rewards
 
     def halved(*given: Any) -> list[SrpoReward]:

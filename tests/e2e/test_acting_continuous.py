@@ -1,5 +1,5 @@
-"""Runs whose policy draws the numbers of its actions: audited, resumed, over two processes; and faults that the first
-step finds."""
+"""Runs whose policy draws the numbers of its actions: audited, resumed, over two processes; and
+faults that the first step finds."""
 
 import math
 from pathlib import Path
@@ -25,8 +25,21 @@ from tests.e2e.test_acting import ACTS, DECISIONS, FILE, LEVELS, flow
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.slow
-ACTIONS = {"head": "gaussian", "low": -1.5, "high": 1.5, "action_dim": 2, "action_chunks_len": 4, "first_token": 20}
-FLOW = ACTIONS | {"head": "flow_sde", "action_chunks_len": 2, "denoising_steps": 2, "bins": 4, "noise": 0.7}
+ACTIONS = {
+    "head": "gaussian",
+    "low": -1.5,
+    "high": 1.5,
+    "action_dim": 2,
+    "action_chunks_len": 4,
+    "first_token": 20,
+}
+FLOW = ACTIONS | {
+    "head": "flow_sde",
+    "action_chunks_len": 2,
+    "denoising_steps": 2,
+    "bins": 4,
+    "noise": 0.7,
+}
 HEADS = pytest.mark.parametrize("actions", [ACTIONS, FLOW], ids=lambda own: str(own["head"]))
 KEYS = (*ACTS, "actor_rollout_ref.actor.optim.lr=1e-4", "data.max_response_length=12")
 FAST = "trainer.total_training_steps=1"
@@ -34,7 +47,13 @@ FAST = "trainer.total_training_steps=1"
 
 def options(**changes: Any) -> str:
     """Episodes of 5 steps, so that they end within a chunk."""
-    made = {"env": f"{FILE}Pays", "env_kwargs": {"ends_at": 5}, "prompt": "{state}", "score": "return", **changes}
+    made = {
+        "env": f"{FILE}Pays",
+        "env_kwargs": {"ends_at": 5},
+        "prompt": "{state}",
+        "score": "return",
+        **changes,
+    }
     return f"actor_rollout_ref.rollout.workflow_kwargs={flow({'actions': ACTIONS, **made})}"
 
 
@@ -48,12 +67,30 @@ def playground(tmp_path: Path) -> Playground:
 @HEADS
 def test_every_audit_of_a_run_passes(playground: Playground, actions: dict[str, Any]) -> None:
     keys = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.entropy_coef=0.01")
-    validates = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
+    validates = (
+        f"data.val_files={playground.folder}/rows.jsonl",
+        "data.allow_overlap=true",
+        "trainer.test_freq=1",
+    )
     run = playground.run(
-        "grpo", *KEYS, options(actions=actions), *keys, *validates, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+        "grpo",
+        *KEYS,
+        options(actions=actions),
+        *keys,
+        *validates,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     )
     passed = {name for audit in run.audits() for name in audit["proven"]}
-    assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks", "reference"} <= passed
+    assert {
+        "backward",
+        "draws",
+        "episodes",
+        "gradients",
+        "log_probs",
+        "loss",
+        "masks",
+        "reference",
+    } <= passed
     assert {"rewards", "turns", "validation", "versions"} <= passed
     assert not run.notes("warning")
     assert all(row["reward_parts"]["env_steps"] == 5 for row in read_samples(run.folder, 1))
@@ -66,19 +103,30 @@ def test_every_audit_passes_at_each_level_and_by_decision(
 ) -> None:
     levels = [each.format(level) for each in LEVELS[:2]]
     run = playground.run(
-        "grpo", *KEYS, options(actions=actions), *levels, *DECISIONS, "algorithm.adv_estimator=reinforce"
+        "grpo",
+        *KEYS,
+        options(actions=actions),
+        *levels,
+        *DECISIONS,
+        "algorithm.adv_estimator=reinforce",
     )
     for audit in run.audits():
-        assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks"} <= {*audit["proven"]}
+        assert {"backward", "draws", "episodes", "gradients", "log_probs", "loss", "masks"} <= {
+            *audit["proven"]
+        }
     assert not run.notes("warning")
 
 
 @HEADS
 def test_a_resumed_run_is_bit_equal(playground: Playground, actions: dict[str, Any]) -> None:
     saves = (*KEYS, options(actions=actions), "trainer.save_freq=1")
-    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
+    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(
+        3
+    )
     playground.run("grpo", *saves, name="cut")
-    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
+    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(
+        3
+    )
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
@@ -86,7 +134,10 @@ def test_a_resumed_run_is_bit_equal(playground: Playground, actions: dict[str, A
 def test_two_processes_end_where_one_does(playground: Playground, actions: dict[str, Any]) -> None:
     saves = (*KEYS, options(actions=actions), "trainer.save_freq=2")
     one = playground.run("grpo", *saves, name="one")
-    assert main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
+    assert (
+        main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")])
+        == 0
+    )
     two = Run(playground.folder / "two", one.config, one.outcome)
     for name, weight in one.weights(2).items():
         assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
@@ -95,7 +146,9 @@ def test_two_processes_end_where_one_does(playground: Playground, actions: dict[
 def test_an_episode_without_a_decision_has_the_column_too(playground: Playground) -> None:
     """All of a group's episodes fail at their start."""
     faulty = options(env=f"{FILE}Fails", env_kwargs={"how": "dies"})
-    playground.write_rows([{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)])
+    playground.write_rows(
+        [{"prompt": f"{n}", "answer": "", "seed": 150 if n % 3 == 0 else n} for n in range(12)]
+    )
     run = playground.run("grpo", *KEYS, faulty, "reward.on_error=mask", "reward.max_error_rate=1")
     assert len(run.metrics()) == 2
 
@@ -148,7 +201,11 @@ def without_the_constant(patch: Patch) -> None:
 
 def unclipped_in_the_simulator(patch: Patch) -> None:
     right = ContinuousActions.decode
-    patch.setattr(ContinuousActions, "decode", lambda self, values: right(self, [0.5 * each for each in values]))
+    patch.setattr(
+        ContinuousActions,
+        "decode",
+        lambda self, values: right(self, [0.5 * each for each in values]),
+    )
 
 
 FAULTS = {
@@ -162,11 +219,19 @@ FAULTS = {
 
 
 def with_more_noise_in_the_trainer(patch: Patch) -> None:
-    patch.setattr(torch_engine, "ActionHead", lambda **own: ActionHead(**own | {"noise": 1.1 * own.get("noise", 0.0)}))
+    patch.setattr(
+        torch_engine,
+        "ActionHead",
+        lambda **own: ActionHead(**own | {"noise": 1.1 * own.get("noise", 0.0)}),
+    )
 
 
 def with_more_steps_in_the_trainer(patch: Patch) -> None:
-    patch.setattr(torch_engine, "ActionHead", lambda **own: ActionHead(**own | {"steps": own.get("steps", 2) + 1}))
+    patch.setattr(
+        torch_engine,
+        "ActionHead",
+        lambda **own: ActionHead(**own | {"steps": own.get("steps", 2) + 1}),
+    )
 
 
 def _changed(patch: Patch, **change: Any) -> None:
@@ -205,14 +270,18 @@ def from_noise_that_is_too_small(patch: Patch) -> None:
 
     def wrong(self: ActionHead, *given: Any) -> Any:
         normals = right(self, *given)
-        return normals._replace(log_std=torch.where(normals.gain > 0, normals.log_std, normals.log_std - 1))
+        return normals._replace(
+            log_std=torch.where(normals.gain > 0, normals.log_std, normals.log_std - 1)
+        )
 
     patch.setattr(ActionHead, "normals", wrong)
 
 
 def before_the_last_step(patch: Patch) -> None:
     right = ContinuousActions.decode
-    patch.setattr(ContinuousActions, "decode", lambda self, values: right(self, [0.0] * self.dim + [*values]))
+    patch.setattr(
+        ContinuousActions, "decode", lambda self, values: right(self, [0.0] * self.dim + [*values])
+    )
 
 
 def with_tokens_of_other_bins(patch: Patch) -> None:
@@ -244,15 +313,22 @@ def test_a_wrong_step_of_a_flow_ends_the_run_in_the_first_step(
 
 
 @pytest.mark.parametrize("plant", FAULTS)
-def test_a_wrong_number_ends_the_run_in_the_first_step(playground: Playground, monkeypatch: Patch, plant: Any) -> None:
+def test_a_wrong_number_ends_the_run_in_the_first_step(
+    playground: Playground, monkeypatch: Patch, plant: Any
+) -> None:
     plant(monkeypatch)
     with pytest.raises(TrustError, match=FAULTS[plant]):
         playground.run("grpo", *KEYS, options(), FAST)
 
 
-def test_numbers_that_are_not_finite_are_errors_of_their_episodes(playground: Playground, monkeypatch: Patch) -> None:
+def test_numbers_that_are_not_finite_are_errors_of_their_episodes(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     """They are neither executed nor trained on, and the run ends with their cause."""
     right = hf.normal_of
     monkeypatch.setattr(hf, "normal_of", lambda *given: [each * math.nan for each in right(*given)])
-    with pytest.raises(TooManyErrors, match="160 of 160 scores are reward errors .* is nan: the policy has diverged"):
+    with pytest.raises(
+        TooManyErrors,
+        match="160 of 160 scores are reward errors .* is nan: the policy has diverged",
+    ):
         playground.run("grpo", *KEYS, options(), FAST)

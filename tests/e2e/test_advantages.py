@@ -1,4 +1,5 @@
-"""What a run hands to its losses where several steps make the advantages, worked out again from its columns."""
+"""What a run hands to its losses where several steps make the advantages, worked out again from its
+columns."""
 
 from pathlib import Path
 
@@ -18,7 +19,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def standard(values: Tensor) -> Tensor:
     """Less the mean, over the unbiased standard deviation; 0 where all are equal."""
-    return (values - values.mean()) / (values.std() + 1e-6) if values.unique().numel() > 1 else 0 * values
+    return (
+        (values - values.mean()) / (values.std() + 1e-6)
+        if values.unique().numel() > 1
+        else 0 * values
+    )
 
 
 @pytest.mark.slow
@@ -33,7 +38,10 @@ def test_gdpo_normalises_each_reward_function_apart(tmp_path: Path) -> None:
         *ONE_STEP,
     )
     batch = Batch.load(run.folder / "tokens" / "000001.safetensors")
-    parts = {name: torch.tensor([part[name] for part in batch["reward_parts"]]).double() for name in ("custom", length)}
+    parts = {
+        name: torch.tensor([part[name] for part in batch["reward_parts"]]).double()
+        for name in ("custom", length)
+    }
     summed = torch.cat(
         [
             standard(parts["custom"][rows]) + 0.5 * standard(parts[length][rows])
@@ -43,13 +51,16 @@ def test_gdpo_normalises_each_reward_function_apart(tmp_path: Path) -> None:
     mask = batch["response_mask"] > 0
     tokens = summed[:, None].expand(mask.shape)[mask]
     wanted = (summed[:, None] - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-    torch.testing.assert_close(batch["advantages"].double(), torch.where(mask, wanted, 0.0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        batch["advantages"].double(), torch.where(mask, wanted, 0.0), rtol=1e-4, atol=1e-5
+    )
     assert all(len(part.unique()) > 2 for part in parts.values())
 
 
 @pytest.mark.slow
 def test_rewards_then_kl_then_gae_then_advantages(tmp_path: Path) -> None:
-    """AReaL's order: rewards by group, the KL off them, GAE that whitens nothing, advantages over the batch."""
+    """AReaL's order: rewards by group, the KL off them, GAE that whitens nothing, advantages over
+    the batch."""
     run = Playground(tmp_path).run(
         "ppo",
         "algorithm.reward_norm.mean_level=group",
@@ -65,7 +76,8 @@ def test_rewards_then_kl_then_gae_then_advantages(tmp_path: Path) -> None:
         "trainer.total_training_steps=2",
     )
     batch = Batch.load(run.folder / "tokens" / "000002.safetensors")
-    mask, rewards = batch["response_mask"], torch.zeros(batch["response_mask"].shape, dtype=torch.float64)
+    mask = batch["response_mask"]
+    rewards = torch.zeros(batch["response_mask"].shape, dtype=torch.float64)
     last = batch.lengths("response") - 1
     scores = batch["token_level_scores"].sum(-1).double()
     for rows in torch.arange(len(batch)).split(4):
@@ -77,13 +89,18 @@ def test_rewards_then_kl_then_gae_then_advantages(tmp_path: Path) -> None:
     rewards -= 0.5 * kl
     torch.testing.assert_close(batch["token_level_rewards"].double(), rewards, rtol=1e-4, atol=1e-5)
 
-    values, gae = batch["values"].double(), torch.zeros_like(rewards)
+    values = batch["values"].double()
+    gae = torch.zeros_like(rewards)
     for i, length in enumerate(batch.lengths("response").tolist()):
-        following, running = 0.0, 0.0
+        following = 0.0
+        running = 0.0
         for t in reversed(range(length)):
             running = float(rewards[i, t] + following - values[i, t]) + 0.95 * running
-            gae[i, t], following = running, float(values[i, t])
+            gae[i, t] = running
+            following = float(values[i, t])
     tokens = gae[mask > 0]
     wanted = torch.where(mask > 0, (gae - tokens.mean()) / (tokens.std() + 1e-5), 0.0)
     torch.testing.assert_close(batch["advantages"].double(), wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(batch["returns"].double(), (gae + values) * mask, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        batch["returns"].double(), (gae + values) * mask, rtol=1e-4, atol=1e-4
+    )

@@ -1,4 +1,5 @@
-"""Asynchronous runs: what may be stale and how far, weights in flight, aliases, evaluation beside the stream."""
+"""Asynchronous runs: what may be stale and how far, weights in flight, aliases, evaluation beside
+the stream."""
 
 import json
 from collections import defaultdict
@@ -24,8 +25,8 @@ LONG_TAIL = (
     "actor_rollout_ref.rollout.max_num_seqs=4",
     "actor_rollout_ref.rollout.enforce_eager=true",
 )
-"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots. Without native
-decode steps, which would be done before the trainer comes with new weights."""
+"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots.
+Without native decode steps, which would be done before the trainer comes with new weights."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 @pytest.fixture(scope="module")
 def long_tail(playground: Playground) -> Run:
-    quick = ("trust.audit_freq=0", "trust.canary_freq=0")  # or they would take longer than all the rest of a step
+    # or they would take longer than all the rest of a step
+    quick = ("trust.audit_freq=0", "trust.canary_freq=0")
     steps = ("async.max_staleness=4", "trainer.total_training_steps=20")
     return playground.run("grpo", *steps, *quick, *LONG_TAIL, name="tail")
 
@@ -51,17 +53,25 @@ def samples(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def ledger(run: Run, kind: str) -> Iterator[dict[str, Any]]:
-    return (dict(record) for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == kind)
+    return (
+        dict(record)
+        for _, record in timeline(run.folder / "ledger.jsonl")
+        if record["kind"] == kind
+    )
 
 
 @pytest.mark.slow
-def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(long_tail: Run) -> None:
+def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(
+    long_tail: Run,
+) -> None:
     decoded = spans(long_tail, "engine", "decode")
     at_work: dict[int, set[int]] = defaultdict(set)
     issued = {}
     for group in spans(long_tail, "rollout", "group"):
         issued[group["group_id"]] = group["version"]
-        at_work[group["group_id"]] = {s["version"] for s in decoded if s["t0"] < group["t1"] and s["t1"] > group["t0"]}
+        at_work[group["group_id"]] = {
+            s["version"] for s in decoded if s["t0"] < group["t1"] and s["t1"] > group["t0"]
+        }
     assert max(map(len, at_work.values())) >= 3
     rows = [row["versions"] for row in samples(long_tail)]
     assert max(map(len, rows)) >= 3, "no sample has tokens of three versions"
@@ -75,18 +85,29 @@ def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_it
 
 @pytest.mark.slow
 def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
-    """From the second step on, for the first one warms up, until all groups of the run are issued."""
-    decoded = [s for s in spans(long_tail, "engine", "decode") if s["what"] == "train" and s["version"] > 1]
+    """From the second step on, for the first one warms up, until all groups of the run are
+    issued."""
+    decoded = [
+        s for s in spans(long_tail, "engine", "decode") if s["what"] == "train" and s["version"] > 1
+    ]
     last_issued = max(record["t"] for record in ledger(long_tail, "issued"))
-    assert len({s["step"] for s in decoded if s["t0"] < last_issued}) >= 8, "several steps were trained meanwhile"
-    gaps = [after["t0"] - before["t1"] for before, after in pairwise(decoded) if before["t1"] < last_issued]
+    assert len({s["step"] for s in decoded if s["t0"] < last_issued}) >= 8, (
+        "several steps were trained meanwhile"
+    )
+    gaps = [
+        after["t0"] - before["t1"]
+        for before, after in pairwise(decoded)
+        if before["t1"] < last_issued
+    ]
     assert gaps and max(gaps) <= 0, f"slots stood empty for {max(gaps):.3f} s"
 
 
 @pytest.mark.slow
 def test_the_ledger_shows_no_group_staler_than_the_bound(long_tail: Run) -> None:
     account = verify(long_tail.folder / "ledger.jsonl")
-    assert account.consumed == 40 and account.running == account.complete == 0 and not account.dropped
+    assert (
+        account.consumed == 40 and account.running == account.complete == 0 and not account.dropped
+    )
     assert 1 <= max(m["async/version_diff/max"] for m in long_tail.metrics()) <= 4
     assert not long_tail.notes("error")
 
@@ -95,8 +116,10 @@ class Pushed:
     """What went over the weight edge, by step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent, self.named = list[int](), list[int]()
-        commit, renumber = LocalWeights.commit, LocalWeights.renumber
+        self.sent = list[int]()
+        self.named = list[int]()
+        commit = LocalWeights.commit
+        renumber = LocalWeights.renumber
 
         def note_commit(port: LocalWeights, *unmoved: Any) -> None:
             assert port._version is not None
@@ -125,7 +148,13 @@ def test_steps_without_an_update_send_nothing_and_count_on(
         name="warmup",
     )
     assert pushed.sent == [0, 4, 5] and pushed.named == [1, 2, 3]
-    assert [(r["step"], r["weights"]) for r in ledger(run, "version")] == [(1, 0), (2, 0), (3, 0), (4, 4), (5, 5)]
+    assert [(r["step"], r["weights"]) for r in ledger(run, "version")] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (4, 4),
+        (5, 5),
+    ]
     assert max(m["async/version_diff/max"] for m in run.metrics()) <= 1
 
 
@@ -161,7 +190,9 @@ def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) ->
         name="evaluated",
     )
     for step in (0, 2, 4, 6):
-        versions = {version for row in read_samples(run.folder, step, "val") for version in row["versions"]}
+        versions = {
+            version for row in read_samples(run.folder, step, "val") for version in row["versions"]
+        }
         assert versions == {step}, "the answers are of the weights that are judged"
     timed = [m.get("timing_s/eval", 0) > 0 for m in run.metrics()]
     assert timed == [True, True, False, True, False, True]
@@ -179,9 +210,14 @@ def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_sh
         factories = {**spec.factories, "rollout": _with(rollout, shares=False)}
         return replace(spec, factories=factories, shares_weights=False)
 
-    plain = playground.run("grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="plain")
-    copied = playground.run("grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="copied", spoil=apart)
-    one, other = plain.weights(5), copied.weights(5)
+    plain = playground.run(
+        "grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="plain"
+    )
+    copied = playground.run(
+        "grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="copied", spoil=apart
+    )
+    one = plain.weights(5)
+    other = copied.weights(5)
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
@@ -211,4 +247,6 @@ def test_answers_that_an_update_cuts_off_are_begun_again(
         name="cut_off",
     )
     assert sum(aborted) > 0
-    assert all(len(row["versions"]) == 1 and row["finish_reason"] != "abort" for row in samples(run))
+    assert all(
+        len(row["versions"]) == 1 and row["finish_reason"] != "abort" for row in samples(run)
+    )

@@ -1,4 +1,5 @@
-"""Something breaks while answers are under way: the run goes on, or ends in time with one message; it loses nothing."""
+"""Something breaks while answers are under way: the run goes on, or ends in time with one message;
+it loses nothing."""
 
 import json
 import signal
@@ -19,7 +20,8 @@ from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
-# A pipeline of the user's whose file plants the fault that FAULT names; a file `fired` tells that it was met.
+# A pipeline of the user's whose file plants the fault that FAULT names; a file `fired` tells that
+# it was met.
 PROGRAM = """
 import asyncio, itertools, os, pathlib, statistics, time
 from distflow import NodeRole, Pipeline, node
@@ -174,7 +176,8 @@ def make(config):
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 """
-NUM_ROWS, STALENESS = 24, 2
+NUM_ROWS = 24
+STALENESS = 2
 OTHERWISE = "reward.domains={default: {timeout_s: 30}}"
 """Verifiers have more time than a function of the user that is a node."""
 PLACES = {(0, row) for row in range(NUM_ROWS)}
@@ -193,7 +196,11 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
         f"async.max_staleness={STALENESS}",
         "actor_rollout_ref.rollout.n=2",
         "actor_rollout_ref.rollout.timeout_s=60",
-        *(("reward.timeout_s=1", OTHERWISE) if fault == "node_sleeps" else ("reward.timeout_s=30",)),
+        *(
+            ("reward.timeout_s=1", OTHERWISE)
+            if fault == "node_sleeps"
+            else ("reward.timeout_s=30",)
+        ),
         "trainer.save_freq=1",
         "trainer.total_epochs=1",
         "trust.check_rewards=false",
@@ -202,7 +209,9 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
         f"dag.pipeline={ground.folder}/faulty.py:make",
     )
     return CliRun(
-        ground.folder / "log", ["train", "grpo", *ground.overrides("run", *keys, *overrides)], {"FAULT": fault}
+        ground.folder / "log",
+        ["train", "grpo", *ground.overrides("run", *keys, *overrides)],
+        {"FAULT": fault},
     )
 
 
@@ -226,17 +235,34 @@ GOES_ON: dict[str, dict[str, int]] = {
 ENDS = {
     "step_always": (
         1,
-        "the last 4 prompt groups all failed, so the run cannot progress; the first error: node 'rollout",
+        (
+            "the last 4 prompt groups all failed, so the run cannot progress; the first error: "
+            "node 'rollout"
+        ),
     ),
-    "lost_request": (1, "the rollout engine EmbeddedEngine hangs: it was asked for 2 samples of row "),
+    "lost_request": (
+        1,
+        "the rollout engine EmbeddedEngine hangs: it was asked for 2 samples of row ",
+    ),
     "edge_put": (1, "the rollout loop has failed: MemoryError: no room for the group"),
     "node_always": (
         2,
-        "the last 8 prompt groups all failed, so the run cannot progress; the first error: node 'faulty'",
+        (
+            "the last 8 prompt groups all failed, so the run cannot progress; the first error: "
+            "node 'faulty'"
+        ),
     ),
 }
 """Exit status and message."""
-QUICK = ("step_memory", "step_exit", "refused_thrice", "node_sleeps", "lost_request", "edge_put", "node_always")
+QUICK = (
+    "step_memory",
+    "step_exit",
+    "refused_thrice",
+    "node_sleeps",
+    "lost_request",
+    "edge_put",
+    "node_always",
+)
 
 
 def some_slow(names: Iterable[str]) -> list[ParameterSet]:
@@ -253,7 +279,9 @@ def test_a_fault_costs_its_own_group_at_most(ground: Playground, fault: str) -> 
 
 
 @pytest.mark.parametrize("fault", some_slow(ENDS))
-def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(ground: Playground, fault: str) -> None:
+def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(
+    ground: Playground, fault: str
+) -> None:
     status, message = ENDS[fault]
     patience = ("actor_rollout_ref.rollout.timeout_s=2",) if fault == "lost_request" else ()
     run = start(ground, fault, *patience)
@@ -279,14 +307,22 @@ def test_a_rollout_fifty_times_slower_is_trained_at_last(ground: Playground) -> 
     late = ticket_of(ground, row=int((ground.folder / "fired").read_text()))
     (slow,) = [s for s in group_spans(ground) if s["group_id"] == late]
     assert slow["t1"] - slow["t0"] >= 50 * float((ground.folder / "usual_s").read_text())
-    (step,) = [r["step"] for r in records(ground.folder / "run") if r["kind"] == "consumed" and late in r["group_ids"]]
+    (step,) = [
+        r["step"]
+        for r in records(ground.folder / "run")
+        if r["kind"] == "consumed" and late in r["group_ids"]
+    ]
     assert 0 <= step - 1 - slow["version"] <= STALENESS
     overtook = [s for s in group_spans(ground) if s["group_id"] > late and s["t1"] < slow["t1"]]
     assert overtook, "others went on meanwhile"
 
 
 def ticket_of(ground: Playground, row: int) -> int:
-    (found,) = {r["group_id"] for r in records(ground.folder / "run") if r["kind"] == "issued" and r["row"] == row}
+    (found,) = {
+        r["group_id"]
+        for r in records(ground.folder / "run")
+        if r["kind"] == "issued" and r["row"] == row
+    }
     return int(found)
 
 
@@ -295,7 +331,12 @@ def group_spans(ground: Playground) -> list[dict[str, Any]]:
 
 
 def spans(ground: Playground, actor: str) -> list[dict[str, Any]]:
-    return list(map(json.loads, (ground.folder / "run" / "spans" / f"{actor}.jsonl").read_text().splitlines()))
+    return list(
+        map(
+            json.loads,
+            (ground.folder / "run" / "spans" / f"{actor}.jsonl").read_text().splitlines(),
+        )
+    )
 
 
 SLOW_REWARD = """
@@ -323,13 +364,18 @@ def test_verifiers_slower_than_everything_bound_what_is_under_way(ground: Playgr
     run = start(ground, "none")
     assert run.status() == 0, run.said()
     assert unharmed(ground) == {}
-    live, most = 0, 0
+    live = 0
+    most = 0
     for record in records(ground.folder / "run"):
-        live += {"issued": 1, "dropped": -1}.get(record["kind"], 0) - len(record.get("group_ids", ()))
+        live += {"issued": 1, "dropped": -1}.get(record["kind"], 0) - len(
+            record.get("group_ids", ())
+        )
         most = max(most, live)
     assert most == (STALENESS + 1) * 4
     waits = spans(ground, "reward")
-    assert {(span["what"], span["on"]) for span in waits} == {("scores", "reward functions")} and len(waits) == NUM_ROWS
+    assert {(span["what"], span["on"]) for span in waits} == {
+        ("scores", "reward functions")
+    } and len(waits) == NUM_ROWS
     assert sum(span["t1"] - span["t0"] for span in waits) > 0.06 * 2 * NUM_ROWS
 
 
@@ -341,8 +387,9 @@ def test_a_stop_says_that_it_is_the_verifiers_who_are_waited_for(ground: Playgro
     time.sleep(LASTING_S + 3)
     run.send(signal.SIGINT)
     run.wait_for(lambda: "a second signal exits at once" in run.said())
-    assert "s for scores (on: reward functions)" in run.said() and "s for step 1 (on: rollout)" in run.said(), (
-        run.said()
-    )
+    assert (
+        "s for scores (on: reward functions)" in run.said()
+        and "s for step 1 (on: rollout)" in run.said()
+    ), run.said()
     run.send(signal.SIGINT)
     assert run.status() == 130

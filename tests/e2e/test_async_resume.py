@@ -1,4 +1,5 @@
-"""Killed at any moment while answers are under way, a run loses no prompt, trains none twice and none too late."""
+"""Killed at any moment while answers are under way, a run loses no prompt, trains none twice and
+none too late."""
 
 import json
 import random
@@ -19,8 +20,8 @@ from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
 
-# A pipeline that kills its own process when it comes to a point for the n-th time: KILL_AT=point:n. Its engine never
-# answers the n-th request: HELD=n.
+# A pipeline that kills its own process when it comes to a point for the n-th time: KILL_AT=point:n.
+# Its engine never answers the n-th request: HELD=n.
 KILLED = """
 import asyncio, itertools, os, signal
 from distflow.scheduling.ledger import Ledger
@@ -93,7 +94,7 @@ if not hasattr(LocalWeights, "deadly"):
     before(LocalSampleQueue, "release", "releasing")
     before(engine.EmbeddedEngine, "step", "decoding")
     before(TorchTrainEngine, "train_step", "training")
-"""
+"""  # noqa: E501
 
 POINTS = {
     "start": 1,
@@ -117,7 +118,9 @@ POINTS = {
 }
 """Where a run may be killed, and within how many times that it comes there."""
 
-NUM_ROWS, NUM_EPOCHS, STALENESS = 18, 3, 2
+NUM_ROWS = 18
+NUM_EPOCHS = 3
+STALENESS = 2
 PLACES = {(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)}
 
 
@@ -128,9 +131,11 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return ground
 
 
-def start(ground: Playground, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str) -> CliRun:
-    """Long answers by chance: one token in a hundred ends one. Nothing is learned, so that a prompt has the same
-    answers at any version."""
+def start(
+    ground: Playground, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str
+) -> CliRun:
+    """Long answers by chance: one token in a hundred ends one. Nothing is learned, so that a prompt
+    has the same answers at any version."""
     keys = (
         f"async.max_staleness={STALENESS}",
         "actor_rollout_ref.actor.optim.lr=0",
@@ -159,7 +164,8 @@ def undisturbed(ground: Playground) -> Survivors:
 
 
 def hunted(ground: Playground, name: str, kills: list[str]) -> Path:
-    """A run that was killed at each of these points, in the folder that the last start of it ended in."""
+    """A run that was killed at each of these points, in the folder that the last start of it ended
+    in."""
     for kill in kills:
         run = start(ground, name, KILL_AT=kill)
         assert run.status() == -9, f"it was not killed at {kill}: {run.said()}"
@@ -167,16 +173,21 @@ def hunted(ground: Playground, name: str, kills: list[str]) -> Path:
 
 
 def same_account(folder: Path, undisturbed: Survivors) -> None:
-    """Nothing was lost or trained twice, and of each prompt the same answers were trained on: kills favour none."""
+    """Nothing was lost or trained twice, and of each prompt the same answers were trained on: kills
+    favour none."""
     verify(folder / "ledger.jsonl")
     survived = audit(folder, STALENESS, PLACES)
     assert survived.dropped == undisturbed.dropped == {}
     assert survived.lengths == undisturbed.lengths
-    assert max(map(max, survived.lengths.values())) > 3 * min(map(min, survived.lengths.values())), "no long tail"
+    assert max(map(max, survived.lengths.values())) > 3 * min(
+        map(min, survived.lengths.values())
+    ), "no long tail"
     assert len(set(survived.step.values())) == len(set(undisturbed.step.values()))
 
 
-def test_killed_four_times_a_run_trains_every_prompt_once(ground: Playground, undisturbed: Survivors) -> None:
+def test_killed_four_times_a_run_trains_every_prompt_once(
+    ground: Playground, undisturbed: Survivors
+) -> None:
     kills = ["putting:9", "part run:2", "copying:60", "torn complete:7"]
     folder = hunted(ground, "four", kills)
     same_account(folder, undisturbed)
@@ -185,7 +196,8 @@ def test_killed_four_times_a_run_trains_every_prompt_once(ground: Playground, un
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(ground: Playground, undisturbed: Survivors) -> None:
-    draw, fired = random.Random(20), 0
+    draw = random.Random(20)
+    fired = 0
     for number in count():
         name = f"hunted-{number}"
         while fired < 20 and (run := start(ground, name, KILL_AT=moment(draw))).status() == -9:
@@ -205,7 +217,8 @@ def moment(draw: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def cut(ground: Playground) -> Path:
-    """A run that was killed behind its fifth checkpoint, with complete groups in the queue and others under way."""
+    """A run that was killed behind its fifth checkpoint, with complete groups in the queue and
+    others under way."""
     assert start(ground, "cut", KILL_AT="latest:5", HELD="23").status() == -9
     live = Left(ground.folder / "cut").run["coordinator"]["live"]
     assert {group["complete"] for group in live} == {True, False}
@@ -217,7 +230,9 @@ def copied(cut: Path, name: str) -> str:
     return name
 
 
-def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(ground: Playground, cut: Path) -> None:
+def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(
+    ground: Playground, cut: Path
+) -> None:
     left = Left(cut).run["coordinator"]
     folder = finish(ground, copied(cut, "as_they_were"))
     audit(folder, STALENESS, PLACES)
@@ -228,7 +243,9 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(gro
         assert again["attempt"] == group["prompt_group"]["attempt"] + (not group["complete"])
 
 
-def test_a_run_goes_on_in_another_folder(ground: Playground, cut: Path, undisturbed: Survivors) -> None:
+def test_a_run_goes_on_in_another_folder(
+    ground: Playground, cut: Path, undisturbed: Survivors
+) -> None:
     left = Left(cut)
     folder = finish(ground, "elsewhere", flags=("--resume", str(left.checkpoint.path)))
     verify(folder / "ledger.jsonl")
@@ -242,16 +259,30 @@ def test_a_run_goes_on_in_another_folder(ground: Playground, cut: Path, undistur
 def test_a_run_goes_on_with_another_bound(
     ground: Playground, cut: Path, undisturbed: Survivors, staleness: int
 ) -> None:
-    """What no step can train on in time any more is dropped, with that reason, and nothing else is."""
+    """What no step can train on in time any more is dropped, with that reason, and nothing else
+    is."""
     name = copied(cut, f"bound-{staleness}")
-    folder = finish(ground, name, f"async.max_staleness={staleness}", flags=("--allow-change", "async.max_staleness"))
+    folder = finish(
+        ground,
+        name,
+        f"async.max_staleness={staleness}",
+        flags=("--allow-change", "async.max_staleness"),
+    )
     verify(folder / "ledger.jsonl")
     survived = audit(folder, 5, PLACES)
     live = Left(cut).run["coordinator"]["live"]
-    stale = [g for g in live if g["complete"] and min(g["version"], g["prompt_group"]["version"]) + staleness < 5]
+    stale = [
+        g
+        for g in live
+        if g["complete"] and min(g["version"], g["prompt_group"]["version"]) + staleness < 5
+    ]
     assert len(survived.dropped) >= len(stale) and set(survived.dropped.values()) <= {"stale"}
     assert staleness < STALENESS or not survived.dropped
-    counted = [values["async/stale_data_count"] for (_, kind), values in all_metrics(folder) if kind == "train"]
+    counted = [
+        values["async/stale_data_count"]
+        for (_, kind), values in all_metrics(folder)
+        if kind == "train"
+    ]
     assert counted[-1] == len(survived.dropped)
     assert survived.lengths == {place: undisturbed.lengths[place] for place in survived.step}
     late = {place: age for place, age in survived.ages.items() if survived.step[place] > 5}
@@ -272,7 +303,9 @@ def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, ba
     survived = audit(folder, STALENESS, PLACES)
     assert set(survived.dropped.values()) <= {"stale"} and (batch < 4 or not survived.dropped)
     sizes = Counter(survived.step.values())
-    assert {sizes[step] for step in range(1, 6)} == {4} and {sizes[step] for step in range(6, max(sizes))} == {batch}
+    assert {sizes[step] for step in range(1, 6)} == {4} and {
+        sizes[step] for step in range(6, max(sizes))
+    } == {batch}
 
 
 @pytest.mark.slow
@@ -289,7 +322,9 @@ def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
 @pytest.mark.slow
 def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -> None:
     allow = ("--allow-change", "async.max_staleness")
-    assert start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="latest:3").status() == -9
+    assert (
+        start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="latest:3").status() == -9
+    )
     assert start(ground, "there_and_back", flags=allow, KILL_AT="latest:4").status() == -9
     folder = finish(ground, "there_and_back", "async.max_staleness=0", flags=allow)
     verify(folder / "ledger.jsonl")
@@ -319,7 +354,9 @@ def steps_journaled(folder: Path) -> int:
     return path.read_bytes().count(b'"kind":"version"') if path.exists() else 0
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(
     ground: Playground, undisturbed: Survivors, number: signal.Signals
 ) -> None:
@@ -328,7 +365,9 @@ def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(
     run.wait_for(lambda: steps_journaled(ground.folder / name) >= 2)
     children = children_of(run.pid)
     assert children and run.send(number)
-    assert run.status() == 128 + number and "finishing this step, saving, then exiting" in run.said(), run.said()
+    assert (
+        run.status() == 128 + number and "finishing this step, saving, then exiting" in run.said()
+    ), run.said()
     assert not any(map(is_alive, children)) and "Traceback" not in run.said()
     left = Left(ground.folder / name)
     assert 2 <= left.checkpoint.step < 14 and left.run["coordinator"]["live"]

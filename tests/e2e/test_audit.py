@@ -37,8 +37,16 @@ from tests.sparse_params import first_of_each
 
 Patch = pytest.MonkeyPatch
 GRPO = ("grpo",)
-TWO = ("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
-KL = ("grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.5")
+TWO = (
+    "grpo",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+)
+KL = (
+    "grpo",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0.5",
+)
 ENTROPY = ("grpo", "actor_rollout_ref.actor.entropy_coef=0.01")
 SMALL_MICROS = ("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
 SCORED = ("grpo", "algorithm.recompute_old_log_probs=true")
@@ -97,7 +105,9 @@ def scaled_term(field: str, factor: float) -> Callable[[Patch], None]:
 
 
 def per_micro_batch(original: Any) -> Any:
-    return lambda mask, mode, counts, *more, **named: original(mask, mode, objectives.loss_counts(mask), *more, **named)
+    return lambda mask, mode, counts, *more, **named: original(
+        mask, mode, objectives.loss_counts(mask), *more, **named
+    )
 
 
 def policy_term(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch], None]:
@@ -112,7 +122,9 @@ def policy_term(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch
 
 
 def never_in_the_first_four(original: Any) -> Any:
-    return lambda ids, params, *more: original(ids, replace(params, stop=()) if len(ids) < 5 else params, *more)
+    return lambda ids, params, *more: original(
+        ids, replace(params, stop=()) if len(ids) < 5 else params, *more
+    )
 
 
 def norms_apart(original: Any, *arguments: Any, **options: Any) -> Any:
@@ -125,7 +137,8 @@ def norms_apart(original: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def hotter_reference(patch: Patch) -> None:
-    step, forward = Step.__call__, TorchScorer.forward
+    step = Step.__call__
+    forward = TorchScorer.forward
     scoring: list[str] = []
 
     def called(self: Step, batch: Batch, ctx: Any) -> Any:
@@ -166,7 +179,9 @@ def in_order_of_arrival(original: Any) -> Any:
 def neighbours_text(original: Any) -> Any:
     async def planted(self: Any, samples: Any) -> Any:
         turned = [*samples[1:], samples[0]]
-        return await original(self, [replace(s, response=t.response) for s, t in zip(samples, turned, strict=True)])
+        return await original(
+            self, [replace(s, response=t.response) for s, t in zip(samples, turned, strict=True)]
+        )
 
     return planted
 
@@ -175,13 +190,17 @@ def neighbours_accuracy(original: Any) -> Any:
     async def planted(self: Any, samples: Any) -> Any:
         found = await original(self, samples)
         turned = [*found[1:], found[0]]
-        return [replace(own, accuracy=next_one.accuracy) for own, next_one in zip(found, turned, strict=True)]
+        return [
+            replace(own, accuracy=next_one.accuracy)
+            for own, next_one in zip(found, turned, strict=True)
+        ]
 
     return planted
 
 
 def changed_scores(change: Callable[[str, Any, Score], float]) -> Callable[[Any], Any]:
-    """change: of the scores of the user's function and the auditor's probe, by the name and the call's arguments."""
+    """change: of the scores of the user's function and the auditor's probe, by the name and the
+    call's arguments."""
 
     def wrap(original: Any) -> Any:
         async def planted(self: Any, name: str, asked: Any, *more: Any) -> Any:
@@ -200,12 +219,16 @@ def changed_scores(change: Callable[[str, Any, Score], float]) -> Callable[[Any]
 
 def cached_by_length() -> Callable[[Any], Any]:
     known: dict[tuple[str, int], float] = {}
-    return changed_scores(lambda name, call, own: known.setdefault((name, len(call["solution_str"])), own.value))
+    return changed_scores(
+        lambda name, call, own: known.setdefault((name, len(call["solution_str"])), own.value)
+    )
 
 
 def missing_as_zero(original: Any) -> Any:
     def planted(parts: Any, weights: Any) -> Any:
-        return original({n: Score(0.0) if isinstance(v, Error) else v for n, v in parts.items()}, weights)
+        return original(
+            {n: Score(0.0) if isinstance(v, Error) else v for n, v in parts.items()}, weights
+        )
 
     return planted
 
@@ -287,7 +310,9 @@ def old_log_probs_anew(patch: Patch) -> None:
 
     def planted(self: Any, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
         for mini_batch in original(self, batch, num_prompts, epoch):
-            mini_batch["old_log_probs"] = ACTOR[0].forward(mini_batch, ("log_probs",)).flat("log_probs")
+            mini_batch["old_log_probs"] = (
+                ACTOR[0].forward(mini_batch, ("log_probs",)).flat("log_probs")
+            )
             yield mini_batch
 
     init = TorchTrainEngine.__init__
@@ -313,7 +338,8 @@ def critic_by_a_copy(patch: Patch) -> None:
         if outputs != ("values",):
             return original(self, batch, outputs)
         frozen = copies.setdefault(id(self), copy.deepcopy(self.model))
-        model, self.model = self.model, frozen
+        model = self.model
+        self.model = frozen
         try:
             return original(self, batch, outputs)
         finally:
@@ -328,12 +354,16 @@ def estimator(rule: Callable[[Batch], None]) -> Callable[[Patch], None]:
 
 def one_group(batch: Batch) -> None:
     scores = batch["token_level_rewards"].sum(-1)
-    advantages = ((scores - scores.mean()) / (scores.std() + 1e-6))[:, None] * batch["response_mask"]
+    advantages = ((scores - scores.mean()) / (scores.std() + 1e-6))[:, None] * batch[
+        "response_mask"
+    ]
     batch["advantages"] = advantages
 
 
 def clip_off(original: Any) -> Any:
-    return lambda ratio, advantages, low, high, clip_ratio_c: original(ratio, advantages, 1e3, 1e3, None)
+    return lambda ratio, advantages, low, high, clip_ratio_c: original(
+        ratio, advantages, 1e3, 1e3, None
+    )
 
 
 def moments_lost(patch: Patch) -> None:
@@ -417,16 +447,25 @@ def drops_two_of_three(original: Any) -> Any:
 def other_rows(patch: Patch) -> None:
     from distflow.scheduling import data_plan
 
-    patch.setattr(data_plan, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+    patch.setattr(
+        data_plan, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0)
+    )
 
 
 FAULTS = {
     "a loss mask off by one": Fault(before_update(column("loss_mask", off_by_one)), "mini-batches"),
-    "the end token out of the loss": Fault(before_update(column("loss_mask", without_end)), "mini-batches"),
-    "the end token out of the loss, inside it": Fault(
-        attribute(objectives, "token_weights", lambda f: lambda m, *a, **k: f(without_end(m), *a, **k)), "loss"
+    "the end token out of the loss": Fault(
+        before_update(column("loss_mask", without_end)), "mini-batches"
     ),
-    "a mean per micro-batch": Fault(attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS),
+    "the end token out of the loss, inside it": Fault(
+        attribute(
+            objectives, "token_weights", lambda f: lambda m, *a, **k: f(without_end(m), *a, **k)
+        ),
+        "loss",
+    ),
+    "a mean per micro-batch": Fault(
+        attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS
+    ),
     "a loss mask off by one, early": Fault(
         plant_behind("actor_old_log_prob", column("loss_mask", off_by_one)), "masks", SCORED
     ),
@@ -435,13 +474,23 @@ FAULTS = {
     ),
     "a sign turned for one sample": Fault(policy_term(first_turned), "loss"),
     "all signs turned": Fault(policy_term(torch.neg), "loss"),
-    "advantages of one sample turned": Fault(estimator(column("advantages", first_turned)), "advantages"),
-    "groups rolled": Fault(estimator(column("advantages", lambda a: a.roll(4, dims=0))), "advantages"),
-    "samples rolled": Fault(estimator(column("advantages", lambda a: a.roll(1, dims=0))), "advantages"),
+    "advantages of one sample turned": Fault(
+        estimator(column("advantages", first_turned)), "advantages"
+    ),
+    "groups rolled": Fault(
+        estimator(column("advantages", lambda a: a.roll(4, dims=0))), "advantages"
+    ),
+    "samples rolled": Fault(
+        estimator(column("advantages", lambda a: a.roll(1, dims=0))), "advantages"
+    ),
     "one group for the batch": Fault(estimator(one_group), "advantages"),
-    "a second normalisation": Fault(estimator(column("advantages", lambda a: a / (a.std() + 1e-6))), "advantages"),
+    "a second normalisation": Fault(
+        estimator(column("advantages", lambda a: a / (a.std() + 1e-6))), "advantages"
+    ),
     "returns of another": Fault(
-        plant_behind("calculate_advantages", column("returns", lambda r: r * 2)), "advantages", ("ppo",)
+        plant_behind("calculate_advantages", column("returns", lambda r: r * 2)),
+        "advantages",
+        ("ppo",),
     ),
     "KL times 0": Fault(scaled_term("kl_loss_coef", 0.0), "loss", KL),
     "KL by another coefficient": Fault(scaled_term("kl_loss_coef", 1.5), "loss", (*KL, *FAST)),
@@ -455,25 +504,35 @@ FAULTS = {
         (*TWO, *FAST, "actor_rollout_ref.actor.clip_ratio=0.01"),
     ),
     "the reference shifted": Fault(
-        plant_behind("reference_log_prob", column("ref_log_prob", lambda v: v.roll(1, dims=1))), "log_probs", KL
+        plant_behind("reference_log_prob", column("ref_log_prob", lambda v: v.roll(1, dims=1))),
+        "log_probs",
+        KL,
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
-        lambda patch: patch.setattr(build_engines_on_worker, "build_reference", follow), "reference", (*KL, *FAST)
+        lambda patch: patch.setattr(build_engines_on_worker, "build_reference", follow),
+        "reference",
+        (*KL, *FAST),
     ),
     "rewards to the next sample": Fault(
         attribute(router.RewardRouter, "__call__", next_sample), "reward_results|advantages"
     ),
     "rewards in order of arrival": Fault(
-        attribute(RewardPool, "call", in_order_of_arrival), "reward_results", ("grpo", "trust.check_rewards=false")
+        attribute(RewardPool, "call", in_order_of_arrival),
+        "reward_results",
+        ("grpo", "trust.check_rewards=false"),
     ),
     "a neighbour's text": Fault(
         attribute(router.RewardRouter, "__call__", neighbours_text), "reward_results|advantages"
     ),
     "a neighbour's accuracy": Fault(
-        attribute(router.RewardRouter, "__call__", neighbours_accuracy), "has the accuracy", ("dapo",)
+        attribute(router.RewardRouter, "__call__", neighbours_accuracy),
+        "has the accuracy",
+        ("dapo",),
     ),
-    "weights not sent on odd steps": Fault(attribute(WeightSender, "sync", unsent_on_odd_steps), "did not reach it"),
+    "weights not sent on odd steps": Fault(
+        attribute(WeightSender, "sync", unsent_on_odd_steps), "did not reach it"
+    ),
     "weights not taken on odd steps": Fault(
         unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
     ),
@@ -482,18 +541,32 @@ FAULTS = {
     ),
     "a learning rate that stays 0": Fault(silent_no_learning_rate, "optimizer", ("grpo", *FAST)),
     "gradients not cleared": Fault(uncleared, "gradients", TWO),
-    "the last mini-batch dropped": Fault(attribute(compiled_node, "minibatches", last_dropped), "mini-batches", TWO),
-    "a mini-batch taken twice": Fault(attribute(compiled_node, "minibatches", one_twice), "mini-batches", TWO),
+    "the last mini-batch dropped": Fault(
+        attribute(compiled_node, "minibatches", last_dropped), "mini-batches", TWO
+    ),
+    "a mini-batch taken twice": Fault(
+        attribute(compiled_node, "minibatches", one_twice), "mini-batches", TWO
+    ),
     "truncated counts as finished": Fault(finished_always, "responses"),
-    "one seed for the samples of a group": Fault(attribute(sequences, "sample_key", one_stream), "draws"),
-    "one seed for all prompts": Fault(attribute(sequences, "sample_key", one_prompt_stream), "draws"),
-    "old log-probs anew for each mini-batch": Fault(old_log_probs_anew, "mini-batches", (*TWO, *FAST)),
+    "one seed for the samples of a group": Fault(
+        attribute(sequences, "sample_key", one_stream), "draws"
+    ),
+    "one seed for all prompts": Fault(
+        attribute(sequences, "sample_key", one_prompt_stream), "draws"
+    ),
+    "old log-probs anew for each mini-batch": Fault(
+        old_log_probs_anew, "mini-batches", (*TWO, *FAST)
+    ),
     "a critic scored by a copy": Fault(
-        critic_by_a_copy, "log_probs", ("ppo", "critic.optim.lr=1e-2", "critic.optim.scheduler=constant")
+        critic_by_a_copy,
+        "log_probs",
+        ("ppo", "critic.optim.lr=1e-2", "critic.optim.scheduler=constant"),
     ),
     "moments lost": Fault(moments_lost, "optimizer", TWO),
     "gradients doubled": Fault(twice_backward, "gradients"),
-    "gradients not clipped": Fault(unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")),
+    "gradients not clipped": Fault(
+        unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")
+    ),
     "a loss scaled by 4 in 1,000": Fault(policy_term(lambda loss: loss * 1.004), "loss"),
     "gradients in bfloat16": Fault(rounded_gradients, "gradients"),
     "moments in bfloat16": Fault(rounded_moments, "optimizer"),
@@ -525,12 +598,17 @@ FAULTS = {
         ("grpo", "algorithm.length_weight=[1,0.1]"),
     ),
     "truncated samples in the loss": Fault(
-        plant_behind("sample_mask", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        plant_behind(
+            "sample_mask", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])
+        ),
         "masks",
         ("grpo", "algorithm.mask_truncated=true"),
     ),
     "rejected tokens in the loss": Fault(
-        plant_behind("mismatch_rejection", lambda batch: batch.__setitem__("loss_mask", batch["response_mask"])),
+        plant_behind(
+            "mismatch_rejection",
+            lambda batch: batch.__setitem__("loss_mask", batch["response_mask"]),
+        ),
         "masks",
         (
             "grpo",
@@ -540,14 +618,20 @@ FAULTS = {
         ),
     ),
     "off-policy sequences in the loss": Fault(
-        attribute(objectives, "off_policy_sequence_mask", lambda f: lambda *a: torch.ones_like(f(*a))),
+        attribute(
+            objectives, "off_policy_sequence_mask", lambda f: lambda *a: torch.ones_like(f(*a))
+        ),
         "loss",
         (*TWO, *FAST, "actor_rollout_ref.actor.off_policy_mask_threshold=1e-9"),
     ),
     "groups dropped whatever their accuracies": Fault(
         attribute(rollout_reward_filter, "drop_reason", drops_two_of_three),
         "dropped",
-        ("grpo", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20"),
+        (
+            "grpo",
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.max_num_gen_batches=20",
+        ),
     ),
     "a stop string that some samples run over": Fault(
         attribute(embedded_engine, "finish_reason", never_in_the_first_four),
@@ -555,7 +639,9 @@ FAULTS = {
         ("grpo", "actor_rollout_ref.rollout.stop=[a,e,K,Q,z]"),
     ),
     "scores that are rounded": Fault(
-        attribute(RewardPool, "_score_group", changed_scores(lambda name, call, own: round(own.value, 2))),
+        attribute(
+            RewardPool, "_score_group", changed_scores(lambda name, call, own: round(own.value, 2))
+        ),
         "reward_results",
     ),
     "scores of another response of that length": Fault(
@@ -565,19 +651,25 @@ FAULTS = {
     "texts stripped before they are scored": Fault(
         lambda patch: [
             patch.setattr(
-                module, "call_arguments", lambda domain, text, *rest: call_arguments(domain, text.strip(), *rest)
+                module,
+                "call_arguments",
+                lambda domain, text, *rest: call_arguments(domain, text.strip(), *rest),
             )
             for module in (router, rescored_samples)
         ],
         "reward_results",
     ),
     "no weight decay on norms": Fault(
-        attribute(engine_factories, "make_optimizer", lambda original: partial(norms_apart, original)),
+        attribute(
+            engine_factories, "make_optimizer", lambda original: partial(norms_apart, original)
+        ),
         "optimizer",
         ("grpo", "actor_rollout_ref.actor.optim.lr=1e-6"),
     ),
     "a score on the first token": Fault(
-        plant_behind("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))),
+        plant_behind(
+            "actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))
+        ),
         "rewards",
         ("ppo",),
     ),
@@ -641,9 +733,12 @@ QUICK += (
 
 
 @pytest.mark.parametrize("name", LATE_CASES)
-def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_a_fault_that_begins_late_and_is_rare(
+    playground: Playground, monkeypatch: Patch, name: str
+) -> None:
     """In one of three steps from the sixth on, where no whole audit is made any more."""
-    fault, step_taken = FAULTS[name], Auditor.step_taken
+    fault = FAULTS[name]
+    step_taken = Auditor.step_taken
     steps: list[int] = []
 
     def planted(self: Auditor, step: int, *arguments: Any) -> None:
@@ -656,7 +751,9 @@ def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatc
     with pytest.MonkeyPatch.context() as late:
         monkeypatch.setattr(Auditor, "step_taken", planted)
         preset, *overrides = fault.config
-        with pytest.raises(TrustError, match=rf"step ([6-9]|1[0-4]) found \(({fault.seen})\)|{fault.seen}"):
+        with pytest.raises(
+            TrustError, match=rf"step ([6-9]|1[0-4]) found \(({fault.seen})\)|{fault.seen}"
+        ):
             playground.run(
                 preset,
                 *overrides,
@@ -670,7 +767,8 @@ def test_a_fault_that_begins_late_and_is_rare(playground: Playground, monkeypatc
 @pytest.mark.parametrize("name", first_of_each(QUICK, lambda name: FAULTS[name].seen))
 def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name: str) -> None:
     """In a step that is neither audited nor looked at by running the models."""
-    fault, step_taken = FAULTS[name], Auditor.step_taken
+    fault = FAULTS[name]
+    step_taken = Auditor.step_taken
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.QUICK)
 
     def planted(self: Auditor, step: int, *arguments: Any) -> None:
@@ -687,11 +785,17 @@ def test_a_quick_look_finds_it(playground: Playground, monkeypatch: Patch, name:
 
 
 @pytest.mark.slow
-def test_a_group_of_another_row_is_found_in_any_step(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_group_of_another_row_is_found_in_any_step(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     from distflow.scheduling import data_plan
 
     original = data_plan.place
     monkeypatch.setattr(AuditSchedule, "looks_at", lambda self, step: Depth.BASE)
-    monkeypatch.setattr(data_plan, "place", lambda number, *more: original(number + (number == 13), *more))
-    with pytest.raises(TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"):
+    monkeypatch.setattr(
+        data_plan, "place", lambda number, *more: original(number + (number == 13), *more)
+    )
+    with pytest.raises(
+        TrustError, match=r"step 4 found \(responses\): group 13 was generated from row"
+    ):
         playground.run("grpo", "trainer.total_training_steps=4", name="another-row")

@@ -1,5 +1,6 @@
-"""Faults between a run's config and files and what it trains on, planted one at a time: in the data plan, in the tokens
-of prompts and responses, in stops, reward functions and turns. The audit names each; healthy runs raise no alarm."""
+"""Faults between a run's config and files and what it trains on, planted one at a time: in the data
+plan, in the tokens of prompts and responses, in stops, reward functions and turns. The audit names
+each; healthy runs raise no alarm."""
 
 import json
 from collections.abc import Callable
@@ -30,16 +31,27 @@ ONE = "trainer.total_training_steps=1"
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     """Its tokenizer begins each text with a token."""
     ground = Playground(tmp_path_factory.mktemp("data"))
-    begins, added = tiny_tokenizer(), [("<bos>", 1)]
-    begins.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=added)
+    begins = tiny_tokenizer()
+    added = [("<bos>", 1)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=added
+    )
     begins.save_pretrained(ground.folder / "model")
     roles = ("user", "assistant", "user")
-    chats = [[{"role": role, "content": f"{role[0]}{i}+{turn}"} for turn, role in enumerate(roles)] for i in range(8)]
+    chats = [
+        [{"role": role, "content": f"{role[0]}{i}+{turn}"} for turn, role in enumerate(roles)]
+        for i in range(8)
+    ]
     rows: dict[str, list[dict[str, Any]]] = {
-        **{name: [{"prompt": f"{name[0]}{i}=", "answer": str(i)} for i in range(9)] for name in ("one", "other")},
+        **{
+            name: [{"prompt": f"{name[0]}{i}=", "answer": str(i)} for i in range(9)]
+            for name in ("one", "other")
+        },
         "long": [{"prompt": f"{'ab' * 9}{i}=", "answer": str(i)} for i in range(9)],
         "chat": [{"prompt": chat, "answer": "1"} for chat in chats],
-        "graded": [{"prompt": "a" * (i + 5), "answer": "1", "pass_rate": i / 10} for i in range(10)],
+        "graded": [
+            {"prompt": "a" * (i + 5), "answer": "1", "pass_rate": i / 10} for i in range(10)
+        ],
         "pairs": [{"prompt": f"{i}+{i}", "response": f"it is {2 * i}"} for i in range(8)],
         "talks": [talk(i, i % 3 + 1) for i in range(8)],
     }
@@ -53,10 +65,14 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 def setup(ground: Playground, name: str) -> tuple[str, ...]:
     """Preset and overrides of a set-up; those that begin with ~ take a key out."""
-    file, words = f"data.train_files={ground.folder}", f"{ground.folder}/words.py:score"
+    file = f"data.train_files={ground.folder}"
+    words = f"{ground.folder}/words.py:score"
     each = {
         "one": f"{{train_files: '{ground.folder}/one.jsonl', weight: 3, reward: custom}}",
-        "other": f"{{train_files: '{ground.folder}/other.jsonl', reward: ['{words}', {{name: custom, weight: 0.5}}]}}",
+        "other": (
+            f"{{train_files: '{ground.folder}/other.jsonl', reward: ['{words}', {{name: custom, "
+            f"weight: 0.5}}]}}"
+        ),
     }
     domains = f"data.domains={{{', '.join(f'{name}: {own}' for name, own in each.items())}}}"
     return {
@@ -72,11 +88,23 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
             "data.max_prompt_length=90",
             ONE,
         ),
-        "cut": ("grpo", f"{file}/long.jsonl", "data.filter_overlong_prompts=false", "data.truncation=middle", ONE),
+        "cut": (
+            "grpo",
+            f"{file}/long.jsonl",
+            "data.filter_overlong_prompts=false",
+            "data.truncation=middle",
+            ONE,
+        ),
         "pairs": ("sft", *SFT, f"{file}/pairs.jsonl"),
         "talks": ("sft", *SFT, f"{file}/talks.jsonl"),
         "longest": ("grpo", f"{file}/graded.jsonl", "data.max_prompt_length=12", ONE),
-        "rates": ("grpo", f"{file}/graded.jsonl", "data.pass_rate=[0.2, 0.6]", "data.max_prompt_length=20", ONE),
+        "rates": (
+            "grpo",
+            f"{file}/graded.jsonl",
+            "data.pass_rate=[0.2, 0.6]",
+            "data.max_prompt_length=20",
+            ONE,
+        ),
         "lazy": ("grpo", f"{file}/one.jsonl", "data.lazy=true", ONE),
         "streamed": ("grpo", f"data.train_files='{ground.folder}/o*.jsonl'", "data.lazy=true", ONE),
     }[name]
@@ -88,7 +116,9 @@ def plan(**changes: Any) -> Callable[[Patch], None]:
 
 
 def by_rule(change: Callable[[DataPlan], DataPlan]) -> Callable[[Patch], None]:
-    return wrapped(spec_fields_from_config, "data_plan", lambda make: lambda *given: change(make(*given)))
+    return wrapped(
+        spec_fields_from_config, "data_plan", lambda make: lambda *given: change(make(*given))
+    )
 
 
 def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Patch], None]:
@@ -101,7 +131,9 @@ def without_special(original: Any) -> Any:
 
 def chats(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
     def wrap(original: Any) -> Any:
-        return lambda row, options: replace(found := original(row, options), messages=change(found.messages))
+        return lambda row, options: replace(
+            found := original(row, options), messages=change(found.messages)
+        )
 
     return wrapped(encode_rows, "_prompt", wrap)
 
@@ -126,7 +158,12 @@ def shorter_by_one(fit: Any) -> Any:
     """The limit of prompts is one token lower."""
 
     def planted(good: Any, tokenizer: Any, options: Any, *more: Any) -> Any:
-        return fit(good, tokenizer, replace(options, max_prompt_length=options.max_prompt_length - 1), *more)
+        return fit(
+            good,
+            tokenizer,
+            replace(options, max_prompt_length=options.max_prompt_length - 1),
+            *more,
+        )
 
     return planted
 
@@ -163,13 +200,33 @@ def one_less_later(one_pass: Any) -> Any:
 
 
 PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
-    "data in the order of the file": ("plain", plan(shuffle=False), r"\(data\): shuffle of the data plan is False"),
-    "a response less a prompt": ("plain", plan(group_size=3), r"\(data\): group_size of .* is 3, .* should be 4"),
-    "staler weights": ("plain", plan(max_staleness=1), r"\(data\): max_staleness of the data plan is 1"),
-    "an epoch less": ("epochs", plan(total_groups=9), r"\(data\): total_groups of .* is 9, .* should be 18"),
+    "data in the order of the file": (
+        "plain",
+        plan(shuffle=False),
+        r"\(data\): shuffle of the data plan is False",
+    ),
+    "a response less a prompt": (
+        "plain",
+        plan(group_size=3),
+        r"\(data\): group_size of .* is 3, .* should be 4",
+    ),
+    "staler weights": (
+        "plain",
+        plan(max_staleness=1),
+        r"\(data\): max_staleness of the data plan is 1",
+    ),
+    "an epoch less": (
+        "epochs",
+        plan(total_groups=9),
+        r"\(data\): total_groups of .* is 9, .* should be 18",
+    ),
     "equal shares of domains": (
         "domains",
-        by_rule(lambda plan: replace(plan, domains=tuple(replace(each, weight=1.0) for each in plan.domains))),
+        by_rule(
+            lambda plan: replace(
+                plan, domains=tuple(replace(each, weight=1.0) for each in plan.domains)
+            )
+        ),
         r"\(data\): domains of the data plan",
     ),
     "one domain's reward functions for all": (
@@ -177,7 +234,11 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         wrapped(domain_pools, "reward_functions", of_the_first),
         r"\(reward_results\): reward function '.*words.py:score' was never called",
     ),
-    "no begin token": ("plain", wrapped(encode_rows, "_tokenise", without_special), r"\(data\): the prompt of "),
+    "no begin token": (
+        "plain",
+        wrapped(encode_rows, "_tokenise", without_special),
+        r"\(data\): the prompt of ",
+    ),
     "no system prompt": ("chat", chats(lambda messages: messages[1:]), r"\(data\): the prompt of "),
     "earlier messages lost": (
         "chat",
@@ -186,12 +247,18 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     ),
     "no prompt to generate": (
         "chat",
-        wrapped(ChatTemplate, "render", lambda render: lambda *given, prompts: render(*given, prompts=False)),
+        wrapped(
+            ChatTemplate,
+            "render",
+            lambda render: lambda *given, prompts: render(*given, prompts=False),
+        ),
         r"\(data\): the prompt of ",
     ),
     "prompts cut elsewhere": (
         "cut",
-        wrapped(encode_rows, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")),
+        wrapped(
+            encode_rows, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")
+        ),
         r"\(data\): the prompt of ",
     ),
     "responses of the next row": (
@@ -221,10 +288,16 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     ),
     "no stops": (
         "stops",
-        wrapped(make_spec, "sampling_params", lambda make: lambda *given: replace(make(*given), stop=())),
+        wrapped(
+            make_spec, "sampling_params", lambda make: lambda *given: replace(make(*given), stop=())
+        ),
         r"\(draws\): tokens were drawn with stop=\(\)",
     ),
-    "the last turn alone": ("talks", wrapped(PromptRow, "answer", last_turn), r"\(responses\): response_mask of "),
+    "the last turn alone": (
+        "talks",
+        wrapped(PromptRow, "answer", last_turn),
+        r"\(responses\): response_mask of ",
+    ),
 }
 HEALTHY = (
     "plain",
@@ -244,7 +317,8 @@ HEALTHY = (
 
 def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
     preset, *given = setup(ground, setting)
-    gone, plain = [each[1:] for each in given if each.startswith("~")], Playground.overrides
+    gone = [each[1:] for each in given if each.startswith("~")]
+    plain = Playground.overrides
 
     def without(self: Playground, *names: str) -> list[str]:
         given = plain(self, *names, *(["~reward.functions"] if "reward.functions" in gone else []))
@@ -255,7 +329,9 @@ def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", first_of_each(PLANTED, lambda name: PLANTED[name][2]))
-def test_what_is_not_the_configs_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_what_is_not_the_configs_is_named(
+    ground: Playground, monkeypatch: Patch, name: str
+) -> None:
     setting, plant, seen = PLANTED[name]
     plant(monkeypatch)
     with pytest.raises(TrustError, match=seen):

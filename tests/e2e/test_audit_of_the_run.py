@@ -1,5 +1,6 @@
-"""Faults outside of the steps, planted one at a time into real runs: in what a resume restores, in a validation, and in
-the rows as they are read. The audit names each, and says nothing where there is none."""
+"""Faults outside of the steps, planted one at a time into real runs: in what a resume restores, in
+a validation, and in the rows as they are read. The audit names each, and says nothing where there
+is none."""
 
 import csv
 import json
@@ -61,8 +62,12 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("audit"))
     ground.write_reward(BINARY)
-    held_out = [{"prompt": f"c{i}=", "answer": str(i), "data_source": "xy"[i % 2]} for i in range(5)]
-    (ground.folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    held_out = [
+        {"prompt": f"c{i}=", "answer": str(i), "data_source": "xy"[i % 2]} for i in range(5)
+    ]
+    (ground.folder / "held_out.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in held_out)
+    )
     return ground
 
 
@@ -87,7 +92,12 @@ def resume(ground: Playground, config: tuple[str, ...], checkpoint: Path, name: 
     steps = ("trainer.total_training_steps=4", f"trainer.resume_mode={checkpoint}")
     run = ground.run(preset, *overrides, *steps, name=name)
     assert run.notes("warning") == run.notes("finding") == []
-    return [name for event in read_events(run.folder) if event.kind == "audit" for name in event.fields["proven"]]
+    return [
+        name
+        for event in read_events(run.folder)
+        if event.kind == "audit"
+        for name in event.fields["proven"]
+    ]
 
 
 def after_load(change: Callable[[TorchTrainEngine], object]) -> Plant:
@@ -113,13 +123,17 @@ def weight(rule: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
 
 
 def anew(weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.init.normal_(torch.empty_like(weight), generator=torch.Generator().manual_seed(1))
+    return torch.nn.init.normal_(
+        torch.empty_like(weight), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def without_moment(patch: Patch) -> None:
     original = torch_engine.load_optimizer_state
 
-    def planted(optimizer: Any, parameters: Any, tensors: dict[str, torch.Tensor], meta: Any) -> None:
+    def planted(
+        optimizer: Any, parameters: Any, tensors: dict[str, torch.Tensor], meta: Any
+    ) -> None:
         gone = f"exp_avg/{WEIGHT}"
         original(optimizer, parameters, {**tensors, gone: torch.zeros_like(tensors[gone])}, meta)
 
@@ -188,7 +202,8 @@ def off_by_a_row(start: dict[str, Any]) -> None:
 
 
 def queue_lost(start: dict[str, Any]) -> None:
-    start["issued"], start["live"] = start["issued"] - len(start["live"]), []
+    start["issued"] = start["issued"] - len(start["live"])
+    start["live"] = []
 
 
 def another_queue(patch: Patch) -> None:
@@ -208,7 +223,11 @@ RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
     "a moment not restored": (without_moment, rf"actor exp_avg {WEIGHT} \(1 in all\)", KL),
     "a transposed weight": (weight(lambda w: w.T), f"actor weight {WEIGHT}", KL),
     "an initialised weight": (weight(anew), f"actor weight {WEIGHT}", PPO),
-    "a weight cast to bfloat16 and back": (weight(lambda w: w.bfloat16().float()), f"actor weight {WEIGHT}", KL),
+    "a weight cast to bfloat16 and back": (
+        weight(lambda w: w.bfloat16().float()),
+        f"actor weight {WEIGHT}",
+        KL,
+    ),
     "a scheduler that begins anew": (
         after_load(lambda engine: setattr(engine, "num_steps", 0)),
         "actor number of optimizer steps",
@@ -230,7 +249,9 @@ RESUME_FAULTS: dict[str, tuple[Plant, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", one_fast_in(99, RESUME_FAULTS))
-def test_what_a_resume_does_not_restore_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_what_a_resume_does_not_restore_is_named(
+    ground: Playground, monkeypatch: Patch, name: str
+) -> None:
     plant, seen, config = RESUME_FAULTS[name]
     checkpoint = saved(ground, config)
     plant(monkeypatch)
@@ -241,11 +262,16 @@ def test_what_a_resume_does_not_restore_is_named(ground: Playground, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [PPO, KL, AHEAD], ids=["ppo", "grpo", "ahead"])
 def test_a_healthy_resume_passes(ground: Playground, config: tuple[str, ...]) -> None:
-    assert "resume" in resume(ground, config, saved(ground, config), f"healthy-{config[0]}-{len(config)}")
+    assert "resume" in resume(
+        ground, config, saved(ground, config), f"healthy-{config[0]}-{len(config)}"
+    )
 
 
-def test_a_damaged_checkpoint_with_fitting_checksums_is_told(ground: Playground, tmp_path: Path) -> None:
-    source, forged = saved(ground, KL), tmp_path / "step-000002"
+def test_a_damaged_checkpoint_with_fitting_checksums_is_told(
+    ground: Playground, tmp_path: Path
+) -> None:
+    source = saved(ground, KL)
+    forged = tmp_path / "step-000002"
     forged.mkdir()
     for path in source.iterdir():
         (forged / path.name).write_bytes(path.read_bytes())
@@ -263,22 +289,33 @@ def test_a_damaged_checkpoint_with_fitting_checksums_is_told(ground: Playground,
 def test_a_checkpoint_without_hashes_is_not_compared(ground: Playground) -> None:
     checkpoint = saved(ground, (*KL, "trust.audit_freq=0"))
     preset, *overrides = KL
-    steps = ("trainer.total_training_steps=4", f"trainer.resume_mode={checkpoint}", "trust.audit_freq=5")
+    steps = (
+        "trainer.total_training_steps=4",
+        f"trainer.resume_mode={checkpoint}",
+        "trust.audit_freq=5",
+    )
     _, spec = ground.spec(preset, *overrides, *steps, name="unhashed")
     launch_local(spec, LaunchOptions(allow_change=("trust.audit_freq",)))
-    first = next(event.fields for event in read_events(ground.folder / "unhashed") if event.kind == "audit")
+    first = next(
+        event.fields for event in read_events(ground.folder / "unhashed") if event.kind == "audit"
+    )
     assert first["unproven"] == {"resume": "all: the checkpoint has no hashes"}
 
 
 def asked_with(change: Callable[[Any], Any]) -> Plant:
     """Other parameters of the samples than those of the config."""
-    planted = lambda original: lambda group, row, params, seed: original(group, row, change(params), seed)  # noqa: E731
+
+    def planted(original: Any) -> Any:
+        return lambda group, row, params, seed: original(group, row, change(params), seed)
+
     return lambda patch: replaced(validation, "Group", planted)(patch)
 
 
 def otherwise_asked(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
     """change: of row and sampling parameters."""
-    return lambda original: lambda group, row, params, seed: original(group, *change(row, params), seed)
+    return lambda original: (
+        lambda group, row, params, seed: original(group, *change(row, params), seed)
+    )
 
 
 def next_sample(original: Any) -> Any:
@@ -290,11 +327,15 @@ def next_sample(original: Any) -> Any:
 
 
 def cut(original: Any) -> Any:
-    return lambda domain, text, *more: original(domain, text[:-1] if counted_for.get() == VALIDATION else text, *more)
+    return lambda domain, text, *more: original(
+        domain, text[:-1] if counted_for.get() == VALIDATION else text, *more
+    )
 
 
 def older_versions(original: Any) -> Any:
-    return lambda batch: [{**row, "versions": [v - 1 for v in row["versions"]]} for row in original(batch)]
+    return lambda batch: [
+        {**row, "versions": [v - 1 for v in row["versions"]]} for row in original(batch)
+    ]
 
 
 def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Plant:
@@ -302,7 +343,9 @@ def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Plant:
 
 
 def all_right(original: Any) -> Any:
-    return lambda self: {name: 1.0 if name.endswith("/mean") else value for name, value in original(self).items()}
+    return lambda self: {
+        name: 1.0 if name.endswith("/mean") else value for name, value in original(self).items()
+    }
 
 
 def numbers(rule: Callable[[list[int]], list[int]]) -> Plant:
@@ -317,19 +360,35 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
         r"sample 0 of row 0 of 'val' \(greedy\) was generated by .*greedy=False",
     ),
     "prompts without their first token": (
-        replaced(validation, "Group", otherwise_asked(lambda r, p: (replace(r, prompt_ids=r.prompt_ids[1:]), p))),
+        replaced(
+            validation,
+            "Group",
+            otherwise_asked(lambda r, p: (replace(r, prompt_ids=r.prompt_ids[1:]), p)),
+        ),
         "was generated from different tokens than its prompt's",
     ),
     "no end tokens": (
-        replaced(validation, "Group", otherwise_asked(lambda r, p: (r, replace(p, stop_token_ids=())))),
+        replaced(
+            validation, "Group", otherwise_asked(lambda r, p: (r, replace(p, stop_token_ids=())))
+        ),
         "was generated by .*which should be",
     ),
     "responses of half the length": (
-        replaced(validation, "Group", otherwise_asked(lambda r, p: (r, replace(p, max_tokens=p.max_tokens // 2)))),
+        replaced(
+            validation,
+            "Group",
+            otherwise_asked(lambda r, p: (r, replace(p, max_tokens=p.max_tokens // 2))),
+        ),
         "was generated by .*which should be",
     ),
-    "the last prompt left out": (numbers(lambda rows: rows[:-1]), "row 4 of 'val' .* was requested 0 times"),
-    "the first prompt twice": (numbers(lambda rows: [*rows, rows[0]]), "row 0 of 'val' .* was requested 2 times"),
+    "the last prompt left out": (
+        numbers(lambda rows: rows[:-1]),
+        "row 4 of 'val' .* was requested 0 times",
+    ),
+    "the first prompt twice": (
+        numbers(lambda rows: [*rows, rows[0]]),
+        "row 0 of 'val' .* was requested 2 times",
+    ),
     "wrong counts as right": (
         replaced(validation, "is_right", lambda original: lambda accuracy: not original(accuracy)),
         r"val_correct/\S+ is reported as",
@@ -346,13 +405,24 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
         replaced(router.RewardRouter, "__call__", next_sample),
         r"'val' \(sampled\) has the accuracy of another",
     ),
-    "shorter responses": (asked_with(lambda params: replace(params, max_tokens=5)), r"was generated by .*max_tokens=5"),
-    "nothing that ends them": (asked_with(lambda params: replace(params, stop_token_ids=())), "stop_token_ids=\\(\\)"),
+    "shorter responses": (
+        asked_with(lambda params: replace(params, max_tokens=5)),
+        r"was generated by .*max_tokens=5",
+    ),
+    "nothing that ends them": (
+        asked_with(lambda params: replace(params, stop_token_ids=())),
+        "stop_token_ids=\\(\\)",
+    ),
     "samples alike": (
-        replaced(scheduler, "sample_key", lambda original: lambda stream, sample: original(stream, 0)),
+        replaced(
+            scheduler, "sample_key", lambda original: lambda stream, sample: original(stream, 0)
+        ),
         r"\(sampled\) .* has a duplicate",
     ),
-    "a text that is cut before it is scored": (replaced(router, "call_arguments", cut), "the accuracy of another"),
+    "a text that is cut before it is scored": (
+        replaced(router, "call_arguments", cut),
+        "the accuracy of another",
+    ),
     "tokens of older weights": (
         replaced(validation, "sample_rows", older_versions),
         r"is of weight version \[-1\], and 0 is the newest",
@@ -362,8 +432,18 @@ VALIDATION_FAULTS: dict[str, tuple[Plant, str]] = {
 
 def validating(ground: Playground) -> tuple[str, ...]:
     kwargs = "actor_rollout_ref.rollout.val_kwargs"
-    files = (f"data.val_files={ground.folder}/held_out.jsonl", "trainer.val_before_train=true", "trainer.test_freq=1")
-    return ("grpo", *files, f"{kwargs}.n=3", f"{kwargs}.temperature=1.0", "trainer.total_training_steps=1")
+    files = (
+        f"data.val_files={ground.folder}/held_out.jsonl",
+        "trainer.val_before_train=true",
+        "trainer.test_freq=1",
+    )
+    return (
+        "grpo",
+        *files,
+        f"{kwargs}.n=3",
+        f"{kwargs}.temperature=1.0",
+        "trainer.total_training_steps=1",
+    )
 
 
 @pytest.mark.parametrize("name", one_fast_in(99, VALIDATION_FAULTS))
@@ -371,7 +451,9 @@ def test_a_wrong_validation_is_named(ground: Playground, monkeypatch: Patch, nam
     plant, seen = VALIDATION_FAULTS[name]
     plant(monkeypatch)
     preset, *overrides = validating(ground)
-    with pytest.raises(TrustError, match=rf"validation after step 0 found \(validation\): .*{seen}"):
+    with pytest.raises(
+        TrustError, match=rf"validation after step 0 found \(validation\): .*{seen}"
+    ):
         ground.run(preset, *overrides, name=f"validation-{list(VALIDATION_FAULTS).index(name)}")
 
 
@@ -380,7 +462,9 @@ def test_a_healthy_validation_passes_in_a_run_of_one_step(ground: Playground) ->
     preset, *overrides = validating(ground)
     run = ground.run(preset, *overrides, name="validated")
     audits = [event for event in read_events(run.folder) if event.kind == "audit"]
-    assert [event.fields["proven"] for event in audits if event.fields["of"] == "validation"] == [["validation"]] * 2
+    assert [event.fields["proven"] for event in audits if event.fields["of"] == "validation"] == [
+        ["validation"]
+    ] * 2
     assert run.notes("warning") == run.notes("finding") == []
 
 
@@ -403,13 +487,17 @@ def over_all(original: Any) -> Any:
 
 
 def without_last(original: Any) -> Any:
-    return lambda sets, actor: original([replace(each, rows=each.rows[:-1]) for each in sets], actor)
+    return lambda sets, actor: original(
+        [replace(each, rows=each.rows[:-1]) for each in sets], actor
+    )
 
 
 def by_another_model(original: Any) -> Any:
     def planted(sets: Any, actor: Any) -> Any:
         metrics, rows = original(sets, actor)
-        return {"sft/val_loss": 0.99 * metrics["sft/val_loss"]}, [{**row, "loss": 0.99 * row["loss"]} for row in rows]
+        return {"sft/val_loss": 0.99 * metrics["sft/val_loss"]}, [
+            {**row, "loss": 0.99 * row["loss"]} for row in rows
+        ]
 
     return planted
 
@@ -419,7 +507,10 @@ LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
         replaced(validation, "Batch", without_ends),
         r"\(loss\) counts 6 tokens, but the response has 7",
     ),
-    "a mean of means": (replaced(validation, "validation_loss", over_all), "sft/val_loss is reported as"),
+    "a mean of means": (
+        replaced(validation, "validation_loss", over_all),
+        "sft/val_loss is reported as",
+    ),
     "a loss of other weights": (
         replaced(validation, "validation_loss", by_another_model),
         r"has the loss .* by the model's own forward",
@@ -429,33 +520,59 @@ LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
         r"row 5 .* \(loss\) was requested 0 times",
     ),
 }
-RL_ONLY = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+RL_ONLY = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 
 
 def fine_tuned(ground: Playground, rows: list[dict[str, Any]], name: str) -> list[str]:
     """Trains on some of the rows, and validates on the others; what the audits have proven."""
     for part, own in (("train", rows[:8]), ("val", rows[8:])):
-        (ground.folder / f"{name}-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        (ground.folder / f"{name}-{part}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in own)
+        )
     files = [f"data.{part}_files={ground.folder}/{name}-{part}.jsonl" for part in ("train", "val")]
-    lengths = ("data.max_prompt_length=60", "data.max_response_length=60", "trainer.total_training_steps=1")
+    lengths = (
+        "data.max_prompt_length=60",
+        "data.max_response_length=60",
+        "trainer.total_training_steps=1",
+    )
     away = (f"~{key}" for key in RL_ONLY)
     run = ground.run("sft", *files, *lengths, *away, "trainer.test_freq=1", name=name)
     assert run.notes("warning") == run.notes("finding") == []
-    return [name for event in read_events(run.folder) if event.kind == "audit" for name in event.fields["proven"]]
+    return [
+        name
+        for event in read_events(run.folder)
+        if event.kind == "audit"
+        for name in event.fields["proven"]
+    ]
 
 
 PAIRS = [{"prompt": f"q{i}=", "response": f"is {i}" + "!" * (i % 3)} for i in every(14)]
 TALKS = [
-    {"messages": [{"role": role, "content": f"{role[0]}{i} {i + turn}"} for turn in (1, 2) for role in ROLES]}
+    {
+        "messages": [
+            {"role": role, "content": f"{role[0]}{i} {i + turn}"}
+            for turn in (1, 2)
+            for role in ROLES
+        ]
+    }
     for i in every(12)
 ]
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, LOSS_FAULTS))
-def test_a_wrong_validation_loss_is_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_a_wrong_validation_loss_is_named(
+    ground: Playground, monkeypatch: Patch, name: str
+) -> None:
     plant, seen = LOSS_FAULTS[name]
     plant(monkeypatch)
-    with pytest.raises(TrustError, match=rf"validation after step 1 found \(validation\): .*{seen}"):
+    with pytest.raises(
+        TrustError, match=rf"validation after step 1 found \(validation\): .*{seen}"
+    ):
         fine_tuned(ground, PAIRS, f"loss-{list(LOSS_FAULTS).index(name)}")
 
 
@@ -467,7 +584,9 @@ def test_a_healthy_validation_loss_passes(ground: Playground, rows: list[dict[st
 def of_the_next(original: Any) -> Any:
     def planted(rows: Any, *more: Any) -> Any:
         found = original(rows, *more)
-        return dict(zip(found, [*list(found.values())[1:], next(iter(found.values()))], strict=True))
+        return dict(
+            zip(found, [*list(found.values())[1:], next(iter(found.values()))], strict=True)
+        )
 
     return planted
 
@@ -481,7 +600,11 @@ def begun_late(original: Any) -> Any:
 
 
 TEXT_FAULTS: dict[str, tuple[Plant, list[dict[str, Any]], str]] = {
-    "responses of the next row": (replaced(encode_rows, "_response_ids", of_the_next), PAIRS, "the response of "),
+    "responses of the next row": (
+        replaced(encode_rows, "_response_ids", of_the_next),
+        PAIRS,
+        "the response of ",
+    ),
     "turns that begin a token late": (
         replaced(encode_rows, "encode_turns", begun_late),
         TALKS,
@@ -491,7 +614,9 @@ TEXT_FAULTS: dict[str, tuple[Plant, list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", one_fast_in(2, TEXT_FAULTS))
-def test_texts_to_learn_that_are_not_the_files_are_named(ground: Playground, monkeypatch: Patch, name: str) -> None:
+def test_texts_to_learn_that_are_not_the_files_are_named(
+    ground: Playground, monkeypatch: Patch, name: str
+) -> None:
     plant, rows, seen = TEXT_FAULTS[name]
     plant(monkeypatch)
     with pytest.raises(TrustError, match=rf"the audit of the data found \(data\): {seen}"):
@@ -502,12 +627,18 @@ def test_texts_to_learn_that_are_not_the_files_are_named(ground: Playground, mon
 def test_validation_prompts_that_are_trained_on_are_told(ground: Playground) -> None:
     rows = [json.loads(line) for line in (ground.folder / "rows.jsonl").read_text().splitlines()]
     both = ground.folder / "both.jsonl"
-    both.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "new", "answer": "1"}, rows[3], rows[5])))
+    both.write_text(
+        "".join(
+            json.dumps(row) + "\n" for row in ({"prompt": "new", "answer": "1"}, rows[3], rows[5])
+        )
+    )
     files = (f"data.val_files={both}", "trainer.total_training_steps=1")
     (told,) = ground.run("grpo", *files, name="overlap").notes("warning")
     assert told.startswith("2 of 3 validation prompts are trained on, the first in ")
     assert f"{both}:2 and " in told and "rows.jsonl:4" in told
-    assert ground.run("grpo", *files, "data.allow_overlap=true", name="meant").notes("warning") == []
+    assert (
+        ground.run("grpo", *files, "data.allow_overlap=true", name="meant").notes("warning") == []
+    )
     with pytest.raises(UserError, match="data.allow_overlap"):
         ground.spec("grpo", "data.allow_overlap=true")
 
@@ -525,15 +656,27 @@ def changed_rows(change: Callable[[list[RawRow]], list[RawRow]]) -> Plant:
 
 
 def answers_of_the_next(rows: list[RawRow]) -> list[RawRow]:
-    return [replace(row, answer=other.answer) for row, other in zip(rows, rows[1:] + rows[:1], strict=True)]
+    return [
+        replace(row, answer=other.answer)
+        for row, other in zip(rows, rows[1:] + rows[:1], strict=True)
+    ]
 
 
 DATA_FAULTS: dict[str, tuple[Callable[[list[RawRow]], list[RawRow]], str]] = {
-    "ground truths of the next row": (answers_of_the_next, r"ground truth of \S*rows.* is .* in the file"),
-    "prompts cut": (lambda rows: [replace(row, prompt=row.prompt[:-1]) for row in rows], "the prompt of "),
+    "ground truths of the next row": (
+        answers_of_the_next,
+        r"ground truth of \S*rows.* is .* in the file",
+    ),
+    "prompts cut": (
+        lambda rows: [replace(row, prompt=row.prompt[:-1]) for row in rows],
+        "the prompt of ",
+    ),
     "extra info lost": (lambda rows: [replace(row, extra_info={}) for row in rows], "hint of "),
     "another domain": (lambda rows: [replace(row, domain="other") for row in rows], "domain of "),
-    "the last row lost": (lambda rows: rows[:-1], "20 rows of the train_files are wanted, but 19 are used"),
+    "the last row lost": (
+        lambda rows: rows[:-1],
+        "20 rows of the train_files are wanted, but 19 are used",
+    ),
     "a row twice": (lambda rows: [*rows, replace(rows[0])], "but 21 are used"),
     "the last of twenty ground truths": (
         lambda rows: [*rows[:-1], replace(rows[-1], answer="0")],
@@ -547,7 +690,10 @@ FILES = ("jsonl", "json", "csv", "parquet")
 
 @pytest.fixture(scope="module", params=one_fast_in(4, FILES))
 def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
-    rows = [{"prompt": f"a{i}\n=", "answer": f"é{i}", "hint": f"h{i}", "data_source": "xy"[i % 2]} for i in every(20)]
+    rows = [
+        {"prompt": f"a{i}\n=", "answer": f"é{i}", "hint": f"h{i}", "data_source": "xy"[i % 2]}
+        for i in every(20)
+    ]
     path = ground.folder / f"rows-{request.param}.{request.param}"
     if request.param == "jsonl":
         path.write_text("\n" + "".join(json.dumps(row) + "\n\n" for row in rows))
@@ -564,7 +710,11 @@ def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
 
 
 def read_again(ground: Playground, path: Path, name: str) -> Any:
-    files = (f"data.train_files={path}", "data.num_loader_workers=0", "trainer.total_training_steps=1")
+    files = (
+        f"data.train_files={path}",
+        "data.num_loader_workers=0",
+        "trainer.total_training_steps=1",
+    )
     run = ground.run("grpo", *files, name=f"{name}-{path.suffix[1:]}")
     return next(event.fields for event in read_events(run.folder) if event.kind == "audit")
 
@@ -592,11 +742,21 @@ def test_rows_as_they_are_pass(ground: Playground, rows_file: Path) -> None:
 
 def test_bad_long_and_left_out_rows_are_counted(ground: Playground) -> None:
     path = ground.folder / "mixed.jsonl"
-    good = [json.dumps({"prompt": f"b{i}", "answer": str(i), "pass_rate": i / 10}) for i in every(10)]
-    path.write_text("\n".join([*good, "no json", json.dumps({"prompt": "x" * 99, "answer": "1", "pass_rate": 0.3})]))
+    good = [
+        json.dumps({"prompt": f"b{i}", "answer": str(i), "pass_rate": i / 10}) for i in every(10)
+    ]
+    path.write_text(
+        "\n".join(
+            [*good, "no json", json.dumps({"prompt": "x" * 99, "answer": "1", "pass_rate": 0.3})]
+        )
+    )
     options = ("data.bad_rows=skip", "data.pass_rate=[0.2, 0.8]")
-    run = ground.run("grpo", f"data.train_files={path}", *options, "trainer.total_training_steps=1", name="mixed")
-    assert "data" in next(event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit")
+    run = ground.run(
+        "grpo", f"data.train_files={path}", *options, "trainer.total_training_steps=1", name="mixed"
+    )
+    assert "data" in next(
+        event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"
+    )
 
 
 def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playground) -> None:
@@ -604,8 +764,12 @@ def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playgro
         "def rows():\n    return [{'prompt': f'd{i}', 'answer': '1'} for i in range(8)]"
     )
     source = f"{ground.folder}/made.py:rows"
-    run = ground.run("grpo", f"data.train_files={source}", "trainer.total_training_steps=1", name="made")
-    unproven = next(event.fields["unproven"] for event in read_events(run.folder) if event.kind == "audit")
+    run = ground.run(
+        "grpo", f"data.train_files={source}", "trainer.total_training_steps=1", name="made"
+    )
+    unproven = next(
+        event.fields["unproven"] for event in read_events(run.folder) if event.kind == "audit"
+    )
     assert unproven == {"data": f"not read a second time: {source}"}
 
 
@@ -620,20 +784,27 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", ["calls", "errors"])
-def test_reward_calls_that_are_not_all_counted(tmp_path: Path, monkeypatch: Patch, counts: str) -> None:
+def test_reward_calls_that_are_not_all_counted(
+    tmp_path: Path, monkeypatch: Patch, counts: str
+) -> None:
     """As if those of another rank were missing, from the third step on, which has a look."""
-    ground, original = Playground(tmp_path), Worker.reward_metrics
+    ground = Playground(tmp_path)
+    original = Worker.reward_metrics
     ground.write_reward(FAILING)
     more = ("grpo", "reward.max_error_rate=1", "trainer.total_training_steps=4")
     ground.run(*more)
 
     def some(self: Worker, *others: Any) -> dict[str, float]:
         found = original(self, *others)
-        lost = {"calls": {"reward/calls": found["reward/calls"] / 2}, "errors": {"reward/error_rate": 0.0}}[counts]
+        lost = {
+            "calls": {"reward/calls": found["reward/calls"] / 2},
+            "errors": {"reward/error_rate": 0.0},
+        }[counts]
         return found | lost if self.step >= 2 else found
 
     monkeypatch.setattr(Worker, "reward_metrics", some)
     with pytest.raises(
-        TrustError, match=rf"found \(metrics\): .* reward {counts} are reported, but the step's samples"
+        TrustError,
+        match=rf"found \(metrics\): .* reward {counts} are reported, but the step's samples",
     ):
         ground.run(*more, name="fewer")

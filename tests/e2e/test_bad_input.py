@@ -1,4 +1,5 @@
-"""Bad input ends in one message that names what to change, with the right status, no traceback, and nothing lost."""
+"""Bad input ends in one message that names what to change, with the right status, no traceback, and
+nothing lost."""
 
 import json
 import os
@@ -36,12 +37,18 @@ def ground(tmp_path: Path) -> Playground:
     return Playground(tmp_path, num_rows=4)
 
 
-def train(ground: Playground, *overrides: str, flags: tuple[str, ...] = (), preset: str = "grpo") -> int:
+def train(
+    ground: Playground, *overrides: str, flags: tuple[str, ...] = (), preset: str = "grpo"
+) -> int:
     return cli.main(["train", preset, *flags, *ground.overrides("run", *CHEAP, *overrides)])
 
 
 def refused(
-    capsys: pytest.CaptureFixture[str], status: int, said: int, *needed: str, finished: str = "report: "
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    said: int,
+    *needed: str,
+    finished: str = "report: ",
 ) -> str:
     """The one message of a failed start."""
     out, err = capsys.readouterr()
@@ -90,29 +97,62 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "no tokenizer": (keep_nothing_of("token*"), (), ("has no tokenizer", "tokenizer_path")),
     "no weights": (keep_nothing_of("*.safetensors"), (), ("has no weights",)),
     "broken weights": (
-        lambda ground: (ground.folder / "model" / "model.safetensors").write_bytes(b"\0" * 100) and None,
+        lambda ground: (
+            (ground.folder / "model" / "model.safetensors").write_bytes(b"\0" * 100) and None
+        ),
         (),
         ("cannot be loaded",),
     ),
-    "broken config": (lambda g: (g.folder / "model" / "config.json").write_text("{") and None, (), ("config.json",)),
-    "no data file": (nothing, ("data.train_files=/nowhere/rows.jsonl",), ("data.train_files", "/nowhere/rows.jsonl")),
-    "no prompt key": (rows({"question": "1+1", "answer": "2"}), (), ("data.prompt_key", "question")),
+    "broken config": (
+        lambda g: (g.folder / "model" / "config.json").write_text("{") and None,
+        (),
+        ("config.json",),
+    ),
+    "no data file": (
+        nothing,
+        ("data.train_files=/nowhere/rows.jsonl",),
+        ("data.train_files", "/nowhere/rows.jsonl"),
+    ),
+    "no prompt key": (
+        rows({"question": "1+1", "answer": "2"}),
+        (),
+        ("data.prompt_key", "question"),
+    ),
     "no data at all": (rows(), (), ("data.train_files: no rows",)),
     "batch too large": (
         nothing,
         ("data.train_batch_size=64",),
-        ("a batch of 64 is larger than the data set, which has 4 rows", "data.train_batch_size=4 or less"),
+        (
+            "a batch of 64 is larger than the data set, which has 4 rows",
+            "data.train_batch_size=4 or less",
+        ),
     ),
     "prompts all too long": (nothing, ("data.max_prompt_length=2",), ("data.max_prompt_length",)),
-    "no reward file": (lambda g: (g.folder / "reward.py").unlink(), (), ("reward.py", "custom_reward_function.path")),
-    "reward with a syntax error": (reward("def compute_score(:\n"), (), ("reward.py", "SyntaxError")),
+    "no reward file": (
+        lambda g: (g.folder / "reward.py").unlink(),
+        (),
+        ("reward.py", "custom_reward_function.path"),
+    ),
+    "reward with a syntax error": (
+        reward("def compute_score(:\n"),
+        (),
+        ("reward.py", "SyntaxError"),
+    ),
     "reward that fails to import": (
         reward(f"import nothing_of_this_name\n{ASKED}return 1.0\n"),
         (),
         ("nothing_of_this_name", "custom"),
     ),
-    "reward of another name": (reward("def score(): return 1\n"), (), ("no 'compute_score'", "score")),
-    "reward with other parameters": (reward("def compute_score(a, b): return 1\n"), (), ("data_source",)),
+    "reward of another name": (
+        reward("def score(): return 1\n"),
+        (),
+        ("no 'compute_score'", "score"),
+    ),
+    "reward with other parameters": (
+        reward("def compute_score(a, b): return 1\n"),
+        (),
+        ("data_source",),
+    ),
     "reward that raises": (
         reward(f"{ASKED}raise KeyError('the lost key')\n"),
         (),
@@ -140,7 +180,11 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "unknown preset": (nothing, (), ("neither a preset nor a file", "grpo")),
     "unknown key": (nothing, ("trainer.sav_freq=3",), ("trainer.sav_freq", "trainer.save_freq")),
-    "inert key": (nothing, ("critic.optim.lr=1e-3",), ("critic.optim.lr (command line)", "without effect")),
+    "inert key": (
+        nothing,
+        ("critic.optim.lr=1e-3",),
+        ("critic.optim.lr (command line)", "without effect"),
+    ),
     "no such pipeline": (
         nothing,
         ("dag.pipeline=nowhere.at_all:make",),
@@ -161,10 +205,18 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
         ("trainer.imports=[nothing_of_this_name]",),
         ("trainer.imports", "nothing_of_this_name"),
     ),
-    "a device misspelt": (nothing, ("trainer.device=gpu",), ("trainer.device=gpu", "trainer.device=auto")),
+    "a device misspelt": (
+        nothing,
+        ("trainer.device=gpu",),
+        ("trainer.device=gpu", "trainer.device=auto"),
+    ),
     "no CUDA": (nothing, ("trainer.device=cuda",), ("trainer.device=cuda", "trainer.device=auto")),
     "no threads": (nothing, ("trainer.num_threads=0",), ("trainer.num_threads",)),
-    "too many threads": (nothing, ("trainer.num_threads=100000",), ("trainer.num_threads=100000", "cores")),
+    "too many threads": (
+        nothing,
+        ("trainer.num_threads=100000",),
+        ("trainer.num_threads=100000", "cores"),
+    ),
     "folder that cannot be": (
         nothing,
         ("trainer.default_local_dir=/proc/run",),
@@ -175,13 +227,20 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
         ("trainer.default_local_dir={folder}/file",),
         ("a file is in the way", "trainer.default_local_dir"),
     ),
-    "no such checkpoint": (nothing, ("trainer.resume_mode=/nowhere",), ("trainer.resume_mode", "/nowhere")),
+    "no such checkpoint": (
+        nothing,
+        ("trainer.resume_mode=/nowhere",),
+        ("trainer.resume_mode", "/nowhere"),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", BAD_INPUT)
 def test_one_message_names_what_to_change(
-    ground: Playground, capsys: pytest.CaptureFixture[str], what: str, monkeypatch: pytest.MonkeyPatch
+    ground: Playground,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if what == "no CUDA":
         import torch
@@ -192,7 +251,9 @@ def test_one_message_names_what_to_change(
     prepare(ground)
     monkeypatch.syspath_prepend(str(ground.folder))
     preset = "grppo" if what == "unknown preset" else "grpo"
-    status = train(ground, *(text.format(folder=ground.folder) for text in overrides), preset=preset)
+    status = train(
+        ground, *(text.format(folder=ground.folder) for text in overrides), preset=preset
+    )
     refused(capsys, 2, status, *needed)
 
 
@@ -206,7 +267,9 @@ def test_a_broken_yaml_and_an_unknown_key_name_file_and_line(
     refused(capsys, 2, cli.main(["train", str(file)]), "mine.yaml:4", "trainer.save_freq")
 
 
-def test_the_traceback_comes_only_when_asked_for(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_comes_only_when_asked_for(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(ground, "data.train_files=/nowhere/rows.jsonl", flags=("--debug",)) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -223,7 +286,11 @@ def test_a_user_s_node_is_the_user_s_fault_and_named_with_its_line(
     monkeypatch.syspath_prepend(str(ground.folder))
     status = train(ground, "trainer.imports=[odd_estimator]", "algorithm.adv_estimator=odd")
     refused(
-        capsys, 2, status, "node 'calculate_advantages' raised RuntimeError: no advantage today", "odd_estimator.py:4"
+        capsys,
+        2,
+        status,
+        "node 'calculate_advantages' raised RuntimeError: no advantage today",
+        "odd_estimator.py:4",
     )
 
 
@@ -234,21 +301,38 @@ def test_a_run_s_folder_of_another_config_data_or_tokenizer(
     capsys.readouterr()
     before = (ground.folder / "run" / "metrics.jsonl").read_bytes()
 
-    status = train(ground, "trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.seed=7")
+    status = train(
+        ground, "trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.seed=7"
+    )
     message = refused(
-        capsys, 2, status, "actor_rollout_ref.actor.optim.lr: 0.001 then, 0.01 now", "trainer.seed: 1 then"
+        capsys,
+        2,
+        status,
+        "actor_rollout_ref.actor.optim.lr: 0.001 then, 0.01 now",
+        "trainer.seed: 1 then",
     )
     assert "--allow-change" in message and "--resume never" in message
 
     allowed = ("--allow-change", "actor_rollout_ref.actor.optim.lr")
-    longer = ("trainer.save_freq=1", "trainer.total_epochs=2", "actor_rollout_ref.actor.optim.lr=1e-2")
+    longer = (
+        "trainer.save_freq=1",
+        "trainer.total_epochs=2",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )
     assert train(ground, *longer, flags=allowed) == 0
     capsys.readouterr()
     journal = (ground.folder / "run" / "ledger.jsonl").read_text()
     assert '"allowed_change","keys":["actor_rollout_ref.actor.optim.lr"]' in journal
 
     ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(4)])
-    refused(capsys, 2, train(ground, *longer), "different data", "files that they name have changed", "--resume never")
+    refused(
+        capsys,
+        2,
+        train(ground, *longer),
+        "different data",
+        "files that they name have changed",
+        "--resume never",
+    )
     ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(5)])
     refused(capsys, 2, train(ground, *longer), "different data")
     assert (ground.folder / "run" / "metrics.jsonl").read_bytes().startswith(before)
@@ -280,7 +364,9 @@ def damage(checkpoint: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_told(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     saving = ("trainer.save_freq=1", "trainer.total_epochs=2")
     assert train(ground, *saving) == 0
     checkpoints = ground.folder / "run" / "checkpoints"
@@ -290,7 +376,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(ground: Playground, capsys
     capsys.readouterr()
     assert train(ground, *saving) == 0
     out = capsys.readouterr().out
-    assert "step-000002 is damaged (actor.safetensors does not match its checksum): using step 1 instead" in out
+    assert (
+        "step-000002 is damaged (actor.safetensors does not match its checksum): using step 1 "
+        "instead"
+    ) in out
     again = CheckpointStore(checkpoints).load()
     assert (again.path / "actor.safetensors").read_bytes() == (
         ground.folder / "copy" / "actor.safetensors"
@@ -314,11 +403,15 @@ def test_a_damaged_line_of_the_metrics_is_told_and_costs_nothing_else(
     assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=3") == 0
     assert "warning: 1 line of metrics.jsonl cannot be read" in capsys.readouterr().out
     assert len(read_metrics(ground.folder / "run")) == 3
-    assert "1 line of metrics.jsonl cannot be read" in (ground.folder / "run" / "report.html").read_text()
+    assert (
+        "1 line of metrics.jsonl cannot be read"
+        in (ground.folder / "run" / "report.html").read_text()
+    )
 
 
 def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second touches nothing of the first: no checkpoint that is being written, no line of its journal."""
+    """The second touches nothing of the first: no checkpoint that is being written, no line of its
+    journal."""
     assert train(ground, "trainer.save_freq=1") == 0
     partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
     partial.mkdir()
@@ -328,7 +421,14 @@ def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixtur
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         capsys.readouterr()
         status = train(ground, "trainer.save_freq=1")
-        refused(capsys, 2, status, "another process (", "is writing to the run's folder", "trainer.default_local_dir")
+        refused(
+            capsys,
+            2,
+            status,
+            "another process (",
+            "is writing to the run's folder",
+            "trainer.default_local_dir",
+        )
         other.communicate()
     assert partial.exists()
     assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == journal
@@ -336,7 +436,10 @@ def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixtur
 
 def limited(ground: Playground, num_bytes: int, *overrides: str) -> CliRun:
     """A run that may write no file larger than `num_bytes`: to it the disk is full."""
-    run = CliRun(ground.folder / "limited.log", ["train", "grpo", *ground.overrides("run", *CHEAP, *overrides)])
+    run = CliRun(
+        ground.folder / "limited.log",
+        ["train", "grpo", *ground.overrides("run", *CHEAP, *overrides)],
+    )
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
     return run
 
@@ -348,27 +451,40 @@ def test_a_full_disk_while_saving(ground: Playground) -> None:
     before = CheckpointStore(checkpoints).load()
     run = limited(ground, 100_000, "trainer.save_freq=1", "trainer.total_epochs=2")
     assert run.status() == 2, run.said()
-    assert "the checkpoint of step 2 could not be written" in run.said() and "the disk is full" in run.said()
+    assert (
+        "the checkpoint of step 2 could not be written" in run.said()
+        and "the disk is full" in run.said()
+    )
     assert "trainer.default_local_dir" in run.said() and "Traceback" not in run.said()
     after = CheckpointStore(checkpoints).load()
     assert (after.step, after.path) == (before.step, before.path) and not after.message
     assert [path.name for path in checkpoints.glob("*.partial")] == []
-    events = [json.loads(line) for line in (ground.folder / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line)
+        for line in (ground.folder / "run" / "events.jsonl").read_text().splitlines()
+    ]
     assert events[-1]["status"] == "failed"
     assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=2") == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="wants root, to mount a small disk")
-def test_a_full_disk_where_everything_goes(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_where_everything_goes(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     disk = ground.folder / "run"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "none", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=500k", "none", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("wants the right to mount a small disk")
     try:
-        status = train(ground, "trainer.save_freq=1", "trainer.total_epochs=8", "trainer.save_groups=all")
+        status = train(
+            ground, "trainer.save_freq=1", "trainer.total_epochs=8", "trainer.save_groups=all"
+        )
         refused(capsys, 2, status, str(disk), "trainer.default_local_dir")
         if any((disk / "checkpoints").glob("step-*/manifest.json")):
             assert CheckpointStore(disk / "checkpoints").load().step >= 1
     finally:
-        # The data set's file stays mapped as long as a row of it lives: the disk goes when that goes.
+        # The data set's file stays mapped as long as a row of it lives: the disk goes when that
+        # goes.
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

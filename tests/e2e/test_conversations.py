@@ -1,4 +1,5 @@
-"""Supervised fine-tuning on conversations: loss and gradient against plain float64, text by text."""
+"""Supervised fine-tuning on conversations: loss and gradient against plain float64, text by
+text."""
 
 import json
 import re
@@ -14,7 +15,12 @@ from distflow.observe.run_reader import read_events, read_metrics
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer
 
-GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+GONE = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 ACTOR = "actor_rollout_ref.actor"
 SFT = (
     *(f"~{key}" for key in GONE),
@@ -45,7 +51,8 @@ def ground(tmp_path: Path) -> Playground:
 
 def reference(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, float]:
     """The mean loss of a learnt token, and the norm of its gradient."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), tiny_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = tiny_tokenizer()
     losses = []
     for row in rows:
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
@@ -56,7 +63,11 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, float]:
             losses += [-log_probs[place - 1, ids[0, place]] for place in range(start, end)]
     loss = torch.stack(losses).mean()
     loss.backward()
-    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+    norm = (
+        torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
+        .sum()
+        .sqrt()
+    )
     return float(loss.detach()), float(norm)
 
 
@@ -65,12 +76,14 @@ def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_token
     held_out = ground.folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps(talk(i, 2)) + "\n" for i in (5, 4)))
     keys = (f"{ACTOR}.ppo_max_token_len_per_gpu={most_tokens}", f"data.val_files={held_out}")
-    run = ground.run("sft", *SFT, *keys, "trainer.val_before_train=true", f"{ACTOR}.max_grad_norm=1e9")
+    run = ground.run(
+        "sft", *SFT, *keys, "trainer.val_before_train=true", f"{ACTOR}.max_grad_norm=1e9"
+    )
     loss, norm = reference(ground.folder / "model", TALKS)
     first = run.metrics()[0]
-    assert first["sft/loss"] == pytest.approx(loss, rel=2e-5) and first["sft/grad_norm"] == pytest.approx(
-        norm, rel=2e-4
-    )
+    assert first["sft/loss"] == pytest.approx(loss, rel=2e-5) and first[
+        "sft/grad_norm"
+    ] == pytest.approx(norm, rel=2e-4)
     (validated, *_) = [record.values for record in read_metrics(run.folder) if record.kind == "val"]
     validation_loss, _ = reference(ground.folder / "model", [talk(5, 2), talk(4, 2)])
     assert validated["sft/val_loss"] == pytest.approx(validation_loss, rel=2e-5)
@@ -78,8 +91,13 @@ def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_token
 
 def test_its_steps_are_proven(ground: Playground) -> None:
     run = ground.run("sft", *SFT)
-    (proven, *_) = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
-    assert set(proven) >= {"responses", "masks", "loss", "gradients", "optimizer"} and run.notes("warning") == []
+    (proven, *_) = [
+        event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"
+    ]
+    assert (
+        set(proven) >= {"responses", "masks", "loss", "gradients", "optimizer"}
+        and run.notes("warning") == []
+    )
 
 
 def test_one_turn_trains_what_its_prompt_and_response_do(ground: Playground) -> None:
@@ -89,7 +107,14 @@ def test_one_turn_trains_what_its_prompt_and_response_do(ground: Playground) -> 
     one = ground.run("sft", *keys, name="pairs").weights(2)
     roles = ("user", "assistant")
     ground.write_rows(
-        [{"messages": [{"role": r, "content": text} for r, text in zip(roles, pair, strict=True)]} for pair in pairs]
+        [
+            {
+                "messages": [
+                    {"role": r, "content": text} for r, text in zip(roles, pair, strict=True)
+                ]
+            }
+            for pair in pairs
+        ]
     )
     other = ground.run("sft", *keys, name="talks").weights(2)
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
@@ -104,6 +129,9 @@ def test_the_command_says_what_is_learnt_and_what_is_wrong(
     ground.write_rows(rows)
     assert cli.main(["sft", *ground.overrides("other", *SFT)]) == 2
     err = capsys.readouterr().err
-    assert f"{ground.folder}/rows.jsonl:5: the conversation (column 'messages') ends with a message of the user" in err
+    assert (
+        f"{ground.folder}/rows.jsonl:5: the conversation (column 'messages') ends with a "
+        "message of the user"
+    ) in err
     assert cli.main(["sft", *ground.overrides("other", *SFT, "data.bad_rows=skip")]) == 0
     assert "10 assistant turns to train on, 1 bad rows skipped" in capsys.readouterr().out

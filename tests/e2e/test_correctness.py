@@ -1,4 +1,5 @@
-"""What a whole run calls right: its verifier's verdict, whatever penalties and weights make of the reward."""
+"""What a whole run calls right: its verifier's verdict, whatever penalties and weights make of the
+reward."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,11 @@ from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
 
-CHEAP = ("trust.check_rewards=false", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=4")
+CHEAP = (
+    "trust.check_rewards=false",
+    "trainer.total_training_steps=1",
+    "actor_rollout_ref.rollout.n=4",
+)
 PENALISED = ("reward.overlong.buffer_tokens=9", "reward.overlong.factor=2.0")
 ASKED = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
 PROGRAM = """
@@ -77,7 +82,12 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playgrou
 
 def held_out(ground: Playground) -> tuple[str, ...]:
     files = f"data.val_files={ground.folder}/rows.jsonl"
-    return (files, "trainer.test_freq=1", "data.val_max_samples=3", "actor_rollout_ref.rollout.val_kwargs.n=2")
+    return (
+        files,
+        "trainer.test_freq=1",
+        "data.val_max_samples=3",
+        "actor_rollout_ref.rollout.val_kwargs.n=2",
+    )
 
 
 def validated(ground: Playground) -> dict[str, float]:
@@ -85,7 +95,9 @@ def validated(ground: Playground) -> dict[str, float]:
     return {name: value for name, value in record.values.items() if name.startswith("val_correct")}
 
 
-@pytest.mark.parametrize("said", one_fast_in(3, ["{'score': -1.0, 'acc': 1}", "{'score': 0.7, 'acc': True}", "1.0"]))
+@pytest.mark.parametrize(
+    "said", one_fast_in(3, ["{'score': -1.0, 'acc': 1}", "{'score': 0.7, 'acc': True}", "1.0"])
+)
 def test_a_right_answer_that_is_too_long_is_right(ground: Playground, said: str) -> None:
     ground.write_reward(f"{ASKED}return {said}\n")
     weighed = "reward.functions.default=[{name: custom, weight: 0.5}]"
@@ -101,7 +113,12 @@ def test_a_wrong_answer_stays_wrong_whatever_else_pays(ground: Playground) -> No
     ground.write_reward(f"{ASKED}return {{'score': 9.0, 'acc': False}}\n")
     assert (
         cli.main(
-            ["train", "grpo", *ground.overrides("run", *CHEAP, *held_out(ground)), "trainer.val_before_train=false"]
+            [
+                "train",
+                "grpo",
+                *ground.overrides("run", *CHEAP, *held_out(ground)),
+                "trainer.val_before_train=false",
+            ]
         )
         == 0
     )
@@ -111,12 +128,19 @@ def test_a_wrong_answer_stays_wrong_whatever_else_pays(ground: Playground) -> No
 def test_eval_counts_the_same(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
     ground.write_reward(f"{ASKED}return 1.0\n")
     keys = (*ground.overrides("run", *PENALISED), f"data.val_files={ground.folder}/rows.jsonl")
-    assert cli.main(["eval", "grpo", *(key for key in keys if not key.startswith("trainer.test_freq"))]) == 0
+    assert (
+        cli.main(
+            ["eval", "grpo", *(key for key in keys if not key.startswith("trainer.test_freq"))]
+        )
+        == 0
+    )
     assert (
         "val_correct/all/mean" in (out := capsys.readouterr().out)
         and "1" in out.partition("val_correct/all/mean")[2][:12]
     )
-    assert "validation data: " in out and "train data: " not in out, "the rows are named as what they are"
+    assert "validation data: " in out and "train data: " not in out, (
+        "the rows are named as what they are"
+    )
     assert "advantages" not in out, "nothing is trained"
 
 
@@ -129,23 +153,53 @@ def test_the_filter_of_dapo_does_not_take_a_penalty_for_a_difference(
     keys = ground.overrides("run", *CHEAP, *PENALISED)
     assert cli.main(["train", "dapo", *keys]) == 2
     assert "all_equal" in capsys.readouterr().err
-    assert cli.main(["train", "dapo", *keys, "algorithm.filter_groups.metric=score", "trainer.resume_mode=never"]) == 0
+    assert (
+        cli.main(
+            [
+                "train",
+                "dapo",
+                *keys,
+                "algorithm.filter_groups.metric=score",
+                "trainer.resume_mode=never",
+            ]
+        )
+        == 0
+    )
 
 
-@pytest.mark.parametrize("builder", one_fast_in(2, ["by_sample", "by_sample_async", "by_batch", "by_node"]))
-def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(ground: Playground, builder: str) -> None:
+@pytest.mark.parametrize(
+    "builder", one_fast_in(2, ["by_sample", "by_sample_async", "by_batch", "by_node"])
+)
+def test_a_reward_of_the_user_s_own_is_filtered_and_validated_by_its_verdict(
+    ground: Playground, builder: str
+) -> None:
     keys = [
-        key for key in ground.overrides("run", *CHEAP) if not key.startswith(("reward.", "custom_reward_function."))
+        key
+        for key in ground.overrides("run", *CHEAP)
+        if not key.startswith(("reward.", "custom_reward_function."))
     ]
     chosen = (f"dag.pipeline=own_rewards:{builder}", "trainer.test_freq=1")
-    more = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=3", "trainer.val_before_train=false")
+    more = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.val_max_samples=3",
+        "trainer.val_before_train=false",
+    )
     keys = [key for key in keys if not key.startswith(("trainer.test_freq", "trust."))]
-    assert cli.main(["train", "grpo", *keys, *chosen, *more, "actor_rollout_ref.actor.use_kl_loss=false"]) == 0
+    assert (
+        cli.main(
+            ["train", "grpo", *keys, *chosen, *more, "actor_rollout_ref.actor.use_kl_loss=false"]
+        )
+        == 0
+    )
     rows = read_samples(ground.folder / "run", 1)
     for start in range(0, len(rows), 4):
         rights = [row["acc"] for row in rows[start : start + 4]]
         assert set(rights) == {0.0, 1.0}
-        assert rights == [float(sum(map(ord, row["response"])) % 2 == 0) for row in rows[start : start + 4]]
+        assert rights == [
+            float(sum(map(ord, row["response"])) % 2 == 0) for row in rows[start : start + 4]
+        ]
     held_out = read_samples(ground.folder / "run", 1, "val")
     right = [sum(map(ord, row["response"])) % 2 == 0 for row in held_out]
-    assert len(right) == 3 and validated(ground)["val_correct/all/mean"] == pytest.approx(sum(right) / 3)
+    assert len(right) == 3 and validated(ground)["val_correct/all/mean"] == pytest.approx(
+        sum(right) / 3
+    )

@@ -1,4 +1,5 @@
-"""A curriculum in whole runs: shares that follow what was measured, killed and resumed runs, and one that fails."""
+"""A curriculum in whole runs: shares that follow what was measured, killed and resumed runs, and
+one that fails."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +26,7 @@ CURRICULUM = """
 def by_right_answers(progress, step, state):
     state["seen"] = state.get("seen", []) + [[step, progress["math"].num_judged, progress["code"].num_judged]]
     return {name: 0.1 + (known.mean_accuracy or 0) for name, known in progress.items()}
-"""
+"""  # noqa: E501
 # A third of the answers of math is right, half of the groups of code are all right.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -41,8 +42,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground.write_reward(REWARD)
     (ground.folder / "curriculum.py").write_text(CURRICULUM)
     for name in ("math", "code"):
-        rows = [{"prompt": f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "number": i} for i in range(7)]
-        (ground.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"prompt": f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "number": i} for i in range(7)
+        ]
+        (ground.folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return ground
 
 
@@ -73,9 +78,13 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> No
     go_back(whole, 4, "killed")
     killed = ground.run("grpo", *settings, name="killed")
     account = verify(whole.folder / "ledger.jsonl")
-    assert account == verify(killed.folder / "ledger.jsonl") and account.domains["code"].dropped["all_equal"] > 0
+    assert (
+        account == verify(killed.folder / "ledger.jsonl")
+        and account.domains["code"].dropped["all_equal"] > 0
+    )
     assert steps_of(whole) == steps_of(killed) and issued(whole) == issued(killed)
-    weights, again = whole.weights(6), killed.weights(6)
+    weights = whole.weights(6)
+    again = killed.weights(6)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert state_of(whole, 6) == state_of(killed, 6)
     check_metrics(whole, killed)
@@ -83,8 +92,14 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> No
 
 def check_metrics(whole: Run, killed: Run) -> None:
     rows = whole.metrics()
-    assert [row["domains/math/share"] for row in rows] == [row["domains/math/share"] for row in killed.metrics()]
-    shares = [record["shares"] for _, record in timeline(whole.folder / "ledger.jsonl") if record["kind"] == "shares"]
+    assert [row["domains/math/share"] for row in rows] == [
+        row["domains/math/share"] for row in killed.metrics()
+    ]
+    shares = [
+        record["shares"]
+        for _, record in timeline(whole.folder / "ledger.jsonl")
+        if record["kind"] == "shares"
+    ]
     mean: dict[str, float] = {}
     for step, (row, found) in enumerate(zip(rows, shares, strict=True)):
         assert row["domains/math/share"] + row["domains/code/share"] == pytest.approx(1)
@@ -97,8 +112,13 @@ def check_metrics(whole: Run, killed: Run) -> None:
         if step + 1 < len(rows):
             assert rows[step + 1]["domains/math/share"] == eval(found["math"])
     seen = state_of(whole, 6)["state"]["seen"]  # type: ignore[index]
-    num_judged = [4 * (row["domains/math/consumed"] + row.get("domains/math/dropped/all_equal", 0)) for row in rows]
-    assert [[step, math] for step, math, _ in seen] == [[step, math] for step, math in enumerate(num_judged, 1)]
+    num_judged = [
+        4 * (row["domains/math/consumed"] + row.get("domains/math/dropped/all_equal", 0))
+        for row in rows
+    ]
+    assert [[step, math] for step, math, _ in seen] == [
+        [step, math] for step, math in enumerate(num_judged, 1)
+    ]
 
 
 @pytest.mark.slow
@@ -114,37 +134,67 @@ def test_rows_are_passed_over_and_come_back_in_a_resumed_run_too(ground: Playgro
     account = verify(whole.folder / "ledger.jsonl")
     assert account == verify(killed.folder / "ledger.jsonl") and issued(whole) == issued(killed)
     assert account.domains["code"].dropped["too_easy"] > 0
-    assert whole.metrics()[-1]["domains/code/dropped/too_easy"] == account.domains["code"].dropped["too_easy"]
-    weights, again = whole.weights(8), killed.weights(8)
+    assert (
+        whole.metrics()[-1]["domains/code/dropped/too_easy"]
+        == account.domains["code"].dropped["too_easy"]
+    )
+    weights = whole.weights(8)
+    again = killed.weights(8)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
-    (ground.folder / "moved.jsonl").write_text((ground.folder / "code.jsonl").read_text().replace("ab", "ba"))
+    (ground.folder / "moved.jsonl").write_text(
+        (ground.folder / "code.jsonl").read_text().replace("ab", "ba")
+    )
     with pytest.raises(UserError, match="was saved with different data"):
         ground.run("grpo", *moved, "trainer.total_training_steps=9", name="skips_killed")
 
 
 @pytest.mark.slow
-def test_ahead_of_training_a_change_holds_for_tickets_that_were_not_granted(ground: Playground) -> None:
-    more = ("async.max_staleness=1", "actor_rollout_ref.actor.policy_loss=decoupled", "data.curriculum.every=2")
+def test_ahead_of_training_a_change_holds_for_tickets_that_were_not_granted(
+    ground: Playground,
+) -> None:
+    more = (
+        "async.max_staleness=1",
+        "actor_rollout_ref.actor.policy_loss=decoupled",
+        "data.curriculum.every=2",
+    )
     run = ground.run("grpo", *given(ground, *more, "trainer.total_training_steps=6"), name="ahead")
     verify(run.folder / "ledger.jsonl")
-    records = [record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "shares"]
+    records = [
+        record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "shares"
+    ]
     assert [record["step"] for record in records] == [4, 6, 8]
     shares = [row["domains/math/share"] for row in run.metrics()]
-    assert shares[:3] == [0.5] * 3 and shares[3] == shares[4] == eval(records[0]["shares"]["math"]) != 0.5
+    assert (
+        shares[:3] == [0.5] * 3
+        and shares[3] == shares[4] == eval(records[0]["shares"]["math"]) != 0.5
+    )
 
 
 @pytest.mark.slow
-def test_one_that_fails_ends_the_run_and_costs_no_checkpoint(ground: Playground, tmp_path: Path) -> None:
+def test_one_that_fails_ends_the_run_and_costs_no_checkpoint(
+    ground: Playground, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("def weights(progress, step, state):\n    return {'math': 1, 'code': -1 if step == 3 else 1}\n")
-    settings = given(ground, f"data.curriculum.function='{file}:weights'", "trainer.total_training_steps=4")
-    with pytest.raises(UserError, match=r"mine.py:weights: after step 3 the curriculum gave 'code' the weight -1"):
+    file.write_text(
+        "def weights(progress, step, state):\n"
+        "    return {'math': 1, 'code': -1 if step == 3 else 1}\n"
+    )
+    settings = given(
+        ground, f"data.curriculum.function='{file}:weights'", "trainer.total_training_steps=4"
+    )
+    with pytest.raises(
+        UserError, match=r"mine.py:weights: after step 3 the curriculum gave 'code' the weight -1"
+    ):
         ground.run("grpo", *settings, name="fails")
-    assert sorted(path.name for path in (ground.folder / "fails" / "checkpoints").glob("step-*")) == ["step-000002"]
+    assert sorted(
+        path.name for path in (ground.folder / "fails" / "checkpoints").glob("step-*")
+    ) == ["step-000002"]
     moved = tmp_path / "mended.py"
     moved.write_text("def weights(progress, step, state):\n    return {'math': 1, 'code': 1}\n")
     with pytest.raises(UserError, match="--allow-change data.curriculum.function"):
-        ground.run("grpo", *given(ground, f"data.curriculum.function='{moved}:weights'"), name="fails")
+        ground.run(
+            "grpo", *given(ground, f"data.curriculum.function='{moved}:weights'"), name="fails"
+        )
 
 
 def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +241,9 @@ FAULTS = {
 
 
 def learnable(ground: Playground, *more: str) -> tuple[str, ...]:
-    settings = given(ground, "algorithm.filter_groups.enable=false", "trainer.total_training_steps=8", *more)
+    settings = given(
+        ground, "algorithm.filter_groups.enable=false", "trainer.total_training_steps=8", *more
+    )
     return *settings, "data.curriculum.function=learnability"
 
 
@@ -200,7 +252,9 @@ def test_shares_that_are_not_those_of_the_groups_are_found(
     ground: Playground, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     fault(monkeypatch)
-    with pytest.raises(TrustError, match=rf"the audit of step \d+ found \(curriculum\): .*{FAULTS[fault]}"):
+    with pytest.raises(
+        TrustError, match=rf"the audit of step \d+ found \(curriculum\): .*{FAULTS[fault]}"
+    ):
         ground.run("grpo", *learnable(ground), name=fault.__name__)
 
 
@@ -222,12 +276,18 @@ HEALTHY = {
 
 
 @pytest.mark.slow
-def test_a_run_that_was_resumed_without_audits_is_not_compared_with_what_was_before(ground: Playground) -> None:
+def test_a_run_that_was_resumed_without_audits_is_not_compared_with_what_was_before(
+    ground: Playground,
+) -> None:
     for steps, audit_freq in ((2, 2), (4, 0), (6, 2)):
         more = (f"trainer.total_training_steps={steps}", f"trust.audit_freq={audit_freq}")
         _, spec = ground.spec("grpo", *learnable(ground, *more), name="gap")
         assert launch_local(spec, LaunchOptions(allow_change=("trust.audit_freq",))).steps == steps
-    assert not any("audit" in note for kind in ("warning", "finding") for note in notes(ground.folder / "gap", kind))
+    assert not any(
+        "audit" in note
+        for kind in ("warning", "finding")
+        for note in notes(ground.folder / "gap", kind)
+    )
 
 
 @pytest.mark.slow
@@ -237,7 +297,9 @@ def test_shares_of_a_healthy_run_are_proven_in_every_step(ground: Playground, na
     name = f"healthy-{name}"
     whole = ground.run("grpo", *settings, name=name)
     looks = [event for event in read_events(whole.folder) if event.kind == "looks"]
-    assert sum(dict(event.fields["checks"])["curriculum"] for event in looks) == 7, "of the last step nothing is told"
+    assert sum(dict(event.fields["checks"])["curriculum"] for event in looks) == 7, (
+        "of the last step nothing is told"
+    )
     go_back(whole, 4, f"{name}-again")
     again = ground.run("grpo", *settings, name=f"{name}-again")
     assert again.notes("end")[-1] == "the run finished"

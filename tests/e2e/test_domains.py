@@ -1,4 +1,5 @@
-"""Runs over several domains: shares counted in the ledger, of runs that drop groups, resume, and are asynchronous."""
+"""Runs over several domains: shares counted in the ledger, of runs that drop groups, resume, and
+are asynchronous."""
 
 import json
 import shutil
@@ -27,7 +28,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 7 / 6
 """
 DOMAINS = {
-    "math": {"train_files": "math.jsonl", "val_files": "math.jsonl", "weight": 3, "filter_groups": False},
+    "math": {
+        "train_files": "math.jsonl",
+        "val_files": "math.jsonl",
+        "weight": 3,
+        "filter_groups": False,
+    },
     "code": {
         "train_files": "code.jsonl",
         "val_files": "code.jsonl",
@@ -47,9 +53,12 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground.write_reward(REWARD)
     for name, key, num_rows in (("math", "prompt", 7), ("code", "question", 5)):
         rows = [
-            {key: f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "number": i, "data_source": "x"} for i in range(num_rows)
+            {key: f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "number": i, "data_source": "x"}
+            for i in range(num_rows)
         ]
-        (ground.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (ground.folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return ground
 
 
@@ -61,13 +70,20 @@ def given(ground: Playground, *more: str, domains: Any = DOMAINS) -> tuple[str, 
                 domain[key] = str(ground.folder / domain[key])
     text = json.dumps(found).replace('"', "'")
     # JSON quotes keys, which Hydra's grammar does not take.
-    for key in {key for name, domain in found.items() for key in (name, *domain)} | {"name", "weight"}:
+    for key in {key for name, domain in found.items() for key in (name, *domain)} | {
+        "name",
+        "weight",
+    }:
         text = text.replace(f"'{key}':", f"{key}:")
     return (
         "data.train_files=[]",
         f"data.domains={text}".replace("True", "true").replace("False", "false"),
         "trainer.save_freq=2",
-        *(["data.allow_overlap=true"] if any("val_files" in domain for domain in found.values()) else []),
+        *(
+            ["data.allow_overlap=true"]
+            if any("val_files" in domain for domain in found.values())
+            else []
+        ),
         *more,
     )
 
@@ -86,12 +102,19 @@ def steps_of(run: Run) -> list[Counter[str]]:
 
 def issued(run: Run) -> list[tuple[int, int, int]]:
     """Group, epoch and row of those that were handed out first."""
-    records = [record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "issued"]
-    return [(record["group_id"], record["epoch"], record["row"]) for record in records if record["attempt"] == 0]
+    records = [
+        record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "issued"
+    ]
+    return [
+        (record["group_id"], record["epoch"], record["row"])
+        for record in records
+        if record["attempt"] == 0
+    ]
 
 
 def go_back(run: Run, step: int, name: str) -> None:
-    """A copy of the run's folder as a kill behind that checkpoint leaves it: the ledger knows more."""
+    """A copy of the run's folder as a kill behind that checkpoint leaves it: the ledger knows
+    more."""
     copy = run.folder.parent / name
     shutil.copytree(run.folder, copy)
     for checkpoint in (copy / "checkpoints").glob("step-*"):
@@ -102,7 +125,13 @@ def go_back(run: Run, step: int, name: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> None:
-    settings = given(ground, *FILTERED, "trainer.total_training_steps=4", "trainer.test_freq=4", "trust.audit_freq=2")
+    settings = given(
+        ground,
+        *FILTERED,
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=4",
+        "trust.audit_freq=2",
+    )
     whole = ground.run("grpo", *settings, name="whole")
     go_back(whole, 2, "killed")
     killed = ground.run("grpo", *settings, name="killed")
@@ -110,25 +139,38 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> No
     elsewhere = ground.run("grpo", *settings, there, name="elsewhere")
     assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
     assert steps_of(elsewhere) == [Counter(math=3, code=1)] * 2
-    assert issued(whole) == issued(killed) and issued(whole)[-len(issued(elsewhere)) :] == issued(elsewhere)
+    assert issued(whole) == issued(killed) and issued(whole)[-len(issued(elsewhere)) :] == issued(
+        elsewhere
+    )
     account = verify(whole.folder / "ledger.jsonl")
-    assert account == verify(killed.folder / "ledger.jsonl") == verify(elsewhere.folder / "ledger.jsonl")
+    assert (
+        account
+        == verify(killed.folder / "ledger.jsonl")
+        == verify(elsewhere.folder / "ledger.jsonl")
+    )
     assert account.domains["math"].dropped == {} and account.domains["math"].consumed == 12
-    assert account.domains["code"].dropped["all_equal"] > 0 and account.domains["code"].consumed == 4
+    assert (
+        account.domains["code"].dropped["all_equal"] > 0 and account.domains["code"].consumed == 4
+    )
     check_metrics(whole, killed, account)
     assert not whole.notes("warning")
 
 
 def check_metrics(whole: Run, other: Run, account: GroupCounts) -> None:
-    last, again = whole.metrics()[-1], other.metrics()[-1]
+    last = whole.metrics()[-1]
+    again = other.metrics()[-1]
     names = [name for name in last if name.startswith(("reward/", "domains/", "actor/"))]
     assert {name: last[name] for name in names} == {name: again[name] for name in names}
     assert (last["domains/math/groups"], last["domains/code/groups"]) == (3, 1)
     assert last["domains/code/dropped/all_equal"] == account.domains["code"].dropped["all_equal"]
     assert {"reward/math/custom", "reward/code/custom", "reward/code/format"} <= set(last)
     assert "reward/math/format" not in last
-    (validated,) = [record.values for record in read_metrics(whole.folder) if record.kind != "train"]
-    assert {"val_correct/math/mean", "val_correct/code/mean", "val_correct/all/mean"} <= set(validated)
+    (validated,) = [
+        record.values for record in read_metrics(whole.folder) if record.kind != "train"
+    ]
+    assert {"val_correct/math/mean", "val_correct/code/mean", "val_correct/all/mean"} <= set(
+        validated
+    )
 
 
 @pytest.mark.slow
@@ -153,19 +195,32 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
         ("math", 7, 3.0),
         ("code", 5, 1.0),
     ]
-    assert (spec.data.total_groups, spec.data.total_steps) == (None, config.trainer.total_epochs * 12 // 4)
-    assert {row.domain for row in spec.rows[:7]} == {"math"} and {row.domain for row in spec.rows[7:]} == {"code"}
-    assert spec.rows[7].prompt_text == "do ab0=" and spec.rows[7].extra_info == {"number": 0, "data_source": "x"}
+    assert (spec.data.total_groups, spec.data.total_steps) == (
+        None,
+        config.trainer.total_epochs * 12 // 4,
+    )
+    assert {row.domain for row in spec.rows[:7]} == {"math"} and {
+        row.domain for row in spec.rows[7:]
+    } == {"code"}
+    assert spec.rows[7].prompt_text == "do ab0=" and spec.rows[7].extra_info == {
+        "number": 0,
+        "data_source": "x",
+    }
     math, code = spec.validation
     assert (math.name, len(math.rows), code.name, len(code.rows)) == ("math", 7, "code", 5)
     assert math.greedy is not None and math.greedy.max_tokens == 10
     assert code.greedy is not None and code.greedy.max_tokens == 4
 
 
-@pytest.mark.parametrize("setting", ["data.domain_key=source", "data.train_max_samples=5", "data.prompt_key=other"])
+@pytest.mark.parametrize(
+    "setting", ["data.domain_key=source", "data.train_max_samples=5", "data.prompt_key=other"]
+)
 def test_what_no_domain_asks_for_is_refused(ground: Playground, setting: str) -> None:
     domains = {**DOMAINS, "math": {**DOMAINS["math"], "prompt_key": "prompt"}}
-    with pytest.raises(UserError, match=f"keys without effect in pipeline 'grpo.*':\n  {setting.partition('=')[0]} "):
+    with pytest.raises(
+        UserError,
+        match=f"keys without effect in pipeline 'grpo.*':\n  {setting.partition('=')[0]} ",
+    ):
         ground.spec("grpo", *given(ground, *FILTERED, setting, domains=domains))
 
 
@@ -207,12 +262,18 @@ def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator:
     assert all("sampled policy" in note for note in run.notes("warning"))
 
 
-def test_the_audit_finds_domains_that_get_another_share(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_finds_domains_that_get_another_share(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     init = Quotas.__init__
 
-    def planted(self: Quotas, batch: int, step: int = 0, weights: Any = (Fraction(1),), lags: Any = None) -> None:
+    def planted(
+        self: Quotas, batch: int, step: int = 0, weights: Any = (Fraction(1),), lags: Any = None
+    ) -> None:
         init(self, batch, step, weights[::-1], lags)
 
     monkeypatch.setattr(Quotas, "__init__", planted)
-    with pytest.raises(TrustError, match=r"\(groups\): domain 'math' has had 1 of 4 groups, but its share is 3.0"):
+    with pytest.raises(
+        TrustError, match=r"\(groups\): domain 'math' has had 1 of 4 groups, but its share is 3.0"
+    ):
         ground.run("grpo", *given(ground), name="swapped")

@@ -38,8 +38,16 @@ def test_it_takes_no_step_and_is_told(tmp_path: Path) -> None:
         *("trainer.total_training_steps=2", "trainer.save_freq=2"),
     )
     run = ground.run("grpo", *keys)
-    assert [m["actor/empty"] for m in run.metrics()] == [m["actor/skipped"] for m in run.metrics()] == [2.0, 2.0]
-    told = [note.split(" of the actor")[0] for note in run.notes("warning") if "no token in the loss" in note]
+    assert (
+        [m["actor/empty"] for m in run.metrics()]
+        == [m["actor/skipped"] for m in run.metrics()]
+        == [2.0, 2.0]
+    )
+    told = [
+        note.split(" of the actor")[0]
+        for note in run.notes("warning")
+        if "no token in the loss" in note
+    ]
     assert told == ["a mini-batch", "2 mini-batches", "4 mini-batches"]
     saved = json.loads((run.folder / "checkpoints" / "step-000002" / "actor_meta.json").read_text())
     assert saved["num_steps"] == 4, "8 mini-batches, half of them empty"

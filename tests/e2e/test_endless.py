@@ -1,4 +1,5 @@
-"""Functions of the user that never return, each in a whole run: one message in time, and nobody waits at the exit."""
+"""Functions of the user that never return, each in a whole run: one message in time, and nobody
+waits at the exit."""
 
 import time
 
@@ -92,7 +93,7 @@ def judging():
 
 def answering():
     return make(nodes.compute_reward, answer=workflow)
-"""
+"""  # noqa: E501
 LATE = "did not return within 0.4 s (reward.timeout_s for each sample)"
 CASES = {
     "by_sample": LATE,
@@ -113,35 +114,60 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 
 def start(ground: Playground, command: str, builder: str, *more: str) -> CliRun:
-    keys = ground.overrides(f"{command}-{builder}", "trust.check_rewards=false", "reward.timeout_s=0.1", *more)
+    keys = ground.overrides(
+        f"{command}-{builder}", "trust.check_rewards=false", "reward.timeout_s=0.1", *more
+    )
     if builder not in ("judging", "answering"):
         unused = ("reward.functions", "reward.num_workers", "custom_reward_function.", "trust.")
         keys = [key for key in keys if not key.startswith(unused)]
     pipeline = (f"dag.pipeline={ground.folder}/endless.py:{builder}",)
     quiet = "actor_rollout_ref.actor.use_kl_loss=false"
-    return CliRun(ground.folder / f"{command}-{builder}.log", [command, "grpo", *keys, *pipeline, quiet])
+    return CliRun(
+        ground.folder / f"{command}-{builder}.log", [command, "grpo", *keys, *pipeline, quiet]
+    )
 
 
 QUICK = ("answering",)
 
 
 @pytest.mark.parametrize(
-    "builder", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
+    "builder",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
 )
-def test_a_run_ends_in_time_and_says_which_function_it_was(ground: Playground, builder: str) -> None:
-    run = start(ground, "train", builder, "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+def test_a_run_ends_in_time_and_says_which_function_it_was(
+    ground: Playground, builder: str
+) -> None:
+    run = start(
+        ground,
+        "train",
+        builder,
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
     children: list[int] = []
     while run.running:
         children += children_of(run.pid)
         time.sleep(0.05)
     assert run.status() == 2 and CASES[builder] in run.said(), run.said()
-    assert run.said().count("distflow: ") == 1 and "Traceback" not in run.said() and "ignored" not in run.said()
+    assert (
+        run.said().count("distflow: ") == 1
+        and "Traceback" not in run.said()
+        and "ignored" not in run.said()
+    )
     assert not any(is_alive(pid) for pid in children)
 
 
-@pytest.mark.parametrize("builder", ["by_sample", pytest.param("swallowing", marks=[pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "builder", ["by_sample", pytest.param("swallowing", marks=[pytest.mark.slow])]
+)
 def test_a_validation_counts_it_and_goes_on(ground: Playground, builder: str) -> None:
-    run = start(ground, "eval", builder, f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
+    run = start(
+        ground,
+        "eval",
+        builder,
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.val_max_samples=2",
+    )
     assert run.status() == 0, run.said()
     assert "did not return within 0.1 s" in run.said() and "val/errors: 2.0000" in run.said()
     assert "2 of 2 scores are reward errors (100%) in a validation" in run.said()
@@ -149,5 +175,11 @@ def test_a_validation_counts_it_and_goes_on(ground: Playground, builder: str) ->
 
 @pytest.mark.slow
 def test_a_blocked_evaluation_ends(ground: Playground) -> None:
-    run = start(ground, "eval", "blocking", f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
+    run = start(
+        ground,
+        "eval",
+        "blocking",
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.val_max_samples=2",
+    )
     assert run.status() == 2 and CASES["blocking"] in run.said(), run.said()

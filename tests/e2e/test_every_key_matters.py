@@ -1,4 +1,5 @@
-"""No key is accepted that does nothing: each is changed, and an outcome that is named changes as its words say."""
+"""No key is accepted that does nothing: each is changed, and an outcome that is named changes as
+its words say."""
 
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,9 @@ ELSEWHERE = {
     "cost.gpu_hour": "tests/planning/test_predicted_run.py",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/launch/test_make_spec.py",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "tests/launch/test_make_spec.py",
-    "actor_rollout_ref.actor.fsdp_config.offload_policy": "tests/launch/test_engine_factories_from_config.py",
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": "tests/launch/test_engine_factories_from_config.py",  # noqa: E501
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": "tests/planning/test_assign_nodes_to_ranks.py",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "tests/launch/test_engine_factories_from_config.py",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "tests/launch/test_engine_factories_from_config.py",  # noqa: E501
     "critic.fsdp_config.param_offload": "tests/launch/test_make_spec.py",
     "critic.fsdp_config.optimizer_offload": "tests/launch/test_make_spec.py",
     "critic.fsdp_config.offload_policy": "tests/launch/test_engine_factories_from_config.py",
@@ -111,7 +112,7 @@ ELSEWHERE = {
     "trainer.slurm.time": "tests/cluster/test_slurm_launcher.py",
     "trainer.slurm.cpus_per_node": "tests/cluster/test_slurm_launcher.py",
     "trainer.slurm.args": "tests/cluster/test_slurm_launcher.py",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "tests/planning/test_assign_nodes_to_ranks.py",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "tests/planning/test_assign_nodes_to_ranks.py",  # noqa: E501
     "dag.generates": "tests/launch/test_make_spec.py",
     "dag.backend_threshold": "tests/planning/test_assign_nodes_to_ranks.py",
     "dag.apportion_strategy": "tests/planning/test_assign_nodes_to_ranks.py",
@@ -134,7 +135,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.key, marks=[] if case.look in QUICK_LOOKS else [pytest.mark.slow]) for case in CASES],
+    [
+        pytest.param(
+            case, id=case.key, marks=[] if case.look in QUICK_LOOKS else [pytest.mark.slow]
+        )
+        for case in CASES
+    ],
 )
 def test_a_change_shows(case: Case, lab: Lab) -> None:
     with forgotten("tests.e2e.keys.losses"):  # what one case imports must not be there in the next
@@ -143,8 +149,12 @@ def test_a_change_shows(case: Case, lab: Lab) -> None:
     try:
         case.check(before, after)
     except AssertionError as error:
-        errors = [f"{name}: {error_of(side)!r}" for name, side in (("before", before), ("after", after))]
-        raise AssertionError(f"{case.key} should change: {case.outcome} ({', '.join(errors)})") from error
+        errors = [
+            f"{name}: {error_of(side)!r}" for name, side in (("before", before), ("after", after))
+        ]
+        raise AssertionError(
+            f"{case.key} should change: {case.outcome} ({', '.join(errors)})"
+        ) from error
 
 
 def test_every_key_has_its_case() -> None:

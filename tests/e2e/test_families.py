@@ -1,4 +1,5 @@
-"""Whole runs of models of other families, by the engine `hf`: what is sampled is what is trained."""
+"""Whole runs of models of other families, by the engine `hf`: what is sampled is what is
+trained."""
 
 from pathlib import Path
 
@@ -12,7 +13,8 @@ CHOSEN = ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_5_text", "qwen3_moe")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.by_hand) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.by_hand) for name in FAMILIES],
 )
 def test_it_trains_and_the_audit_finds_nothing(name: str, tmp_path: Path) -> None:
     ground = Playground(tmp_path, FAMILIES[name].family, **FAMILIES[name].changes)

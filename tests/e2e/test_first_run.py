@@ -11,9 +11,11 @@ from tests.tiny_models import write_tiny_model
 from tests.user_code import forgotten
 
 GRADED = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 3\n"
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return len(solution_str) % 3\n"
 )
-MODEL, REWARD = "actor_rollout_ref.model.path=model", "custom_reward_function.path=reward.py"
+MODEL = "actor_rollout_ref.model.path=model"
+REWARD = "custom_reward_function.path=reward.py"
 
 
 @pytest.fixture
@@ -30,7 +32,14 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(
     bare: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, "trainer.total_training_steps=1"]
+    command = [
+        "train",
+        "grpo",
+        MODEL,
+        "data.train_files=rows.jsonl",
+        REWARD,
+        "trainer.total_training_steps=1",
+    ]
     assert main(command) == 0, capsys.readouterr().err
     lines = capsys.readouterr().out.splitlines()
     told = [line for line in lines if line.startswith("made to fit: ")]
@@ -42,7 +51,9 @@ def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(
         "data.train_batch_size",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
     ]
-    assert lines.index(told[-1]) < lines.index("30 prompts × 8 = 240 samples → 1 optimizer step of 240, on-policy")
+    assert lines.index(told[-1]) < lines.index(
+        "30 prompts × 8 = 240 samples → 1 optimizer step of 240, on-policy"
+    )
     kept = yaml.safe_load((bare / "runs/my_project/grpo_training/config.yaml").read_text())
     assert kept["data"]["train_batch_size"] == 30
     assert kept["data"]["max_prompt_length"] + kept["data"]["max_response_length"] == 24
@@ -51,13 +62,21 @@ def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(
 
 
 REFUSED = {
-    "a batch that somebody chose": (("data.train_batch_size=64",), ("data.train_batch_size=30 or less",)),
+    "a batch that somebody chose": (
+        ("data.train_batch_size=64",),
+        ("data.train_batch_size=30 or less",),
+    ),
     "lengths that somebody chose": (
         ("data.max_prompt_length=16", "data.max_response_length=16"),
         ("make 32", "a context of 24", "data.max_response_length=8 or less"),
     ),
     "every path at once": (
-        ("data.train_files=row.jsonl", "data.val_files=~/no_such.jsonl", "custom_reward_function.path=no.py", "a.b=1"),
+        (
+            "data.train_files=row.jsonl",
+            "data.val_files=~/no_such.jsonl",
+            "custom_reward_function.path=no.py",
+            "a.b=1",
+        ),
         ("4 problems", "'rows.jsonl'?", "no_such.jsonl", "'no.py'", "a.b"),
     ),
     "another kind of file": (("data.train_files=rows.txt",), ("did you mean 'rows.jsonl'?",)),
@@ -65,11 +84,20 @@ REFUSED = {
         ("custom_reward_function.name=score",),
         ("custom_reward_function.name=compute_score",),
     ),
-    "an answer column that no row has": (("data.answer_key=answr",), ("no row has the column 'answr'",)),
+    "an answer column that no row has": (
+        ("data.answer_key=answr",),
+        ("no row has the column 'answr'",),
+    ),
     "a device by another name": (("trainer.device=gpu",), ("no gpu device here", "cuda")),
-    "a path that is no hub id": (("actor_rollout_ref.model.path=model/no",), ("model/no", "no such file or folder")),
+    "a path that is no hub id": (
+        ("actor_rollout_ref.model.path=model/no",),
+        ("model/no", "no such file or folder"),
+    ),
     "a key as an option": (("--trainer.seed=3",), ("write trainer.seed=3",)),
-    "an option of Hydra's": (("--config-name=ppo_trainer", "--config-path=config"), ("an option of Hydra: remove it",)),
+    "an option of Hydra's": (
+        ("--config-name=ppo_trainer", "--config-path=config"),
+        ("an option of Hydra: remove it",),
+    ),
     "a short key as an option": (("--lr", "3"), ("actor_rollout_ref.actor.optim.lr",)),
     "no key to change": (("--allow-change", "nosuch.key"), ("nosuch.key", "no such key")),
     "no checkpoint to resume": (("--resume", "model"), ("model is not a checkpoint",)),
@@ -78,7 +106,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_mistake_is_refused_with_its_fix(name: str, bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_refused_with_its_fix(
+    name: str, bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more, words = REFUSED[name]
     try:
         status = main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *more])
@@ -88,7 +118,9 @@ def test_a_mistake_is_refused_with_its_fix(name: str, bare: Path, capsys: pytest
     assert status == 2 and all(word in said for word in words), said
 
 
-def test_what_is_no_checkpoint_is_not_called_damaged(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_checkpoint_is_not_called_damaged(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", "model", "--to", "out"]) == 2
     said = capsys.readouterr().err
     assert "model is neither a run's folder nor a checkpoint" in said and "damaged" not in said
@@ -102,8 +134,13 @@ def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) 
     assert "data.val_files = 'row.jsonl'" in said and "data.train_files" not in said
 
 
-def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": "1+1=", "answer": "2"}] * 3 + [{"prompt": "1+1=", "answer": [2]}, {"prompt": "1+2="}]
+def test_rows_and_rates_that_are_probably_mistakes_are_noted(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 3 + [
+        {"prompt": "1+1=", "answer": [2]},
+        {"prompt": "1+2="},
+    ]
     (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = ("trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=5")
     assert main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, *keys]) == 0
@@ -112,23 +149,39 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     assert "ground truths of several types (str 3, list 1, NoneType 1; see odd.jsonl:5)" in said
     assert "note: 1 of 5 rows have no answer (the first: odd.jsonl:5)" in said
     assert "note: actor_rollout_ref.actor.optim.lr=5 is unusually high" in said
-    odd = [{"prompt": "1+1=", "answer": "2", "level": 1}] * 9 + [{"prompt": "☃=", "answer": "2 ", "images": ["a.png"]}]
+    odd = [{"prompt": "1+1=", "answer": "2", "level": 1}] * 9 + [
+        {"prompt": "☃=", "answer": "2 ", "images": ["a.png"]}
+    ]
     (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
     sizes = (
         "actor_rollout_ref.actor.clip_ratio_high=1.28",
         "reward.timeout_s=7200",
         "data.prompt_template='{prompt}\\n'",
     )
-    model = ("actor_rollout_ref.model.path=builtin:tiny-arithmetic", "actor_rollout_ref.model.init=random")
+    model = (
+        "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
+        "actor_rollout_ref.model.init=random",
+    )
     others = (keys[0], "trainer.experiment_name=c")
-    assert main(["train", "grpo", "data.train_files=odd.jsonl", REWARD, *model, *others, *sizes]) == 0
+    assert (
+        main(["train", "grpo", "data.train_files=odd.jsonl", REWARD, *model, *others, *sizes]) == 0
+    )
     said = capsys.readouterr().out
     for note in (
         "1 of 10 rows lack the column 'level' (the first: odd.jsonl:10)",
-        "1 of 10 rows have images or videos, which the model will not see: it reads only text (the first: odd",
+        (
+            "1 of 10 rows have images or videos, which the model will not see: it reads only text "
+            "(the first: odd"
+        ),
         "1 of 10 rows have an answer that begins or ends in white space (the first: odd.jsonl:10)",
-        "1 of 10 rows have a prompt with characters that the tokenizer does not know (the first: odd.jsonl:10)",
-        "clip_ratio_high=1.28 is unusually high: clip_ratio_high is counted from 1, so ratios up to 2.28 are allowed",
+        (
+            "1 of 10 rows have a prompt with characters that the tokenizer does not know (the "
+            "first: odd.jsonl:10)"
+        ),
+        (
+            "clip_ratio_high=1.28 is unusually high: clip_ratio_high is counted from 1, so ratios "
+            "up to 2.28 are allowed"
+        ),
         "reward.timeout_s=7200 lets a call of a reward function take 2 hours",
         "data.prompt_template has a backslash and an n, not a line break",
     ):
@@ -136,14 +189,28 @@ def test_rows_and_rates_that_are_probably_mistakes_are_noted(bare: Path, capsys:
     seeds = [{"prompt": "1+1=", "answer": "2", "seed": seed} for seed in range(5)]
     (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seeds))
     assert (
-        main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, keys[0], "trainer.experiment_name=b"]) == 0
+        main(
+            [
+                "train",
+                "grpo",
+                MODEL,
+                "data.train_files=odd.jsonl",
+                REWARD,
+                keys[0],
+                "trainer.experiment_name=b",
+            ]
+        )
+        == 0
     )
     said = capsys.readouterr().out
     assert "duplicates" not in said and "several types" not in said and "unusually high" not in said
 
 
 ESTIMATORS = {
-    "nan": ("returned NaN or infinity for", "token_level_rewards * float('nan'), token_level_rewards"),
+    "nan": (
+        "returned NaN or infinity for",
+        "token_level_rewards * float('nan'), token_level_rewards",
+    ),
     "flat": ("expected (", "token_level_rewards.sum(-1), token_level_rewards.sum(-1)"),
     "one": ("1 values for the fields advantages, returns", "token_level_rewards"),
 }
@@ -154,26 +221,46 @@ def test_what_an_estimator_must_not_return_is_named_with_the_function(
     name: str, bare: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said, returned = ESTIMATORS[name]
-    (bare / "mine.py").write_text(f"def own(token_level_rewards, response_mask):\n    return {returned}\n")
+    (bare / "mine.py").write_text(
+        f"def own(token_level_rewards, response_mask):\n    return {returned}\n"
+    )
     keys = ("trainer.total_training_steps=1", "algorithm.adv_estimator=mine.py:own")
     assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *keys]) == 2
     told = capsys.readouterr().err
     assert said in told and "mine.py:own" in told
 
 
-def test_tools_that_no_template_shows_are_noted(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_that_no_template_shows_are_noted(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bare / "tools.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "tools": []}\n')
-    assert main(["train", "grpo", MODEL, "data.train_files=tools.jsonl", REWARD, "trainer.total_training_steps=1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "grpo",
+                MODEL,
+                "data.train_files=tools.jsonl",
+                REWARD,
+                "trainer.total_training_steps=1",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert (
-        "note: rows have the column 'tools', which only a chat template" in said and "chat_template_kwargs" not in said
+        "note: rows have the column 'tools', which only a chat template" in said
+        and "chat_template_kwargs" not in said
     )
 
 
 @pytest.mark.slow
-def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_of_ones_own_runs_with_a_preset(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bare / "pipe.py").write_text(
-        "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"
+        "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n"
+        "    return grpo_pipeline(config)\n"
     )
     pipeline = ("dag.pipeline=pipe.py:prog", "trainer.total_training_steps=1")
     assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *pipeline]) == 0, (
@@ -182,7 +269,9 @@ def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.Cap
     assert "your code: dag.pipeline: pipe.py:prog" in capsys.readouterr().out
 
 
-def test_a_loss_that_returns_one_number_is_told_what_to_return(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_returns_one_number_is_told_what_to_return(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bare / "pipe.py").write_text(
         "from distflow import register_policy_loss\n\n\n@register_policy_loss('test_one_number')\n"
         "def one_number(log_probs, advantages, loss_mask, old_log_probs):\n"

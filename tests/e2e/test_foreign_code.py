@@ -1,4 +1,5 @@
-"""Folders and files that somebody handed over: looking at them runs none of their code, unless it is asked for."""
+"""Folders and files that somebody handed over: looking at them runs none of their code, unless it
+is asked for."""
 
 import json
 import os
@@ -55,14 +56,19 @@ def bring_code(model: Path, code: str) -> None:
     classes = "class EvilConfig: pass\nclass EvilModel: pass\nclass EvilTokenizer: pass\n"
     (model / "evil.py").write_text(code + classes)
     edit_json(
-        model / "config.json", auto_map={"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+        model / "config.json",
+        auto_map={"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"},
     )
-    edit_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.EvilTokenizer"]})
+    edit_json(
+        model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.EvilTokenizer"]}
+    )
 
 
 def run_that_trusts(ground: Playground) -> Path:
     trusts = "actor_rollout_ref.model.trust_remote_code=true"
-    status = cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, trusts, "trainer.save_freq=1")])
+    status = cli.main(
+        ["train", "grpo", *ground.overrides("run", *CHEAP, trusts, "trainer.save_freq=1")]
+    )
     assert status == 0
     return ground.folder / "run"
 
@@ -78,13 +84,20 @@ def test_export_runs_no_code_of_the_model_unless_asked(
     err = capsys.readouterr().err
     assert not trap.sprung and not (ground.folder / "out").exists()
     model = ground.folder / "model"
-    for named in (f"{model}/evil.py:EvilConfig", "evil.py:EvilModel", "evil.py:EvilTokenizer", "--trust-code"):
+    for named in (
+        f"{model}/evil.py:EvilConfig",
+        "evil.py:EvilModel",
+        "evil.py:EvilTokenizer",
+        "--trust-code",
+    ):
         assert named in err
     cli.main([*command, "--trust-code"])
     assert trap.sprung and "evil.py:EvilConfig" in capsys.readouterr().out
 
 
-def test_a_model_whose_code_is_not_needed_is_exported_without_it(ground: Playground, trap: Trap) -> None:
+def test_a_model_whose_code_is_not_needed_is_exported_without_it(
+    ground: Playground, trap: Trap
+) -> None:
     assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, "trainer.save_freq=1")]) == 0
     bring_code(ground.folder / "model", trap.code)
     assert cli.main(["export", str(ground.folder / "run"), "--to", str(ground.folder / "out")]) == 0
@@ -107,18 +120,24 @@ def test_training_a_model_that_needs_its_code_names_it(
     assert not trap.sprung and f"{model}/evil.py:Evil" in err and "trust_remote_code" in err
 
 
-def test_weights_of_a_model_are_no_program(ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_a_model_are_no_program(
+    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (trap.code,)
 
     (ground.folder / "model" / "model.safetensors").unlink()
-    (ground.folder / "model" / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Evil()}))
+    (ground.folder / "model" / "pytorch_model.bin").write_bytes(
+        pickle.dumps({"lm_head.weight": Evil()})
+    )
     assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP)]) == 2
     assert not trap.sprung and "cannot be loaded" in capsys.readouterr().err
 
 
-def test_a_kernel_of_the_hub_is_code(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_of_the_hub_is_code(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_json(ground.folder / "model" / "config.json", attn_implementation="evil-org/kernel")
     assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP)]) == 2
     assert "'evil-org/kernel'" in capsys.readouterr().err
@@ -133,8 +152,13 @@ def test_a_folder_of_data_is_no_program(
     if kind == "script":
         (folder / "handed.py").write_text(trap.code)
     else:
-        (folder / "rows.pkl").write_bytes(b"cbuiltins\nexec\n(V" + trap.code.strip().encode() + b"\ntR.")
-    assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, f"data.train_files={folder}")]) == 2
+        (folder / "rows.pkl").write_bytes(
+            b"cbuiltins\nexec\n(V" + trap.code.strip().encode() + b"\ntR."
+        )
+    assert (
+        cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, f"data.train_files={folder}")])
+        == 2
+    )
     assert not trap.sprung and "data.train_files" in capsys.readouterr().err
 
 
@@ -152,7 +176,9 @@ def test_replay_imports_no_module_of_the_bundle_unless_asked(
     assert not trap.sprung and f"trainer.imports: {module}" in err and "--trust-code" in err
     assert cli.main(["replay", str(bundle), "--trust-code"]) == 0
     out = capsys.readouterr().out
-    assert trap.sprung and out.index(f"trainer.imports: {module}") < out.index("update of the actor")
+    assert trap.sprung and out.index(f"trainer.imports: {module}") < out.index(
+        "update of the actor"
+    )
 
 
 def test_replay_runs_no_code_of_the_model_unless_asked(
@@ -173,18 +199,32 @@ def edit_config(run: Path, **changes: Any) -> None:
         content["config"][group] |= values
     write_part(folder, "run", content)
     manifest = read_manifest(folder)
-    write_manifest(folder, replace(manifest, files={name: describe(folder / name) for name in manifest.files}))
+    write_manifest(
+        folder, replace(manifest, files={name: describe(folder / name) for name in manifest.files})
+    )
 
 
 def test_eval_and_chat_run_no_code_of_a_run_unless_asked(
-    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ground: Playground,
+    trap: Trap,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cheap = [each for each in ground.overrides("run", *CHEAP, "trainer.save_freq=1") if "custom" not in each]
+    cheap = [
+        each
+        for each in ground.overrides("run", *CHEAP, "trainer.save_freq=1")
+        if "custom" not in each
+    ]
     assert cli.main(["train", "grpo", *cheap, "reward.functions={default: [length]}"]) == 0
-    run, rows, evil = ground.folder / "run", ground.folder / "rows.jsonl", ground.folder / "evil.py"
+    run = ground.folder / "run"
+    rows = ground.folder / "rows.jsonl"
+    evil = ground.folder / "evil.py"
     evaluate = ["eval", str(run), f"data.val_files={rows}", f"--to={ground.folder}/out"]
     evil.write_text(trap.code + "def compute_score(**_): return 0.0\n")
-    judge = {"name": "judge", "options": {"model": "m", "base_url": "http://localhost:9/v1", "key_variable": "KEY"}}
+    judge = {
+        "name": "judge",
+        "options": {"model": "m", "base_url": "http://localhost:9/v1", "key_variable": "KEY"},
+    }
     for changes, named in (
         ({"reward": {"functions": {"default": [judge]}}}, "judge at http://localhost:9/v1"),
         ({"trainer": {"imports": ["evil"]}}, "trainer.imports: evil"),
@@ -216,15 +256,25 @@ register_config_group("mine_{number}", Mine)
 
 @pytest.mark.parametrize("flag", ["--explain", "--graph", ""])
 def test_to_look_at_a_config_runs_nothing_that_it_names(
-    ground: Playground, trap: Trap, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str
+    ground: Playground,
+    trap: Trap,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
 ) -> None:
-    number, config = len(flag), ground.folder / "handed.yaml"
+    number = len(flag)
+    config = ground.folder / "handed.yaml"
     module = f"groups_handed_{number}"
     monkeypatch.syspath_prepend(ground.folder)
     (ground.folder / f"{module}.py").write_text(GROUP.format(code=trap.code, number=number))
     group = f"mine_{number}: {{size: 2}}\n" if flag != "--graph" else ""
     config.write_text(f"defaults: [grpo, _self_]\ntrainer: {{imports: [{module}]}}\n{group}")
-    command = ["config", str(config), *([flag] if flag else []), *(["trainer.seed"] if flag == "--explain" else [])]
+    command = [
+        "config",
+        str(config),
+        *([flag] if flag else []),
+        *(["trainer.seed"] if flag == "--explain" else []),
+    ]
     assert cli.main(command) == 2
     err = capsys.readouterr().err
     assert not trap.sprung and module in err and "--trust-code" in err
@@ -273,7 +323,17 @@ def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
 ) -> None:
     folder = tmp_path / "handed"
     (folder / "checkpoints").mkdir(parents=True)
-    for name in ("torch", "transformers", "datasets", "rich", "yaml", "hydra", "omegaconf", "numpy", "safetensors"):
+    for name in (
+        "torch",
+        "transformers",
+        "datasets",
+        "rich",
+        "yaml",
+        "hydra",
+        "omegaconf",
+        "numpy",
+        "safetensors",
+    ):
         (folder / f"{name}.py").write_text(trap.code)
     (folder / "events.jsonl").write_text('{"kind": "start", "restart": 0}\n')
     (folder / "run.json").write_text('{"distflow": "0"}')

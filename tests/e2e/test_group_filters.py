@@ -15,7 +15,11 @@ from tests.e2e.test_domains import go_back
 from tests.ledger_audit import verify
 
 ENABLED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
-BAND = (*ENABLED, "algorithm.filter_groups.mean_range=[0.4,0.6]", "algorithm.filter_groups.max_num_gen_batches=20")
+BAND = (
+    *ENABLED,
+    "algorithm.filter_groups.mean_range=[0.4,0.6]",
+    "algorithm.filter_groups.max_num_gen_batches=20",
+)
 ACCEPT = """
 def is_wanted(scores, domain, valid):
     assert set(domain) == {"default"} and bool(valid.all())
@@ -27,7 +31,12 @@ async def waits(scores):
 def reads(nothing_writes_it):
     return True
 """
-STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.save_groups=all", "trust.audit_freq=1")
+STEPS = (
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "trainer.save_groups=all",
+    "trust.audit_freq=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +51,10 @@ def groups_of(run: Run) -> list[torch.Tensor]:
     found = []
     for step in range(1, 5):
         batch = Batch.load(run.folder / "tokens" / f"{step:06d}.safetensors")
-        found += [batch["scores"][batch["group_index"] == group] for group in batch["group_index"].unique()]
+        found += [
+            batch["scores"][batch["group_index"] == group]
+            for group in batch["group_index"].unique()
+        ]
     return found
 
 
@@ -57,25 +69,39 @@ def test_groups_with_a_mean_outside_are_replaced_counted_and_proven(ground: Play
     means = [float(scores.double().mean()) for scores in groups_of(run)]
     assert len(means) == 16 and all(0.4 < mean < 0.6 for mean in means)
     found = reasons(run)
-    assert {"mean_too_low", "mean_too_high"} <= set(found) and run.metrics()[-1]["async/dropped/mean_too_low"]
+    assert {"mean_too_low", "mean_too_high"} <= set(found) and run.metrics()[-1][
+        "async/dropped/mean_too_low"
+    ]
     assert verify(run.folder / "ledger.jsonl").dropped == found
     go_back(run, 2, "band_killed")
     killed = ground.run("grpo", *BAND, *STEPS, name="band_killed")
-    assert all(torch.equal(value, killed.weights(4)[name]) for name, value in run.weights(4).items())
-    assert reasons(killed) == found and not [note for note in run.notes("warning") if "sampled policy" not in note]
+    assert all(
+        torch.equal(value, killed.weights(4)[name]) for name, value in run.weights(4).items()
+    )
+    assert reasons(killed) == found and not [
+        note for note in run.notes("warning") if "sampled policy" not in note
+    ]
 
 
 @pytest.mark.slow
 def test_a_function_drops_groups_for_reasons_of_its_own(ground: Playground) -> None:
     accepts = f"algorithm.filter_groups.should_accept={ground.folder}/accept.py:is_wanted"
-    run = ground.run("grpo", accepts, *STEPS, "algorithm.filter_groups.max_num_gen_batches=20", name="function")
+    run = ground.run(
+        "grpo", accepts, *STEPS, "algorithm.filter_groups.max_num_gen_batches=20", name="function"
+    )
     assert all(float(scores.max()) > 0.8 and float(scores.min()) < 0.3 for scores in groups_of(run))
     assert set(reasons(run)) == {"best_is_bad", "rejected"}
     go_back(run, 2, "function_killed")
     killed = ground.run(
-        "grpo", accepts, *STEPS, "algorithm.filter_groups.max_num_gen_batches=20", name="function_killed"
+        "grpo",
+        accepts,
+        *STEPS,
+        "algorithm.filter_groups.max_num_gen_batches=20",
+        name="function_killed",
     )
-    assert all(torch.equal(value, killed.weights(4)[name]) for name, value in run.weights(4).items())
+    assert all(
+        torch.equal(value, killed.weights(4)[name]) for name, value in run.weights(4).items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +110,10 @@ def test_a_function_drops_groups_for_reasons_of_its_own(ground: Playground) -> N
         (("algorithm.filter_groups.mean_range=[0.1,0.9]",), "keys without effect in pipeline"),
         ((*BAND, "algorithm.filter_groups.mean_range=[0.9,0.1]"), "holds no number"),
         ((ENABLED[0], "algorithm.filter_groups.mean_range=[1,2]"), "no share of correct responses"),
-        (("algorithm.filter_groups.should_accept={}/accept.py:waits",), "is an async function: use a synchronous one"),
+        (
+            ("algorithm.filter_groups.should_accept={}/accept.py:waits",),
+            "is an async function: use a synchronous one",
+        ),
         (("algorithm.filter_groups.should_accept={}/accept.py:nothing",), "should_accept"),
         (("algorithm.filter_groups.should_accept={}/accept.py:reads",), "nothing_writes_it"),
     ],
@@ -104,10 +133,17 @@ def test_the_audit_finds_a_filter_by_other_bounds(
     right = rollout_reward_filter.drop_reason
 
     def planted(metric: Any, valid: Any = None, mean_range: Any = None) -> Any:
-        swapped = {"mean_too_low": "mean_too_high", "mean_too_high": "mean_too_low", "all_equal": None}
+        swapped = {
+            "mean_too_low": "mean_too_high",
+            "mean_too_high": "mean_too_low",
+            "all_equal": None,
+        }
         return None if reason == "kept" else swapped.get(right(metric, valid, mean_range) or "")
 
     monkeypatch.setattr(rollout_reward_filter, "drop_reason", planted)
-    said = {"kept": "was kept, but", "dropped": "was dropped as mean_too_.*, but the mean of its score is"}
+    said = {
+        "kept": "was kept, but",
+        "dropped": "was dropped as mean_too_.*, but the mean of its score is",
+    }
     with pytest.raises(TrustError, match=said[reason]):
         ground.run("grpo", *BAND, *STEPS, name=f"planted_{reason}")

@@ -1,4 +1,5 @@
-"""An engine whose decode step never returns: one message in time, the stacks, and the process ends all the same."""
+"""An engine whose decode step never returns: one message in time, the stacks, and the process ends
+all the same."""
 
 import time
 from pathlib import Path
@@ -48,7 +49,9 @@ DecoderView.decode, _Draw.__call__ = decode_and_hang, draw_and_hang
         pytest.param("hf", 0.05, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, each_s: float, command: str) -> None:
+def test_a_run_ends_in_time_and_names_the_engine(
+    tmp_path: Path, engine: str, each_s: float, command: str
+) -> None:
     """Also where it hangs outside of Python code, which nothing interrupts."""
     ground = Playground(tmp_path, num_rows=8)
     (tmp_path / "hangs.py").write_text(HANGS.replace("EACH_S", str(each_s)))
@@ -65,7 +68,11 @@ def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, ea
         time.sleep(0.05)
     said = run.said()
     assert run.status() == 1, said
-    assert "Engine hangs: it was asked for " in said and "of row " in said and "for 2 s has neither" in said, said
+    assert (
+        "Engine hangs: it was asked for " in said
+        and "of row " in said
+        and "for 2 s has neither" in said
+    ), said
     stacks = said if command == "eval" else (tmp_path / "run" / "stacks.txt").read_text()
     assert "hangs.py" in stacks and "in count" in stacks
     assert "Traceback" not in said and said.count("distflow: ") == 1

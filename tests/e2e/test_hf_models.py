@@ -14,7 +14,12 @@ from distflow.launch.run_folders.export_checkpoint import NOTE, identity, write_
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.runs import Playground
 
-CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.save_freq=1", "trainer.keep_last=2")
+CHEAP = (
+    "trust.check_rewards=false",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.save_freq=1",
+    "trainer.keep_last=2",
+)
 EXPORTS = "trainer.save_hf_model=true"
 
 
@@ -34,10 +39,15 @@ def test_each_kept_checkpoint_has_the_model_that_transformers_loads(tmp_path: Pa
         folder = models / f"step-{step:06d}"
         loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         wanted = run.weights(step)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items() if name in loaded)
+        assert all(
+            torch.equal(loaded[name], tensor) for name, tensor in wanted.items() if name in loaded
+        )
         assert len(AutoTokenizer.from_pretrained(folder)) > 1
-    assert all(torch.equal(tensor, plain.weights(3)[name]) for name, tensor in run.weights(3).items())
-    # What a kill, or somebody else, left: gone or written again by the next start, and what is not ours stays.
+    assert all(
+        torch.equal(tensor, plain.weights(3)[name]) for name, tensor in run.weights(3).items()
+    )
+    # What a kill, or somebody else, left: gone or written again by the next start, and what is not
+    # ours stays.
     shutil.rmtree(models / "step-000003")
     (models / ".step-000003.x7").mkdir()
     (models / "mine").mkdir()
@@ -62,7 +72,9 @@ def test_without_checkpoints_there_is_nothing_to_write(tmp_path: Path) -> None:
         Playground(tmp_path).spec("grpo", EXPORTS, "trainer.total_training_steps=1")
 
 
-def test_an_export_that_was_killed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_was_killed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kill leaves the empty folder that the export was to replace."""
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     for step in (1, 2):
@@ -75,6 +87,10 @@ def test_an_export_that_was_killed_is_made_again(tmp_path: Path, monkeypatch: py
     )
     commands = list[list[str]]()
     done = subprocess.CompletedProcess((), 0, "", "")
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or done)
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: commands.append(command) or done
+    )
     write_hf_models(tmp_path, pytest.fail)
-    assert [Path(command[command.index("--to") + 1]).name for command in commands] == ["step-000002"]
+    assert [Path(command[command.index("--to") + 1]).name for command in commands] == [
+        "step-000002"
+    ]

@@ -22,13 +22,17 @@ def ours(frame: FrameType | None) -> list[str]:
     found = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(SOURCE):
-            found.append(f"{Path(frame.f_code.co_filename).relative_to(SOURCE)}:{frame.f_code.co_name}")
+            found.append(
+                f"{Path(frame.f_code.co_filename).relative_to(SOURCE)}:{frame.f_code.co_name}"
+            )
         frame = frame.f_back
     return found[::-1]
 
 
 @pytest.mark.parametrize("command", one_fast_in(2, [["train", "ppo"], ["train", "grpo"]]))
-def test_few_frames_from_main_to_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def test_few_frames_from_main_to_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     stacks: list[list[str]] = []
     original = torch.Tensor.backward
 

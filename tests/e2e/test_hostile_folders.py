@@ -1,5 +1,5 @@
-"""Folders and files that somebody handed over: a command that looks at them ends soon, in little memory, with one
-message that names the file, or does without it."""
+"""Folders and files that somebody handed over: a command that looks at them ends soon, in little
+memory, with one message that names the file, or does without it."""
 
 import json
 import os
@@ -22,12 +22,28 @@ from distflow.errors import UserError
 from distflow.observe.report.build import MOST_BYTES
 from distflow.untrusted_files import open_file
 from tests.e2e.hostile import assert_harmless
-from tests.e2e.hostile_folders import JOURNALS, KINDS, YAML, after, fifo, line, sparse, spoil_journal
+from tests.e2e.hostile_folders import (
+    JOURNALS,
+    KINDS,
+    YAML,
+    after,
+    fifo,
+    line,
+    sparse,
+    spoil_journal,
+)
 from tests.e2e.runs import Playground
 from tests.observe.conftest import write_run
 from tests.sparse_params import BY_HAND, one_fast_in
 
-FILES = ("metrics.jsonl", "ledger.jsonl", "run.json", "plan.json", "samples/000001.parquet", "spans/training.jsonl")
+FILES = (
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "run.json",
+    "plan.json",
+    "samples/000001.parquet",
+    "spans/training.jsonl",
+)
 MOST_MB = 1000
 
 
@@ -72,7 +88,9 @@ def one_message_out(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", FILES)
-def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str) -> None:
+def test_files_that_are_none(
+    run: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str
+) -> None:
     KINDS[kind](run / file)
     status = look("report", run)
     said = one_message(capsys, status)
@@ -80,12 +98,16 @@ def test_files_that_are_none(run: Path, capsys: pytest.CaptureFixture[str], file
     assert status == 0 or str(run / file) in said
     status = look("why", run, 1)
     said = one_message(capsys, status)
-    assert (status == 2) == (file == "ledger.jsonl" or file.startswith("samples/") and kind != "sparse")
+    assert (status == 2) == (
+        file == "ledger.jsonl" or file.startswith("samples/") and kind != "sparse"
+    )
     assert status == 0 or str(run / file) in said
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_run_that_cannot_be_read_hides_no_other(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_one_run_that_cannot_be_read_hides_no_other(
+    run: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     (run.parent / "whole").mkdir()
     (run.parent / "whole" / "events.jsonl").write_bytes(line(kind="start", message="m"))
     KINDS[kind](run / "metrics.jsonl")
@@ -115,11 +137,15 @@ def test_tokens_and_weights_that_are_no_files(
     KINDS[kind](run / "checkpoints" / "step-000001" / "actor.safetensors")
     assert look("diff", run, other) == 0
     said = "first difference: unknown: the weights of step-000001 cannot be compared: "
-    assert (said in one_message_out(capsys)) == (kind != "link out"), "this one leads to a file of the same run"
+    assert (said in one_message_out(capsys)) == (kind != "link out"), (
+        "this one leads to a file of the same run"
+    )
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, JOURNALS))
-def test_journals_that_hold_too_much(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_journals_that_hold_too_much(
+    run: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     spoil_journal(run, name)
     assert look("report", run) == 0
     one_message(capsys, 0)
@@ -137,12 +163,17 @@ def test_the_report_says_what_it_left_out(run: Path, capsys: pytest.CaptureFixtu
     assert look("report", run) == 0
     capsys.readouterr()
     page = (run / "report.html").read_text()
-    assert "metrics.jsonl is too long: its first" in page and "events.jsonl is too long: its first" in page
+    assert (
+        "metrics.jsonl is too long: its first" in page
+        and "events.jsonl is too long: its first" in page
+    )
     assert "names more than 4,096 metrics" in page
 
 
 @pytest.mark.parametrize("kind", [*YAML, *KINDS])
-def test_a_config_of_a_run_is_shown_or_left_out(run: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_a_config_of_a_run_is_shown_or_left_out(
+    run: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     if kind in YAML:
         text = YAML[kind]
         (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -158,7 +189,9 @@ def test_a_config_of_a_run_is_shown_or_left_out(run: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("kind", one_fast_in(3, YAML))
-def test_configs_that_stand_for_too_much(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_configs_that_stand_for_too_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     text = YAML[kind]
     (tmp_path / "own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "built.yaml").write_text("defaults: [own, _self_]\ntrainer: {seed: 2}\n")
@@ -169,7 +202,9 @@ def test_configs_that_stand_for_too_much(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_configs_that_are_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_configs_that_are_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     folder = tmp_path / "handed" / "over"
     folder.mkdir(parents=True)
     (folder / "own.yaml").write_text("trainer: {seed: 2}\n")
@@ -181,11 +216,14 @@ def test_configs_that_are_no_files(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "own" in one_message(capsys, status) or status == 0
 
 
-def test_references_in_a_config_still_repeat_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_references_in_a_config_still_repeat_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(
         "defaults: [grpo, _self_]\n"
-        "trainer: {project_name: a, experiment_name: '${.project_name}-${trainer.project_name}-${oc.env:NOT,b}'}\n"
+        "trainer: {project_name: a, experiment_name: "
+        "'${.project_name}-${trainer.project_name}-${oc.env:NOT,b}'}\n"
     )
     assert look("config", file) == 0
     assert "experiment_name: a-a-b\n" in capsys.readouterr().out
@@ -209,14 +247,17 @@ def test_whose_an_unreadable_file_is() -> None:
         file.touch(0o600)
         os.seteuid(65534)
         try:
-            with pytest.raises(PermissionError, match=r"\(it belongs to root, with the mode 0600\)"):
+            with pytest.raises(
+                PermissionError, match=r"\(it belongs to root, with the mode 0600\)"
+            ):
                 open_file(file)
         finally:
             os.seteuid(0)
 
 
 def watched(commands: list[list[str]]) -> tuple[list[int], int]:
-    """The statuses of commands that one process runs after one another, and the most memory that it had, in MB."""
+    """The statuses of commands that one process runs after one another, and the most memory that it
+    had, in MB."""
     code = (
         "import json, re, sys\nfrom distflow import cli\n"
         "statuses = [cli.main(command) for command in json.loads(sys.argv[1])]\n"
@@ -224,7 +265,10 @@ def watched(commands: list[list[str]]) -> tuple[list[int], int]:
         "print(json.dumps([statuses, int(peak) // 1024]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, timeout=60 * len(commands)
+        [sys.executable, "-c", code, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        timeout=60 * len(commands),
     )
     assert done.returncode == 0, done.stderr
     statuses, peak = json.loads(done.stdout.splitlines()[-1])

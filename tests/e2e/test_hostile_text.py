@@ -1,4 +1,5 @@
-"""Hostile text in answers, prompts, names, parts and errors: nothing that a run prints or writes lets it act."""
+"""Hostile text in answers, prompts, names, parts and errors: nothing that a run prints or writes
+lets it act."""
 
 import io
 import json
@@ -37,18 +38,27 @@ def ground(tmp_path: Path) -> Playground:
     ground = Playground(tmp_path)
     speak_hostile(tmp_path / "model")
     ground.write_rows(
-        [{"prompt": f"{CANARY}{i}", "answer": CANARY, "data_source": f"{CANARY}\n{FORGED}"} for i in range(4)]
+        [
+            {"prompt": f"{CANARY}{i}", "answer": CANARY, "data_source": f"{CANARY}\n{FORGED}"}
+            for i in range(4)
+        ]
     )
     ground.write_reward(f"CANARY = {CANARY!r}\n{REWARD}")
     return ground
 
 
-def test_a_run_with_such_text_everywhere(ground: Playground, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_with_such_text_everywhere(
+    ground: Playground, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder = f"run {CANARY.replace('/', '|')}"
     names = [quoted("trainer.project_name", CANARY), quoted("trainer.experiment_name", CANARY)]
     where = quoted("trainer.default_local_dir", str(tmp_path / folder))
     overrides = [*ground.overrides("run", *BESIDES, "data.max_prompt_length=400"), *names, where]
-    overrides += [f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1", "trainer.save_freq=1"]
+    overrides += [
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+    ]
     assert cli.main(["train", "grpo", *overrides]) == 0, capfd.readouterr()
     run = tmp_path / folder
     assert cli.main(["report", str(run)]) == 0
@@ -64,7 +74,9 @@ def test_a_run_with_such_text_everywhere(ground: Playground, capfd: pytest.Captu
     for path, text in text_files(run):
         assert_harmless(text, path)
     said = "".join(str(row["response"]) for row in read_samples(run, 1))
-    assert set(said) & set(HOSTILE_CHARACTERS), "the model did say such things, and they are read back as they were"
+    assert set(said) & set(HOSTILE_CHARACTERS), (
+        "the model did say such things, and they are read back as they were"
+    )
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "<script>document" not in page and page.count("<script") == 3
 
@@ -77,8 +89,18 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "no such preset": ("train", CANARY),
     "no override": ("train", "grpo", CANARY),
     "unknown key": ("train", "grpo", f"trainer.{CANARY}=1"),
-    "no such data": ("train", "grpo", "actor_rollout_ref.model.path=m", quoted("data.train_files", CANARY)),
-    "no such model": ("train", "grpo", quoted("actor_rollout_ref.model.path", CANARY), "data.train_files=builtin:sums"),
+    "no such data": (
+        "train",
+        "grpo",
+        "actor_rollout_ref.model.path=m",
+        quoted("data.train_files", CANARY),
+    ),
+    "no such model": (
+        "train",
+        "grpo",
+        quoted("actor_rollout_ref.model.path", CANARY),
+        "data.train_files=builtin:sums",
+    ),
     "with a traceback": ("report", CANARY, "--debug"),
     "no bundle": ("replay", CANARY),
     "explained": ("config", "grpo", "--explain", CANARY),
@@ -94,7 +116,9 @@ def test_messages(what: str, capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert status == 2, (out, err)
     assert_harmless(out + err)
-    assert sys.stdout is not None and not hasattr(sys.stdout, "below"), "the streams are what they were"
+    assert sys.stdout is not None and not hasattr(sys.stdout, "below"), (
+        "the streams are what they were"
+    )
 
 
 class Screen(io.StringIO):
@@ -121,14 +145,30 @@ def test_what_others_print_under_the_live_view(monkeypatch: pytest.MonkeyPatch) 
     assert sys.stdout is screen and sys.stderr is screen
     shown = screen.getvalue()
     assert "\\x1b[2J" in shown and "[red]boo" in shown
-    for acting in ("\x1b[2J\x1b]52", "\x1b]8", "\x1b]52", "\x07", "\x9b", "\x9d", "\u202e", "\u2066", "\u200b", "\x08"):
+    for acting in (
+        "\x1b[2J\x1b]52",
+        "\x1b]8",
+        "\x1b]52",
+        "\x07",
+        "\x9b",
+        "\x9d",
+        "\u202e",
+        "\u2066",
+        "\u200b",
+        "\x08",
+    ):
         assert acting not in shown, repr(acting)
 
 
 def test_lines_of_json_are_read_back_as_they_were(tmp_path: Path) -> None:
     from distflow.observe.crash_safe_files import LineFile, read_records
 
-    record: dict[str, Any] = {CANARY: CANARY, "half": "\ud800", "tag": "\U000e0041", "plain": "日本語 é"}
+    record: dict[str, Any] = {
+        CANARY: CANARY,
+        "half": "\ud800",
+        "tag": "\U000e0041",
+        "plain": "日本語 é",
+    }
     file = LineFile(tmp_path / "lines.jsonl")
     file.append(record)
     file.close()

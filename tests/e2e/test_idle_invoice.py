@@ -19,8 +19,13 @@ from tests.e2e.runs import Playground
 from tests.environments.test_tools_of_a_workflow import Callers
 
 pytestmark = pytest.mark.slow
-SLEEP, STEPS = 4.0, 2
-KEYS = (f"trainer.total_training_steps={STEPS}", "trust.audit_freq=0", "trainer.val_before_train=false")
+SLEEP = 4.0
+STEPS = 2
+KEYS = (
+    f"trainer.total_training_steps={STEPS}",
+    "trust.audit_freq=0",
+    "trainer.val_before_train=false",
+)
 REWARD = """
 import os, time
 
@@ -73,7 +78,9 @@ def check(run: Path, kind: str, cause: str, slept: float, device: int = 0) -> No
     assert charged(found, kind, cause, device) == pytest.approx(slept, rel=0.05)
     spans = [json.loads(line) for path in (run / "spans").glob("*.jsonl") for line in path.open()]
     events = [json.loads(line)["t"] for line in (run / "events.jsonl").open()]
-    wall = max(events + [span["t1"] for span in spans]) - min(events + [span["t0"] for span in spans])
+    wall = max(events + [span["t1"] for span in spans]) - min(
+        events + [span["t0"] for span in spans]
+    )
     devices = {each.device for each in found}
     assert sum(each.seconds for each in found) == pytest.approx(len(devices) * wall, rel=1e-3)
     unknown = sum(each.seconds for each in found if each.kind == "unknown")
@@ -120,7 +127,9 @@ def test_one_rank_of_two(tmp_path: Path) -> None:
     found = read_charges(tmp_path / "run")
     cause = next(each.cause for each in found if each.cause.startswith("rank 1: slow"))
     check(tmp_path / "run", "idle", cause, STEPS * SLEEP)
-    assert charged(found, "busy", cause.removeprefix("rank 1: "), 1) == pytest.approx(STEPS * SLEEP, rel=0.05)
+    assert charged(found, "busy", cause.removeprefix("rank 1: "), 1) == pytest.approx(
+        STEPS * SLEEP, rel=0.05
+    )
 
 
 def test_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +157,16 @@ def test_a_tool_of_an_episode(tmp_path: Path) -> None:
         "data.prompt_format=chat",
         "data.max_response_length=160",
         "actor_rollout_ref.rollout.workflow=tools",
-        f"actor_rollout_ref.rollout.workflow_kwargs={{tools: [{tools}], max_turns: 2, format: hermes}}",
+        (
+            f"actor_rollout_ref.rollout.workflow_kwargs={{tools: [{tools}], max_turns: 2, format: "
+            f"hermes}}"
+        ),
         *KEYS,
     )
     calls = sorted(json.loads(line) for line in (tmp_path / "calls.jsonl").open())
-    slept, until = 0.0, 0.0
+    slept = 0.0
+    until = 0.0
     for began, ended in calls:
-        slept, until = slept + max(0.0, ended - max(began, until)), max(until, ended)
+        slept = slept + max(0.0, ended - max(began, until))
+        until = max(until, ended)
     check(run.folder, "idle", "tool calculator", slept)

@@ -1,4 +1,5 @@
-"""Runs whose prompts have images: drawn by hf, trained on packed, audited, resumed; and what such a run refuses."""
+"""Runs whose prompts have images: drawn by hf, trained on packed, audited, resumed; and what such a
+run refuses."""
 
 import json
 from pathlib import Path
@@ -19,7 +20,11 @@ from distflow.pipelines.nodes import rollout_reward_filter
 from tests.e2e.runs import Playground, Run
 from tests.tiny_vision_models import png, square, write_tiny_llava
 
-HF = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=48", "trainer.total_training_steps=2")
+HF = (
+    "actor_rollout_ref.rollout.name=hf",
+    "data.max_prompt_length=48",
+    "trainer.total_training_steps=2",
+)
 EVERY = ("trust.audit_freq=1",)
 
 
@@ -50,20 +55,35 @@ def test_every_audit_of_a_run_passes(playground: Playground, preset: str, stalen
 
 
 def test_fine_tuning_reads_images(playground: Playground) -> None:
-    rows = (f"data.train_files={playground.folder}/rows.jsonl", f"data.val_files={playground.folder}/rows.jsonl")
+    rows = (
+        f"data.train_files={playground.folder}/rows.jsonl",
+        f"data.val_files={playground.folder}/rows.jsonl",
+    )
     steps = ("trainer.total_training_steps=2", "trainer.test_freq=1", "data.train_batch_size=4")
     folder = (f"trainer.default_local_dir={playground.folder}/run", "trainer.num_threads=1")
     sizes = ("data.max_prompt_length=48", "data.max_response_length=4", "data.allow_overlap=true")
-    model = (f"actor_rollout_ref.model.path={playground.folder}/model", "actor_rollout_ref.model.dtype=float32")
-    launch_local(make_spec(load_config("sft", [*rows, *steps, *folder, *sizes, *model, *EVERY]), say=lambda line: None))
+    model = (
+        f"actor_rollout_ref.model.path={playground.folder}/model",
+        "actor_rollout_ref.model.dtype=float32",
+    )
+    launch_local(
+        make_spec(
+            load_config("sft", [*rows, *steps, *folder, *sizes, *model, *EVERY]),
+            say=lambda line: None,
+        )
+    )
 
 
 @pytest.mark.slow
 def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
     saves = (*HF[:-1], "trainer.save_freq=1", "actor_rollout_ref.actor.optim.scheduler=constant")
-    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(3)
+    whole = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="whole").weights(
+        3
+    )
     playground.run("grpo", *saves, "trainer.total_training_steps=2", name="cut")
-    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(3)
+    resumed = playground.run("grpo", *saves, "trainer.total_training_steps=3", name="cut").weights(
+        3
+    )
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
@@ -71,7 +91,10 @@ def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
 def test_two_processes_end_where_one_does(playground: Playground) -> None:
     saves = (*HF, *EVERY, "trainer.save_freq=2")
     one = playground.run("grpo", *saves, name="one")
-    assert main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")]) == 0
+    assert (
+        main(["train", "grpo", *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2")])
+        == 0
+    )
     two = Run(playground.folder / "two", one.config, one.outcome)
     assert not two.notes("warning")
     for name, weight in one.weights(2).items():
@@ -86,12 +109,15 @@ def test_an_exported_model_has_its_processor(playground: Playground) -> None:
     assert images_of(load_tokenizer(folder)) is images_of(load_model(folder)) is not None
 
 
-def test_the_trainer_must_see_the_images_of_the_engine(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_must_see_the_images_of_the_engine(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = image_inputs._inputs_of
 
     def others(model, images, device):  # type: ignore[no-untyped-def]
         found = right(model, images, device)
-        if any("data/images" in path for paths in images.paths for path in paths):  # those at loading are right
+        # those at loading are right
+        if any("data/images" in path for paths in images.paths for path in paths):
             found = found | {"pixel_values": found["pixel_values"].flip(-1)}
         return found
 
@@ -101,7 +127,9 @@ def test_the_trainer_must_see_the_images_of_the_engine(playground: Playground, m
 
 
 @pytest.mark.slow
-def test_the_engine_must_see_the_images_of_the_row(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_must_see_the_images_of_the_row(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = rollout_reward_filter.GenerateRequest
 
     def without(*arguments, images, **named):  # type: ignore[no-untyped-def]
@@ -115,11 +143,16 @@ def test_the_engine_must_see_the_images_of_the_row(playground: Playground, monke
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("actor_rollout_ref.rollout.name=embedded", "the embedded engine cannot run this model: it reads images"),
+        (
+            "actor_rollout_ref.rollout.name=embedded",
+            "the embedded engine cannot run this model: it reads images",
+        ),
         ("actor_rollout_ref.rollout.workflow=multi_turn", "episodes have no images"),
     ],
 )
-def test_what_would_not_see_images_is_refused(playground: Playground, override: str, says: str) -> None:
+def test_what_would_not_see_images_is_refused(
+    playground: Playground, override: str, says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         playground.spec("grpo", *HF, override)
 

@@ -1,5 +1,5 @@
-"""Killed while episodes of several turns wait for a tool, a run loses no group: each is issued again under its group
-id, and at staleness 0 the run ends with the same bits."""
+"""Killed while episodes of several turns wait for a tool, a run loses no group: each is issued
+again under its group id, and at staleness 0 the run ends with the same bits."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,8 @@ from tests.rollout.servers.test_sglang import launcher
 
 pytestmark = pytest.mark.slow
 
-# A tool takes a time that is drawn anew and has the same result. Its n-th call kills the engine's server, or the run if
-# there is none: KILL_AT=n.
+# A tool takes a time that is drawn anew and has the same result. Its n-th call kills the engine's
+# server, or the run if there is none: KILL_AT=n.
 TALK = """
 import asyncio, itertools, os, signal
 from pathlib import Path
@@ -39,11 +39,13 @@ async def talk(chat, row):
     while chat.turns < 3 and sum(reply.token_ids) % 4:
         reply = await chat.ask(await tool(reply.text), max_tokens=5)
     return sum(chat.token_ids) % 7 / 6
-"""
-NUM_ROWS, NUM_EPOCHS = 8, 2
+"""  # noqa: E501
+NUM_ROWS = 8
+NUM_EPOCHS = 2
 PLACES = {(epoch, row) for epoch in range(NUM_EPOCHS) for row in range(NUM_ROWS)}
 CALLS_A_STEP = 16
-"""At least: of 16 episodes three in four have a second turn, and of these three in four a third one."""
+"""At least: of 16 episodes three in four have a second turn, and of these three in four a third
+one."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,9 @@ def check_ledger(folder: Path, staleness: int) -> None:
     restarts: dict[int, set[int]] = {}
     for record in issued:  # also those that a resume took back
         restarts.setdefault(record["group_id"], set()).add(record["restart"])
-    assert len({(r["group_id"], r["epoch"], r["row"]) for r in issued}) == len(restarts), "a group changed its row"
+    assert len({(r["group_id"], r["epoch"], r["row"]) for r in issued}) == len(restarts), (
+        "a group changed its row"
+    )
     assert {restart for own in restarts.values() if len(own) > 1 for restart in own} == {0, 1, 2}
 
 
@@ -96,15 +100,23 @@ def test_at_staleness_0_it_ends_with_the_same_bits(ground: Games) -> None:
     check_ledger(folder, 0)
     same_run(Left(folder), Left(ground.folder / "whole"))
     hit_rates = [
-        v["episodes/prefix_cache_hit_rate"] for (_, kind), v in Left(folder).metrics().items() if kind == "train"
+        v["episodes/prefix_cache_hit_rate"]
+        for (_, kind), v in Left(folder).metrics().items()
+        if kind == "train"
     ]
     assert min(hit_rates) > 0
-    ended = [v["episodes/ended/length"] for (_, kind), v in Left(folder).metrics().items() if kind == "train"]
+    ended = [
+        v["episodes/ended/length"]
+        for (_, kind), v in Left(folder).metrics().items()
+        if kind == "train"
+    ]
     assert max(ended) > 0, "limits end episodes in the middle of a round"
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_ahead_of_training_each_group_is_trained_once_and_in_time(ground: Games, staleness: int) -> None:
+def test_ahead_of_training_each_group_is_trained_once_and_in_time(
+    ground: Games, staleness: int
+) -> None:
     check_ledger(killed_twice(ground, f"ahead-{staleness}", staleness), staleness)
 
 
@@ -113,8 +125,14 @@ def test_a_server_that_is_killed_between_turns_is_started_again_and_the_run_ends
 ) -> None:
     rollout = "actor_rollout_ref.rollout"
     keys = (f"{rollout}.name=sglang", f"{rollout}.python={launcher(ground.folder)}")
-    keys += (f"{rollout}.engine_kwargs={{sglang: {{enable_deterministic_inference: true, batch_invariant: true}}}}",)
-    whole, struck = start(ground, "served", 0, *keys), start(ground, "struck", 0, *keys, kill_at=CALLS_A_STEP + 3)
+    keys += (
+        (
+            f"{rollout}.engine_kwargs={{sglang: {{enable_deterministic_inference: true, "
+            f"batch_invariant: true}}}}"
+        ),
+    )
+    whole = start(ground, "served", 0, *keys)
+    struck = start(ground, "struck", 0, *keys, kill_at=CALLS_A_STEP + 3)
     assert whole.status() == struck.status() == 0, struck.said()
     check = audit(ground.folder / "struck", 0, PLACES)
     assert not check.dropped and "the SGLang server is lost" in struck.said()

@@ -1,4 +1,5 @@
-"""Scores that are large, or no numbers of ours, on the whole way from a reward function to the advantages."""
+"""Scores that are large, or no numbers of ours, on the whole way from a reward function to the
+advantages."""
 
 import json
 import math
@@ -20,7 +21,10 @@ from tests.e2e.runs import Playground, Run
 
 ONE_STEP = ("trainer.total_training_steps=1", "trainer.save_groups=all")
 BY_SCORE = "algorithm.filter_groups.metric=score"
-NORM = ("algorithm.adv_estimator=reinforce", "algorithm.adv_norm={mean_level: group, std_level: group}")
+NORM = (
+    "algorithm.adv_estimator=reinforce",
+    "algorithm.adv_norm={mean_level: group, std_level: group}",
+)
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     k = sum(map(ord, solution_str)) % 7
@@ -43,11 +47,15 @@ def recorded(run: Run) -> Batch:
 
 
 def wanted(batch: Batch, exact: list[float], unit: float) -> dict[int, list[float]]:
-    """GRPO's advantages by group, in float64, of scores `unit · k` without what all of them share."""
-    groups, valid = batch["group_index"].tolist(), batch["valid"].tolist()
+    """GRPO's advantages by group, in float64, of scores `unit · k` without what all of them
+    share."""
+    groups = batch["group_index"].tolist()
+    valid = batch["valid"].tolist()
     found: dict[int, list[float]] = {}
     for group in set(groups):
-        own = np.array([exact[i] if valid[i] else np.nan for i in range(len(exact)) if groups[i] == group])
+        own = np.array(
+            [exact[i] if valid[i] else np.nan for i in range(len(exact)) if groups[i] == group]
+        )
         spread = np.nanstd(own, ddof=1) + 1e-6 / unit
         found[group] = np.nan_to_num((own - np.nanmean(own)) / spread).tolist()
     return found
@@ -71,7 +79,12 @@ def k_of(batch: Batch) -> list[int]:
         ("grpo", "2**24 + k", 1.0, ()),
         ("grpo", "-1e9 - 0.001 * k", -0.001, ()),
         ("dapo", "1e6 + 0.01 * k", 0.01, (BY_SCORE,)),
-        ("dapo", "1e6 + 0.01 * k", 0.01, (BY_SCORE, "reward.overlong.buffer_tokens=4", "reward.overlong.factor=1e7")),
+        (
+            "dapo",
+            "1e6 + 0.01 * k",
+            0.01,
+            (BY_SCORE, "reward.overlong.buffer_tokens=4", "reward.overlong.factor=1e7"),
+        ),
         ("grpo", "1e6 + 0.01 * k", 0.01, NORM),
     ],
 )
@@ -82,9 +95,11 @@ def test_what_is_learned_is_the_difference(
     batch = recorded(done)
     lengths = batch.lengths("response").tolist()
     if len(set(lengths)) == 1 or "overlong" not in "".join(keys):
-        exact, found = wanted(batch, [float(k) for k in k_of(batch)], abs(unit)), advantages(batch)
+        exact = wanted(batch, [float(k) for k in k_of(batch)], abs(unit))
+        found = advantages(batch)
         for group, own in exact.items():
-            size = max(found[group]) / max(own) if keys == NORM else 1.0  # its deviation is that of tokens
+            # its deviation is that of tokens
+            size = max(found[group]) / max(own) if keys == NORM else 1.0
             sign = math.copysign(size, unit)
             assert found[group] == pytest.approx([sign * each for each in own], rel=1e-4, abs=1e-4)
     assert done.metrics()[0]["actor/grad_norm"] > 0 and done.notes("finding") == []
@@ -93,12 +108,15 @@ def test_what_is_learned_is_the_difference(
 @pytest.mark.parametrize(
     "odd", ["1e39", "-1e39", "float('inf')", "float('nan')", "10**400", "{'score': 1, 'acc': 1e39}"]
 )
-def test_a_number_beyond_float32_is_the_error_of_its_own_sample(ground: Playground, odd: str) -> None:
+def test_a_number_beyond_float32_is_the_error_of_its_own_sample(
+    ground: Playground, odd: str
+) -> None:
     done = run(ground, f"{odd} if k == 3 else k / 6")
     batch = recorded(done)
     assert batch["valid"].tolist() == [k != 3 for k in k_of(batch)] and not batch["valid"].all()
     assert all("custom: it returned" in error for error in batch["reward_errors"] if error)
-    exact, found = wanted(batch, [k / 6 for k in k_of(batch)], 1.0), advantages(batch)
+    exact = wanted(batch, [k / 6 for k in k_of(batch)], 1.0)
+    found = advantages(batch)
     for group, own in exact.items():
         assert found[group] == pytest.approx(own, abs=1e-4)
     assert done.metrics()[0]["actor/skipped"] == 0
@@ -129,7 +147,9 @@ def test_differences_that_a_type_does_not_hold_are_said(
     assert not any("nothing computes" in note for note in done.notes("info"))
 
 
-def test_the_audit_finds_scores_that_were_rounded(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_finds_scores_that_were_rounded(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     placed = Batch._placed_scores
     monkeypatch.setattr(Batch, "_placed_scores", lambda batch: placed(batch).float().double())
     with pytest.raises(TrustError, match="rewards"):
@@ -147,16 +167,28 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         "low": torch.tensor([1.5], dtype=torch.bfloat16), "none": None, "inside": {"x": [np.int8(1), torch.ones(1)]},
         "odd": Odd(), "complex": 1j,
     }
-"""
+"""  # noqa: E501
 STORED: dict[str, Any] = {
-    **{"n": 7, "flag": True, "half": 0.5, "list": [1, 2], "rows": [[1.0, 1.0], [1.0, 1.0]], "tensor": 3, "low": [1.5]},
+    **{
+        "n": 7,
+        "flag": True,
+        "half": 0.5,
+        "list": [1, 2],
+        "rows": [[1.0, 1.0], [1.0, 1.0]],
+        "tensor": 3,
+        "low": [1.5],
+    },
     **{"none": None, "inside": {"x": [1, [1.0]]}},
 }
 
 
 def test_values_beside_a_score_stay_what_they_are(ground: Playground) -> None:
     ground.write_reward(EXTRAS)
-    validates = (f"data.val_files={ground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
+    validates = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.allow_overlap=true",
+        "trainer.test_freq=1",
+    )
     done = ground.run("grpo", "trainer.total_training_steps=2", *validates)
     samples = read_samples(done.folder, 2)
     assert samples
@@ -174,7 +206,10 @@ def test_values_beside_a_score_stay_what_they_are(ground: Playground) -> None:
 def test_sql_reads_them_as_numbers(ground: Playground) -> None:
     ground.write_reward(EXTRAS)
     done = ground.run("grpo", "trainer.total_training_steps=1")
-    query = "select sum((extra->'custom/n')::int) as n, any_value(json_type(extra->'custom/list')) as l from samples"
+    query = (
+        "select sum((extra->'custom/n')::int) as n, any_value(json_type(extra->'custom/list')) as "
+        "l from samples"
+    )
     command = [sys.executable, "-m", "distflow", "sql", str(done.folder), query, "--json"]
     (row,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert row == {"n": 7 * 16, "l": "ARRAY"}
@@ -183,7 +218,10 @@ def test_sql_reads_them_as_numbers(ground: Playground) -> None:
 def test_equal_sums_of_parts_are_equal_scores(ground: Playground) -> None:
     """0.1 + 0.2 is 0.3, as the weights are written."""
     ground.write_reward(REWARD.replace("SCORE", "0.1 if k % 2 else 0.3"))
-    second = "def twice(solution_str, ground_truth):\n    return 0.2 if sum(map(ord, solution_str)) % 7 % 2 else 0.0\n"
+    second = (
+        "def twice(solution_str, ground_truth):\n"
+        "    return 0.2 if sum(map(ord, solution_str)) % 7 % 2 else 0.0\n"
+    )
     (ground.folder / "twice.py").write_text(second)
     functions = f"reward.functions={{default: [custom, '{ground.folder}/twice.py:twice']}}"
     batch = recorded(ground.run("grpo", *ONE_STEP, functions))
@@ -192,9 +230,13 @@ def test_equal_sums_of_parts_are_equal_scores(ground: Playground) -> None:
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(ground: Playground) -> None:
-    """Whitened over the step's samples of all ranks; a value that cannot be stored is named once in all."""
+    """Whitened over the step's samples of all ranks; a value that cannot be stored is named once in
+    all."""
     ground.write_reward(REWARD.replace("SCORE", "{'score': 1e6 + 0.01 * k, 'odd': 1j}"))
-    keys = ("trainer.total_training_steps=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline")
+    keys = (
+        "trainer.total_training_steps=1",
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+    )
     config, spec = ground.spec("grpo", *keys, "trainer.n_gpus_per_node=2", name="two")
     two = Run(ground.folder / "two", config, launch_processes(spec, LaunchOptions()))
     found: list[dict[str, Any]] = [

@@ -21,9 +21,13 @@ STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trust.audit_f
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("lazy"))
     good = (ground.folder / "rows.jsonl").read_text()
-    (ground.folder / "long.jsonl").write_text(good + json.dumps({"prompt": "x" * 40, "answer": "7"}) + "\n")
+    (ground.folder / "long.jsonl").write_text(
+        good + json.dumps({"prompt": "x" * 40, "answer": "7"}) + "\n"
+    )
     more = [json.dumps({"prompt": f"{i}=", "answer": "7", "response": "7"}) for i in range(256)]
-    lines = [json.dumps({"prompt": f"{'ab' * (i % 4 + 1)}{i}=", "answer": "7"}) + "\n" for i in range(9)]
+    lines = [
+        json.dumps({"prompt": f"{'ab' * (i % 4 + 1)}{i}=", "answer": "7"}) + "\n" for i in range(9)
+    ]
     for name, part in (("1.jsonl", lines[:4]), ("2.jsonl.gz", lines[4:6]), ("3.jsonl", lines[6:])):
         (ground.folder / "parts").mkdir(exist_ok=True)
         opened = gzip.open if name.endswith(".gz") else open
@@ -41,48 +45,79 @@ def same_weights(one: Run, other: Run) -> None:
 
 
 def dropped(run: Run) -> list[str]:
-    return [record["reason"] for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "dropped"]
+    return [
+        record["reason"]
+        for _, record in timeline(run.folder / "ledger.jsonl")
+        if record["kind"] == "dropped"
+    ]
 
 
 def test_a_run_reads_the_same_rows_in_the_same_order(ground: Playground) -> None:
-    eager, lazy = ground.run("grpo", *STEPS, name="eager"), ground.run("grpo", *STEPS, "data.lazy=true", name="lazy")
+    eager = ground.run("grpo", *STEPS, name="eager")
+    lazy = ground.run("grpo", *STEPS, "data.lazy=true", name="lazy")
     same_weights(eager, lazy)
     audits = lazy.notes("audit")
     assert audits == eager.notes("audit") and len(audits) >= 4 and not lazy.notes("warning")
 
 
-def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_was_not(ground: Playground) -> None:
+def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_was_not(
+    ground: Playground,
+) -> None:
     settings = (*STEPS, f"data.train_files={ground.folder}/long.jsonl", "data.lazy=true")
     whole = ground.run("grpo", *settings, name="whole")
-    assert whole.outcome.steps == 4 and dropped(whole) == ["overlong"] and not whole.notes("warning")
+    assert (
+        whole.outcome.steps == 4 and dropped(whole) == ["overlong"] and not whole.notes("warning")
+    )
     go_back(whole, 2, "killed")
     killed = ground.run("grpo", *settings, name="killed")
     same_weights(whole, killed)
     assert verify(whole.folder / "ledger.jsonl") == verify(killed.folder / "ledger.jsonl")
 
 
-def test_a_row_whose_turn_never_comes_is_never_read_and_one_whose_turn_comes_ends_the_run(ground: Playground) -> None:
+def test_a_row_whose_turn_never_comes_is_never_read_and_one_whose_turn_comes_ends_the_run(
+    ground: Playground,
+) -> None:
     """The audit would read some of all rows."""
-    given = (*STEPS, "trust.audit_freq=0", f"data.train_files={ground.folder}/broken.jsonl", "data.lazy=true")
+    given = (
+        *STEPS,
+        "trust.audit_freq=0",
+        f"data.train_files={ground.folder}/broken.jsonl",
+        "data.lazy=true",
+    )
     run = ground.run("grpo", *given, "data.shuffle=false", name="broken")
     assert run.outcome.steps == 4 and dropped(run) == []
     with pytest.raises(UserError, match=r"broken.jsonl:\d+: not JSON"):
         ground.run("grpo", *given, "trainer.total_training_steps=20", name="shuffled")
 
 
-def test_rows_of_unknown_number_are_the_same_in_any_form_and_after_a_kill(ground: Playground) -> None:
-    """Nine rows, of which 16 groups are made, drawn from the first window of a stream by its own definition."""
+def test_rows_of_unknown_number_are_the_same_in_any_form_and_after_a_kill(
+    ground: Playground,
+) -> None:
+    """Nine rows, of which 16 groups are made, drawn from the first window of a stream by its own
+    definition."""
     settings = (*STEPS, "data.lazy=true")
-    whole = ground.run("grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="stream")
+    whole = ground.run(
+        "grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="stream"
+    )
     assert len(whole.notes("audit")) >= 4 and not whole.notes("warning")
-    issued = [record for _, record in timeline(whole.folder / "ledger.jsonl") if record["kind"] == "issued"]
-    order = np.argsort(np.random.Philox(key=[1, 0], counter=[0, 0, 0, 0]).random_raw(1024), kind="stable")
+    issued = [
+        record
+        for _, record in timeline(whole.folder / "ledger.jsonl")
+        if record["kind"] == "issued"
+    ]
+    order = np.argsort(
+        np.random.Philox(key=[1, 0], counter=[0, 0, 0, 0]).random_raw(1024), kind="stable"
+    )
     assert [record["row"] for record in issued] == order[:16].tolist()
     assert {record["epoch"] for record in issued} == {0}
-    as_folder = ground.run("grpo", *settings, f"data.train_files={ground.folder}/folder", name="as_folder")
+    as_folder = ground.run(
+        "grpo", *settings, f"data.train_files={ground.folder}/folder", name="as_folder"
+    )
     same_weights(whole, as_folder)
     go_back(whole, 2, "killed_stream")
-    killed = ground.run("grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="killed_stream")
+    killed = ground.run(
+        "grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="killed_stream"
+    )
     same_weights(whole, killed)
     assert verify(whole.folder / "ledger.jsonl") == verify(killed.folder / "ledger.jsonl")
 
@@ -90,8 +125,14 @@ def test_rows_of_unknown_number_are_the_same_in_any_form_and_after_a_kill(ground
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (("trainer.total_training_steps=null",), "trainer.total_epochs: .* set trainer.total_training_steps"),
-        (("trainer.save_freq_epochs=1",), "trainer.save_freq_epochs: .* set trainer.save_freq, in steps"),
+        (
+            ("trainer.total_training_steps=null",),
+            "trainer.total_epochs: .* set trainer.total_training_steps",
+        ),
+        (
+            ("trainer.save_freq_epochs=1",),
+            "trainer.save_freq_epochs: .* set trainer.save_freq, in steps",
+        ),
         (("data.skip_outside=[0.1, 0.9]",), "data.skip_outside: .* remove it"),
     ],
 )
@@ -99,4 +140,6 @@ def test_what_counts_epochs_is_refused_where_their_length_is_unknown(
     ground: Playground, changes: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
-        ground.spec("grpo", *STEPS, "data.lazy=true", f"data.train_files={ground.folder}/parts/*", *changes)
+        ground.spec(
+            "grpo", *STEPS, "data.lazy=true", f"data.train_files={ground.folder}/parts/*", *changes
+        )

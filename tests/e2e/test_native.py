@@ -12,26 +12,34 @@ from tests.e2e.runs import Playground
 
 @pytest.mark.slow
 @pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
-def test_a_resume_where_there_is_no_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ground, name = Playground(tmp_path), build.name()
+def test_a_resume_where_there_is_no_compiler_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground = Playground(tmp_path)
+    name = build.name()
     run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=1")
     assert name.startswith("native-")
     assert read_object(run.folder / "run.json")["native_code"] == name
     monkeypatch.setattr(build, "outcome", lambda: NotNative("there is no C compiler"))
     run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=2")
-    assert any(f"native_code was {name} in the checkpoint and is torch now" in note for note in run.notes("warning"))
+    assert any(
+        f"native_code was {name} in the checkpoint and is torch now" in note
+        for note in run.notes("warning")
+    )
     assert [step["actor/grad_norm"] > 0 for step in run.metrics()] == [True, True]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path: Path) -> None:
-    """Products are summed in another order on another processor, so a few roundings differ: a seventieth of what an
-    engine all in bfloat16 differs by was the most that was seen."""
+    """Products are summed in another order on another processor, so a few roundings differ: a
+    seventieth of what an engine all in bfloat16 differs by was the most that was seen."""
     (tmp_path / "eager").mkdir()
     bfloat16 = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=2")
     native = Playground(tmp_path).run("grpo", *bfloat16)
-    eager = Playground(tmp_path / "eager").run("grpo", *bfloat16, "actor_rollout_ref.rollout.enforce_eager=true")
+    eager = Playground(tmp_path / "eager").run(
+        "grpo", *bfloat16, "actor_rollout_ref.rollout.enforce_eager=true"
+    )
     for ours, all_in_bfloat16 in zip(native.metrics(), eager.metrics(), strict=True):
         assert all_in_bfloat16["mismatch/mean_abs"] > 1e-3
         assert ours["mismatch/mean_abs"] < all_in_bfloat16["mismatch/mean_abs"] / 20

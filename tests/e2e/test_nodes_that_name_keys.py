@@ -1,4 +1,5 @@
-"""Nodes without a function: a data set and a workflow that a graph names, as if their keys were in the config."""
+"""Nodes without a function: a data set and a workflow that a graph names, as if their keys were in
+the config."""
 
 import gzip
 import json
@@ -77,7 +78,7 @@ def unreadable():
 def twice():
     pipeline = load(load(Pipeline("twice"), "own", train_files="a.jsonl"), "other", train_files="b.jsonl")
     return path(pipeline, {"func": nodes.generate}).build()
-"""
+"""  # noqa: E501
 GAME = """
 class Game:
     def reset(self, *, seed=None, options=None):
@@ -116,10 +117,14 @@ CANARY = {0, 1, 2, 3}
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("nodes"))
-    rows = [json.dumps({"q": f"{'ab' * (i % 4 + 1)}{i}=", "a": "7"}) + "\n" for i in range(NUM_ROWS)]
+    rows = [
+        json.dumps({"q": f"{'ab' * (i % 4 + 1)}{i}=", "a": "7"}) + "\n" for i in range(NUM_ROWS)
+    ]
     (ground.folder / "own.jsonl").write_text("".join(rows))
     whole = gzip.compress("".join(rows).encode())
-    (ground.folder / "broken.jsonl.gz").write_bytes(gzip.compress("".join(rows[:300]).encode()) + whole[:-40])
+    (ground.folder / "broken.jsonl.gz").write_bytes(
+        gzip.compress("".join(rows[:300]).encode()) + whole[:-40]
+    )
     for name, text in (("graphs", GRAPHS), ("game", GAME), ("spy", SPY)):
         (ground.folder / f"{name}.py").write_text(text.replace("FOLDER", str(ground.folder)))
     return ground
@@ -134,7 +139,10 @@ def run(ground: Playground, graph: str, *more: str, name: str) -> Run:
 
 
 def refused(ground: Playground, graph: str, *more: str) -> None:
-    make_spec(load_config("grpo", ground.overrides("never", *keys(ground, graph, *more))), say=lambda line: None)
+    make_spec(
+        load_config("grpo", ground.overrides("never", *keys(ground, graph, *more))),
+        say=lambda line: None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,10 @@ def refused(ground: Playground, graph: str, *more: str) -> None:
         (
             "unknown",
             (),
-            "'own_load' names data.train_file, but data has no key 'train_file'; did you mean 'train_files'",
+            (
+                "'own_load' names data.train_file, but data has no key 'train_file'; did you mean "
+                "'train_files'"
+            ),
         ),
         ("unreadable", (), "'own_load' names data.train_files, which "),
         (
@@ -151,8 +162,16 @@ def refused(ground: Playground, graph: str, *more: str) -> None:
             ("data.train_files=[]",),
             r"'other_load' names data.train_files=\['b.jsonl'\], but it is \['a.jsonl'\]",
         ),
-        ("loaded", ("data.train_files=x.jsonl",), r"but it is \['x.jsonl'\] \(command line\): remove one of them"),
-        ("loaded", ("data.train_files=[]", "data.prompt_key=x"), "names data.prompt_key='q', but it is 'x'"),
+        (
+            "loaded",
+            ("data.train_files=x.jsonl",),
+            r"but it is \['x.jsonl'\] \(command line\): remove one of them",
+        ),
+        (
+            "loaded",
+            ("data.train_files=[]", "data.prompt_key=x"),
+            "names data.prompt_key='q', but it is 'x'",
+        ),
     ],
 )
 def test_keys_that_no_run_can_have_are_refused_with_the_node(
@@ -163,44 +182,69 @@ def test_keys_that_no_run_can_have_are_refused_with_the_node(
 
 
 def test_without_a_data_set_anywhere_it_is_missing(ground: Playground) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train_files.*\n.*\n.*there is no data to train on"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train_files.*\n.*\n.*there is no data to train on"
+    ):
         refused(ground, "named", "data.train_files=[]")
 
 
 def test_each_path_may_have_a_data_set_of_its_own(ground: Playground) -> None:
     for policy, file, lazy in (("actor", "own", True), ("b", "rows", False)):
-        more = ("dag.policies={b: {actor.optim.lr: 1e-2}}", f"dag.policy={policy}", "data.train_files=[]")
+        more = (
+            "dag.policies={b: {actor.optim.lr: 1e-2}}",
+            f"dag.policy={policy}",
+            "data.train_files=[]",
+        )
         spec = make_spec(
-            load_config("grpo", ground.overrides("two", *keys(ground, "two", *more))), say=lambda line: None
+            load_config("grpo", ground.overrides("two", *keys(ground, "two", *more))),
+            say=lambda line: None,
         )
         assert spec.config.data.train_files == (f"{ground.folder}/{file}.jsonl",)
         assert spec.config.data.lazy is lazy and spec.data.num_rows == (NUM_ROWS if lazy else 12)
 
 
 @pytest.mark.slow
-def test_a_run_on_the_data_of_a_node_is_that_of_a_config_that_names_them(ground: Playground) -> None:
+def test_a_run_on_the_data_of_a_node_is_that_of_a_config_that_names_them(
+    ground: Playground,
+) -> None:
     node = run(ground, "loaded", name="by_node")
     assert node.config.data.train_files == (), "the node names them"
     config = ground.run(
-        "grpo", f"data.train_files={ground.folder}/own.jsonl", *keys(ground, "named", *OWN), name="by_config"
+        "grpo",
+        f"data.train_files={ground.folder}/own.jsonl",
+        *keys(ground, "named", *OWN),
+        name="by_config",
     )
     assert distance(node.weights(4), config.weights(4)) == 0
 
 
 @pytest.mark.slow
-def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_first_ones(ground: Playground) -> None:
+def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_first_ones(
+    ground: Playground,
+) -> None:
     overrides = ground.overrides("ranks", "data.train_files=[]", *keys(ground, "loaded"))
-    two = ("trainer.n_gpus_per_node=2", "trainer.imports=[spy]", "trust.audit_freq=0", "data.shuffle=true")
+    two = (
+        "trainer.n_gpus_per_node=2",
+        "trainer.imports=[spy]",
+        "trust.audit_freq=0",
+        "data.shuffle=true",
+    )
     command = [sys.executable, "-m", "distflow", "train", "grpo", *overrides, *two]
     paths = os.pathsep.join([str(ground.folder), *sys.path])
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True)
+    subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True
+    )
     encoded = defaultdict[str, list[int]](list)
     for line in (ground.folder / "read.txt").read_text().splitlines():
         process, _, origin = line.split(maxsplit=2)
         encoded[process].append(int(origin.rpartition(":")[2]) - 1)
     first = next(process for process, rows in encoded.items() if rows == list(range(256)))
     driver = encoded.pop(first)
-    issued = [each["row"] for _, each in timeline(ground.folder / "ranks" / "ledger.jsonl") if each["kind"] == "issued"]
+    issued = [
+        each["row"]
+        for _, each in timeline(ground.folder / "ranks" / "ledger.jsonl")
+        if each["kind"] == "issued"
+    ]
     assert len(driver) == 256 < NUM_ROWS and len(issued) == 16
     ours, others = (set(rows) - CANARY for rows in encoded.values())
     assert ours and others and not ours & others and ours | others == set(issued) - CANARY
@@ -215,11 +259,18 @@ def test_a_stream_is_read_no_further_than_the_run_needs(ground: Playground) -> N
 
 
 @pytest.mark.slow
-def test_a_node_that_interacts_with_an_environment_plays_the_episodes_of_that_workflow(ground: Playground) -> None:
-    options = f"actor_rollout_ref.rollout.workflow_kwargs={{env: '{ground.folder}/game.py:Game', max_turns: 2}}"
+def test_a_node_that_interacts_with_an_environment_plays_the_episodes_of_that_workflow(
+    ground: Playground,
+) -> None:
+    options = (
+        f"actor_rollout_ref.rollout.workflow_kwargs={{env: '{ground.folder}/game.py:Game', "
+        f"max_turns: 2}}"
+    )
     games = Games(ground.folder / "games")
     node = games.run("grpo", *keys(ground, "played", "data.max_response_length=40"), name="played")
     workflow = ("actor_rollout_ref.rollout.workflow=environment", options)
-    config = games.run("grpo", *keys(ground, "asked", *workflow, "data.max_response_length=40"), name="asked")
+    config = games.run(
+        "grpo", *keys(ground, "asked", *workflow, "data.max_response_length=40"), name="asked"
+    )
     assert distance(node.weights(4), config.weights(4)) == 0
     assert all(record["episodes/turns"] > 1 for record in node.metrics())

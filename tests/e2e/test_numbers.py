@@ -1,4 +1,5 @@
-"""Where numbers can go silently wrong between rooms: the border of prompt and response, temperatures, masked parts."""
+"""Where numbers can go silently wrong between rooms: the border of prompt and response,
+temperatures, masked parts."""
 
 import math
 from pathlib import Path
@@ -43,7 +44,8 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     prompts, responses = (batch.lengths(axis).tolist() for axis in ("prompt", "response"))
     for i, (num_prompt, num_response) in enumerate(zip(prompts, responses, strict=True)):
-        prompt, response = batch["prompt_ids"][i, :num_prompt], batch["response_ids"][i, :num_response]
+        prompt = batch["prompt_ids"][i, :num_prompt]
+        response = batch["response_ids"][i, :num_response]
         assert tokenizer.decode(prompt) == batch["prompts"][i]
         assert tokenizer.decode(response, skip_special_tokens=True) == batch["responses"][i]
         context = prompt
@@ -51,7 +53,11 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
             with torch.no_grad():
                 wanted = (model(input_ids=context[None]).logits[0, -1] / 0.8).log_softmax(-1)[token]
             for column in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
-                assert float(batch[column][i, t]) == pytest.approx(float(wanted), abs=1e-5), (column, i, t)
+                assert float(batch[column][i, t]) == pytest.approx(float(wanted), abs=1e-5), (
+                    column,
+                    i,
+                    t,
+                )
             context = torch.cat([context, token[None]])
         at_end = int(response[-1]) == tokenizer.eos_token_id
         assert batch["finish_reason"][i] == ("stop" if at_end else "length")
@@ -59,7 +65,11 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
 
 
 def test_every_metric_of_a_run_has_a_meaning(playground: Playground) -> None:
-    validates = (f"data.val_files={playground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
+    validates = (
+        f"data.val_files={playground.folder}/rows.jsonl",
+        "data.allow_overlap=true",
+        "trainer.test_freq=1",
+    )
     run = playground.run("ppo", "trainer.total_training_steps=1", *validates)
     names = {name for record in read_metrics(run.folder) for name in record.values}
     assert {"reward/max", "val/errors", "critic/vpred_mean"} <= names
@@ -76,7 +86,8 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
     run = playground.run(
         "grpo",
         "data.train_files=[]",
-        f"data.domains={{hot: {{{files['hot']}, temperature: 1.7}}, cold: {{{files['cold']}, temperature: 0.6}}, "
+        f"data.domains={{hot: {{{files['hot']}, temperature: 1.7}}, cold: {{{files['cold']}, "
+        f"temperature: 0.6}}, "
         f"plain: {{{files['plain']}}}}}",
         f"{ROLLOUT}.temperature=0.9",
         "data.train_batch_size=6",
@@ -87,18 +98,29 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
         "trust.audit_freq=1",
     )
     batch = recorded(run)
-    model = AutoModelForCausalLM.from_pretrained(playground.folder / "model", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        playground.folder / "model", dtype=torch.float32
+    ).eval()
     assert set(batch["domain"]) == set(heats)
     for i, domain in enumerate(batch["domain"]):
         num_prompt, num_response = (int(batch.lengths(axis)[i]) for axis in ("prompt", "response"))
-        prompt, response = batch["prompt_ids"][i, :num_prompt], batch["response_ids"][i, :num_response]
+        prompt = batch["prompt_ids"][i, :num_prompt]
+        response = batch["response_ids"][i, :num_response]
         with torch.no_grad():
-            logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, num_prompt - 1 : -1].double()
+            logits = (
+                model(input_ids=torch.cat([prompt, response])[None])
+                .logits[0, num_prompt - 1 : -1]
+                .double()
+            )
         wanted = (logits / heats[domain]).log_softmax(-1).gather(-1, response[:, None])[:, 0]
         for column in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
-            assert batch[column][i, :num_response].tolist() == pytest.approx(wanted.tolist(), abs=1e-5), column
+            assert batch[column][i, :num_response].tolist() == pytest.approx(
+                wanted.tolist(), abs=1e-5
+            ), column
     assert all(step["mismatch/max_abs"] < 1e-4 for step in run.metrics())
-    assert run.notes("warning") == [] or all("sampled policy" in note for note in run.notes("warning"))
+    assert run.notes("warning") == [] or all(
+        "sampled policy" in note for note in run.notes("warning")
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,20 +138,27 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
         ],
     ),
 )
-def test_engine_trainer_and_reference_mean_one_policy(playground: Playground, options: list[str]) -> None:
-    run = playground.run("grpo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options)
+def test_engine_trainer_and_reference_mean_one_policy(
+    playground: Playground, options: list[str]
+) -> None:
+    run = playground.run(
+        "grpo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options
+    )
     for number, step in enumerate(run.metrics()):
         assert step["mismatch/mean_abs"] < 1e-5 and step["mismatch/max_abs"] < 1e-4
         assert step["actor/log_ratio_abs"] < 1e-5
         if number == 0:  # nothing has been learned yet: the reference is the policy
             gap = recorded(run).flat("ref_log_prob") - recorded(run).flat("old_log_probs")
             assert float(gap.abs().max()) < 1e-4
-    assert run.notes("warning") == [] or all("sampled policy" in note for note in run.notes("warning"))
+    assert run.notes("warning") == [] or all(
+        "sampled policy" in note for note in run.notes("warning")
+    )
 
 
 @pytest.mark.slow
 def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
-    """One sample a micro-batch, so that those without a verdict are micro-batches without a token."""
+    """One sample a micro-batch, so that those without a verdict are micro-batches without a
+    token."""
     playground.write_reward(PICKY)
     runs = [
         playground.run(
@@ -149,16 +178,29 @@ def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground: Playground) -> None:
+def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(
+    playground: Playground,
+) -> None:
     playground.write_reward(PICKY)
-    playground.write_rows([{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)])
-    options = ["data.shuffle=false", f"{ROLLOUT}.n=1", "actor_rollout_ref.actor.entropy_coef=0.1", *KEPT]
+    playground.write_rows(
+        [{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)]
+    )
+    options = [
+        "data.shuffle=false",
+        f"{ROLLOUT}.n=1",
+        "actor_rollout_ref.actor.entropy_coef=0.1",
+        *KEPT,
+    ]
     options.append("reward.max_error_rate=1")
-    run = playground.run("ppo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options)
+    run = playground.run(
+        "ppo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options
+    )
     first, second, third = run.metrics()
     assert second["reward/errors"] == 4 and "reward/mean_score" not in second
     assert second["actor/loss"] == second["actor/grad_norm"] == second["critic/loss"] == 0
-    assert [second[f"{role}/{why}"] for role in ("actor", "critic") for why in ("empty", "skipped")] == [1] * 4
+    assert [
+        second[f"{role}/{why}"] for role in ("actor", "critic") for why in ("empty", "skipped")
+    ] == [1] * 4
     assert first["actor/grad_norm"] > 0 and third["actor/grad_norm"] > 0
     for step in run.metrics():
         assert [name for name, value in step.items() if not math.isfinite(value)] == []
@@ -167,8 +209,10 @@ def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground:
 def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -> None:
     playground.write_reward(PICKY)
     run = playground.run("grpo", *ONE_STEP, "reward.max_error_rate=1")
-    batch, metrics = recorded(run), run.metrics()[0]
-    valid, scores = batch["valid"].tolist(), batch["token_level_scores"].sum(-1).double()
+    batch = recorded(run)
+    metrics = run.metrics()[0]
+    valid = batch["valid"].tolist()
+    scores = batch["token_level_scores"].sum(-1).double()
     groups = batch["group_index"].tolist()
     assert 0 < sum(valid) < len(valid)
     for i, group in enumerate(groups):
@@ -177,23 +221,33 @@ def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -
         deviation = math.sqrt(sum((x - mean) ** 2 for x in own) / (len(own) - 1))
         wanted = (float(scores[i]) - mean) / (deviation + 1e-6) if valid[i] and deviation else 0.0
         length = int(batch.lengths("response")[i])
-        assert batch["advantages"][i, :length].tolist() == pytest.approx([wanted] * length, abs=1e-5)
+        assert batch["advantages"][i, :length].tolist() == pytest.approx(
+            [wanted] * length, abs=1e-5
+        )
         assert batch["loss_mask"][i, :length].tolist() == [float(valid[i])] * length
         assert batch["response_mask"][i, :length].tolist() == [1.0] * length
     judged = [float(score) for score, ok in zip(scores, valid, strict=True) if ok]
     assert metrics["reward/mean_score"] == pytest.approx(sum(judged) / len(judged))
-    assert metrics["reward/errors"] >= len(valid) - len(judged), "those of groups that were dropped count too"
+    assert metrics["reward/errors"] >= len(valid) - len(judged), (
+        "those of groups that were dropped count too"
+    )
 
 
 def test_the_next_epoch_draws_other_answers_to_the_same_prompts(tmp_path: Path) -> None:
     """With weights that stand still only the random stream can differ between the epochs."""
     playground = Playground(tmp_path, num_rows=4)
-    frozen = ("actor_rollout_ref.actor.optim.lr=0", "trainer.total_epochs=2", "trainer.save_groups=all")
+    frozen = (
+        "actor_rollout_ref.actor.optim.lr=0",
+        "trainer.total_epochs=2",
+        "trainer.save_groups=all",
+    )
     run = playground.run("grpo", *frozen)
     first, second = (
         {
             (prompt, uid.split("-")[1]): text
-            for prompt, uid, text in zip(*(b[name] for name in ("prompts", "uid", "responses")), strict=True)
+            for prompt, uid, text in zip(
+                *(b[name] for name in ("prompts", "uid", "responses")), strict=True
+            )
         }
         for b in (recorded(run, 1), recorded(run, 2))
     )

@@ -1,4 +1,5 @@
-"""Files that are garbage, empty, too deep, or a folder in a file's place: one message and status 2, or a fallback."""
+"""Files that are garbage, empty, too deep, or a folder in a file's place: one message and status 2,
+or a fallback."""
 
 import json
 import re
@@ -24,12 +25,21 @@ CHEAP = (
 )
 pytestmark = pytest.mark.slow
 DEEP = b"[" * 100_000
-RATHER_DEEP = b'{"kind": "start", "restart": 0, "step": 1, "m": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"\n"
-WRONG_KINDS = (
-    b'{"kind": "issued", "restart": 0, "group_id": "x", "step": "y", "m": 3, "t": [], "message": {}, "role": 1}\n' * 2
+RATHER_DEEP = (
+    b'{"kind": "start", "restart": 0, "step": 1, "m": '
+    + b'{"a": ' * 900
+    + b"1"
+    + b"}" * 901
+    + b"\n"
 )
+WRONG_KINDS = (
+    b'{"kind": "issued", "restart": 0, "group_id": "x", "step": "y", "m": 3, "t": [], '
+    b'"message": {}, "role": 1}\n'
+) * 2
 ODD: dict[str, bytes | None] = {
-    "garbage": bytes(range(256)) * 5, "empty": b"", "deep": DEEP, "rather deep": RATHER_DEEP, "a list": b"[1, 2]\n",
+    "garbage": bytes(range(256)) * 5, "empty": b"", "deep": DEEP, "rather deep": RATHER_DEEP, ("a "
+        "list"): (b"[1, "
+        b"2]\n"),
     "wrong kinds": WRONG_KINDS, "a folder": None,
 }  # fmt: skip
 
@@ -44,14 +54,19 @@ def put(path: Path, content: bytes | None) -> None:
 
 def one_message(capsys: pytest.CaptureFixture[str]) -> str:
     out, err = capsys.readouterr()
-    assert "Traceback" not in out + err and len(re.findall("^distflow: ", err, re.MULTILINE)) == 1, err
+    assert (
+        "Traceback" not in out + err and len(re.findall("^distflow: ", err, re.MULTILINE)) == 1
+    ), err
     return err
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("odd"), num_rows=4)
-    assert cli.main(["train", "grpo", *ground.overrides("whole", *CHEAP, "trainer.total_epochs=2")]) == 0
+    assert (
+        cli.main(["train", "grpo", *ground.overrides("whole", *CHEAP, "trainer.total_epochs=2")])
+        == 0
+    )
     return ground
 
 
@@ -86,7 +101,12 @@ def test_a_pointer_that_could_not_be_moved_on_is_said_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("name", "odd"), [("actor.safetensors", "a folder"), ("run.json", "rather deep"), ("manifest.json", "rather deep")]
+    ("name", "odd"),
+    [
+        ("actor.safetensors", "a folder"),
+        ("run.json", "rather deep"),
+        ("manifest.json", "rather deep"),
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_said(
     finished: Playground, run: Path, capsys: pytest.CaptureFixture[str], name: str, odd: str
@@ -98,7 +118,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
 
 
 @pytest.mark.parametrize(
-    ("part", "content"), [("run", '{"a": 1}'), ("run", '{"config": 3}'), ("run", "[" * 50_000), ("actor", "{")]
+    ("part", "content"),
+    [("run", '{"a": 1}'), ("run", '{"config": 3}'), ("run", "[" * 50_000), ("actor", "{")],
 )
 def test_a_checkpoint_with_a_right_manifest_of_wrong_parts(
     finished: Playground, run: Path, capsys: pytest.CaptureFixture[str], part: str, content: str
@@ -110,8 +131,13 @@ def test_a_checkpoint_with_a_right_manifest_of_wrong_parts(
         manifest = checkpoint_files.read_manifest(folder)
         files = {**manifest.files, name: checkpoint_files.describe(folder / name)}
         (folder / "manifest.json").unlink()
-        checkpoint_files.write_manifest(folder, checkpoint_files.Manifest(manifest.step, manifest.serial, None, files))
-    for command in (lambda: resume(finished), lambda: cli.main(["export", str(run), "--to", str(run / "out")])):
+        checkpoint_files.write_manifest(
+            folder, checkpoint_files.Manifest(manifest.step, manifest.serial, None, files)
+        )
+    for command in (
+        lambda: resume(finished),
+        lambda: cli.main(["export", str(run), "--to", str(run / "out")]),
+    ):
         assert command() == 2
         assert "the checkpoint" in one_message(capsys)
 
@@ -128,7 +154,9 @@ FILES = (
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("odd", one_fast_in(3, ["rather deep", "garbage", "a folder"], others=BY_HAND))
+@pytest.mark.parametrize(
+    "odd", one_fast_in(3, ["rather deep", "garbage", "a folder"], others=BY_HAND)
+)
 def test_other_files_of_a_run(
     finished: Playground, run: Path, capsys: pytest.CaptureFixture[str], name: str, odd: str
 ) -> None:
@@ -148,11 +176,22 @@ def test_rows_that_are_nested_too_deeply(
     ground = Playground(tmp_path, num_rows=4)
     row = '{"prompt": "a", "answer": "7", "more": ' + "[" * depth + "]" * depth + "}"
     (tmp_path / file).write_text(row if file == "rows.jsonl" else f"[{row}]")
-    assert cli.main(["train", "grpo", *ground.overrides("run", *CHEAP, f"data.train_files={tmp_path}/{file}")]) == 2
+    assert (
+        cli.main(
+            [
+                "train",
+                "grpo",
+                *ground.overrides("run", *CHEAP, f"data.train_files={tmp_path}/{file}"),
+            ]
+        )
+        == 2
+    )
     assert "nested too deeply" in one_message(capsys)
 
 
-def test_a_config_that_is_nested_too_deeply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_nested_too_deeply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "deep.yaml"
     file.write_text("trainer: " + "{a: " * 900 + "1" + "}" * 900 + "\n")
     for command in ("train", "eval", "config"):
@@ -160,13 +199,19 @@ def test_a_config_that_is_nested_too_deeply(tmp_path: Path, capsys: pytest.Captu
         assert "too deep" in one_message(capsys)
 
 
-def test_damaged_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo").rename(tmp_path / "whole")
+def test_damaged_bundles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo").rename(
+        tmp_path / "whole"
+    )
     capsys.readouterr()
     bundle = tmp_path / "bundle"
     odd = {**ODD, "a role": json.dumps({"role": "../x", "step": 1, "metrics": {}}).encode()}
     for name in ("bundle.json", "config.yaml", "batch.safetensors", "weights.safetensors"):
-        for content in odd.values() if name.endswith("json") else (ODD["garbage"], ODD["wrong kinds"], None):
+        for content in (
+            odd.values() if name.endswith("json") else (ODD["garbage"], ODD["wrong kinds"], None)
+        ):
             shutil.copytree(whole, bundle)
             put(bundle / name, content)
             assert cli.main(["replay", str(bundle)]) == 2, (name, content)

@@ -1,4 +1,5 @@
-"""Old log-probs without a forward pass of their own: where that is sound, trains the same, and is proven."""
+"""Old log-probs without a forward pass of their own: where that is sound, trains the same, and is
+proven."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,9 @@ def tokens(run: Run, step: int) -> Batch:
 
 def same_run(one: Run, other: Run) -> None:
     """Weights, metrics and old log-probs after three steps, within what float32 rounds."""
-    for (name, weight), wanted in zip(one.weights(3).items(), other.weights(3).values(), strict=True):
+    for (name, weight), wanted in zip(
+        one.weights(3).items(), other.weights(3).values(), strict=True
+    ):
         torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-7, msg=name)
     for mine, theirs in zip(one.metrics(), other.metrics(), strict=True):
         compared = {name for name in theirs if name.startswith(("actor/", "mismatch/", "reward/"))}
@@ -51,7 +54,8 @@ def same_run(one: Run, other: Run) -> None:
         for name in compared:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
     for step in (1, 2, 3):
-        found, wanted = tokens(one, step).flat("old_log_probs"), tokens(other, step).flat("old_log_probs")
+        found = tokens(one, step).flat("old_log_probs")
+        wanted = tokens(other, step).flat("old_log_probs")
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -75,7 +79,9 @@ def test_a_step_of_the_critics_warm_up_is_measured_too(playground: Playground) -
 
 def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[str, ...]) -> bool:
     """Whether the pipeline of these overrides has a forward pass for old log-probs."""
-    return score_policy in functions(playground.spec(preset, *overrides, name=f"{folder.name}-spec")[1].pipeline())
+    return score_policy in functions(
+        playground.spec(preset, *overrides, name=f"{folder.name}-spec")[1].pipeline()
+    )
 
 
 def functions(pipeline: BoundPipeline) -> list[Any]:
@@ -96,7 +102,9 @@ def functions(pipeline: BoundPipeline) -> list[Any]:
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_where_something_else_needs_them_they_are_computed(playground: Playground, reader: tuple[str, ...]) -> None:
+def test_where_something_else_needs_them_they_are_computed(
+    playground: Playground, reader: tuple[str, ...]
+) -> None:
     assert scores(playground.folder / "run", playground, "grpo", reader)
 
 
@@ -121,7 +129,9 @@ def pipeline(config):
 
 @pytest.mark.slow
 def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
-    run = playground.run("grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2")
+    run = playground.run(
+        "grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2"
+    )
     assert any("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
     batch = tokens(run, 2)
     assert torch.equal(batch.flat("old_log_probs"), batch.flat("rollout_log_probs"))
@@ -132,7 +142,10 @@ def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
 def drifts(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A bfloat16 run whose tolerance is below its rounding."""
     monkeypatch.setattr(Tolerance, "of", staticmethod(lambda exact: Tolerance(1e-3, 0.5)))
-    rounded = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.rollout.enforce_eager=true")
+    rounded = (
+        "actor_rollout_ref.model.dtype=bfloat16",
+        "actor_rollout_ref.rollout.enforce_eager=true",
+    )
     return (*AUDITED, *rounded, "trainer.save_groups=all")
 
 
@@ -146,7 +159,12 @@ def test_once_apart_each_token_is_weighed_from_the_next_step_on(
     assert ["actor/rollout_is_weight" in step for step in metrics] == [False, True, True]
     assert "from here on" in run.notes("warning")[0]
     batch = tokens(run, 2)
-    ratio = (batch.flat("old_log_probs") - batch.flat("rollout_log_probs")).double().exp().clamp(max=2.0)
+    ratio = (
+        (batch.flat("old_log_probs") - batch.flat("rollout_log_probs"))
+        .double()
+        .exp()
+        .clamp(max=2.0)
+    )
     weights = batch.flat("rollout_is_weights")
     made = batch.flat("loss_mask") > 0
     torch.testing.assert_close(weights[made].double(), ratio[made], rtol=1e-5, atol=1e-6)
@@ -180,14 +198,20 @@ def test_a_second_optimizer_step_without_old_log_probs_is_found(
         playground.run("grpo", *AUDITED, f"{ACTOR}.ppo_mini_batch_size=2")
 
 
-def test_a_loss_that_is_given_other_log_probs_is_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_given_other_log_probs_is_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are the old ones too, which nothing else computes."""
     compute = TorchScorer.compute
 
     def moved(self: TorchScorer, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
         found = compute(self, micro, outputs)
-        return {**found, "log_probs": found["log_probs"] - 0.01} if torch.is_grad_enabled() else found
+        return (
+            {**found, "log_probs": found["log_probs"] - 0.01} if torch.is_grad_enabled() else found
+        )
 
     monkeypatch.setattr(TorchScorer, "compute", moved)
     with pytest.raises(TrustError, match="log_probs that the loss is given"):
-        playground.run("grpo", *AUDITED, spoil=lambda spec: replace(spec, tolerance=Tolerance(1.0, 1.0)))
+        playground.run(
+            "grpo", *AUDITED, spoil=lambda spec: replace(spec, tolerance=Tolerance(1.0, 1.0))
+        )

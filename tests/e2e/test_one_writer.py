@@ -1,4 +1,5 @@
-"""A run's folder has one writer from the first second; what two of an older version left is repaired by a resume."""
+"""A run's folder has one writer from the first second; what two of an older version left is
+repaired by a resume."""
 
 import json
 import time
@@ -25,8 +26,11 @@ def test_of_many_starts_one_wins_and_the_others_leave_nothing(tmp_path: Path) ->
     ground = playground(tmp_path)
     runs = []
     for number in range(6):
-        runs.append(CliRun(tmp_path / f"log-{number}", ["train", "grpo", *ground.overrides("run", *KEYS)]))
-        time.sleep(0.1 * (number > 1))  # the first two start at the same time, if the machine lets them
+        runs.append(
+            CliRun(tmp_path / f"log-{number}", ["train", "grpo", *ground.overrides("run", *KEYS)])
+        )
+        # the first two start at the same time, if the machine lets them
+        time.sleep(0.1 * (number > 1))
     one_wins(ground, runs, tmp_path / "run")
     alone = CliRun(tmp_path / "log", ["train", "grpo", *ground.overrides("alone", *KEYS)])
     assert alone.status() == 0, alone.said()
@@ -43,7 +47,8 @@ def _hold(folder: Path, ready: "object", leave: "object") -> None:
 @pytest.mark.parametrize("start", ["train", "rollouts"])
 def test_a_start_from_python_is_refused_and_leaves_nothing(tmp_path: Path, start: str) -> None:
     ground = Playground(tmp_path)
-    ready, leave = forks.Event(), forks.Event()
+    ready = forks.Event()
+    leave = forks.Event()
     other = forks.Process(target=_hold, args=(tmp_path / "run", ready, leave))
     other.start()
     assert ready.wait(60)
@@ -74,12 +79,16 @@ def train(ground: Playground, *more: str, name: str = "run") -> int:
 
 
 def mix_in_another_writer(run: Path, at: int) -> bytes:
-    """As two starts wrote in turns from byte `at` on: the second took everything back, and began anew. Returns the
-    file."""
+    """As two starts wrote in turns from byte `at` on: the second took everything back, and began
+    anew. Returns the file."""
     ledger = run / "ledger.jsonl"
-    content = ledger.read_bytes() + _line(0, "issued", group_id=12, epoch=1, row=0, version=3, attempt=0)
+    content = ledger.read_bytes() + _line(
+        0, "issued", group_id=12, epoch=1, row=0, version=3, attempt=0
+    )
     others = [_line(1, "rolled_back", to=0)]
-    others += [_line(1, "issued", group_id=n, epoch=0, row=n, version=0, attempt=0) for n in range(12)]
+    others += [
+        _line(1, "issued", group_id=n, epoch=0, row=n, version=0, attempt=0) for n in range(12)
+    ]
     mixed = [content[:at]]
     for line in content[at:].splitlines(keepends=True):
         mixed += [*others[:1], line]
@@ -93,7 +102,11 @@ def _line(restart: int, kind: str, **fields: int) -> bytes:
 
 
 def place_of(run: Path, step: int) -> int:
-    offset: int = CheckpointStore(run / "checkpoints").load(step).load("run")["coordinator"]["ledger"]["offset"]
+    offset: int = (
+        CheckpointStore(run / "checkpoints")
+        .load(step)
+        .load("run")["coordinator"]["ledger"]["offset"]
+    )
     return offset
 
 
@@ -102,16 +115,22 @@ def place_of(run: Path, step: int) -> int:
 def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
     ground: Playground, capsys: pytest.CaptureFixture[str], damaged_after: int
 ) -> None:
-    run, longer = ground.folder / "run", "trainer.total_training_steps=6"
+    run = ground.folder / "run"
+    longer = "trainer.total_training_steps=6"
     damaged = mix_in_another_writer(run, place_of(run, damaged_after))
     capsys.readouterr()
     assert train(ground, longer) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "two runs may have written to it" in out
-    assert f"Its records after step-00000{damaged_after} are rolled back, but remain in the file" in out
+    assert (
+        f"Its records after step-00000{damaged_after} are rolled back, but remain in the file"
+        in out
+    )
     assert (f"--resume {run}/checkpoints/step-000003" in out) == (damaged_after == 2)
     assert any("two runs may have written" in note for note in notes(run, "warning"))
-    assert any(note.startswith(f"resumed from step-00000{damaged_after}") for note in notes(run, "info"))
+    assert any(
+        note.startswith(f"resumed from step-00000{damaged_after}") for note in notes(run, "info")
+    )
     assert (run / "ledger.jsonl").read_bytes().startswith(damaged)
     verify(run / "ledger.jsonl")
     assert train(ground, longer, name="whole") == 0
@@ -125,7 +144,8 @@ def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
 def test_a_ledger_of_two_writers_without_a_checkpoint_before_names_the_ways_to_go_on(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, longer = ground.folder / "run", "trainer.total_training_steps=6"
+    run = ground.folder / "run"
+    longer = "trainer.total_training_steps=6"
     first_line = (run / "ledger.jsonl").read_bytes().index(b"\n") + 1
     mix_in_another_writer(run, place_of(run, 1) - first_line)
     before = state_of(run)
@@ -133,7 +153,11 @@ def test_a_ledger_of_two_writers_without_a_checkpoint_before_names_the_ways_to_g
     assert train(ground, longer) == 2
     said = " ".join(capsys.readouterr().err.split())
     newest = f"{run}/checkpoints/step-000003"
-    for part in ("two runs may have written", f"--resume {newest} trainer.default_local_dir=", "--resume never"):
+    for part in (
+        "two runs may have written",
+        f"--resume {newest} trainer.default_local_dir=",
+        "--resume never",
+    ):
         assert part in said, said
     after = state_of(run)
     assert {name for name in after if after[name] != before.get(name)} <= {".writer"}

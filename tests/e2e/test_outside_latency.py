@@ -1,5 +1,6 @@
-"""A pipeline that waits for something outside between two requests, with `rollout.batch_invariant`: killed and resumed,
-it ends with the bits of one that was not, although no two runs have the same batches."""
+"""A pipeline that waits for something outside between two requests, with `rollout.batch_invariant`:
+killed and resumed, it ends with the bits of one that was not, although no two runs have the same
+batches."""
 
 from pathlib import Path
 
@@ -41,11 +42,14 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(PROGRAM)
 
     def start(name: str) -> CliRun:
-        keys = ground.overrides(name, "actor_rollout_ref.rollout.batch_invariant=true", "trainer.save_freq=1")
+        keys = ground.overrides(
+            name, "actor_rollout_ref.rollout.batch_invariant=true", "trainer.save_freq=1"
+        )
         keys += [f"dag.pipeline={tmp_path}/late.py:pipeline"]
         return CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys])
 
-    whole, killed = start("whole"), start("killed")
+    whole = start("whole")
+    killed = start("killed")
     killed.wait_for((tmp_path / "killed/checkpoints/step-000001/manifest.json").exists)
     assert killed.kill()
     resumed = start("killed")

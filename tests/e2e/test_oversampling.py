@@ -1,4 +1,5 @@
-"""Runs with more prompts in flight than their steps need: whole, killed, filtered, and to the end of their data."""
+"""Runs with more prompts in flight than their steps need: whole, killed, filtered, and to the end
+of their data."""
 
 from collections import Counter
 
@@ -29,7 +30,8 @@ def slowly(text):
 
 def rows_of(run: Run) -> Counter[tuple[int, int]]:
     """How often each row of each epoch was trained on."""
-    where, taken = {}, Counter[tuple[int, int]]()
+    where = {}
+    taken = Counter[tuple[int, int]]()
     for _, record in timeline(run.folder / "ledger.jsonl"):
         if record["kind"] == "issued":
             where[record["group_id"]] = (record["epoch"], record["row"])
@@ -42,14 +44,22 @@ def moves(run: Run) -> list[tuple[object, ...]]:
     """What became of which groups, without times and tokens that were thrown away."""
     keys = ("kind", "group_id", "group_ids", "attempt", "reason", "step")
     kinds = ("issued", "complete", "dropped", "aborted", "consumed")
-    records = (record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] in kinds)
+    records = (
+        record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] in kinds
+    )
     return [tuple(str(record.get(key)) for key in keys) for record in records]
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_take(ground: Playground) -> None:
-    settings = given(ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.audit_freq=1")
-    ground.write_reward(DAWDLES + REWARD.replace("    return sum", "    slowly(solution_str)\n    return sum"))
+def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_take(
+    ground: Playground,
+) -> None:
+    settings = given(
+        ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.audit_freq=1"
+    )
+    ground.write_reward(
+        DAWDLES + REWARD.replace("    return sum", "    slowly(solution_str)\n    return sum")
+    )
     whole = ground.run("grpo", *settings, name="more")
     go_back(whole, 2, "more_killed")
     (ground.folder / "reward.py.slow").touch()
@@ -58,10 +68,19 @@ def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_tak
     assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
     assert moves(whole) == moves(killed)
     account = verify(whole.folder / "ledger.jsonl")
-    assert account.aborted > 4 and account.aborted_tokens > 0 and account.domains["code"].dropped["all_equal"] > 0
-    assert all(torch.equal(value, killed.weights(4)[name]) for name, value in whole.weights(4).items())
+    assert (
+        account.aborted > 4
+        and account.aborted_tokens > 0
+        and account.domains["code"].dropped["all_equal"] > 0
+    )
+    assert all(
+        torch.equal(value, killed.weights(4)[name]) for name, value in whole.weights(4).items()
+    )
     last = whole.metrics()[-1]
-    assert last["async/aborted"] == account.aborted and last["async/aborted_tokens"] == account.aborted_tokens
+    assert (
+        last["async/aborted"] == account.aborted
+        and last["async/aborted_tokens"] == account.aborted_tokens
+    )
     assert last["domains/math/aborted"] + last["domains/code/aborted"] == account.aborted
     assert not whole.notes("warning") and not killed.notes("warning")
 
@@ -83,10 +102,16 @@ def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_tak
 )
 def test_each_row_of_each_epoch_is_trained_on(ground: Playground, more: tuple[str, ...]) -> None:
     name = f"epochs{len(more)}{more[0][-2:]}"
-    run = ground.run("grpo", MORE, "data.train_max_samples=7", "trainer.total_epochs=2", *more, name=name)
+    run = ground.run(
+        "grpo", MORE, "data.train_max_samples=7", "trainer.total_epochs=2", *more, name=name
+    )
     assert rows_of(run) == Counter({(epoch, row): 1 for epoch in (0, 1) for row in range(7)})
     account = verify(run.folder / "ledger.jsonl")
-    assert account.running == 0 and account.consumed == 14 and (account.aborted > 0) == (more[0][-1] != "1")
+    assert (
+        account.running == 0
+        and account.consumed == 14
+        and (account.aborted > 0) == (more[0][-1] != "1")
+    )
 
 
 def test_a_domain_whose_groups_are_all_dropped_ends_the_run(ground: Playground) -> None:
@@ -101,7 +126,8 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines, seen = list[EmbeddedEngine](), list[tuple[int, bool, int]]()
-    begin, abort = EmbeddedEngine.__aenter__, SharedSampleQueue.abort
+    begin = EmbeddedEngine.__aenter__
+    abort = SharedSampleQueue.abort
 
     async def noted(engine: EmbeddedEngine) -> EmbeddedEngine:
         engines.append(engine)
@@ -121,15 +147,27 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("trainer.n_gpus_per_node=2",)])
-def test_ahead_of_training_no_row_is_trained_on_twice_or_too_late(ground: Playground, more: tuple[str, ...]) -> None:
-    """In one process and in two, resumed in the middle. Some rewards take long, so that their groups are late."""
+def test_ahead_of_training_no_row_is_trained_on_twice_or_too_late(
+    ground: Playground, more: tuple[str, ...]
+) -> None:
+    """In one process and in two, resumed in the middle. Some rewards take long, so that their
+    groups are late."""
     slow = REWARD.replace("return sum", "slowly(solution_str); return sum")
     ground.write_reward(DAWDLES.replace("3 / 20", "3 / 3") + slow)
     (ground.folder / "reward.py.slow").touch()
     keys = (MORE, "async.max_staleness=1", "trust.audit_freq=2", *more)
     folder = ground.folder / f"ahead{len(more)}"
     for until in ("trainer.total_training_steps=4", "trainer.total_training_steps=8"):
-        assert main(["train", "grpo", *ground.overrides(folder.name, *keys, until, "trainer.save_freq=4")]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    "grpo",
+                    *ground.overrides(folder.name, *keys, until, "trainer.save_freq=4"),
+                ]
+            )
+            == 0
+        )
     ground.write_reward(REWARD)
     account = verify(folder / "ledger.jsonl")
     assert account.consumed == 32 and account.aborted > 2

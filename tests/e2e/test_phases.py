@@ -1,4 +1,5 @@
-"""The phases of a step add up to the time between two steps, taken by a clock of the test's own, whatever is slow."""
+"""The phases of a step add up to the time between two steps, taken by a clock of the test's own,
+whatever is slow."""
 
 import time
 from collections.abc import Callable
@@ -15,24 +16,39 @@ from distflow.runtime.spec import LaunchOptions
 from tests.e2e.runs import REWARD, Playground, Run
 
 SLOW_S = 0.3
-SLOW_REWARD = REWARD.replace("    return", f"    __import__('time').sleep({SLOW_S} / 16)\n    return")
+SLOW_REWARD = REWARD.replace(
+    "    return", f"    __import__('time').sleep({SLOW_S} / 16)\n    return"
+)
 
 
 def timed(
     ground: Playground, preset: str, *overrides: str, on_step: Callable[[], None] = lambda: None
 ) -> list[dict[str, float]]:
-    """The phases of each step behind the first; and `clock`, what passed between the ends of two steps."""
+    """The phases of each step behind the first; and `clock`, what passed between the ends of two
+    steps."""
     ends: list[float] = []
 
     def hear(step: int, metrics: dict[str, float]) -> None:
         ends.append(time.perf_counter())
         on_step()
 
-    validates = ("trainer.test_freq=1", f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=3")
+    validates = (
+        "trainer.test_freq=1",
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.val_max_samples=3",
+    )
     config, spec = ground.spec(preset, "trainer.total_training_steps=4", *validates, *overrides)
-    run = Run(ground.folder / "run", config, launch_local(spec, LaunchOptions(callbacks=Callbacks(on_step=hear))))
+    run = Run(
+        ground.folder / "run",
+        config,
+        launch_local(spec, LaunchOptions(callbacks=Callbacks(on_step=hear))),
+    )
     steps = [
-        {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
+        {
+            name.removeprefix("timing_s/"): value
+            for name, value in metrics.items()
+            if name.startswith("timing_s/")
+        }
         for metrics in run.metrics()
     ]
     clocks = [end - start for start, end in zip(ends, ends[1:], strict=False)]
@@ -61,22 +77,25 @@ def sleeping(function: Callable[..., None]) -> Callable[..., None]:
 def test_named_phases_add_up_to_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, slow: str, keys: tuple[str, ...]
 ) -> None:
-    """Each with something slow, which a phase that is left out would not have, in whatever step. What a busy machine
-    adds between two phases it does not add to each step. A save is written while the next step runs, and the save
-    behind that waits for what is left."""
+    """Each with something slow, which a phase that is left out would not have, in whatever step.
+    What a busy machine adds between two phases it does not add to each step. A save is written
+    while the next step runs, and the save behind that waits for what is left."""
     ground = Playground(tmp_path)
     if slow == "rollout":
         ground.write_reward(SLOW_REWARD)
     if slow == "save":
         monkeypatch.setattr(checkpoint, "write_part", sleeping(checkpoint.write_part))
     pause = (lambda: time.sleep(SLOW_S)) if slow == "callbacks" else (lambda: None)
-    left_out, beside_the_clock = list[bool](), list[bool]()
+    left_out = list[bool]()
+    beside_the_clock = list[bool]()
     steps = timed(ground, preset, *keys, "trust.audit_freq=0", on_step=pause)
     if slow == "save":
         assert steps[0]["clock"] + steps[1].get("save_wait", 0.0) >= SLOW_S
     for step in steps:
         assert slow == "save" or step[slow] >= SLOW_S
-        named = sum(seconds for name, seconds in step.items() if name not in ("step", "other", "clock"))
+        named = sum(
+            seconds for name, seconds in step.items() if name not in ("step", "other", "clock")
+        )
         assert named + step["other"] == pytest.approx(step["step"], rel=1e-6)
         left_out.append(named != pytest.approx(step["step"], rel=0.03, abs=0.03))
         # less what is recorded before `on_step`
@@ -85,7 +104,9 @@ def test_named_phases_add_up_to_the_clock(
 
 
 @pytest.mark.slow
-def test_what_comes_before_the_first_step_is_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_before_the_first_step_is_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_facts = run_start_and_end.write_facts
 
     def slowly(*args: Any) -> None:

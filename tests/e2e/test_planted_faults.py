@@ -1,4 +1,5 @@
-"""Faults that make other systems train on nonsense in silence, planted into real runs: each is caught and named."""
+"""Faults that make other systems train on nonsense in silence, planted into real runs: each is
+caught and named."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -26,12 +27,17 @@ from tests.sparse_params import BY_HAND, one_fast_in
 
 pytestmark = pytest.mark.slow
 GRPO = ["grpo", "trainer.total_training_steps=3"]
-SCORED = ["algorithm.recompute_old_log_probs=true"]  # by a forward pass of the trainer before the update
+# by a forward pass of the trainer before the update
+SCORED = ["algorithm.recompute_old_log_probs=true"]
 FAST = ["actor_rollout_ref.actor.optim.lr=3e-2", "actor_rollout_ref.actor.optim.scheduler=constant"]
 BFLOAT16 = "actor_rollout_ref.model.dtype=bfloat16"
 Patch = pytest.MonkeyPatch
-SHIFTED = r"agree when one is moved by a token|\(versions\): the engine's log-probs of the tokens of sample"
-"""In float32 the audit of the step is there before its end, where all tokens of the step are compared."""
+SHIFTED = (
+    r"agree when one is moved by a token|\(versions\): the engine's log-probs of the tokens of "
+    r"sample"
+)
+"""In float32 the audit of the step is there before its end, where all tokens of the step are
+compared."""
 
 
 @pytest.fixture
@@ -55,7 +61,9 @@ def off_by_one(mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("plane", ["rollout", "training"])
-def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch: Patch, plane: str) -> None:
+def test_a_response_mask_that_is_off_by_one(
+    playground: Playground, monkeypatch: Patch, plane: str
+) -> None:
     if plane == "rollout":
         plant_in_group(monkeypatch, change("response_mask", off_by_one))
     else:
@@ -65,7 +73,9 @@ def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", one_fast_in(2, ["bfloat16", "float32"], others=BY_HAND))
-def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str) -> None:
+def test_old_log_probs_that_are_shifted(
+    playground: Playground, monkeypatch: Patch, dtype: str
+) -> None:
     plant_before_update(monkeypatch, change("old_log_probs", shifted))
     with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
         playground.run(*GRPO, *SCORED, f"actor_rollout_ref.model.dtype={dtype}")
@@ -73,9 +83,14 @@ def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Pat
 
 @pytest.mark.parametrize("dtype", one_fast_in(2, ["bfloat16", "float32"], others=BY_HAND))
 @pytest.mark.parametrize("loss", ["vanilla", "decoupled"])
-def test_rollout_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str, loss: str) -> None:
+def test_rollout_log_probs_that_are_shifted(
+    playground: Playground, monkeypatch: Patch, dtype: str, loss: str
+) -> None:
     plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
-    options = [f"actor_rollout_ref.model.dtype={dtype}", f"actor_rollout_ref.actor.policy_loss={loss}"]
+    options = [
+        f"actor_rollout_ref.model.dtype={dtype}",
+        f"actor_rollout_ref.actor.policy_loss={loss}",
+    ]
     scored = SCORED if loss == "vanilla" else []
     with pytest.raises(TrustError, match=SHIFTED):
         playground.run(*GRPO, *options, *scored)
@@ -96,13 +111,19 @@ def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> 
         playground.run(*GRPO, *SCORED, name="old")
     monkeypatch.undo()
     plant_in_group(monkeypatch, change("rollout_log_probs", lambda values: values - 100))
-    with pytest.raises(TrustError, match=r"disagree by 100 nats a token|\(versions\): .* differ by 100 on average"):
+    with pytest.raises(
+        TrustError, match=r"disagree by 100 nats a token|\(versions\): .* differ by 100 on average"
+    ):
         playground.run(*GRPO, *SCORED, name="rollout")
 
 
 def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
-    plant_before_update(monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4))
-    with pytest.raises(TrustError, match="sample 0-1 carries group_index 1: a node mixed up the groups"):
+    plant_before_update(
+        monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4)
+    )
+    with pytest.raises(
+        TrustError, match="sample 0-1 carries group_index 1: a node mixed up the groups"
+    ):
         playground.run(*GRPO)
 
 
@@ -110,18 +131,26 @@ def keep_prompts_for_ever(monkeypatch: Patch) -> None:
     """Prompts are found again whatever weights made their keys and values."""
     original = PromptCache.rows
     monkeypatch.setattr(PromptCache, "clear", lambda self: None)
-    monkeypatch.setattr(PromptCache, "rows", lambda self, version, *rest: original(self, "any", *rest))
+    monkeypatch.setattr(
+        PromptCache, "rows", lambda self, version, *rest: original(self, "any", *rest)
+    )
 
 
-def test_prompt_kv_kept_across_a_publish_on_shared_weights(playground: Playground, monkeypatch: Patch) -> None:
+def test_prompt_kv_kept_across_a_publish_on_shared_weights(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
         playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0", *FAST)
     with pytest.raises(TrustError, match=r"the audit of step \d found \((draws|versions)\)"):
-        playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=1", *FAST, name="audited")
+        playground.run(
+            *GRPO, "trainer.total_training_steps=6", "trust.audit_freq=1", *FAST, name="audited"
+        )
 
 
-def test_prompt_kv_kept_across_a_publish_on_a_copy(playground: Playground, monkeypatch: Patch) -> None:
+def test_prompt_kv_kept_across_a_publish_on_a_copy(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="canary: .*KV kept from older weights"):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
@@ -131,22 +160,32 @@ def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Pat
     original = engine_weights.copy_weights
 
     def forgetful(module: nn.Module, weights: Any) -> dict[str, str]:
-        name, kept = next((n, p.detach().clone()) for n, p in module.named_parameters() if "layers.1.mlp.up" in n)
+        name, kept = next(
+            (n, p.detach().clone()) for n, p in module.named_parameters() if "layers.1.mlp.up" in n
+        )
         hashes = original(module, weights)
         with torch.no_grad():
             dict(module.named_parameters())[name].copy_(kept)
         return hashes | stripe_hashes([(name, kept)])
 
     monkeypatch.setattr(engine_weights, "copy_weights", forgetful)
-    with pytest.raises(TrustError, match=r"arrived incompletely; different tensors: model.layers.1.mlp.up_proj"):
+    with pytest.raises(
+        TrustError, match=r"arrived incompletely; different tensors: model.layers.1.mlp.up_proj"
+    ):
         playground.run(*GRPO, BFLOAT16)
 
 
-def test_an_engine_that_takes_nothing_and_says_it_did(playground: Playground, monkeypatch: Patch) -> None:
+def test_an_engine_that_takes_nothing_and_says_it_did(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(
-        engine_weights, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
+        engine_weights,
+        "copy_weights",
+        lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights),
     )
-    with pytest.raises(TrustError, match="it serves .*, and 21 of its tensors are not those that the receipt names"):
+    with pytest.raises(
+        TrustError, match="it serves .*, and 21 of its tensors are not those that the receipt names"
+    ):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
@@ -165,7 +204,9 @@ def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) ->
     plant_before_update(monkeypatch, change("advantages", torch.zeros_like))
     run = playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0")
     (found,) = [note for note in run.notes("finding") if "loss term" in note]
-    assert found.startswith("the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps")
+    assert found.startswith(
+        "the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps"
+    )
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -174,15 +215,22 @@ def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float
         def build(get: Any, device: torch.device) -> object:
             engine = spec.factories["actor"](get, device)
             assert isinstance(engine, TorchTrainEngine)
-            dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].register_hook(torch.zeros_like)
+            dict(engine.model.named_parameters())[
+                "model.layers.1.mlp.up_proj.weight"
+            ].register_hook(torch.zeros_like)
             return engine
 
         return replace(spec, factories={**spec.factories, "actor": build})
 
-    options = ["trust.unmoved_after=3", f"actor_rollout_ref.actor.optim.weight_decay={weight_decay}"]
+    options = [
+        "trust.unmoved_after=3",
+        f"actor_rollout_ref.actor.optim.weight_decay={weight_decay}",
+    ]
     run = playground.run(*GRPO, "trainer.total_training_steps=6", *options, spoil=deaf)
     (found,) = run.notes("finding")
-    assert found.startswith("actor: 'model.layers.1.mlp.up_proj.weight' did not change in 3 updates")
+    assert found.startswith(
+        "actor: 'model.layers.1.mlp.up_proj.weight' did not change in 3 updates"
+    )
 
 
 def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> None:
@@ -228,7 +276,9 @@ def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
-def test_nan_losses_in_a_row_end_the_run(playground: Playground, monkeypatch: Patch, preset: str) -> None:
+def test_nan_losses_in_a_row_end_the_run(
+    playground: Playground, monkeypatch: Patch, preset: str
+) -> None:
     # The critic's updates stay sound: they must not hide that the actor has none.
     nan_advantages("-0", range(1, 1000), monkeypatch)
     options = [
@@ -237,7 +287,9 @@ def test_nan_losses_in_a_row_end_the_run(playground: Playground, monkeypatch: Pa
         "trainer.total_training_steps=9",
         "trainer.save_freq=1",
     ]
-    arguments = playground.overrides("run", *options, *(["actor_rollout_ref.rollout.n=1"] if preset == "ppo" else []))
+    arguments = playground.overrides(
+        "run", *options, *(["actor_rollout_ref.rollout.n=1"] if preset == "ppo" else [])
+    )
     assert cli.main(["train", preset, *arguments]) == 1
     (error,) = notes(playground.folder / "run", "error")
     assert "3 updates of the actor in a row had a non-finite loss or gradient" in error
@@ -246,16 +298,22 @@ def test_nan_losses_in_a_row_end_the_run(playground: Playground, monkeypatch: Pa
     assert saved[-1] == "step-000003", "the fourth step ended the run before it was saved"
 
 
-def test_weights_that_overflow_are_never_published_or_saved(playground: Playground, monkeypatch: Patch) -> None:
+def test_weights_that_overflow_are_never_published_or_saved(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     original, count = TorchTrainEngine._step, iter(range(100))
 
     def overflowing(self: TorchTrainEngine, lrs: list[float]) -> None:
         original(self, [math.inf if next(count) == 1 else lr for lr in lrs])
 
     monkeypatch.setattr(TorchTrainEngine, "_step", overflowing)
-    with pytest.raises(TrustError, match="after an update in step 2 weights of the actor are not finite"):
+    with pytest.raises(
+        TrustError, match="after an update in step 2 weights of the actor are not finite"
+    ):
         playground.run(*GRPO, "trainer.save_freq=1")
-    assert [path.name for path in (playground.folder / "run" / "checkpoints").glob("step-*")] == ["step-000001"]
+    assert [path.name for path in (playground.folder / "run" / "checkpoints").glob("step-*")] == [
+        "step-000001"
+    ]
 
 
 ADAPTIVE = ["type=adaptive", "target_kl=0.1", "horizon=100"]
@@ -266,13 +324,31 @@ ADAPTIVE = ["type=adaptive", "target_kl=0.1", "horizon=100"]
     [
         ["grpo", BFLOAT16],
         ["grpo", "actor_rollout_ref.rollout.name=hf"],
-        ["ppo", "actor_rollout_ref.model.lora_rank=4", *(f"algorithm.kl_ctrl.{key}" for key in ADAPTIVE)],
-        ["grpo", BFLOAT16, "actor_rollout_ref.actor.policy_loss=decoupled", "trainer.save_groups=all"],
-        ["dapo", BFLOAT16, "actor_rollout_ref.model.lora_rank=4", "algorithm.rollout_correction.rollout_is=sequence"],
+        [
+            "ppo",
+            "actor_rollout_ref.model.lora_rank=4",
+            *(f"algorithm.kl_ctrl.{key}" for key in ADAPTIVE),
+        ],
+        [
+            "grpo",
+            BFLOAT16,
+            "actor_rollout_ref.actor.policy_loss=decoupled",
+            "trainer.save_groups=all",
+        ],
+        [
+            "dapo",
+            BFLOAT16,
+            "actor_rollout_ref.model.lora_rank=4",
+            "algorithm.rollout_correction.rollout_is=sequence",
+        ],
     ],
 )
 def test_a_healthy_run_raises_no_alarm(playground: Playground, options: list[str]) -> None:
-    numbers = ["trainer.total_training_steps=12", "trust.unmoved_after=5", "actor_rollout_ref.actor.optim.lr=1e-2"]
+    numbers = [
+        "trainer.total_training_steps=12",
+        "trust.unmoved_after=5",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    ]
     preset, *rest = options
     if preset == "dapo":
         rest += ["reward.overlong.buffer_tokens=4"]

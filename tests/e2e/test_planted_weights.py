@@ -1,5 +1,6 @@
-"""Faults on the way of weights to the rollout engine, and in what it says of them, planted into real runs: at staleness
-0 with a copy of its own, and where tokens of older versions are trained on. Each is caught within a few steps."""
+"""Faults on the way of weights to the rollout engine, and in what it says of them, planted into
+real runs: at staleness 0 with a copy of its own, and where tokens of older versions are trained on.
+Each is caught within a few steps."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
 from tests.sparse_params import BY_HAND, one_fast_in
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 FAST = (f"{ACTOR}.optim.lr=3e-2", f"{ACTOR}.optim.scheduler=constant")
 STEPS = 6
 pytestmark = pytest.mark.slow
@@ -36,7 +38,11 @@ MODES = {
     "stream": ("async.max_staleness=2",),
     "stream in bfloat16": ("async.max_staleness=2", "actor_rollout_ref.model.dtype=bfloat16"),
 }
-LONG = ("data.max_response_length=100", f"{ROLLOUT}.max_num_seqs=4", f"{ROLLOUT}.enforce_eager=true")
+LONG = (
+    "data.max_response_length=100",
+    f"{ROLLOUT}.max_num_seqs=4",
+    f"{ROLLOUT}.enforce_eager=true",
+)
 """Answers that updates come in the middle of: by native code they would be done before."""
 ADAPTER = ("actor_rollout_ref.model.lora_rank=4",)
 Patch = pytest.MonkeyPatch
@@ -51,12 +57,16 @@ def playground(tmp_path: Path) -> Playground:
 
 def run(playground: Playground, mode: str, *more: str, name: str = "run") -> Any:
     steps = f"trainer.total_training_steps={STEPS}"
-    return playground.run("grpo", *MODES[mode], *FAST, steps, "trust.audit_freq=1", *more, name=name)
+    return playground.run(
+        "grpo", *MODES[mode], *FAST, steps, "trust.audit_freq=1", *more, name=name
+    )
 
 
 def no_adapter(patch: Patch, fired: Fired) -> None:
     original = lora._delta
-    patch.setattr(lora, "_delta", lambda module: fired.append(0) or torch.zeros_like(original(module)))
+    patch.setattr(
+        lora, "_delta", lambda module: fired.append(0) or torch.zeros_like(original(module))
+    )
 
 
 def stale_scale(patch: Patch, fired: Fired) -> None:
@@ -92,12 +102,16 @@ def test_an_adapter_that_is_not_sent_as_it_is(
 ) -> None:
     fired: Fired = []
     fault(monkeypatch, fired)
-    with pytest.raises(TrustError, match="weights of version 1 are not the trainer's: .*self_attn.q_proj.weight"):
+    with pytest.raises(
+        TrustError, match="weights of version 1 are not the trainer's: .*self_attn.q_proj.weight"
+    ):
         run(playground, mode, *ADAPTER)
     assert fired
 
 
-def sent_otherwise(patch: Patch, fired: Fired, part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def sent_otherwise(
+    patch: Patch, fired: Fired, part: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """`change` what the trainer gives for the tensors whose name holds `part`."""
     original = TorchTrainEngine.weights
 
@@ -155,7 +169,9 @@ def test_a_tensor_that_is_sent_otherwise(
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
-def test_a_tensor_that_is_exchanged_on_its_way(playground: Playground, monkeypatch: Patch, mode: str) -> None:
+def test_a_tensor_that_is_exchanged_on_its_way(
+    playground: Playground, monkeypatch: Patch, mode: str
+) -> None:
     original, first, fired = LocalWeights.put, dict[str, torch.Tensor](), Fired()
 
     def put(self: LocalWeights, bucket: Any) -> None:
@@ -165,12 +181,16 @@ def test_a_tensor_that_is_exchanged_on_its_way(playground: Playground, monkeypat
         original(self, [(n, first[n] if "lm_head" in n else t) for n, t in bucket])
 
     monkeypatch.setattr(LocalWeights, "put", put)
-    with pytest.raises(TrustError, match="version 1 arrived incompletely; different tensors: lm_head.weight"):
+    with pytest.raises(
+        TrustError, match="version 1 arrived incompletely; different tensors: lm_head.weight"
+    ):
         run(playground, mode)
     assert len(fired) > 1
 
 
-def taken_otherwise(patch: Patch, take: Callable[[nn.Module, dict[str, torch.Tensor]], None]) -> None:
+def taken_otherwise(
+    patch: Patch, take: Callable[[nn.Module, dict[str, torch.Tensor]], None]
+) -> None:
     """The engine takes weights by `take`, and says that it took them as they were sent."""
 
     def copy_weights(module: nn.Module, weights: Any) -> dict[str, str]:
@@ -218,13 +238,16 @@ def test_an_engine_that_claims_to_have_taken_weights(
 
 
 @pytest.mark.parametrize("mode", one_fast_in(3, MODES, others=BY_HAND))
-def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, monkeypatch: Patch, mode: str) -> None:
+def test_weights_in_a_module_that_is_not_computed_with(
+    playground: Playground, monkeypatch: Patch, mode: str
+) -> None:
     """The initial weights are served for ever, and every hash is right."""
     original = EmbeddedEngine.__init__
 
     def init(self: EmbeddedEngine, model: nn.Module, *args: Any, **options: Any) -> None:
         original(self, copy.deepcopy(model), *args, **options)
-        self.model, self._weights = model, engine_weights.EngineWeights(model, self.shares_weights)
+        self.model = model
+        self._weights = engine_weights.EngineWeights(model, self.shares_weights)
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", init)
     with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
@@ -232,7 +255,9 @@ def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, m
 
 
 @pytest.mark.parametrize("mode", one_fast_in(2, ["stream", "waves"], others=BY_HAND))
-def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Patch, mode: str) -> None:
+def test_initial_weights_after_a_resume(
+    playground: Playground, monkeypatch: Patch, mode: str
+) -> None:
     original = WeightSender.sync_changed
 
     def breaking(self: WeightSender, version: Any, updated: bool) -> Any:
@@ -245,7 +270,9 @@ def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Pat
         run(playground, mode, "trainer.save_freq=1")
     monkeypatch.undo()
     taken_otherwise(monkeypatch, nothing)
-    with pytest.raises(TrustError, match="receipt is for .*step=3.* tensors are not those that the receipt names"):
+    with pytest.raises(
+        TrustError, match="receipt is for .*step=3.* tensors are not those that the receipt names"
+    ):
         run(playground, mode, "trainer.save_freq=1")
     monkeypatch.undo()
     assert run(playground, mode, "trainer.save_freq=1").outcome.steps == STEPS
@@ -258,29 +285,40 @@ def test_versions_that_are_counted_ahead_or_late(
 ) -> None:
     original, fired = Sequence.append, Fired()
 
-    def append(self: Sequence, token_id: int, rollout: float, sampling: float, version: int) -> None:
+    def append(
+        self: Sequence, token_id: int, rollout: float, sampling: float, version: int
+    ) -> None:
         fired.append(0)
         original(self, token_id, rollout, sampling, max(version + by, 0))
 
     monkeypatch.setattr(Sequence, "append", append)
-    with pytest.raises((TrustError, CountsError), match="which step . may not train on|would leave"):
+    with pytest.raises(
+        (TrustError, CountsError), match="which step . may not train on|would leave"
+    ):
         run(playground, mode)
     assert fired
 
 
 @pytest.mark.parametrize(
     "seen",
-    ["(those of the weights of the tokens' versions|tokens are marked)", "tokens are marked with weight version"],
+    [
+        "(those of the weights of the tokens' versions|tokens are marked)",
+        "tokens are marked with weight version",
+    ],
 )
-def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patch, seen: str) -> None:
-    """Tokens behind an update carry the version before it, which their step may train on. Also found if no audit draws
-    such a sample."""
+def test_versions_of_an_answer_s_begin(
+    playground: Playground, monkeypatch: Patch, seen: str
+) -> None:
+    """Tokens behind an update carry the version before it, which their step may train on. Also
+    found if no audit draws such a sample."""
     if "|" not in seen:
         monkeypatch.setattr(all_checks, "BEFORE", ())
         monkeypatch.setattr(all_checks, "LOOK_BEFORE", ())
     original, fired = Sequence.append, Fired()
 
-    def append(self: Sequence, token_id: int, rollout: float, sampling: float, version: int) -> None:
+    def append(
+        self: Sequence, token_id: int, rollout: float, sampling: float, version: int
+    ) -> None:
         first = (*self.versions, version)[0]
         if version != first:
             fired.append(version)
@@ -323,7 +361,9 @@ def test_prompt_kv_kept_across_a_publish(playground: Playground, monkeypatch: Pa
     assert len(set(fired)) > 1
 
 
-def test_an_old_copy_that_is_swapped_in_after_a_pause(playground: Playground, monkeypatch: Patch) -> None:
+def test_an_old_copy_that_is_swapped_in_after_a_pause(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     original, fired = EmbeddedEngine.resume, Fired()
 
     async def resume(self: EmbeddedEngine) -> None:
@@ -340,7 +380,9 @@ def test_an_old_copy_that_is_swapped_in_after_a_pause(playground: Playground, mo
     assert fired
 
 
-def test_a_new_version_number_in_the_place_of_changed_weights(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_new_version_number_in_the_place_of_changed_weights(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     fired = Fired()
 
     def sync_changed(self: WeightSender, version: Any, updated: bool) -> Any:
@@ -350,7 +392,9 @@ def test_a_new_version_number_in_the_place_of_changed_weights(playground: Playgr
 
     monkeypatch.setattr(WeightSender, "sync_changed", sync_changed)
     for mode in ("waves", "stream"):
-        with pytest.raises(TrustError, match=r"found \(weights\): the rollout engine serves version 1, but"):
+        with pytest.raises(
+            TrustError, match=r"found \(weights\): the rollout engine serves version 1, but"
+        ):
             run(playground, mode, name=mode)
     assert all(fired)
 
@@ -361,7 +405,8 @@ HEALTHY = {
     "stream, made again": ("stream", *LONG, f"{ROLLOUT}.kv_on_update=recompute"),
     "adapter in a stream": ("stream in bfloat16", *ADAPTER),
     "stream, begun again": ("stream", *LONG, f"{ROLLOUT}.kv_on_update=abort"),
-    # At this learning rate one seed in eleven has one token, of the canary's 64, beyond its limit by rounding alone.
+    # At this learning rate one seed in eleven has one token, of the canary's 64, beyond its limit
+    # by rounding alone.
     "adapter in waves": ("waves", *ADAPTER, "trainer.seed=2"),
     "adapter in a stream, float32": ("stream", *ADAPTER),
     "bfloat16": ("stream in bfloat16", *LONG),
@@ -379,7 +424,9 @@ def test_the_same_runs_without_a_fault(playground: Playground, name: str) -> Non
     assert not any("audit" in warning for warning in found.notes("warning"))
 
 
-def test_a_copy_that_fails_in_the_middle_is_not_served(playground: Playground, monkeypatch: Patch) -> None:
+def test_a_copy_that_fails_in_the_middle_is_not_served(
+    playground: Playground, monkeypatch: Patch
+) -> None:
     original, fired = engine_weights.copy_weights, Fired()
 
     def failing(module: nn.Module, weights: Any) -> dict[str, str]:

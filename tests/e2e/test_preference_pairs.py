@@ -1,5 +1,5 @@
-"""Reward models from preference pairs: loss, gradient and metrics against `transformers` in float64, text by text; a
-resume; and from pairs to a reward that trains a policy."""
+"""Reward models from preference pairs: loss, gradient and metrics against `transformers` in
+float64, text by text; a resume; and from pairs to a reward that trains a policy."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,12 @@ from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_reward_model
 
 ACTOR = "actor_rollout_ref.actor"
-GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+GONE = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 RM = (
     *(f"~{key}" for key in GONE),
     "data.max_prompt_length=100",
@@ -26,7 +31,11 @@ RM = (
     "trust.audit_freq=1",
 )
 PAIRS = [
-    {"prompt": f"{i}+{i}?", "chosen": "it is " + "!" * i, "rejected": f"{2 * i}" + "?" * (7 - i) + "ab" * (i % 3)}
+    {
+        "prompt": f"{i}+{i}?",
+        "chosen": "it is " + "!" * i,
+        "rejected": f"{2 * i}" + "?" * (7 - i) + "ab" * (i % 3),
+    }
     for i in range(1, 9)
 ]
 
@@ -35,7 +44,11 @@ def texts(row: dict[str, Any]) -> list[str]:
     """Both texts as the reward function `model` would read them."""
     return [
         tiny_tokenizer().apply_chat_template(
-            [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[name]}], tokenize=False
+            [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row[name]},
+            ],
+            tokenize=False,
         )
         for name in ("chosen", "rejected")
     ]
@@ -45,13 +58,25 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Each text alone, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
     model.config.pad_token_id = None
-    ids = [[tiny_tokenizer()(text, return_tensors="pt")["input_ids"] for text in texts(row)] for row in rows]
+    ids = [
+        [tiny_tokenizer()(text, return_tensors="pt")["input_ids"] for text in texts(row)]
+        for row in rows
+    ]
     scores = torch.stack([torch.stack([model(each).logits[0, 0] for each in pair]) for pair in ids])
     margins = scores[:, 0] - scores[:, 1]
     loss = -logsigmoid(margins).mean()
     loss.backward()
-    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
-    found = {"loss": loss, "accuracy": (margins > 0).double().mean(), "margin": margins.mean(), "grad_norm": norm}
+    norm = (
+        torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
+        .sum()
+        .sqrt()
+    )
+    found = {
+        "loss": loss,
+        "accuracy": (margins > 0).double().mean(),
+        "margin": margins.mean(),
+        "grad_norm": norm,
+    }
     return {name: float(value.detach()) for name, value in found.items()}
 
 
@@ -70,7 +95,9 @@ def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_token
         {"prompt": "what", "chosen": "yes", "rejected": "no"},
         {"prompt": "or", "chosen": "b?", "rejected": "a!!"},
     ]
-    (ground.folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    (ground.folder / "held_out.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in held_out)
+    )
     keys = (
         f"actor_rollout_ref.model.path={ground.folder}/start",
         f"{ACTOR}.ppo_max_token_len_per_gpu={most_tokens}",
@@ -81,7 +108,8 @@ def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_token
         *("trainer.val_before_train=true", "trainer.total_training_steps=2"),
     )
     run = ground.run("rm", *RM, *keys)
-    first, wanted = run.metrics()[0], reference(ground.folder / "start", PAIRS)
+    first = run.metrics()[0]
+    wanted = reference(ground.folder / "start", PAIRS)
     assert 0 < wanted["accuracy"] < 1
     for name, value in wanted.items():
         assert first[f"rm/{name}"] == pytest.approx(value, rel=2e-4), name
@@ -90,18 +118,36 @@ def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_token
     for name in ("loss", "accuracy", "margin"):
         assert validated[f"rm/val_{name}"] == pytest.approx(held[name], rel=2e-4), name
     proven = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
-    assert set(sum(proven, [])) >= {"data", "responses", "mini-batches", "loss", "gradients", "optimizer", "validation"}
+    assert set(sum(proven, [])) >= {
+        "data",
+        "responses",
+        "mini-batches",
+        "loss",
+        "gradients",
+        "optimizer",
+        "validation",
+    }
     assert run.notes("warning") == []
 
 
 @pytest.mark.slow
-def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is worked out wins: the model learns it from pairs, resumes bit-equal, and scores the responses of a run."""
-    keys = (*RM, f"{ACTOR}.optim.lr=3e-3", "trainer.total_epochs=6", "trainer.save_freq=6", "trust.audit_freq=0")
+def test_from_pairs_to_a_reward_that_trains_a_policy(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is worked out wins: the model learns it from pairs, resumes bit-equal, and scores the
+    responses of a run."""
+    keys = (
+        *RM,
+        f"{ACTOR}.optim.lr=3e-3",
+        "trainer.total_epochs=6",
+        "trainer.save_freq=6",
+        "trust.audit_freq=0",
+    )
     whole = ground.run("rm", *keys, name="whole")
     resume = f"trainer.resume_mode={whole.folder}/checkpoints/step-000006"
     resumed = ground.run("rm", *keys, resume, name="resumed")
-    ours, theirs = whole.weights(12), resumed.weights(12)
+    ours = whole.weights(12)
+    theirs = resumed.weights(12)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     assert whole.metrics()[-1]["rm/accuracy"] == 1.0 and "score.weight" in ours
 
@@ -112,7 +158,9 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground, capsys:
     assert cli.main(["export", str(whole.folder), "--to", str(model)]) == 0
     config = json.loads((model / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
-    classifier = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float64).eval()
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        model, dtype=torch.float64
+    ).eval()
     assert classifier.config.num_labels == 1
     classifier.config.pad_token_id = None
     for row in PAIRS:
@@ -120,13 +168,20 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground, capsys:
         chosen, rejected = (float(classifier(each).logits[0, 0].detach()) for each in ids)
         assert chosen > rejected
         given = [row["prompt"]] * 2
-        scored = compute_score([row["chosen"], row["rejected"]], [None] * 2, given, path=str(model), dtype="float32")
+        scored = compute_score(
+            [row["chosen"], row["rejected"]], [None] * 2, given, path=str(model), dtype="float32"
+        )
         assert [each["score"] for each in scored] == pytest.approx([chosen, rejected], abs=2e-5)
 
     ground.write_rows([{"prompt": row["prompt"]} for row in PAIRS])
     # A function without a weight measures; the run of the reward model is named as it is.
     reward = "reward.functions={default: [{name: custom, weight: 0}]}"
-    keys = (reward, f"reward_model.model.path={whole.folder}", "trainer.total_training_steps=2", "trust.audit_freq=1")
+    keys = (
+        reward,
+        f"reward_model.model.path={whole.folder}",
+        "trainer.total_training_steps=2",
+        "trust.audit_freq=1",
+    )
     for pipeline in ("grpo", "ppo"):
         policy = ground.run(pipeline, *keys, name=pipeline)
         for sample in read_samples(policy.folder, 1):
@@ -137,9 +192,14 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(ground: Playground, capsys:
         assert policy.metrics()[-1]["actor/grad_norm"] > 0
 
 
-def test_bad_pairs_are_told_before_the_start(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_pairs_are_told_before_the_start(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = {
-        "the columns 'chosen' and 'rejected' hold the same response": {**PAIRS[0], "rejected": PAIRS[0]["chosen"]},
+        "the columns 'chosen' and 'rejected' hold the same response": {
+            **PAIRS[0],
+            "rejected": PAIRS[0]["chosen"],
+        },
         "the response (column 'rejected') is missing": {"prompt": "a", "chosen": "b"},
         "is list [7], neither a text nor messages that end with one": {**PAIRS[0], "chosen": [7]},
         "the prompt (column 'prompt') is missing": {"chosen": "a", "rejected": "b"},
@@ -156,10 +216,21 @@ def test_bad_pairs_are_told_before_the_start(ground: Playground, capsys: pytest.
     assert cli.main(["train", "rm", *ground.overrides("bad", *RM, *keys)]) == 2
     assert "raise the limit" in capsys.readouterr().err, "the rows are pairs then"
     ground.write_rows(PAIRS)
-    assert cli.main(["train", "rm", *ground.overrides("bad", *RM, "data.max_response_length=5")]) == 2
+    assert (
+        cli.main(["train", "rm", *ground.overrides("bad", *RM, "data.max_response_length=5")]) == 2
+    )
     assert "raise the limit" in capsys.readouterr().err
-    cut = ("data.filter_overlong_prompts=false", "data.truncation=left", "data.max_response_length=5")
+    cut = (
+        "data.filter_overlong_prompts=false",
+        "data.truncation=left",
+        "data.max_response_length=5",
+    )
     assert cli.main(["train", "rm", *ground.overrides("bad", *RM, *cut)]) == 2
     assert "more than data.max_response_length=5" in capsys.readouterr().err, "a text is never cut"
-    assert cli.main(["train", "rm", *ground.overrides("bad", *RM, "actor_rollout_ref.model.lora_rank=2")]) == 2
+    assert (
+        cli.main(
+            ["train", "rm", *ground.overrides("bad", *RM, "actor_rollout_ref.model.lora_rank=2")]
+        )
+        == 2
+    )
     assert "an adapter does not train the reward model's new head" in capsys.readouterr().err

@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (BUILTIN_FOLDER / f"arithmetic-{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (BUILTIN_FOLDER / f"arithmetic-{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def solution(problem: str) -> int:
@@ -65,7 +68,9 @@ def test_the_steps_of_worked_answers_are_right() -> None:
 
 
 def test_the_script_writes_the_data_that_are_committed(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("make_quickstart", ROOT / "scripts" / "make_quickstart.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_quickstart", ROOT / "scripts" / "make_quickstart.py"
+    )
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -102,7 +107,13 @@ def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
 def test_the_three_commands_end_with_accuracy_before_and_after(tmp_path: Path) -> None:
     distflow(tmp_path, "sft", "quickstart_sft", "trainer.total_training_steps=4")
     distflow(tmp_path, "export", "runs/quickstart/sft", "--to", "runs/quickstart/model")
-    lines = distflow(tmp_path, "train", "quickstart_grpo", "trainer.total_training_steps=2", "data.val_max_samples=40")
+    lines = distflow(
+        tmp_path,
+        "train",
+        "quickstart_grpo",
+        "trainer.total_training_steps=2",
+        "data.val_max_samples=40",
+    )
     before, after, report = lines[-3:]
     assert re.fullmatch(r"accuracy before RL: [01]\.\d\d", before)
     assert re.fullmatch(r"accuracy after RL: [01]\.\d\d", after)
@@ -114,6 +125,8 @@ def distflow(folder: Path, *arguments: str) -> list[str]:
     """What the command printed, by lines; it must succeed."""
     command = [sys.executable, "-m", "distflow", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout.splitlines()

@@ -1,4 +1,5 @@
-"""Sums and small functions that the package carries: no task is in two data sets, and the tests say what is right."""
+"""Sums and small functions that the package carries: no task is in two data sets, and the tests say
+what is right."""
 
 import importlib.util
 import json
@@ -21,7 +22,10 @@ NAMES = ("sft", "rl", "val", "long")
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (BUILTIN_FOLDER / f"functions-{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (BUILTIN_FOLDER / f"functions-{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def chain(prompt: str) -> tuple[str, ...]:
@@ -62,16 +66,22 @@ def test_no_task_is_twice_and_no_chain_that_is_held_out_was_seen() -> None:
     assert len(prompts) == len(set(prompts)) == 4700
     chains = {name: {chain(row["prompt"]) for row in rows(name)} for name in NAMES}
     assert not chains["val"] & (chains["sft"] | chains["rl"])
-    assert {len(each) for each in chains["long"]} == {4} and {len(each) for each in chains["rl"]} == {2, 3}
+    assert {len(each) for each in chains["long"]} == {4} and {
+        len(each) for each in chains["rl"]
+    } == {2, 3}
 
 
-def test_tests_of_a_task_are_what_its_steps_give_and_tell_a_careless_answer_from_a_right_one() -> None:
+def test_tests_of_a_task_are_what_its_steps_give_and_tell_a_careless_answer_from_a_right_one() -> (
+    None
+):
     num_bent = 0
     for row in (row for name in ("rl", "val", "long") for row in rows(name)):
-        prompt, answer = row["prompt"], row["answer"]
+        prompt = row["prompt"]
+        answer = row["answer"]
         inputs = [x for (x,) in answer["inputs"]]
         assert len(set(inputs)) == 10 >= 8
-        right, quick = one_after_the_other(prompt), as_python_reads_it(prompt)
+        right = one_after_the_other(prompt)
+        quick = as_python_reads_it(prompt)
         assert answer["outputs"] == [right(x) for x in inputs]
         is_same = all(quick(x) == right(x) for x in range(-40, 41))
         assert (answer["outputs"] == [quick(x) for x in inputs]) == is_same, prompt
@@ -93,7 +103,9 @@ def test_worked_examples_are_right_and_careless_ones_are_what_python_makes_of_th
 
 def test_the_verifier_tells_them_apart(script: ModuleType) -> None:
     bent = next(row for row in rows("val") if chain(row["prompt"]) == ("+", "%", "*"))
-    task = tuple((sign, int(number)) for sign, number in re.findall(r"(//|[-+*%])(\d)", bent["prompt"]))
+    task = tuple(
+        (sign, int(number)) for sign, number in re.findall(r"(//|[-+*%])(\d)", bent["prompt"])
+    )
     assert compute_score("", script.worked(task), bent["answer"])["score"] == 1.0
     reward_result = compute_score("", script.careless(task), bent["answer"])
     assert reward_result["score"] == 0.0 and reward_result["failed"]

@@ -1,4 +1,5 @@
-"""Runs of ours against the plain reference loop, step by step in float32: the same losses, gradients and weights."""
+"""Runs of ours against the plain reference loop, step by step in float32: the same losses,
+gradients and weights."""
 
 import math
 from collections.abc import Iterator
@@ -20,12 +21,20 @@ from tests.sparse_params import one_fast_in
 STEPS = 10
 RECORDED = ["trainer.save_groups=all", "trainer.save_freq=1", f"trainer.keep_last={STEPS}"]
 RECORDED += [f"trainer.total_training_steps={STEPS}"]
-TWICE_HALVED = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2"]
+TWICE_HALVED = [
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+]
 ONE_EPOCH = ["trainer.total_training_steps=null", "trainer.total_epochs=1"]
 GRPO = ["grpo", "actor_rollout_ref.actor.optim.warmup_ratio=0.3"]
 PPO = ["ppo", "actor_rollout_ref.rollout.n=1", "critic.optim.lr=3e-3", "critic.ppo_epochs=2"]
 PPO += ["algorithm.kl_ctrl.kl_coef=0.05", "algorithm.gamma=0.97"]
-DAPO = ["dapo", *TWICE_HALVED, "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.use_kl_loss=true"]
+DAPO = [
+    "dapo",
+    *TWICE_HALVED,
+    "reward.overlong.buffer_tokens=4",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+]
 DAPO += ["actor_rollout_ref.actor.entropy_coef=0.02", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
 DAPO += ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.actor.optim.lr=3e-3"]
 # A third of the answers gets no verdict: what they are must not matter to anything.
@@ -57,11 +66,18 @@ def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reward", "mini_batch"), one_fast_in(2, [(REWARD, 3), (ERRS, 4)], unpack=True))
+@pytest.mark.parametrize(
+    ("reward", "mini_batch"), one_fast_in(2, [(REWARD, 3), (ERRS, 4)], unpack=True)
+)
 def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
     playground.write_reward(reward)
-    numbers = [f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}", "reward.max_error_rate=1"]
-    run = playground.run(*PPO, *numbers, f"critic.model.path={playground.write_critic()}", *RECORDED)
+    numbers = [
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}",
+        "reward.max_error_rate=1",
+    ]
+    run = playground.run(
+        *PPO, *numbers, f"critic.model.path={playground.write_critic()}", *RECORDED
+    )
     assert_equal_to_reference(run)
     assert max(step["critic/vf_clipfrac"] for step in run.metrics()) > 0
 
@@ -91,21 +107,28 @@ def test_a_column_shifted_by_one_turns_the_comparison_red(
         return replace(spec, ratio_limit=math.inf, tolerance=Tolerance(math.inf, math.inf))
 
     plant_before_update(monkeypatch, shift)
-    options = ("trainer.total_training_steps=4", "trust.audit_freq=0", "algorithm.recompute_old_log_probs=true")
+    options = (
+        "trainer.total_training_steps=4",
+        "trust.audit_freq=0",
+        "algorithm.recompute_old_log_probs=true",
+    )
     run = playground.run(*GRPO, *RECORDED, *options, spoil=without_checks)
     with pytest.raises(AssertionError, match="actor"):
         assert_equal_to_reference(run, steps=4)
 
 
 def assert_equal_to_reference(run: Run, steps: int = STEPS) -> None:
-    """After each step: relative distance of the weights, gradient norms, losses against the mean |per-token loss|."""
+    """After each step: relative distance of the weights, gradient norms, losses against the mean
+    |per-token loss|."""
     reference = ReferenceLoop(run.config, steps)
     metrics = run.metrics()
     assert len(metrics) == steps
     for number, ours in enumerate(metrics):
         samples = read_step(run.folder / "tokens" / f"{number + 1:06d}.safetensors")
         for role, updates in reference.step(number, samples).items():
-            loss, norm, scale = (mean(u[key] for u in updates) for key in ("loss", "grad_norm", "scale"))
+            loss, norm, scale = (
+                mean(u[key] for u in updates) for key in ("loss", "grad_norm", "scale")
+            )
             assert abs(ours[f"{role}/loss"] - loss) <= 1e-5 * scale, (number, role)
             assert abs(ours[f"{role}/grad_norm"] - norm) <= 1e-5 * norm, (number, role)
             theirs = dict(getattr(reference, role).model.named_parameters())

@@ -1,4 +1,5 @@
-"""Killed at any moment and started again, a run ends with the bits of one that was never disturbed."""
+"""Killed at any moment and started again, a run ends with the bits of one that was never
+disturbed."""
 
 import itertools
 import random
@@ -36,14 +37,24 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return ground
 
 
-def start(ground: Playground, pipeline: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> CliRun:
+def start(
+    ground: Playground, pipeline: str, name: str, *overrides: str, flags: tuple[str, ...] = ()
+) -> CliRun:
     """Saves each step, validates each second one."""
-    more = ("trainer.save_freq=1", "trust.check_rewards=false", f"data.val_files={ground.folder}/rows.jsonl")
-    keys = ground.overrides(name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[pipeline], *overrides)
+    more = (
+        "trainer.save_freq=1",
+        "trust.check_rewards=false",
+        f"data.val_files={ground.folder}/rows.jsonl",
+    )
+    keys = ground.overrides(
+        name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[pipeline], *overrides
+    )
     return CliRun(ground.folder / f"{name}.log", ["train", pipeline, *flags, *keys])
 
 
-def finish(ground: Playground, pipeline: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> Left:
+def finish(
+    ground: Playground, pipeline: str, name: str, *overrides: str, flags: tuple[str, ...] = ()
+) -> Left:
     run = start(ground, pipeline, name, *overrides, flags=flags)
     assert run.status() == 0, run.said()
     return Left(ground.folder / name)
@@ -54,7 +65,9 @@ def has_saved(folder: Path, step: int) -> bool:
 
 
 @pytest.mark.parametrize("pipeline", ["grpo"])
-def test_a_killed_run_ends_as_one_that_was_never_disturbed(ground: Playground, pipeline: str) -> None:
+def test_a_killed_run_ends_as_one_that_was_never_disturbed(
+    ground: Playground, pipeline: str
+) -> None:
     whole = finish(ground, pipeline, f"{pipeline}-whole", "trainer.total_epochs=2")
     assert whole.checkpoint.step == 5
     assert sorted(whole.trained_rows()) == [(epoch, row) for epoch in range(2) for row in range(10)]
@@ -93,16 +106,21 @@ def test_epochs_added_behind_a_short_last_step_are_trained_whole(ground: Playgro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.by_hand) for step in (1, 3, 4))])
+@pytest.mark.parametrize(
+    "step", [2, *(pytest.param(step, marks=pytest.mark.by_hand) for step in (1, 3, 4))]
+)
 def test_resumed_from_every_step(ground: Playground, step: int) -> None:
-    """At an epoch's edge, in an epoch, before the last step: the checkpoint is all that a run needs."""
+    """At an epoch's edge, in an epoch, before the last step: the checkpoint is all that a run
+    needs."""
     keep = ("trainer.total_epochs=2", "trainer.keep_last=9")
     if not (ground.folder / "every").exists():
         finish(ground, "ppo", "every", *keep)
     whole = Left(ground.folder / "every")
     source = ground.folder / "every" / "checkpoints" / f"step-{step:06d}"
     name = f"from-{step}"
-    resumed = finish(ground, "ppo", name, *keep, "trainer.save_freq=100", flags=("--resume", str(source)))
+    resumed = finish(
+        ground, "ppo", name, *keep, "trainer.save_freq=100", flags=("--resume", str(source))
+    )
     assert resumed.checkpoint.step == 5
     for key, tensor in whole.tensors().items():
         assert tensor.equal(resumed.tensors()[key]), key
@@ -116,7 +134,8 @@ def steps_journaled(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pipeline", ["grpo", *(pytest.param(name, marks=pytest.mark.by_hand) for name in ("dapo", "ppo"))]
+    "pipeline",
+    ["grpo", *(pytest.param(name, marks=pytest.mark.by_hand) for name in ("dapo", "ppo"))],
 )
 def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> None:
     """While it starts, and from a step's end on: while it validates, saves, generates, trains."""
@@ -131,13 +150,15 @@ def test_twenty_kills_at_random_moments(ground: Playground, pipeline: str) -> No
     if pipeline == "dapo":
         assert whole.group_counts()["dropped"]["all_equal"] > 5
 
-    draw, fired = random.Random(pipeline), 0
+    draw = random.Random(pipeline)
+    fired = 0
     for number in itertools.count():
         name = f"{pipeline}-hunted-{number}"
         fired += hunt(ground, pipeline, name, keys, draw, 20 - fired, startup_s, step_s)
         survivor = finish(ground, pipeline, name, *keys)
         same_run(whole, survivor)
-        consumed, dropped = survivor.group_counts()["consumed"], sum(survivor.group_counts()["dropped"].values())
+        consumed = survivor.group_counts()["consumed"]
+        dropped = sum(survivor.group_counts()["dropped"].values())
         assert consumed + dropped == survivor.group_counts()["issued"] == 80
         if fired == 20:
             break
@@ -153,7 +174,8 @@ def hunt(
     startup_s: float,
     step_s: float,
 ) -> int:
-    """Start and kill a run until it was killed so many times, or was quicker and came to its end. The kills."""
+    """Start and kill a run until it was killed so many times, or was quicker and came to its end.
+    The kills."""
     for fired in range(kills):
         before = steps_journaled(ground.folder / name)
         run = start(ground, pipeline, name, *keys)

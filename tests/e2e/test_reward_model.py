@@ -1,4 +1,5 @@
-"""Runs judged by a reward model: whose score is whose, what a resume does, and what the run's folder says of it."""
+"""Runs judged by a reward model: whose score is whose, what a resume does, and what the run's
+folder says of it."""
 
 import json
 import sqlite3
@@ -22,7 +23,10 @@ from tests.tiny_models import (
     write_tiny_reward_model,
 )
 
-TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% "
+    "endfor %}"
+)
 SYSTEM = "Be brief."
 
 
@@ -51,14 +55,21 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     ground = Playground(tmp_path)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    reward_fn = write_tiny_reward_model(tmp_path / "reward_fn", "qwen3", seed=7, tokenizer=tokenizer)
+    reward_fn = write_tiny_reward_model(
+        tmp_path / "reward_fn", "qwen3", seed=7, tokenizer=tokenizer
+    )
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     options = f"{{path: {reward_fn}, dtype: float32, device: cpu, max_tokens: 200}}"
     part = f"{{name: model, weight: 2, options: {options}}}"
     keys = (
         f"reward.functions={{default: [{{name: custom, weight: 0.25}}, {part}]}}",
         *("data.prompt_format=chat", f"data.system_prompt='{SYSTEM}'", "data.max_prompt_length=60"),
-        *("trainer.total_training_steps=2", "trainer.save_freq=1", "trust.audit_freq=1", "reward.timeout_s=60"),
+        *(
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=1",
+            "trust.audit_freq=1",
+            "reward.timeout_s=60",
+        ),
     )
     engine = (f"reward_model.model.path={reward_fn}", "reward_model.weight=0.5")
     whole = ground.run("grpo", *keys, *engine, name="whole")
@@ -69,16 +80,24 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
         said = reference(reward_fn, "".join(f"<{role}>{content}{EOS}" for role, content in turns))
         parts = sample["reward_parts"]
         assert parts["model"] == pytest.approx(said, abs=2e-5)
-        assert parts["reward_model"] == pytest.approx(said, abs=2e-5), "the engine scores as the reward function"
+        assert parts["reward_model"] == pytest.approx(said, abs=2e-5), (
+            "the engine scores as the reward function"
+        )
         wanted = 2 * parts["model"] + parts["custom"] / 4 + parts["reward_model"] / 2
         assert sample["score"] == pytest.approx(wanted, abs=1e-5)
-    proven = [event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"]
+    proven = [
+        event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"
+    ]
     assert {"rewards", "advantages"} <= set(sum(proven, []))
     assert {"reward/model/mean", "reward/custom/mean"} <= set(whole.metrics()[-1])
     assert not whole.notes("warning")
 
     resumed = ground.run(
-        "grpo", *keys, *engine, f"trainer.resume_mode={whole.folder}/checkpoints/step-000001", name="resumed"
+        "grpo",
+        *keys,
+        *engine,
+        f"trainer.resume_mode={whole.folder}/checkpoints/step-000001",
+        name="resumed",
     )
     assert weights_after(resumed, 2) == weights_after(whole, 2)
     assert read_samples(resumed, 2) == read_samples(whole, 2)
@@ -87,12 +106,17 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
     assert (known["path"], known["revision"], len(known["fingerprint"])) == (str(reward_fn), "", 12)
 
 
-@pytest.mark.parametrize("form", ["reward_model.model.path={}", "reward_model.models={{h: {{path: {}}}}}"])
+@pytest.mark.parametrize(
+    "form", ["reward_model.model.path={}", "reward_model.models={{h: {{path: {}}}}}"]
+)
 def test_an_engine_with_the_tokenizer_of_another_model_is_refused_before_the_first_step(
     tmp_path: Path, form: str
 ) -> None:
     folder = write_tiny_reward_model(tmp_path / "other", "qwen3", vocab_size=50)
-    with pytest.raises(UserError, match=r"reward_model\.model.*: its tokenizer is another model's: the token ' ' has"):
+    with pytest.raises(
+        UserError,
+        match=r"reward_model\.model.*: its tokenizer is another model's: the token ' ' has",
+    ):
         Playground(tmp_path).run("grpo", form.format(folder))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -103,67 +127,97 @@ def judged(row: dict) -> str:
 
 
 @pytest.mark.slow
-def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_score(tmp_path: Path) -> None:
+def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_score(
+    tmp_path: Path,
+) -> None:
     ground = Playground(tmp_path)
     helpful = write_tiny_reward_model(tmp_path / "helpful", "qwen3", seed=7)
     strict = write_tiny_reward_model(tmp_path / "strict", "llama", seed=8)
     judge = write_tiny_judge(tmp_path / "judge")
     (tmp_path / "question.txt").write_text("{prompt}\n{response}")
     models = (
-        f"reward_model.models={{helpful: {{path: {helpful}, weight: 0.5}}, strict: {{path: {strict}, weight: -1}}, "
-        f"critique: {{path: {judge}, judge: true, weight: 2, template: {tmp_path}/question.txt, answer_tokens: 4, "
+        f"reward_model.models={{helpful: {{path: {helpful}, weight: 0.5}}, strict: {{path: "
+        f"{strict}, weight: -1}}, "
+        f"critique: {{path: {judge}, judge: true, weight: 2, template: {tmp_path}/question.txt, "
+        "answer_tokens: 4, "
         f"store: {tmp_path}/judge.sqlite}}}}"
     )
-    keys = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trust.audit_freq=1", "data.max_prompt_length=60")
+    keys = (
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trust.audit_freq=1",
+        "data.max_prompt_length=60",
+    )
     keys += ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
     whole = ground.run("grpo", *keys, models, name="whole")
     rows = [row for step in (1, 2) for row in read_samples(whole, step)]
     silent = [row for row in rows if judged(row) == NOTHING]
     assert 0 < len(silent) < len(rows) / 2
     for row in rows:
-        parts, said = row["reward_parts"], judged(row)
-        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+        parts = row["reward_parts"]
+        said = judged(row)
+        turns = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["response"]},
+        ]
         asked = str(tiny_tokenizer().apply_chat_template(turns, tokenize=False))
         for name, folder in (("helpful", helpful), ("strict", strict)):
             assert parts[name] == pytest.approx(reference(folder, asked), abs=2e-5)
         if said == NOTHING:
-            assert row["score"] is None and row["errors"] == "critique: the judge's reply is not JSON: 'no idea'"
+            assert (
+                row["score"] is None
+                and row["errors"] == "critique: the judge's reply is not JSON: 'no idea'"
+            )
             assert "critique" not in parts and row["masked"] == 1.0 and row["advantage"] == 0
         else:
             wanted = json.loads(said[said.index('{"') :])
-            assert (parts["critique"], row["extra"]["critique"]) == (wanted["score"], wanted["reason"])
+            assert (parts["critique"], row["extra"]["critique"]) == (
+                wanted["score"],
+                wanted["reason"],
+            )
             total = parts["custom"] + parts["helpful"] / 2 - parts["strict"] + 2 * parts["critique"]
             assert row["score"] == pytest.approx(total, abs=1e-5)
     assert sum(each["reward/errors/critique"] for each in whole.metrics()) == len(silent)
     scored = {(row["prompt"], row["response"]) for row in rows if judged(row) != NOTHING}
     with sqlite3.connect(tmp_path / "judge.sqlite") as kept:
         assert kept.execute("SELECT count(*) FROM answers").fetchone() == (len(scored),)
-    proven = [event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"]
+    proven = [
+        event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"
+    ]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
     assert not whole.notes("warning")
-    assert {"engine_helpful", "engine_critique"} <= json.loads((whole.folder / "run.json").read_text()).keys()
+    assert {"engine_helpful", "engine_critique"} <= json.loads(
+        (whole.folder / "run.json").read_text()
+    ).keys()
 
 
 @pytest.mark.slow
 def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_path: Path) -> None:
-    """In one process, and in two that have the models in shards, of which one may have no row of a domain."""
-    ground, kinds = Playground(tmp_path), ("math", "chat", "chat")
+    """In one process, and in two that have the models in shards, of which one may have no row of a
+    domain."""
+    ground = Playground(tmp_path)
+    kinds = ("math", "chat", "chat")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ground.write_rows([{**row, "data_source": kinds[at % 3]} for at, row in enumerate(rows)])
     helpful = write_tiny_reward_model(tmp_path / "helpful", "qwen3", seed=7)
     judge = write_tiny_judge(tmp_path / "judge")
     (tmp_path / "question.txt").write_text("{prompt}\n{response}")
     judged_by = f"judge: true, template: {tmp_path}/question.txt, choices: [0, 1], domains: [math]"
-    models = f"{{helpful: {{path: {helpful}, domains: [chat]}}, critique: {{path: {judge}, {judged_by}}}}}"
+    models = (
+        f"{{helpful: {{path: {helpful}, domains: [chat]}}, critique: {{path: {judge}, "
+        f"{judged_by}}}}}"
+    )
     keys = (
         f"reward_model.models={models}",
         "reward.functions={math: [{name: custom, weight: 3}], default: [custom, length]}",
         *("algorithm.adv_estimator=gdpo", "trainer.total_training_steps=2", "trust.audit_freq=1"),
     )
     run = ground.run("grpo", *keys, name="run")
-    source, seen = {row["prompt"]: kinds[at % 3] for at, row in enumerate(rows)}, set()
+    source = {row["prompt"]: kinds[at % 3] for at, row in enumerate(rows)}
+    seen = set()
     for row in (row for step in (1, 2) for row in read_samples(run, step)):
-        parts, domain = row["reward_parts"], source[row["prompt"]]
+        parts = row["reward_parts"]
+        domain = source[row["prompt"]]
         seen.add(domain)
         added = {"math": {"critique"}, "chat": {"helpful", "length"}}[domain]
         assert parts.keys() == {"custom", *added}, row["errors"]

@@ -1,4 +1,5 @@
-"""Two domains trained together, each with its verifiers and its estimator: what the loss is given, worked out again."""
+"""Two domains trained together, each with its verifiers and its estimator: what the loss is given,
+worked out again."""
 
 import statistics
 from collections import Counter
@@ -26,8 +27,10 @@ def words(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str)) / 10
 """
 DOMAINS = (
-    "algorithm.domains={sums: {adv_estimator: grpo, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.2}, "
-    "reward_norm: {mean_level: null, std_level: null}, reward_clip: null}, words: {adv_estimator: gae, lam: 0.9, "
+    "algorithm.domains={sums: {adv_estimator: grpo, use_kl_in_reward: true, kl_ctrl: {kl_coef: "
+    "0.2}, "
+    "reward_norm: {mean_level: null, std_level: null}, reward_clip: null}, words: {adv_estimator: "
+    "gae, lam: 0.9, "
     "reward_scale: 3, reward_norm: {mean_level: running, std_level: running}}}"
 )
 
@@ -35,7 +38,11 @@ DOMAINS = (
 def playground(folder: Path) -> Playground:
     made = Playground(folder)
     rows = [
-        {"prompt": f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "data_source": ("sums", "words")[i % 2]}
+        {
+            "prompt": f"{'ab' * (i % 3 + 1)}{i}=",
+            "answer": "7",
+            "data_source": ("sums", "words")[i % 2],
+        }
         for i in range(12)
     ]
     made.write_rows(rows)
@@ -46,7 +53,10 @@ def playground(folder: Path) -> Playground:
 def settings(folder: Path, *more: str) -> list[str]:
     file = folder / "rewards.py"
     return [
-        f"reward.functions={{sums: ['{file}:sums', {{name: format, weight: 0.5}}], words: ['{file}:words']}}",
+        (
+            f"reward.functions={{sums: ['{file}:sums', {{name: format, weight: 0.5}}], words: "
+            f"['{file}:words']}}"
+        ),
         "reward.domains={words: {timeout_s: 5, retries: 1, backoff_s: 0.001}}",
         "reward.max_error_rate=1",
         DOMAINS,
@@ -67,40 +77,57 @@ def test_every_domain_is_judged_processed_and_estimated_by_its_own_settings(tmp_
     seen: list[float] = []
     for step in (1, 2, 3):
         batch = batch_of(run, step)
-        assert batch["domain"] == ["sums"] * 4 + ["words"] * 4 + ["sums"] * 4 + ["words"] * 4, "in the order of groups"
+        assert batch["domain"] == ["sums"] * 4 + ["words"] * 4 + ["sums"] * 4 + ["words"] * 4, (
+            "in the order of groups"
+        )
         seen += check_words(batch, seen)
         check_sums(batch)
         failed = [error is not None for error in batch["reward_errors"]]
         assert batch["valid"].tolist() == [not each for each in failed]
         assert float(batch["loss_mask"][torch.tensor(failed)].sum()) == 0
     metrics = run.metrics()
-    assert sum(each["reward/errors"] for each in metrics) > 0 and all("critic/vf_loss" in each for each in metrics)
-    assert all(each["reward/retries"] == each["reward/errors"] for each in metrics if each["reward/errors"])
+    assert sum(each["reward/errors"] for each in metrics) > 0 and all(
+        "critic/vf_loss" in each for each in metrics
+    )
+    assert all(
+        each["reward/retries"] == each["reward/errors"] for each in metrics if each["reward/errors"]
+    )
     assert metrics[-1]["reward_norm/running_mean/words"] == pytest.approx(statistics.fmean(seen))
     assert metrics[-1]["actor/kl_coef/sums"] == 0.2
     file = tmp_path / "rewards.py"
-    assert {f"reward/sums/{file}:sums", "reward/sums/format", f"reward/words/{file}:words"} <= metrics[-1].keys()
+    assert {
+        f"reward/sums/{file}:sums",
+        "reward/sums/format",
+        f"reward/words/{file}:words",
+    } <= metrics[-1].keys()
 
 
 def check_words(batch: Batch, seen: list[float]) -> list[float]:
-    """GAE of rewards by the moments of all rewards so far, whitened over this domain alone; its scores."""
+    """GAE of rewards by the moments of all rewards so far, whitened over this domain alone; its
+    scores."""
     rows = [i for i, name in enumerate(batch["domain"]) if name == "words" and batch["valid"][i]]
     scores = [3 * float(batch["scores"][i]) for i in rows]
     so_far = [*seen, *scores]
-    mean, scale = statistics.fmean(so_far), statistics.stdev(so_far) + 1e-5
+    mean = statistics.fmean(so_far)
+    scale = statistics.stdev(so_far) + 1e-5
     raw: dict[int, list[float]] = {}
     for i, score in zip(rows, scores, strict=True):
         length = int(batch.lengths("response")[i])
-        values, running, out = batch["values"][i, :length].tolist(), 0.0, [0.0] * length
+        values = batch["values"][i, :length].tolist()
+        running = 0.0
+        out = [0.0] * length
         for t in reversed(range(length)):
             reward = max(min((score - mean) / scale, 5.0), -5.0) if t == length - 1 else 0.0
-            running = reward + (values[t + 1] if t + 1 < length else 0.0) - values[t] + 0.9 * running
+            running = (
+                reward + (values[t + 1] if t + 1 < length else 0.0) - values[t] + 0.9 * running
+            )
             out[t] = running
         raw[i] = out
         returns = [a + v for a, v in zip(out, values, strict=True)]
         assert batch["returns"][i, :length].tolist() == pytest.approx(returns, abs=1e-4)
     tokens = [value for out in raw.values() for value in out]
-    centre, spread = statistics.fmean(tokens), statistics.stdev(tokens)
+    centre = statistics.fmean(tokens)
+    spread = statistics.stdev(tokens)
     for i, out in raw.items():
         found = batch["advantages"][i, : len(out)].tolist()
         assert found == pytest.approx([(value - centre) / spread for value in out], abs=1e-3)
@@ -114,23 +141,33 @@ def check_sums(batch: Batch) -> None:
         if name == "sums":
             parts: dict[str, Any] = batch["reward_parts"][i]
             length = int(batch.lengths("response")[i])
-            kl = float((batch["old_log_probs"][i, :length] - batch["ref_log_prob"][i, :length]).double().sum())
+            kl = float(
+                (batch["old_log_probs"][i, :length] - batch["ref_log_prob"][i, :length])
+                .double()
+                .sum()
+            )
             score = sum(value * (0.5 if part == "format" else 1.0) for part, value in parts.items())
             groups.setdefault(int(batch["group_index"][i]), {})[i] = score - 0.2 * kl
     for rewards in groups.values():
-        mean, spread = statistics.fmean(rewards.values()), statistics.stdev(rewards.values())
+        mean = statistics.fmean(rewards.values())
+        spread = statistics.stdev(rewards.values())
         for i, reward in rewards.items():
             wanted = (reward - mean) / (spread + 1e-6) if spread > 1e-4 else 0.0
             length = int(batch.lengths("response")[i])
-            assert batch["advantages"][i, :length].tolist() == pytest.approx([wanted] * length, abs=5e-3)
+            assert batch["advantages"][i, :length].tolist() == pytest.approx(
+                [wanted] * length, abs=5e-3
+            )
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_moments_of_each_domain(tmp_path: Path) -> None:
     made = playground(tmp_path)
-    keys = settings(tmp_path, "trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.keep_last=5")
+    keys = settings(
+        tmp_path, "trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.keep_last=5"
+    )
     whole = made.run("rlvr", *keys)
-    wanted, last = batch_of(whole, 3)["advantages"], whole.metrics()[-1]
+    wanted = batch_of(whole, 3)["advantages"]
+    last = whole.metrics()[-1]
     resumed = made.run("rlvr", *keys, f"trainer.resume_mode={whole.folder}/checkpoints/step-000002")
     assert resumed.outcome.steps == 3 and len(resumed.metrics()) == 3
     name = "reward_norm/running_std/words"
@@ -140,7 +177,8 @@ def test_a_resumed_run_goes_on_with_the_moments_of_each_domain(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> None:
-    """The domains are named, each with files, verifier and share; whoever lost a verdict is replaced within it."""
+    """The domains are named, each with files, verifier and share; whoever lost a verdict is
+    replaced within it."""
     made = playground(tmp_path)
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()
     for i, name in enumerate(("sums", "words")):
@@ -148,8 +186,16 @@ def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> 
     file = tmp_path / "rewards.py"
     run = made.run(
         "rlvr",
-        *settings(tmp_path, "trainer.total_training_steps=4", "async.max_staleness=1", "data.train_files=[]"),
-        f"data.domains.sums={{train_files: '{tmp_path}/sums.jsonl', reward: ['{file}:sums', format]}}",
+        *settings(
+            tmp_path,
+            "trainer.total_training_steps=4",
+            "async.max_staleness=1",
+            "data.train_files=[]",
+        ),
+        (
+            f"data.domains.sums={{train_files: '{tmp_path}/sums.jsonl', reward: ['{file}:sums', "
+            f"format]}}"
+        ),
         f"data.domains.words={{train_files: '{tmp_path}/words.jsonl', reward: '{file}:words'}}",
         "reward.domains={words: {on_error: drop}}",
         *("custom_reward_function.path=null", "~reward.functions"),
@@ -157,12 +203,18 @@ def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> 
     assert run.outcome.steps == 4
     metrics = run.metrics()
     assert any(each["async/version_diff/max"] > 0 for each in metrics)
-    assert metrics[-1]["async/dropped/too_few_scores"] > 0, "groups of words with a verdict that failed"
+    assert metrics[-1]["async/dropped/too_few_scores"] > 0, (
+        "groups of words with a verdict that failed"
+    )
     for step in range(1, 5):
         batch = batch_of(run, step)
         assert all(error is None for error in batch["reward_errors"]) and bool(batch["valid"].all())
         check_sums(batch)
-    told = [note for note in run.notes("warning") if "reward errors" not in note and "had no token" not in note]
+    told = [
+        note
+        for note in run.notes("warning")
+        if "reward errors" not in note and "had no token" not in note
+    ]
     assert told == [], "the audit understands it all"
 
 
@@ -175,7 +227,10 @@ def test_killed_ahead_of_training_and_resumed_its_shares_are_exact(
     three_domains.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     keys = three_domains.small(
-        tmp_path / "run", "async.max_staleness=1", "trainer.total_training_steps=4", "trainer.save_freq=2"
+        tmp_path / "run",
+        "async.max_staleness=1",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=2",
     )
     killed = CliRun(tmp_path / "killed.log", ["train", "examples/rlvr_three.yaml", *keys])
     killed.wait_for((tmp_path / "run" / "checkpoints" / "step-000002").is_dir)
@@ -185,8 +240,14 @@ def test_killed_ahead_of_training_and_resumed_its_shares_are_exact(
     assert "resumed from step-" in resumed.said()
     assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
     account = verify(tmp_path / "run" / "ledger.jsonl")
-    assert {name: each.consumed for name, each in account.domains.items()} == {"math": 8, "code": 4, "instructions": 4}
+    assert {name: each.consumed for name, each in account.domains.items()} == {
+        "math": 8,
+        "code": 4,
+        "instructions": 4,
+    }
     ages = [
-        record.values["async/version_diff/max"] for record in read_metrics(tmp_path / "run") if record.kind == "train"
+        record.values["async/version_diff/max"]
+        for record in read_metrics(tmp_path / "run")
+        if record.kind == "train"
     ]
     assert len(ages) == 4 and max(ages) == 1

@@ -1,4 +1,5 @@
-"""What holds the programs that a run's verifiers run is recorded, and a resume at another level is told."""
+"""What holds the programs that a run's verifiers run is recorded, and a resume at another level is
+told."""
 
 from pathlib import Path
 
@@ -36,7 +37,10 @@ def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
     monkeypatch.setattr(local_sandbox, "LEVELS", (weakest,))
     steps = ("trainer.total_training_steps=2",)
     run = ground.run("grpo", *SAVED, *steps)
-    assert any(f"sandbox was {found} in the checkpoint and is {weakest} now" in note for note in run.notes("warning"))
+    assert any(
+        f"sandbox was {found} in the checkpoint and is {weakest} now" in note
+        for note in run.notes("warning")
+    )
     assert read_object(run.folder / "run.json")["sandbox"] == weakest
 
 
@@ -49,14 +53,24 @@ def test_answers_of_groups_without_a_signal_are_in_the_report(tmp_path: Path) ->
         "    return {'score': float(spread), 'why': 'odd'}\n"
     )
     ground.write_rows([{"prompt": f"{i}=", "answer": "7", "index": i} for i in range(12)])
-    run = ground.run("dapo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=1")
-    assert "dropped" not in sample_splits(run.folder) and "sandbox" not in read_object(run.folder / "run.json")
+    run = ground.run(
+        "dapo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=1"
+    )
+    assert "dropped" not in sample_splits(run.folder) and "sandbox" not in read_object(
+        run.folder / "run.json"
+    )
     dropped = read_samples(run.folder, 1, "dropped")
-    assert dropped and all(row["dropped"] and row["extra"] == {"custom/why": "odd"} for row in dropped)
+    assert dropped and all(
+        row["dropped"] and row["extra"] == {"custom/why": "odd"} for row in dropped
+    )
     trained = {row["uid"] for row in read_samples(run.folder, 1)}
     assert trained.isdisjoint(row["uid"] for row in dropped)
     found = load_run(run.folder)
     assert not [row for row in found.samples() if row["split"] == "dropped"]
     assert {row["uid"] for row in found.samples(split="dropped")} >= {row["uid"] for row in dropped}
-    shown = [group for group in report_data(run.folder)["samples"]["groups"] if group["split"] == "dropped"]
+    shown = [
+        group
+        for group in report_data(run.folder)["samples"]["groups"]
+        if group["split"] == "dropped"
+    ]
     assert shown and shown[0]["responses"][0]["dropped"]

@@ -16,7 +16,12 @@ from tests.observe.writing.test_folder_lock import state_of
 
 pytestmark = pytest.mark.slow
 CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=4")
-EVERYTHING = ("trainer.save_freq=1", "trainer.keep_last=1", "trainer.save_groups=last_k", "trainer.save_groups_last=1")
+EVERYTHING = (
+    "trainer.save_freq=1",
+    "trainer.keep_last=1",
+    "trainer.save_groups=last_k",
+    "trainer.save_groups_last=1",
+)
 
 
 @pytest.fixture
@@ -32,7 +37,12 @@ def test_a_folder_with_somebodys_files_is_refused_before_anything_is_loaded(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = ground.folder / "run"
-    for name in ("checkpoints/old.removed", "checkpoints/step-1000/w.bin", "config.yaml", "run.json"):
+    for name in (
+        "checkpoints/old.removed",
+        "checkpoints/step-1000/w.bin",
+        "config.yaml",
+        "run.json",
+    ):
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
         (theirs / name).write_text("theirs")
     theirs.chmod(0o755)
@@ -41,16 +51,31 @@ def test_a_folder_with_somebodys_files_is_refused_before_anything_is_loaded(
     out, err = capsys.readouterr()
     assert "checkpoints, config.yaml, run.json" in err and "trainer.default_local_dir" in err
     assert "model:" not in out and "train data:" not in out and state_of(theirs) == before
-    (ground.folder / "rows.py").write_text("def rows():\n    yield {'prompt': 'a', 'answer': '7'}\n")
-    assert train(ground, f"data.train_files='{ground.folder}/rows.py:rows'", "data.train_batch_size=1") == 2
+    (ground.folder / "rows.py").write_text(
+        "def rows():\n    yield {'prompt': 'a', 'answer': '7'}\n"
+    )
+    assert (
+        train(ground, f"data.train_files='{ground.folder}/rows.py:rows'", "data.train_batch_size=1")
+        == 2
+    )
     assert state_of(theirs) == before, "rows of Python code are not kept there either"
 
 
 def test_what_is_put_into_a_runs_folder_outlives_the_run(ground: Playground) -> None:
     run = ground.folder / "run"
     assert train(ground, "trainer.total_epochs=1") == 0
-    mine = ["notes.txt", "tokens/best.safetensors", "tokens/000000.safetensors", "samples/mine.csv", "data/x.arrow"]
-    mine += ["checkpoints/old.removed", "checkpoints/model.safetensors.partial", "checkpoints/step-1000/w.bin"]
+    mine = [
+        "notes.txt",
+        "tokens/best.safetensors",
+        "tokens/000000.safetensors",
+        "samples/mine.csv",
+        "data/x.arrow",
+    ]
+    mine += [
+        "checkpoints/old.removed",
+        "checkpoints/model.safetensors.partial",
+        "checkpoints/step-1000/w.bin",
+    ]
     mine += ["checkpoints/step-000001/notes.txt", "config.yaml.partial"]
     for name in mine:
         (run / name).parent.mkdir(exist_ok=True)
@@ -65,13 +90,24 @@ def test_what_is_put_into_a_runs_folder_outlives_the_run(ground: Playground) -> 
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o277])
-def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(ground: Playground, umask: int) -> None:
+def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
+    ground: Playground, umask: int
+) -> None:
     logger = "trainer.logger=[console,tensorboard]"
     (ground.folder / "parent").mkdir()
     old = os.umask(umask)
     try:
         folder = f"trainer.default_local_dir={ground.folder}/parent/run"
-        assert train(ground, folder, logger, f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1") == 0
+        assert (
+            train(
+                ground,
+                folder,
+                logger,
+                f"data.val_files={ground.folder}/rows.jsonl",
+                "trainer.test_freq=1",
+            )
+            == 0
+        )
     finally:
         os.umask(old)
     run = ground.folder / "parent" / "run"
@@ -82,10 +118,15 @@ def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(ground: P
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_first_start_that_is_killed_can_be_started_again(ground: Playground, tmp_path: Path) -> None:
-    run, delays = ground.folder / "run", (0.0, 0.1)
+def test_a_first_start_that_is_killed_can_be_started_again(
+    ground: Playground, tmp_path: Path
+) -> None:
+    run = ground.folder / "run"
+    delays = (0.0, 0.1)
     for number, delay in enumerate(delays):
-        first = CliRun(tmp_path / f"log-{number}", ["train", "grpo", *ground.overrides("run", *CHEAP)])
+        first = CliRun(
+            tmp_path / f"log-{number}", ["train", "grpo", *ground.overrides("run", *CHEAP)]
+        )
         while first.running and not (run / ".writer").exists():
             time.sleep(0.005)
         time.sleep(delay)
@@ -117,6 +158,8 @@ def test_an_export_into_an_empty_folder_leaves_its_mode(ground: Playground, mode
     folder.mkdir()
     folder.chmod(mode)
     (ground.folder / "link").symlink_to(folder)
-    assert cli.main(["export", str(ground.folder / "run"), "--to", str(ground.folder / "link")]) == 0
+    assert (
+        cli.main(["export", str(ground.folder / "run"), "--to", str(ground.folder / "link")]) == 0
+    )
     assert stat.S_IMODE(folder.stat().st_mode) == mode and (folder / "model.safetensors").is_file()
     assert sorted(path.name for path in ground.folder.iterdir() if path.name.startswith(".")) == []

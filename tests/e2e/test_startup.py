@@ -8,7 +8,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Each takes a tenth of a second or more, and nothing that a plain run does needs it.
-HEAVY = ("bitsandbytes", "datasets", "gguf", "matplotlib", "pandas", "peft", "scipy", "sklearn", "tensorboard", "wandb")
+HEAVY = (
+    "bitsandbytes",
+    "datasets",
+    "gguf",
+    "matplotlib",
+    "pandas",
+    "peft",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "wandb",
+)
 
 SCRIPT = f"""
 import sys
@@ -33,7 +44,14 @@ def test_what_the_first_token_needs_not_is_not_imported_before_it(tmp_path: Path
         "trust.audit_freq=0",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     )
-    command = [sys.executable, "-c", SCRIPT, "train", str(ROOT / "examples" / "tiny.yaml"), *overrides]
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        "train",
+        str(ROOT / "examples" / "tiny.yaml"),
+        *overrides,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("HEAVY")] == ["HEAVY"]

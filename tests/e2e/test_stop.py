@@ -14,8 +14,8 @@ from tests.e2e.cli_runs import CliRun, Left, TerminalRun, children_of, is_alive,
 from tests.e2e.runs import Playground
 from tests.sparse_params import BY_HAND, one_fast_in
 
-# Slow verdicts, so that a signal finds the run waiting for them; told when one is under way. While the file `hold` is
-# there, none is given.
+# Slow verdicts, so that a signal finds the run waiting for them; told when one is under way. While
+# the file `hold` is there, none is given.
 SLOW_REWARD = """
 import time, pathlib
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -36,7 +36,9 @@ def start(ground: Playground, name: str, *overrides: str, seconds: float = 0.02)
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=seconds))
     (ground.folder / "judging").unlink(missing_ok=True)
     more = ("trainer.save_freq=10", "trust.check_rewards=false", "trainer.total_epochs=3")
-    return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *ground.overrides(name, *more, *overrides)])
+    return CliRun(
+        ground.folder / f"{name}.log", ["train", "grpo", *ground.overrides(name, *more, *overrides)]
+    )
 
 
 def wait_for_verdicts(ground: Playground, run: CliRun) -> list[int]:
@@ -64,7 +66,10 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     (ground.folder / "hold").unlink()
     assert run.status() == 128 + number, run.said()
     assert f"{number.name}: finishing this step, saving, then exiting" in run.said()
-    assert f"stopped by {number.name} after" in run.said() and "the same command resumes from there" in run.said()
+    assert (
+        f"stopped by {number.name} after" in run.said()
+        and "the same command resumes from there" in run.said()
+    )
     assert end_event(ground.folder / "stopped") == "stopped"
     assert not any(is_alive(pid) for pid in children)
     stopped = Left(ground.folder / "stopped")
@@ -91,7 +96,9 @@ def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_twice_leaves_at_once_and_leaves_nothing_behind(ground: Playground, number: signal.Signals) -> None:
+def test_twice_leaves_at_once_and_leaves_nothing_behind(
+    ground: Playground, number: signal.Signals
+) -> None:
     run = start(ground, "twice", seconds=300)
     children = wait_for_verdicts(ground, run)
     run.send(number)
@@ -118,13 +125,19 @@ def test_a_signal_while_the_run_starts_ends_it(ground: Playground, number: signa
     assert "Traceback" not in run.said()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_evaluation_ends_and_leaves_no_folder_behind(ground: Playground, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_an_evaluation_ends_and_leaves_no_folder_behind(
+    ground: Playground, number: signal.Signals
+) -> None:
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
     (ground.folder / "tmp").mkdir()
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trust.check_rewards=false")
     environment = {"TMPDIR": str(ground.folder / "tmp")}
-    run = CliRun(ground.folder / "eval.log", ["eval", "grpo", *ground.overrides("eval", *data)], environment)
+    run = CliRun(
+        ground.folder / "eval.log", ["eval", "grpo", *ground.overrides("eval", *data)], environment
+    )
     children = wait_for_verdicts(ground, run)
     run.send(number)
     assert run.status() == 128 + number, run.said()
@@ -136,9 +149,20 @@ def test_an_evaluation_ends_and_leaves_no_folder_behind(ground: Playground, numb
 def test_supervised_training_has_the_signals_status_too(ground: Playground) -> None:
     rows = ground.folder / "sft.jsonl"
     rows.write_text('{"prompt": "ab", "response": "cd"}\n' * 8)
-    keys = [key for key in ground.overrides("sft") if key.startswith(("actor_rollout_ref.model", "trainer.default"))]
-    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_epochs=100000")
-    run = CliRun(ground.folder / "sft.log", ["sft", *keys, f"data.train_files={rows}", *sizes, "trainer.num_threads=1"])
+    keys = [
+        key
+        for key in ground.overrides("sft")
+        if key.startswith(("actor_rollout_ref.model", "trainer.default"))
+    ]
+    sizes = (
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.total_epochs=100000",
+    )
+    run = CliRun(
+        ground.folder / "sft.log",
+        ["sft", *keys, f"data.train_files={rows}", *sizes, "trainer.num_threads=1"],
+    )
     run.wait_for(lambda: "grad norm" in run.said())
     run.send(signal.SIGTERM)
     assert run.status() == 143, run.said()
@@ -149,7 +173,10 @@ def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playg
     """Closing a terminal hangs up, and nothing can be written to it any more."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=0.02))
     keys = ground.overrides(
-        "closed", "trust.check_rewards=false", "trainer.save_freq=100000", "trainer.total_epochs=100000"
+        "closed",
+        "trust.check_rewards=false",
+        "trainer.save_freq=100000",
+        "trainer.total_epochs=100000",
     )
     run = TerminalRun(["train", "grpo", *keys])
     run.read_until((ground.folder / "judging").exists)
@@ -165,7 +192,10 @@ def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: P
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
     partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
     partial.mkdir()
-    left = (partial / ".tmpQnv85k", ground.folder / "run" / "samples" / "000001.parquet.abcd_123.distflow-partial")
+    left = (
+        partial / ".tmpQnv85k",
+        ground.folder / "run" / "samples" / "000001.parquet.abcd_123.distflow-partial",
+    )
     for path in (partial / ".distflow-begun", *left):
         path.write_text("half")
     assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
@@ -173,7 +203,8 @@ def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: P
 
 
 def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:
-    """The live view hides it; a run that leaves at once takes no lock to stop the view, and shows it all the same."""
+    """The live view hides it; a run that leaves at once takes no lock to stop the view, and shows
+    it all the same."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
     keys = ground.overrides("terminal", "trust.check_rewards=false")
     run = TerminalRun(["train", "grpo", *keys])

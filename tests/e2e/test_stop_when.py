@@ -33,14 +33,24 @@ def saved(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [2, pytest.param(0, marks=pytest.mark.by_hand)])
-def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(ground: Playground, staleness: int) -> None:
-    keys = (*CHEAP, f"async.max_staleness={staleness}", f"data.val_files={ground.folder}/rows.jsonl")
+def test_a_run_ends_validated_and_saved_at_the_first_step_with_the_value(
+    ground: Playground, staleness: int
+) -> None:
+    keys = (
+        *CHEAP,
+        f"async.max_staleness={staleness}",
+        f"data.val_files={ground.folder}/rows.jsonl",
+    )
     keys += ("trainer.save_freq=100", "trainer.test_freq=100")
     whole = metrics(ground.run("grpo", *keys, name="whole").folder)
     falling = [f"{step['actor/lr'] + 1e-9:.7g}" for step in whole]
     run = ground.run("grpo", *keys, f"trainer.stop_when=actor/lr<={falling[2]}")
     assert run.outcome.steps == 3 and not run.outcome.stopped
-    assert steps(run.folder) == [1, 2, 3] and steps(run.folder, "val") == [3] and saved(run.folder) == ["step-000003"]
+    assert (
+        steps(run.folder) == [1, 2, 3]
+        and steps(run.folder, "val") == [3]
+        and saved(run.folder) == ["step-000003"]
+    )
     why = f"actor/lr is {whole[2]['actor/lr']:g} (trainer.stop_when=actor/lr <= {falling[2]})"
     assert notes(run.folder, "info") == [f"the run ends after step 3: {why}"]
     end = read_events(run.folder)[-1]
@@ -65,8 +75,14 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_a_metric_that_never_appears_is_told_after_a_validation_and_at_the_end(ground: Playground) -> None:
-    keys = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1", "trainer.total_training_steps=2")
+def test_a_metric_that_never_appears_is_told_after_a_validation_and_at_the_end(
+    ground: Playground,
+) -> None:
+    keys = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "trainer.test_freq=1",
+        "trainer.total_training_steps=2",
+    )
     run = ground.run("grpo", *CHEAP, *keys, "trainer.stop_when=val/eror > 5")
     told = "trainer.stop_when=val/eror > 5: "
     assert [note for note in notes(run.folder, "warning") if note.startswith(told)] == [
@@ -83,9 +99,16 @@ def test_a_metric_that_never_appears_is_told_after_a_validation_and_at_the_end(g
         (["trainer.stop_when=reward/mean_score > much"], "not a condition on a metric"),
         (["trainer.stop_when=a > 1 and b > 2"], "not a condition on a metric"),
         (["trainer.stop_when=a >= nan"], "not a condition on a metric"),
-        (["trainer.stop_when=val_correct/all/mean>=0.9"], "without validation there is no such metric"),
         (
-            ["trainer.stop_when=val/errors>0", "data.val_files={}/rows.jsonl", "trainer.test_freq=-1"],
+            ["trainer.stop_when=val_correct/all/mean>=0.9"],
+            "without validation there is no such metric",
+        ),
+        (
+            [
+                "trainer.stop_when=val/errors>0",
+                "data.val_files={}/rows.jsonl",
+                "trainer.test_freq=-1",
+            ],
             "test_freq disables",
         ),
     ],
@@ -98,7 +121,11 @@ def test_a_condition_that_cannot_hold_is_refused_before_the_start(
 
 
 def test_an_accuracy_that_no_validation_has_is_refused_before_the_start(ground: Playground) -> None:
-    keys = (f"data.val_files={ground.folder}/rows.jsonl", "data.allow_overlap=true", "trainer.test_freq=1")
+    keys = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.allow_overlap=true",
+        "trainer.test_freq=1",
+    )
     with pytest.raises(UserError, match=r"validation has no 'al'; did you mean 'all'\?"):
         ground.spec("grpo", *keys, "trainer.stop_when=val_correct/al/mean>0.9")
     ground.spec("grpo", *keys, "trainer.stop_when=val_correct/all/mean>0.9")

@@ -32,14 +32,19 @@ DOMAINS = "{math: {tags: [gsm, aime], weight: 3}, code: {tags: [mbpp, apps]}}"
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("tags"))
     ground.write_reward(REWARD)
-    rows = [{"prompt": f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "tag": TAGS[i % 6]} for i in range(18)]
+    rows = [
+        {"prompt": f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "tag": TAGS[i % 6]}
+        for i in range(18)
+    ]
     ground.write_rows(rows)
     return ground
 
 
 def write(ground: Playground, name: str, rows: list[Any]) -> Path:
     path = ground.folder / name
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -50,35 +55,75 @@ def given(ground: Playground, *more: str) -> tuple[str, ...]:
 
 def test_one_file_feeds_domains_by_the_tags_of_its_rows(ground: Playground) -> None:
     _, spec = ground.spec("grpo", *given(ground, "data.domains.math.train_max_samples=7"))
-    assert [(domain.name, domain.num_rows) for domain in spec.data.domains] == [("math", 7), ("code", 6)]
-    assert [(row.domain, row.tag) for row in spec.rows[:3]] == [("math", "gsm"), ("math", "aime"), ("math", "gsm")]
+    assert [(domain.name, domain.num_rows) for domain in spec.data.domains] == [
+        ("math", 7),
+        ("code", 6),
+    ]
+    assert [(row.domain, row.tag) for row in spec.rows[:3]] == [
+        ("math", "gsm"),
+        ("math", "aime"),
+        ("math", "gsm"),
+    ]
     assert {(row.domain, row.tag) for row in spec.rows[7:]} == {("code", "mbpp"), ("code", "apps")}
-    assert [(chosen.name, len(chosen.rows)) for chosen in spec.validation] == [("math", 12), ("code", 6)]
-    assert spec.rows[0].origin.endswith("rows.jsonl:1") and spec.rows[0].extra_info == {"tag": "gsm"}
+    assert [(chosen.name, len(chosen.rows)) for chosen in spec.validation] == [
+        ("math", 12),
+        ("code", 6),
+    ]
+    assert spec.rows[0].origin.endswith("rows.jsonl:1") and spec.rows[0].extra_info == {
+        "tag": "gsm"
+    }
 
 
 def test_accuracy_is_reported_by_tag_and_the_audit_counts_it_anew(ground: Playground) -> None:
-    own = write(ground, "own.jsonl", [{"prompt": f"{i}=", "answer": "7", "tag": "gsm"} for i in range(4)])
-    more = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1", "trust.audit_freq=1")
+    own = write(
+        ground, "own.jsonl", [{"prompt": f"{i}=", "answer": "7", "tag": "gsm"} for i in range(4)]
+    )
+    more = (
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "trust.audit_freq=1",
+    )
     extra = f"data.domains.other={{train_files: {own}, val_files: {own}}}"
     settings = given(ground, *more, extra, "actor_rollout_ref.rollout.val_kwargs.n=2")
     run = ground.run("grpo", *settings, name="whole")
     last = [dict(record.values) for record in read_metrics(run.folder) if record.kind == "val"][-1]
-    means = {name.split("/", 1)[1][:-5] for name in last if name.endswith("/mean") and name.startswith("val_correct")}
-    assert means == {"all", "math", "code", "other", "gsm", "aime", "mbpp", "apps", "math/gsm", "other/gsm"}
-    file = {row["prompt"]: row["tag"] for row in map(json.loads, (ground.folder / "rows.jsonl").open())}
+    means = {
+        name.split("/", 1)[1][:-5]
+        for name in last
+        if name.endswith("/mean") and name.startswith("val_correct")
+    }
+    assert means == {
+        "all",
+        "math",
+        "code",
+        "other",
+        "gsm",
+        "aime",
+        "mbpp",
+        "apps",
+        "math/gsm",
+        "other/gsm",
+    }
+    file = {
+        row["prompt"]: row["tag"] for row in map(json.loads, (ground.folder / "rows.jsonl").open())
+    }
     rows = [row for row in read_samples(run.folder, 2, "val") if row["kind"] == "greedy"]
     right = [row["acc"] for row in rows if file.get(row["prompt"], "gsm") == "gsm"]
     assert len(right) == 13 and last["val_correct/gsm/mean"] == pytest.approx(sum(right) / 13)
     assert {"val_correct/gsm/pass@2", "val_correct/math/gsm/mean@2"} <= set(last)
     assert not [note for note in run.notes("warning") if "sampled policy" not in note]
     audits = [note for note in run.notes("audit") if "validation" in note or "data" in note]
-    assert not any("not read a second time" in note or "is not computed" in note for note in audits), audits
+    assert not any(
+        "not read a second time" in note or "is not computed" in note for note in audits
+    ), audits
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(ground: Playground) -> None:
-    settings = given(ground, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=4")
+    settings = given(
+        ground, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=4"
+    )
     whole = ground.run("grpo", *settings, name="unbroken")
     go_back(whole, 2, "killed")
     killed = ground.run("grpo", *settings, name="killed")
@@ -92,20 +137,31 @@ BAD = {
         {"prompt": "5", "answer": "5", "tag": "gms"},
         r"bad.jsonl:2: no domain has the tag 'gms' .*did you mean 'gsm'.* data.domains.NAME.tags",
     ),
-    "none": ({"prompt": "5", "answer": "5"}, r"bad.jsonl:2: the tag \(column 'tag', data.tag_key\) is missing"),
+    "none": (
+        {"prompt": "5", "answer": "5"},
+        r"bad.jsonl:2: the tag \(column 'tag', data.tag_key\) is missing",
+    ),
     "a list": ({"prompt": "5", "answer": "5", "tag": ["gsm"]}, r"bad.jsonl:2: the tag .* is list"),
 }
 
 
 @pytest.mark.parametrize("name", one_fast_in(3, BAD))
-def test_a_row_without_a_domain_is_told_with_its_file_and_line(ground: Playground, name: str) -> None:
+def test_a_row_without_a_domain_is_told_with_its_file_and_line(
+    ground: Playground, name: str
+) -> None:
     row, said = BAD[name]
     good = [{"prompt": f"{i}", "answer": "5", "tag": tag} for i, tag in enumerate(TAGS)]
-    path = write(ground, "bad.jsonl", [good[0], row, *good[1:], "{not json", {"prompt": 5, "tag": "mbpp"}])
+    path = write(
+        ground, "bad.jsonl", [good[0], row, *good[1:], "{not json", {"prompt": 5, "tag": "mbpp"}]
+    )
     bad = (f"data.train_files={path}", f"data.val_files={path}")
     with pytest.raises(UserError, match=said):
         ground.spec("grpo", *given(ground, *bad))
-    run = ground.run("grpo", *given(ground, *bad, "data.bad_rows=skip", "trainer.total_training_steps=1"), name="skips")
+    run = ground.run(
+        "grpo",
+        *given(ground, *bad, "data.bad_rows=skip", "trainer.total_training_steps=1"),
+        name="skips",
+    )
     assert not [note for note in run.notes("warning") if "sampled policy" not in note]
     _, spec = ground.spec("grpo", *given(ground, *bad, "data.bad_rows=skip"))
     assert spec.num_left_out == {"train": 3, "val math": 2, "val code": 1}, "each once"
@@ -114,16 +170,30 @@ def test_a_row_without_a_domain_is_told_with_its_file_and_line(ground: Playgroun
 @pytest.mark.parametrize(
     ("said", "change"),
     [
-        (r"no row of .* has the column 'kind' \(data.tag_key\); set data.tag_key=tag", "data.tag_key=kind"),
-        (r"data.domains.rest.tags: no row of data.train_files has the tag x or y", "data.domains.rest={tags: [x, y]}"),
+        (
+            r"no row of .* has the column 'kind' \(data.tag_key\); set data.tag_key=tag",
+            "data.tag_key=kind",
+        ),
+        (
+            r"data.domains.rest.tags: no row of data.train_files has the tag x or y",
+            "data.domains.rest={tags: [x, y]}",
+        ),
         ("the tag 'gsm' is named twice", "data.domains.code.tags=[mbpp,apps,gsm]"),
-        ("the domain 'code' has no data to train on.*data.domains.code.tags", "data.domains.code.tags=[]"),
+        (
+            "the domain 'code' has no data to train on.*data.domains.code.tags",
+            "data.domains.code.tags=[]",
+        ),
         ("the column with the tags is not set", "data.tag_key=null"),
         ("they select rows of data.train_files, which is not set", "data.train_files=null"),
-        ("both name data of the domain 'code', which has tags", "data.domains.code.train_files=x.jsonl"),
+        (
+            "both name data of the domain 'code', which has tags",
+            "data.domains.code.train_files=x.jsonl",
+        ),
     ],
 )
-def test_tags_and_domains_that_do_not_fit_are_told_before_the_start(ground: Playground, said: str, change: str) -> None:
+def test_tags_and_domains_that_do_not_fit_are_told_before_the_start(
+    ground: Playground, said: str, change: str
+) -> None:
     more = ["data.val_files=null"] if "which is not set" in said else []
     with pytest.raises(UserError, match=f"(?s){said}"):
         ground.spec("grpo", *given(ground, change, *more))
@@ -136,14 +206,20 @@ def test_a_tag_that_no_row_has_is_noted(ground: Playground) -> None:
     said: list[str] = []
     more = given(ground, "data.domains.math.tags=[gsm,aime,gsm8k]")
     make_spec(load_config("grpo", ground.overrides("noted", *more)), say=said.append)
-    assert any("data.domains.math.tags has 'gsm8k', but no used row has that tag" in line for line in said)
+    assert any(
+        "data.domains.math.tags has 'gsm8k', but no used row has that tag" in line for line in said
+    )
 
 
 def test_a_name_of_two_things_is_refused() -> None:
     assert validation_names([("math", "math"), ("code", "apps")])["math"] == [("math", "math")]
     with pytest.raises(UserError, match="val_correct/math/mean would be over two sets of rows"):
         validation_names([("math", "gsm"), ("code", "math")])
-    assert list(validation_names([("default", "gsm"), ("default", "aime")])) == ["all", "gsm", "aime"]
+    assert list(validation_names([("default", "gsm"), ("default", "aime")])) == [
+        "all",
+        "gsm",
+        "aime",
+    ]
 
 
 def test_the_audit_finds_rows_in_another_domain_than_their_tags(
@@ -156,11 +232,15 @@ def test_the_audit_finds_rows_in_another_domain_than_their_tags(
         return {"gsm": "mbpp", "mbpp": "gsm"}.get(tag, tag)
 
     monkeypatch.setattr(dataset_columns, "_tag", planted)
-    with pytest.raises(TrustError, match=r"\(data\): .*(the tag of .*rows.jsonl:\d+ is|rows were lost)"):
+    with pytest.raises(
+        TrustError, match=r"\(data\): .*(the tag of .*rows.jsonl:\d+ is|rows were lost)"
+    ):
         ground.run("grpo", *given(ground), name="swapped")
 
 
-def test_the_audit_finds_rows_of_a_tag_that_are_lost(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_finds_rows_of_a_tag_that_are_lost(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = DataSource.read
 
     def planted(self: DataSource, run_dir: Path) -> Any:
@@ -168,11 +248,15 @@ def test_the_audit_finds_rows_of_a_tag_that_are_lost(ground: Playground, monkeyp
         return [row for row in rows if row.tag != "aime"], bad
 
     monkeypatch.setattr(DataSource, "read", planted)
-    with pytest.raises(TrustError, match=r"\(data\): 18 rows of the train_files are wanted, but 15 are used"):
+    with pytest.raises(
+        TrustError, match=r"\(data\): 18 rows of the train_files are wanted, but 15 are used"
+    ):
         ground.run("grpo", *given(ground), name="lost")
 
 
-def test_the_audit_finds_an_accuracy_of_another_tag(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_finds_an_accuracy_of_another_tag(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = step_metrics.validation_names
 
     def planted(found: Any) -> Any:
@@ -187,13 +271,22 @@ def test_the_audit_finds_an_accuracy_of_another_tag(ground: Playground, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_that_are_read_one_by_one_make_the_same_run(ground: Playground, kind: str) -> None:
-    frame = pyarrow.Table.from_pylist([json.loads(line) for line in (ground.folder / "rows.jsonl").open()])
+    frame = pyarrow.Table.from_pylist(
+        [json.loads(line) for line in (ground.folder / "rows.jsonl").open()]
+    )
     pyarrow.parquet.write_table(frame, ground.folder / "rows.parquet", row_group_size=5)
-    steps = ("trainer.total_training_steps=4", "trainer.save_freq=4", "trainer.test_freq=4", "trust.audit_freq=1")
+    steps = (
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=4",
+        "trainer.test_freq=4",
+        "trust.audit_freq=1",
+    )
     settings = given(ground, f"data.train_files={ground.folder}/rows.{kind}", *steps)
     eager = ground.run("grpo", *settings, name=f"eager_{kind}")
     lazy = ground.run("grpo", *settings, "data.lazy=true", name=f"lazy_{kind}")
     assert steps_of(lazy) == [Counter(math=3, code=1)] * 4
     for name, weight in eager.weights(4).items():
         assert torch.equal(weight, lazy.weights(4)[name]), name
-    assert "data" in sum((audit["proven"] for audit in lazy.audits()), []) and not lazy.notes("warning")
+    assert "data" in sum((audit["proven"] for audit in lazy.audits()), []) and not lazy.notes(
+        "warning"
+    )

@@ -69,7 +69,7 @@ def meeting():
     pipeline = path(shared(Pipeline("meeting")), "actor", policy="actor")
     pipeline.add_node("other_rollout", nodes.generate, ["actor_train"], policy="policy_b")
     return pipeline.build()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,10 @@ def overrides(ground: Playground, name: str, pipeline: str, *more: str) -> list[
 
 
 def both(ground: Playground, name: str, *more: str) -> list[str]:
-    policy_b = f"dag.policies={{policy_b: {{model: {{path: {ground.folder}/b/model}}, actor.optim.lr: 1e-2}}}}"
+    policy_b = (
+        f"dag.policies={{policy_b: {{model: {{path: {ground.folder}/b/model}}, actor.optim.lr: "
+        f"1e-2}}}}"
+    )
     return overrides(ground, name, "both", policy_b, *more)
 
 
@@ -119,8 +122,10 @@ def test_each_policy_ends_where_it_ends_alone_and_both_resume(
     assert left(ground, "resumed-policy_b").checkpoint.step == 1
     assert main(["train", "grpo", *both(ground, "resumed")]) == 0
     for policy in ("actor", "policy_b"):
-        alone, whole = left(ground, f"alone-{policy}"), left(ground, f"whole-{policy}")
-        ours, theirs = alone.tensors(), whole.tensors()
+        alone = left(ground, f"alone-{policy}")
+        whole = left(ground, f"whole-{policy}")
+        ours = alone.tensors()
+        theirs = whole.tensors()
         assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
         assert other_than_names(alone) == other_than_names(whole)
         same_run(whole, left(ground, f"resumed-{policy}"))
@@ -129,34 +134,70 @@ def test_each_policy_ends_where_it_ends_alone_and_both_resume(
     capsys.readouterr()
     assert main(["train", "grpo", *both(ground, "whole")]) == 0
     said = capsys.readouterr().out
-    assert "training policy actor" in said and "training policy policy_b" in said and "step 2/2" not in said
+    assert (
+        "training policy actor" in said
+        and "training policy policy_b" in said
+        and "step 2/2" not in said
+    )
 
 
-def test_nothing_starts_where_a_later_policy_cannot(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_starts_where_a_later_policy_cannot(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     nowhere = "dag.policies={policy_b: {model: {path: /nowhere/at/all}}}"
     assert main(["train", "grpo", *overrides(ground, "never", "both", nowhere)]) == 2
     said = capsys.readouterr().err
     assert "dag.policies.policy_b" in said and "there is no folder" in said
-    assert main(["train", "grpo", *both(ground, "never", "+dag.policies.policy_b.rollout.kv_on_update=recompute")]) == 2
-    assert "actor_rollout_ref.rollout.kv_on_update (dag.policies.policy_b" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "train",
+                "grpo",
+                *both(ground, "never", "+dag.policies.policy_b.rollout.kv_on_update=recompute"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        "actor_rollout_ref.rollout.kv_on_update (dag.policies.policy_b" in capsys.readouterr().err
+    )
     assert not list(ground.folder.glob("never*/metrics.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("pipeline", "policy", "said"),
     [
-        ("untrained", "policy_b", "no node of the pipeline 'untrained' trains the policy 'policy_b'"),
+        (
+            "untrained",
+            "policy_b",
+            "no node of the pipeline 'untrained' trains the policy 'policy_b'",
+        ),
         ("unanswered", "policy_b", "reads 'response.*on the path of the policy 'policy_b'"),
-        ("meeting", "actor", "'other_rollout' of the policy 'policy_b' depends on 'actor_train' of 'actor'"),
+        (
+            "meeting",
+            "actor",
+            "'other_rollout' of the policy 'policy_b' depends on 'actor_train' of 'actor'",
+        ),
     ],
 )
-def test_a_graph_that_cannot_be_split_is_refused(ground: Playground, pipeline: str, policy: str, said: str) -> None:
+def test_a_graph_that_cannot_be_split_is_refused(
+    ground: Playground, pipeline: str, policy: str, said: str
+) -> None:
     with pytest.raises(PipelineError, match=said):
-        spec_of(both(ground, "never", f"dag.pipeline={ground.folder}/graphs.py:{pipeline}", f"dag.policy={policy}"))
+        spec_of(
+            both(
+                ground,
+                "never",
+                f"dag.pipeline={ground.folder}/graphs.py:{pipeline}",
+                f"dag.policy={policy}",
+            )
+        )
 
 
 def test_a_policy_that_the_config_lacks_is_refused(ground: Playground) -> None:
-    with pytest.raises(PipelineError, match=r"'policy_b', which the config does not have.*dag.policies=\{policy_b"):
+    with pytest.raises(
+        PipelineError, match=r"'policy_b', which the config does not have.*dag.policies=\{policy_b"
+    ):
         spec_of(overrides(ground, "never", "both"))
 
 
@@ -167,7 +208,9 @@ def test_one_run_trains_one_policy(ground: Playground) -> None:
     assert spec.config.actor_rollout_ref.model.path == str(ground.folder / "b" / "model")
     assert spec.config.actor_rollout_ref.actor.optim.lr == 1e-2
     names = {node.node_id for node in spec.pipeline().nodes}
-    assert {"score", "weigh", "policy_b_train"} <= names and not any(name.startswith("actor_") for name in names)
+    assert {"score", "weigh", "policy_b_train"} <= names and not any(
+        name.startswith("actor_") for name in names
+    )
 
 
 def spec_of(overrides: Sequence[str]):  # noqa: ANN201

@@ -1,5 +1,5 @@
-"""A user's rollout node that asks the engine twice for a sample, with given tokens between: it trains rightly, the
-audits follow both requests, and faults of such nodes are found."""
+"""A user's rollout node that asks the engine twice for a sample, with given tokens between: it
+trains rightly, the audits follow both requests, and faults of such nodes are found."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,22 +35,34 @@ def playground(tmp_path: Path) -> Playground:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_two_turns_train_and_every_audit_passes(playground: Playground, example: Any, max_staleness: int) -> None:
-    steps = ("trainer.total_training_steps=4", f"async.max_staleness={max_staleness}", "trainer.save_groups=all")
+def test_two_turns_train_and_every_audit_passes(
+    playground: Playground, example: Any, max_staleness: int
+) -> None:
+    steps = (
+        "trainer.total_training_steps=4",
+        f"async.max_staleness={max_staleness}",
+        "trainer.save_groups=all",
+    )
     run = playground.run(*GRPO, *steps)
     assert not run.notes("warning")
     audits = run.audits()
     assert len(audits) == 4
     for audit in audits:
-        assert set(audit["unproven"]) == {"responses"} and {"turns", "masks", "versions", "draws", "loss"} <= {
-            *audit["proven"]
-        }
+        assert set(audit["unproven"]) == {"responses"} and {
+            "turns",
+            "masks",
+            "versions",
+            "draws",
+            "loss",
+        } <= {*audit["proven"]}
     turns = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         for mask, trained in zip(batch["response_mask"], batch["loss_mask"], strict=True):
             edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
-            assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == GIVEN, "two turns, given tokens between"
+            assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == GIVEN, (
+                "two turns, given tokens between"
+            )
             assert torch.equal(mask, trained)
             turns += 2
     assert turns == 4 * 4 * 4 * 2
@@ -59,7 +71,12 @@ def test_two_turns_train_and_every_audit_passes(playground: Playground, example:
 def learns_the_given(sample: Sample) -> list[Segment]:
     prompt, first, given, second = sample.segments
     numbers = (-1.0,) * GIVEN
-    return [prompt, first, Segment("policy", given.token_ids, numbers, numbers, second.versions[:1] * GIVEN), second]
+    return [
+        prompt,
+        first,
+        Segment("policy", given.token_ids, numbers, numbers, second.versions[:1] * GIVEN),
+        second,
+    ]
 
 
 def shifts_the_second(sample: Sample) -> list[Segment]:
@@ -77,7 +94,8 @@ def forgets_the_given(sample: Sample) -> list[Segment]:
     return [prompt, first, second]
 
 
-def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[Segment]:  # noqa: B006  a memory
+# a memory
+def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[Segment]:  # noqa: B006
     prompt, first, *after = sample.segments
     return [prompt, seen.setdefault(sample.group_index, first), *after]
 
@@ -87,7 +105,10 @@ def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[
     [
         (
             learns_the_given,
-            r"token \d+ of sample \d+-\d counts as the policy's, but no request for this sample drew it",
+            (
+                r"token \d+ of sample \d+-\d counts as the policy's, but no request for this "
+                r"sample drew it"
+            ),
         ),
         (shifts_the_second, r"rollout_log_probs of sample .* by the engine"),
         (masks_the_second, r"token \d+ of sample \d+-\d counts as given, but the engine drew it"),
@@ -96,7 +117,11 @@ def takes_anothers_first(sample: Sample, seen: dict[int, Segment] = {}) -> list[
     ],
 )
 def test_a_fault_in_the_sample_is_found(
-    playground: Playground, example: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any], found: str
+    playground: Playground,
+    example: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., Any],
+    found: str,
 ) -> None:
     def planted(sample: Sample, **changes: Any) -> Sample:
         whole = replace(sample, **changes)
@@ -112,10 +137,15 @@ def test_a_turn_that_goes_on_from_anothers_is_found(
 ) -> None:
     async def mixed(*inputs: Any) -> list[Sample]:
         samples = await generate(*inputs)
-        return [replace(sample, segments=other.segments) for sample, other in zip(samples, samples[::-1], strict=True)]
+        return [
+            replace(sample, segments=other.segments)
+            for sample, other in zip(samples, samples[::-1], strict=True)
+        ]
 
     monkeypatch.setattr(example, "generate", mixed)
-    with pytest.raises(TrustError, match=r"counts as the policy's, but no request for this sample drew it"):
+    with pytest.raises(
+        TrustError, match=r"counts as the policy's, but no request for this sample drew it"
+    ):
         playground.run(*GRPO, "trainer.total_training_steps=1")
 
 
@@ -129,11 +159,17 @@ def test_drafts_and_cut_turns_are_no_fault_and_repeated_random_numbers_are_named
     def cut(sample: Sample, segments: list[Segment], **changes: Any) -> Sample:
         *before, last = segments
         columns = (last.token_ids, last.log_probs, last.sampling_log_probs, last.versions)
-        return replace(sample, segments=[*before, Segment("policy", *(column[:2] for column in columns))], **changes)
+        return replace(
+            sample,
+            segments=[*before, Segment("policy", *(column[:2] for column in columns))],
+            **changes,
+        )
 
     monkeypatch.setattr(example, "generate", drafted)
     monkeypatch.setattr(example, "replace", cut)
-    monkeypatch.setattr(example, "GenerateRequest", lambda *fields, num_drawn: GenerateRequest(*fields))
+    monkeypatch.setattr(
+        example, "GenerateRequest", lambda *fields, num_drawn: GenerateRequest(*fields)
+    )
     run = playground.run(*GRPO, "trainer.total_training_steps=2")
     (warning,) = run.notes("warning")
     assert "random numbers of earlier turns" in warning

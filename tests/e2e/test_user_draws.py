@@ -1,4 +1,5 @@
-"""Functions of the user that draw from, and seed, the global random generators: the run is as repeatable as any."""
+"""Functions of the user that draw from, and seed, the global random generators: the run is as
+repeatable as any."""
 
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def noise():
         random.seed(4)
     return drawn + random.gauss(0, 1) + float(torch.randn(()))
 """
-VERIFIER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return noise()\n"
+VERIFIER = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return noise()\n"
+)
 LATE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     import random
@@ -85,7 +89,7 @@ def make():
     pipeline.add_node("compare", nodes.compute_advantage, plane="training")
     pipeline.add_node("learn", nodes.train_actor)
     return pipeline.build()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +100,18 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 
 def start(ground: Playground, name: str, *more: str) -> CliRun:
-    cheap = ("trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2", "reward.num_workers=2")
+    cheap = (
+        "trust.check_rewards=false",
+        "trainer.save_freq=1",
+        "trainer.total_epochs=2",
+        "reward.num_workers=2",
+    )
     pipeline = (f"dag.pipeline={ground.folder}/drawing.py:make",)
     chosen = ("algorithm.adv_estimator=drawn", "actor_rollout_ref.actor.policy_loss=drawn")
-    quiet = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    quiet = (
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
     keys = ground.overrides(name, *cheap, *pipeline, *chosen, *quiet, *more)
     return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *keys])
 
@@ -112,7 +124,9 @@ def finish(ground: Playground, name: str, *more: str) -> Left:
 
 def kill_and_finish(ground: Playground, name: str, *more: str) -> Left:
     run = start(ground, name, *more)
-    run.wait_for(lambda: (ground.folder / name / "checkpoints" / "step-000002" / "manifest.json").exists())
+    run.wait_for(
+        lambda: (ground.folder / name / "checkpoints" / "step-000002" / "manifest.json").exists()
+    )
     assert run.kill()
     return finish(ground, name, *more)
 
@@ -138,17 +152,21 @@ def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
 @pytest.mark.slow
 @pytest.mark.by_hand
 def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
-    """The same scores with and without draws beside them: the same samples, shuffles and weights."""
+    """The same scores with and without draws beside them: the same samples, shuffles and
+    weights."""
     ground = Playground(tmp_path, num_rows=8)
     score = "    return sum(map(ord, solution_str)) % 7 / 6\n"
     asked = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     (tmp_path / "beside.py").write_text(
         DRAWS + "from distflow import node\nfrom distflow.graph import Node\n"
         "from distflow.pipelines.grpo import grpo_pipeline\n"
-        "@node(writes={'drawn': 'sample'})\ndef draw(responses):\n    return [noise() for text in responses]\n"
-        "@node(writes={'more': 'sample'})\ndef learn(advantages, drawn):\n    return drawn + noise()\n"
+        "@node(writes={'drawn': 'sample'})\ndef draw(responses):\n"
+        "    return [noise() for text in responses]\n"
+        "@node(writes={'more': 'sample'})\ndef learn(advantages, drawn):\n"
+        "    return drawn + noise()\n"
         "def with_draws(config):\n    torch.manual_seed(0)\n    graph = grpo_pipeline(config)\n"
-        "    graph.add_node(Node('draw', draw))\n    graph.add_node(Node('learn', learn))\n    return graph\n"
+        "    graph.add_node(Node('draw', draw))\n    graph.add_node(Node('learn', learn))\n"
+        "    return graph\n"
     )
     left = []
     for name, prefix, pipeline in (
@@ -156,9 +174,16 @@ def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
         ("with", DRAWS, (f"dag.pipeline={tmp_path}/beside.py:with_draws",)),
     ):
         ground.write_reward(prefix + asked + ("    noise()\n" if prefix else "") + score)
-        keys = ground.overrides(name, "trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2")
+        keys = ground.overrides(
+            name, "trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2"
+        )
         run = CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys, *pipeline])
         assert run.status() == 0, run.said()
         left.append(Left(tmp_path / name))
-    ours, theirs = ({name: t for name, t in one.tensors().items() if not name.startswith("live.")} for one in left)
-    assert ours.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+    ours, theirs = (
+        {name: t for name, t in one.tensors().items() if not name.startswith("live.")}
+        for one in left
+    )
+    assert ours.keys() == theirs.keys() and all(
+        tensor.equal(theirs[name]) for name, tensor in ours.items()
+    )

@@ -1,4 +1,5 @@
-"""Nodes of a user's own in a whole run: what they measure is recorded, and they may ask the verifiers."""
+"""Nodes of a user's own in a whole run: what they measure is recorded, and they may ask the
+verifiers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +59,7 @@ def that_asks():
 
 def that_asks_and_has_a_judge():
     return make(listen, ask)
-"""
+"""  # noqa: E501
 GROUP = 4
 
 
@@ -84,7 +85,9 @@ def train(ground: Playground, builder: str, *overrides: str, judges: bool = Fals
     return cli.main(["train", "grpo", *keys, *chosen])
 
 
-def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_groups(ground: Playground) -> None:
+def test_what_a_node_measures_of_each_group_is_recorded_as_the_mean_over_the_groups(
+    ground: Playground,
+) -> None:
     assert train(ground, "of_a_batch") == 0
     records = [record for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     assert [record.step for record in records] == [1, 2]
@@ -107,7 +110,9 @@ def test_a_node_that_asks_where_no_verifiers_run_is_told_what_to_do(
 
 def test_a_node_that_asks_gets_verdicts_where_another_brings_the_judge(ground: Playground) -> None:
     assert train(ground, "that_asks_and_has_a_judge", judges=True) == 0
-    for record in (record for record in read_metrics(ground.folder / "run") if record.kind == "train"):
+    for record in (
+        record for record in read_metrics(ground.folder / "run") if record.kind == "train"
+    ):
         assert record.values["own/asked"] == GROUP
         for row in read_samples(ground.folder / "run", record.step):
             reward_result = sum(map(ord, row["response"])) % 7 / 6

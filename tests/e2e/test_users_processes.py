@@ -1,5 +1,5 @@
-"""User code that owns processes and threads: it passes the trial, the run trains on what it computes and ends by itself
-or by Ctrl-C with the right status, and nothing is left."""
+"""User code that owns processes and threads: it passes the trial, the run trains on what it
+computes and ends by itself or by Ctrl-C with the right status, and nothing is left."""
 
 import json
 import os
@@ -141,9 +141,19 @@ class Game:
     def step(self, action):
         strike()
         return "b", score(str(action)), True, False, {}
-'''
+'''  # noqa: E501
 ROLLOUT = "actor_rollout_ref.rollout.workflow"
-KINDS = ("executor", "hung", "pool", "imported", "process", "popen", "threads", "executor-spawn", "pool-forkserver")
+KINDS = (
+    "executor",
+    "hung",
+    "pool",
+    "imported",
+    "process",
+    "popen",
+    "threads",
+    "executor-spawn",
+    "pool-forkserver",
+)
 PLACES = ("workflow", "blocking workflow", "reward", "agent", "environment")
 
 
@@ -225,25 +235,44 @@ class UsersRun:
     """One `distflow train` in a process group of its own."""
 
     def __init__(
-        self, folder: Path, kind: str, place: str, steps: int, strike: str = "", more: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        kind: str,
+        place: str,
+        steps: int,
+        strike: str = "",
+        more: tuple[str, ...] = (),
     ) -> None:
-        self.folder, self._mark = folder, uuid.uuid4().hex
+        self.folder = folder
+        self._mark = uuid.uuid4().hex
         ground = Playground(folder, num_rows=8)
         (folder / "own.py").write_text(OWN)
         own = f"{folder}/own.py"
         keys = {
             "workflow": (f"{ROLLOUT}={own}:flow",),
             "blocking workflow": (f"{ROLLOUT}={own}:blocking",),
-            "agent": (f"{ROLLOUT}=agent", f"{ROLLOUT}_kwargs={{function: {own}:agent}}", "data.max_prompt_length=64"),
+            "agent": (
+                f"{ROLLOUT}=agent",
+                f"{ROLLOUT}_kwargs={{function: {own}:agent}}",
+                "data.max_prompt_length=64",
+            ),
             "areal": (f"{ROLLOUT}={folder}/of_areal.py:workflow", "data.max_prompt_length=64"),
             "environment": (f"{ROLLOUT}=environment", f"{ROLLOUT}_kwargs={{env: {own}:Game}}"),
             "reward": (f"custom_reward_function.path={own}",),
         }[place]
-        more += (f"trainer.total_training_steps={steps}", "data.train_batch_size=2", "trainer.total_epochs=10000")
-        given = ground.overrides("run", *more, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+        more += (
+            f"trainer.total_training_steps={steps}",
+            "data.train_batch_size=2",
+            "trainer.total_epochs=10000",
+        )
+        given = ground.overrides(
+            "run", *more, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+        )
         given = [key for key in given if not key.startswith("trust.check_rewards")]
         if place != "reward":
-            given = [key for key in given if not key.startswith(("reward.", "custom_reward_function."))]
+            given = [
+                key for key in given if not key.startswith(("reward.", "custom_reward_function."))
+            ]
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -275,7 +304,10 @@ class UsersRun:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                marked = entry.name.isdigit() and f"MARK={self._mark}".encode() in (entry / "environ").read_bytes()
+                marked = (
+                    entry.name.isdigit()
+                    and f"MARK={self._mark}".encode() in (entry / "environ").read_bytes()
+                )
             except OSError:
                 continue
             if marked and is_running(int(entry.name)):
@@ -315,7 +347,9 @@ def test_it_trains_and_ends(tmp_path: Path, kind: str, place: str) -> None:
 def test_ctrl_c_ends_it(tmp_path: Path, kind: str, place: str) -> None:
     run = UsersRun(tmp_path, kind, place, steps=10_000)
     try:
-        wait_until(lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0)
+        wait_until(
+            lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0
+        )
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.status() == 130, run.said()[-3000:]
         run.check(1)
@@ -324,9 +358,13 @@ def test_ctrl_c_ends_it(tmp_path: Path, kind: str, place: str) -> None:
 
 
 def write_areal(folder: Path) -> str:
-    """A package with AReaL's own files, from `git clone https://github.com/inclusionAI/AReaL .cache/areal`."""
+    """A package with AReaL's own files, from
+    `git clone https://github.com/inclusionAI/AReaL .cache/areal`."""
     if not all((AREAL / name).is_file() for name in REAL):
-        pytest.skip("AReaL's sources are not there: git clone https://github.com/inclusionAI/AReaL .cache/areal")
+        pytest.skip(
+            "AReaL's sources are not there: git clone https://github.com/inclusionAI/AReaL "
+            ".cache/areal"
+        )
     for name in REAL:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((AREAL / name).read_bytes())
@@ -334,20 +372,27 @@ def write_areal(folder: Path) -> str:
         file = folder / "areal" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return f"import sys\nsys.path.insert(0, {str(folder)!r})\nfrom areal.workflow.rlvr import RLVRWorkflow"
+    return (
+        f"import sys\nsys.path.insert(0, {str(folder)!r})\n"
+        "from areal.workflow.rlvr import RLVRWorkflow"
+    )
 
 
 @pytest.mark.parametrize("source", ["ours", "AReaL's"])
 @pytest.mark.parametrize("way", ["to its end", "Ctrl-C"])
 def test_areals_workflow_with_its_pool(tmp_path: Path, source: str, way: str) -> None:
-    imports, more = (POOLED, "") if source == "ours" else (write_areal(tmp_path), ", get_input_ids_fn=ids_of")
+    imports, more = (
+        (POOLED, "") if source == "ours" else (write_areal(tmp_path), ", get_input_ids_fn=ids_of")
+    )
     text = OF_AREAL.format(imports=imports, model=f"{tmp_path}/model", more=more)
     (tmp_path / "of_areal.py").write_text(text)
     is_whole = way == "to its end"
     run = UsersRun(tmp_path, "executor", "areal", steps=3 if is_whole else 10_000)
     try:
         if not is_whole:
-            wait_until(lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0)
+            wait_until(
+                lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0
+            )
             os.killpg(run.process.pid, signal.SIGINT)
         assert run.status() == (0 if is_whole else 130), run.said()[-3000:]
         run.check(3 if is_whole else 1)
@@ -359,7 +404,9 @@ def test_areals_workflow_with_its_pool(tmp_path: Path, source: str, way: str) ->
 def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, kind: str) -> None:
     run = UsersRun(tmp_path, kind, "workflow", steps=10_000)
     try:
-        wait_until(lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0)
+        wait_until(
+            lambda: run.num_steps() or run.process.poll() is not None, "a step", within_s=300.0
+        )
         while run.process.poll() is None:
             os.kill(run.process.pid, signal.SIGINT)
             time.sleep(0.01)
@@ -389,9 +436,17 @@ def test_episodes_of_a_killed_server_are_issued_again(tmp_path: Path, place: str
         assert (tmp_path / "struck").exists() and "was ended by SIGKILL" in run.said()
         run.check(3)
         verify(tmp_path / "run" / "ledger.jsonl")
-        issued = [r for r in map(json.loads, (tmp_path / "run" / "ledger.jsonl").open()) if r["kind"] == "issued"]
-        again = [number for number, times in Counter(r["group_id"] for r in issued).items() if times > 1]
-        assert again and len({r["group_id"] for r in issued}) == 6, "each group once, and the lost ones again"
+        issued = [
+            r
+            for r in map(json.loads, (tmp_path / "run" / "ledger.jsonl").open())
+            if r["kind"] == "issued"
+        ]
+        again = [
+            number for number, times in Counter(r["group_id"] for r in issued).items() if times > 1
+        ]
+        assert again and len({r["group_id"] for r in issued}) == 6, (
+            "each group once, and the lost ones again"
+        )
     finally:
         run.close()
 

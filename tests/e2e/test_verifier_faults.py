@@ -1,4 +1,5 @@
-"""Verifiers that hang, crash, exit, or run out of memory inside a run: masked, counted, and the run goes on."""
+"""Verifiers that hang, crash, exit, or run out of memory inside a run: masked, counted, and the run
+goes on."""
 
 import json
 import re
@@ -62,13 +63,20 @@ def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
 def costs_one_verdict(ground: Playground, counted: str) -> None:
     records = [record for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     assert [record.step for record in records] == [1, 2]
-    samples = [row for record in records for row in read_samples(ground.folder / "run", record.step)]
+    samples = [
+        row for record in records for row in read_samples(ground.folder / "run", record.step)
+    ]
     hit = [row for row in samples if sum(map(ord, row["response"])) % 4 == 0]
     assert 0 < len(hit) < len(samples)
     for row in samples:
         assert (row["errors"] is not None) == (row in hit)
-        if row in hit:  # no verdict: nothing is learned from it, and its group's mean does not know it
-            assert row["advantage"] == 0.0 and row["reward_parts"] == {} and row["score"] is row["acc"] is None
+        # no verdict: nothing is learned from it, and its group's mean does not know it
+        if row in hit:
+            assert (
+                row["advantage"] == 0.0
+                and row["reward_parts"] == {}
+                and row["score"] is row["acc"] is None
+            )
         else:
             assert row["score"] == pytest.approx(sum(map(ord, row["response"])) % 7 / 6)
     assert sum(record.values[f"reward/{counted}"] for record in records) >= len(hit)
@@ -82,14 +90,24 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(
     ground: Playground, preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where groups of one sample are trained masked and nothing would be dropped."""
-    ground.write_reward(FAULTY.format(fault="pass").replace("number % 7 / 6", "solution_str.no_such_method()"))
+    ground.write_reward(
+        FAULTY.format(fault="pass").replace("number % 7 / 6", "solution_str.no_such_method()")
+    )
     size = "actor_rollout_ref.rollout.n=1" if preset == "ppo" else "actor_rollout_ref.rollout.n=4"
     assert train(ground, size, "trainer.total_epochs=4", preset=preset) == 2
     err = capsys.readouterr().err
-    assert "custom: AttributeError: 'str' object has no attribute 'no_such_method' (at reward.py:" in err
+    assert (
+        "custom: AttributeError: 'str' object has no attribute 'no_such_method' (at reward.py:"
+        in err
+    )
     assert "custom_reward_function.path" in err and "Traceback" not in err
-    events = [json.loads(line) for line in (ground.folder / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events][-2:] == ["error", "end"] and events[-1]["status"] == "failed"
+    events = [
+        json.loads(line)
+        for line in (ground.folder / "run" / "events.jsonl").read_text().splitlines()
+    ]
+    assert [event["kind"] for event in events][-2:] == ["error", "end"] and events[-1][
+        "status"
+    ] == "failed"
 
 
 @pytest.fixture
@@ -156,15 +174,21 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     ground.write_reward(SOME_FAIL.format(percent=25))
     assert train(ground, "trainer.total_epochs=3", "reward.max_error_rate=1") == 0
     out = capsys.readouterr().out
-    records = [record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"]
+    records = [
+        record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"
+    ]
     shares = [values["reward/error_rate"] for values in records]
     assert 0 < sum(shares) / len(shares) < 0.5
     counted = [values["reward/errors"] / values["reward/calls"] for values in records]
-    assert shares == pytest.approx(counted), "each verdict counts once, also those of groups that were dropped"
+    assert shares == pytest.approx(counted), (
+        "each verdict counts once, also those of groups that were dropped"
+    )
     told = [message for message in warned(ground) if "reward errors" in message]
     assert 1 <= len(told) < len([share for share in shares if share > 0.05])
     assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5) (domain 'default')" in told[0]
-    assert "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "reward errors" in out
+    assert (
+        "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "reward errors" in out
+    )
     assert "The reward function failed on" in (ground.folder / "run" / "report.html").read_text()
 
 
@@ -172,19 +196,28 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
 def test_above_the_limit_the_run_stops_before_it_learns(
     ground: Playground, capsys: pytest.CaptureFixture[str], preset: str
 ) -> None:
-    """Most of GRPO's groups have too few verdicts and reach no batch: their verdicts count all the same."""
+    """Most of GRPO's groups have too few verdicts and reach no batch: their verdicts count all the
+    same."""
     ground.write_reward(SOME_FAIL.format(percent=55))
     size = "actor_rollout_ref.rollout.n=1" if preset == "ppo" else "actor_rollout_ref.rollout.n=4"
     keys = (size, *SHORT[preset], "trainer.total_epochs=9", "reward.max_error_rate=0.2")
     assert train(ground, *keys, preset=preset) == 2
     err = capsys.readouterr().err
-    said = re.search(r"(\d+) of (\d+) scores are reward errors .* at step (\d+), more than reward.max_error_rate=", err)
+    said = re.search(
+        (
+            r"(\d+) of (\d+) scores are reward errors .* at step (\d+), more than "
+            r"reward.max_error_rate="
+        ),
+        err,
+    )
     assert said, err
     failed, asked, step = map(int, said.groups())
     assert failed > 0.2 * asked and asked % 4 == 0
     assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5)" in err and "\x1b" not in err
     assert err.count("distflow: ") == 1 and "Traceback" not in err
-    learned = [record.step for record in read_metrics(ground.folder / "run") if record.kind == "train"]
+    learned = [
+        record.step for record in read_metrics(ground.folder / "run") if record.kind == "train"
+    ]
     assert learned == list(range(1, step))
 
 
@@ -192,7 +225,11 @@ def test_a_step_that_cannot_be_filled_for_its_errors_says_that(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ground.write_reward(SOME_FAIL.format(percent=55))
-    keys = ("algorithm.filter_groups.max_num_gen_batches=1", "reward.max_error_rate=0.2", "trainer.total_epochs=9")
+    keys = (
+        "algorithm.filter_groups.max_num_gen_batches=1",
+        "reward.max_error_rate=0.2",
+        "trainer.total_epochs=9",
+    )
     assert train(ground, *keys, *SHORT["dapo"], preset="dapo") == 2
     assert "more than reward.max_error_rate=0.2 allows" in capsys.readouterr().err
 
@@ -206,23 +243,33 @@ def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> 
     )
     rows = [{"prompt": f"{i}=", "answer": "7", "held": 1} for i in range(3)]
     (ground.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = (f"data.val_files={ground.folder}/held.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false")
+    keys = (
+        f"data.val_files={ground.folder}/held.jsonl",
+        "trainer.test_freq=1",
+        "trainer.val_before_train=false",
+    )
     assert train(ground, *keys) == 0
     told = [message for message in warned(ground) if "reward errors" in message]
     assert told and all(
-        message.startswith("3 of 3 scores are reward errors (100%) in a validation") for message in told
+        message.startswith("3 of 3 scores are reward errors (100%) in a validation")
+        for message in told
     )
 
 
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize(
-    ("builder", "said"), [("that_says_so", "a bad day (node 'reward')"), ("that_raises", "the judge is not at home")]
+    ("builder", "said"),
+    [("that_says_so", "a bad day (node 'reward')"), ("that_raises", "the judge is not at home")],
 )
 def test_a_reward_that_is_a_node_counts_too(
     ground: Playground, capsys: pytest.CaptureFixture[str], builder: str, said: str
 ) -> None:
     keys = ground.overrides("run", "trainer.total_epochs=9", f"dag.pipeline=own_judges:{builder}")
-    keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function.", "trust.check_rewards"))]
+    keys = [
+        key
+        for key in keys
+        if not key.startswith(("reward.", "custom_reward_function.", "trust.check_rewards"))
+    ]
     assert cli.main(["train", "grpo", *keys, "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
     err = capsys.readouterr().err
     assert "more than reward.max_error_rate=0.5 allows" in err and said in err
@@ -233,14 +280,22 @@ def test_a_reward_that_never_answers_is_reported_after_the_first_group(ground: P
     ground.write_reward("import time\ndef compute_score(*arguments, **more):\n    time.sleep(60)\n")
     assert train(ground, "reward.timeout_s=0.2", "reward.max_error_rate=1") == 2
     (warning,) = notes(ground.folder / "run", "warning")
-    assert warning.startswith("the first prompt group has too few scores: no score within 0.2 s from custom")
+    assert warning.startswith(
+        "the first prompt group has too few scores: no score within 0.2 s from custom"
+    )
 
 
 @pytest.mark.slow
 def test_a_reward_that_hangs_after_a_resume_had_scores_before(ground: Playground) -> None:
-    """A run is ended early by a function that never returned: that it did before the resume counts."""
+    """A run is ended early by a function that never returned: that it did before the resume
+    counts."""
     ground.write_reward(FAULTY.format(fault="return 1.0"))
-    keys = ("reward.max_error_rate=0.9", "reward.timeout_s=2", "trainer.save_freq=1", "trainer.total_epochs=9")
+    keys = (
+        "reward.max_error_rate=0.9",
+        "reward.timeout_s=2",
+        "trainer.save_freq=1",
+        "trainer.total_epochs=9",
+    )
     assert train(ground, *keys, "trainer.total_training_steps=1") == 0
     asked = ground.folder / "asked"
     code = f"with open({str(asked)!r}, 'a') as file:\n        file.write('x')\n"

@@ -1,4 +1,5 @@
-"""Whole runs of adapters through a real vLLM server that is killed before, in and after weight updates."""
+"""Whole runs of adapters through a real vLLM server that is killed before, in and after weight
+updates."""
 
 import asyncio
 import os
@@ -15,9 +16,11 @@ from tests.rollout.servers import test_vllm
 
 pytestmark = test_vllm.pytestmark
 
-NUM_STEPS, BATCH_SIZE = 5, 4
+NUM_STEPS = 5
+BATCH_SIZE = 4
 KILLS = {"halt_for_update": 1, "take": 2, "go_on": 3}
-"""The version that the server has when it is killed in that call: before, in and after an update."""
+"""The version that the server has when it is killed in that call: before, in and after an
+update."""
 
 
 def kill_in(monkeypatch: pytest.MonkeyPatch, name: str, struck: list[str]) -> None:
@@ -39,7 +42,8 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, name: str, struck: list[str]) -> No
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("staleness", "kv_on_update"), [(0, "recompute"), (1, "recompute"), (1, "keep"), (2, "recompute"), (2, "keep")]
+    ("staleness", "kv_on_update"),
+    [(0, "recompute"), (1, "recompute"), (1, "keep"), (2, "recompute"), (2, "keep")],
 )
 def test_kills_around_updates_cost_no_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, kv_on_update: str
@@ -63,9 +67,17 @@ def test_kills_around_updates_cost_no_group(
     )
     assert sorted(struck) == sorted(KILLS) and len(run.metrics()) == NUM_STEPS
     counts = verify(run.folder / "ledger.jsonl")
-    assert (counts.consumed, counts.running, dict(counts.dropped)) == (NUM_STEPS * BATCH_SIZE, 0, {})
+    assert (counts.consumed, counts.running, dict(counts.dropped)) == (
+        NUM_STEPS * BATCH_SIZE,
+        0,
+        {},
+    )
     assert not run.notes("warning") and not run.notes("finding") and not run.notes("error")
     assert all(audit["proven"] and not audit["unproven"] for audit in run.audits()) and run.audits()
-    same = [row["mismatch/same_version/max_abs"] for row in run.metrics() if "mismatch/same_version/max_abs" in row]
+    same = [
+        row["mismatch/same_version/max_abs"]
+        for row in run.metrics()
+        if "mismatch/same_version/max_abs" in row
+    ]
     assert same and max(same) < 1e-4
     assert all(row["async/version_diff/max"] <= staleness for row in run.metrics() if staleness)

@@ -1,4 +1,5 @@
-"""`examples/rlvr_three.yaml` at a small size: rows of its three domains in their data sets' forms, and a tiny model.
+"""`examples/rlvr_three.yaml` at a small size: rows of its three domains in their data sets' forms,
+and a tiny model.
 
 Each row's `recorded` is a right answer and a wrong one, for `examples/recorded_responses.yaml`.
 """
@@ -54,7 +55,12 @@ INSTRUCTIONS = [
 def write(folder: Path) -> None:
     """The files that the example reads from the current folder, the examples, and a model."""
     write_tiny_model(folder / "model")
-    for name, rows in (("gsm8k_train", MATH), ("gsm8k_test", MATH), ("mbpp", CODE), ("ifeval", INSTRUCTIONS)):
+    for name, rows in (
+        ("gsm8k_train", MATH),
+        ("gsm8k_test", MATH),
+        ("mbpp", CODE),
+        ("ifeval", INSTRUCTIONS),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shutil.copytree(EXAMPLES, folder / "examples")
 

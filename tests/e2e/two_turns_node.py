@@ -1,4 +1,5 @@
-"""A user's rollout node that asks the engine twice for a sample: the model reviews what it wrote."""
+"""A user's rollout node that asks the engine twice for a sample: the model reviews what it
+wrote."""
 
 from asyncio import gather
 from dataclasses import replace
@@ -12,14 +13,19 @@ from distflow.rollout.engine import GenerateRequest
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
 async def review(group, rollout, tokenizer, *, question: str = "=?") -> list[Sample]:
-    given = Segment("environment", tuple(tokenizer(question, add_special_tokens=False)["input_ids"]))
+    given = Segment(
+        "environment", tuple(tokenizer(question, add_special_tokens=False)["input_ids"])
+    )
 
     async def again(sample: Sample) -> Sample:
         first = sample.segments[1].token_ids
         ids = (*sample.prompt_ids, *first, *given.token_ids)
-        request = GenerateRequest(ids, (sample.episode,), group.params, group.stream, num_drawn=len(first))
+        request = GenerateRequest(
+            ids, (sample.episode,), group.params, group.stream, num_drawn=len(first)
+        )
         (made,) = (await rollout.generate(request)).generations
-        segments, text = [*sample.segments, given, policy_segment(made)], tokenizer.decode(made.token_ids)
+        segments = [*sample.segments, given, policy_segment(made)]
+        text = tokenizer.decode(made.token_ids)
         return replace(sample, segments=segments, response=text, finish_reason=made.finish_reason)
 
     return await gather(*(again(sample) for sample in await generate(group, rollout, tokenizer)))

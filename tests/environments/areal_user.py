@@ -1,4 +1,5 @@
-"""Workflows of AReaL's form, as its users write them: RLVRWorkflow and MultiTurnWorkflow with what they use."""
+"""Workflows of AReaL's form, as its users write them: RLVRWorkflow and MultiTurnWorkflow with what
+they use."""
 
 import asyncio
 import uuid
@@ -47,7 +48,11 @@ def concat_padded_tensors(rows: list[dict[str, torch.Tensor]]) -> dict[str, torc
     longest = max(row["attention_mask"].shape[1] for row in rows)
 
     def padded(values: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(values, (0, longest - values.shape[1])) if values.dim() > 1 else values
+        return (
+            torch.nn.functional.pad(values, (0, longest - values.shape[1]))
+            if values.dim() > 1
+            else values
+        )
 
     return {name: torch.cat([padded(row[name]) for row in rows]) for name in rows[0]}
 
@@ -60,13 +65,16 @@ def token_ids(tokenizer: Any, messages: list[dict[str, str]], **kwargs: Any) -> 
 
 class RLVRWorkflow:
     def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
-        self.gconfig, self.tokenizer = gconfig, tokenizer
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
         self.async_reward_fn = AsyncRewardWrapper(reward_fn)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor]:
         input_ids = token_ids(self.tokenizer, data["messages"], add_generation_prompt=True)
         n_samples = self.gconfig.n_samples
-        req = ModelRequest(uuid.uuid4().hex, input_ids, self.gconfig.new(n_samples=1), self.tokenizer)
+        req = ModelRequest(
+            uuid.uuid4().hex, input_ids, self.gconfig.new(n_samples=1), self.tokenizer
+        )
         resps = await asyncio.gather(*[engine.agenerate(req) for _ in range(n_samples)])
         assert engine.get_version() >= 0
         prompt_str = self.tokenizer.decode(input_ids)
@@ -102,18 +110,25 @@ class MultiTurnWorkflow:
         turn_discount: float,
         feedback: list[int],
     ) -> None:
-        self.gconfig, self.tokenizer = gconfig, tokenizer
-        self.max_turns, self.turn_discount, self.multi_turn_prompt_ids = max_turns, turn_discount, feedback
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.turn_discount = turn_discount
+        self.multi_turn_prompt_ids = feedback
         self.async_reward_fn = AsyncRewardWrapper(reward_fn)
 
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+    async def arun_episode(
+        self, engine: Any, data: dict[str, Any]
+    ) -> dict[str, torch.Tensor] | None:
         seq: list[int] = []
         logprobs: list[float] = []
         loss_mask: list[int] = []
         versions: list[int] = []
         input_ids = token_ids(self.tokenizer, data["messages"], add_generation_prompt=True)
         rid = uuid.uuid4().hex
-        t, reward, discount = 0, 0.0, 1.0
+        t = 0
+        reward = 0.0
+        discount = 1.0
         while reward == 0 and t < self.max_turns:
             req = ModelRequest(rid, input_ids, self.gconfig.new(n_samples=1), self.tokenizer)
             resp = await engine.agenerate(req)
@@ -146,5 +161,7 @@ class MultiTurnWorkflow:
         return concat_padded_tensors([{k: v.unsqueeze(0) for k, v in res.items()}])
 
 
-def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+def reward(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
     return float(sum(completion_ids) % 3 == 0)

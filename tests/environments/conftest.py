@@ -37,7 +37,8 @@ class Episode:
         )
 
     def check_exact(self) -> None:
-        """Every prompt is all tokens before it, and what was drawn is in the chat as it was drawn."""
+        """Every prompt is all tokens before it, and what was drawn is in the chat as it was
+        drawn."""
         before: tuple[int, ...] = ()
         for (prompt, *_), drawn in zip(self.engine.asked, self.engine.replies, strict=False):
             assert prompt[: len(before)] == before and len(prompt) > len(before)
@@ -66,7 +67,9 @@ def begin(endpoint: Endpoint, loop: LoopThread) -> Iterator[Any]:
     def start(*replies: str | Sequence[int], family: str = "qwen2.5") -> Episode:
         found = FAMILIES[family]()
         end = ids(found, found.end)
-        engine = Engine([ids(found, text) + end if isinstance(text, str) else text for text in replies])
+        engine = Engine(
+            [ids(found, text) + end if isinstance(text, str) else text for text in replies]
+        )
         chat = chat_of(found, engine, Limits(4000, 16_000))
         conversations = Conversations(chat, None, 64)
 

@@ -13,7 +13,8 @@ class Hunt:
         self.tries = tries
 
     def reset(self, *, seed=None, options=None):
-        self.secret, self.left = seed % 10, self.tries
+        self.secret = seed % 10
+        self.left = self.tries
         return f"guess ({options['hint']})" if options and "hint" in options else "guess", {}
 
     def step(self, action):

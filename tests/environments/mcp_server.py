@@ -1,4 +1,5 @@
-"""A server of the package mcp, over stdio or, with a port, over HTTP. Some of its tools are hostile."""
+"""A server of the package mcp, over stdio or, with a port, over HTTP. Some of its tools are
+hostile."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""Agents of several frameworks, unchanged: each runs its own loop with a tool, and becomes one conversation."""
+"""Agents of several frameworks, unchanged: each runs its own loop with a tool, and becomes one
+conversation."""
 
 import json
 import sys
@@ -31,8 +32,14 @@ def test_openai_agents(begin: Any, api: str) -> None:
     agents = pytest.importorskip("agents", reason=f"{WHY} openai-agents")
     openai = pytest.importorskip("openai")
     episode = begin(f"Let me see. {CALLS}", "It is 2.")
-    client = openai.AsyncOpenAI(base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key)
-    kind = agents.OpenAIChatCompletionsModel if api == "chat_completions" else agents.OpenAIResponsesModel
+    client = openai.AsyncOpenAI(
+        base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key
+    )
+    kind = (
+        agents.OpenAIChatCompletionsModel
+        if api == "chat_completions"
+        else agents.OpenAIResponsesModel
+    )
     agents.set_tracing_disabled(True)
     agent = agents.Agent(
         "adder",
@@ -52,8 +59,12 @@ def test_pydantic_ai(begin: Any) -> None:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     episode = begin(f"Let me see. {CALLS}", "It is 2.")
-    provider = OpenAIProvider(base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key)
-    agent = pydantic_ai.Agent(OpenAIChatModel("gpt-4o", provider=provider), system_prompt="Use the tool.", tools=[add])
+    provider = OpenAIProvider(
+        base_url=f"{episode.session.base_url}/v1", api_key=episode.session.key
+    )
+    agent = pydantic_ai.Agent(
+        OpenAIChatModel("gpt-4o", provider=provider), system_prompt="Use the tool.", tools=[add]
+    )
     assert agent.run_sync("What is 1 + 1?").output == "It is 2."
     episode.check_exact()
     assert owners(episode) == ["prompt", "policy", "tool", "policy"]
@@ -66,7 +77,9 @@ def test_smolagents(begin: Any) -> None:
     model = smolagents.OpenAIServerModel(
         "gpt-4o", api_base=f"{episode.session.base_url}/v1", api_key=episode.session.key
     )
-    agent = smolagents.ToolCallingAgent(tools=[smolagents.tool(add)], model=model, verbosity_level=0)
+    agent = smolagents.ToolCallingAgent(
+        tools=[smolagents.tool(add)], model=model, verbosity_level=0
+    )
     assert agent.run("What is 1 + 1?") == "2"
     drawn = [
         token
@@ -111,11 +124,16 @@ def test_instructor_asks_again_until_the_answer_fits(begin: Any) -> None:
         value: int
 
     def call(value: object) -> str:
-        return f'<tool_call>\n{{"name": "Sum", "arguments": {json.dumps({"value": value})}}}\n</tool_call>'
+        return (
+            f'<tool_call>\n{{"name": "Sum", "arguments": {json.dumps({"value": value})}}}\n'
+            "</tool_call>"
+        )
 
     episode = begin(call("two"), call(2))
     client = instructor.from_openai(episode.openai)
-    made = client.chat.completions.create(model="gpt-4o", messages=[ASKED], response_model=Sum, max_retries=2)
+    made = client.chat.completions.create(
+        model="gpt-4o", messages=[ASKED], response_model=Sum, max_retries=2
+    )
     assert made.value == 2
     episode.check_exact()
     assert owners(episode) == ["prompt", "policy", "tool", "policy"]

@@ -1,4 +1,5 @@
-"""Whole runs of the workflow `agent`: agents with the official clients train; bad ones are errors of their episode."""
+"""Whole runs of the workflow `agent`: agents with the official clients train; bad ones are errors
+of their episode."""
 
 import asyncio
 import json
@@ -24,7 +25,9 @@ from tests.patience import is_running
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not find_spec("anthropic"), reason="agents are tested with the official clients (extra dev)"),
+    pytest.mark.skipif(
+        not find_spec("anthropic"), reason="agents are tested with the official clients (extra dev)"
+    ),
 ]
 
 AGENTS = '''
@@ -132,7 +135,7 @@ def judged(conversations, messages, result, prompt):
     assert messages == conversations[-1] and messages[0] == {"role": "user", "content": prompt}
     assert messages[1]["content"] == json.loads(result)["text"]
     return json.loads(result)["length"] / 5
-'''
+'''  # noqa: E501
 COMMAND = """
 import json, sys
 from openai import OpenAI
@@ -140,8 +143,13 @@ row = json.load(sys.stdin)
 said = [{"role": "user", "content": row["prompt"]}]
 text = OpenAI().chat.completions.create(model="x", messages=said, max_tokens=5).choices[0].message.content
 print(json.dumps({"text": text, "length": len(text)}))
-"""
-KEYS = (f"{WORKFLOW}=agent", "data.max_prompt_length=60", "data.max_response_length=80", "reward.timeout_s=60")
+"""  # noqa: E501
+KEYS = (
+    f"{WORKFLOW}=agent",
+    "data.max_prompt_length=60",
+    "data.max_response_length=80",
+    "reward.timeout_s=60",
+)
 
 
 @pytest.fixture
@@ -152,7 +160,9 @@ def games(tmp_path: Path) -> Games:
 
 
 def options(games: Games, **values: str) -> str:
-    return f"{WORKFLOW}_kwargs={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+    return (
+        f"{WORKFLOW}_kwargs={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+    )
 
 
 def audited(games: Games, function: str, max_staleness: int) -> Run:
@@ -173,7 +183,9 @@ def audited(games: Games, function: str, max_staleness: int) -> Run:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_calls_at_once_are_branches_that_train_and_pass_every_audit(games: Games, max_staleness: int) -> None:
+def test_calls_at_once_are_branches_that_train_and_pass_every_audit(
+    games: Games, max_staleness: int
+) -> None:
     run = audited(games, "at_once", max_staleness)
     named = ("episodes/branches", "reward/error_rate")
     branches, errors = ([row[name] for row in run.metrics() if name in row] for name in named)
@@ -184,14 +196,18 @@ def test_calls_at_once_are_branches_that_train_and_pass_every_audit(games: Games
 
 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
-def test_an_agent_with_all_clients_trains_and_every_audit_passes(games: Games, max_staleness: int) -> None:
+def test_an_agent_with_all_clients_trains_and_every_audit_passes(
+    games: Games, max_staleness: int
+) -> None:
     run = audited(games, "several", max_staleness)
     batch = saved(run)
     assert all(len(forks) == 3 for forks in batch["forks"])
     for mask in batch["response_mask"]:
         edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
         assert len(edges) == 12, "three turns of one conversation, and one of each of its branches"
-        assert all(1 <= end - begin <= 3 for begin, end in zip(edges[::2], edges[1::2], strict=True))
+        assert all(
+            1 <= end - begin <= 3 for begin, end in zip(edges[::2], edges[1::2], strict=True)
+        )
     parts = batch["reward_parts"]
     assert {*parts[0]} == {"length", "letters"}
 
@@ -223,7 +239,9 @@ SAID = (
 
 
 def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(games: Games) -> None:
-    games.write_rows([{"prompt": f"{i}=", "answer": "7", "file": f"{games.folder}/pid"} for i in range(4)])
+    games.write_rows(
+        [{"prompt": f"{i}=", "answer": "7", "file": f"{games.folder}/pid"} for i in range(4)]
+    )
     run = games.run(
         "grpo",
         *KEYS,
@@ -239,17 +257,25 @@ def test_bad_agents_are_errors_of_their_episode_by_name_and_the_run_goes_on(game
     errors = [error for error in batch["reward_errors"] if error is not None]
     for said in SAID:
         assert any(said in error for error in errors), said
-    assert all("workflow AgentWorkflow" in error and any(said in error for said in SAID) for error in errors)
+    assert all(
+        "workflow AgentWorkflow" in error and any(said in error for said in SAID)
+        for error in errors
+    )
     assert batch["valid"].sum() == 64 - len(errors) > 16
     (row,) = run.metrics()
-    assert row["agent/refused_calls"] == sum("content of type" in error or "bytes" in error for error in errors)
-    pid, deadline = int((games.folder / "pid").read_text()), time.monotonic() + 60
+    assert row["agent/refused_calls"] == sum(
+        "content of type" in error or "bytes" in error for error in errors
+    )
+    pid = int((games.folder / "pid").read_text())
+    deadline = time.monotonic() + 60
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(pid), "a process in a session of its own ends with its episode"
 
 
-def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(games: Games) -> None:
+def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(
+    games: Games,
+) -> None:
     games.write_rows([{"prompt": f"{i}=", "answer": "7", "odd": i % 2} for i in range(4)])
     run = games.run(
         "grpo",
@@ -265,27 +291,38 @@ def test_an_agent_gets_the_text_without_the_template_and_cannot_apply_it_twice(g
     assert "template would be applied twice" in (run.folder / "report.html").read_text()
 
 
-def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(games: Games) -> None:
+def test_a_fault_of_ours_is_an_error_of_the_episode_although_the_agent_goes_on(
+    games: Games,
+) -> None:
     async def breaks(*_: object) -> Any:
         raise KeyError("broken")
 
     async def run() -> None:
         chat = chat_of(FAMILIES["qwen2.5"](), Engine([]))
         chat.generate = breaks
-        await AgentWorkflow(function=f"{games.folder}/agents.py:careless")(chat, Row(Prompt("1=", [1])))
+        await AgentWorkflow(function=f"{games.folder}/agents.py:careless")(
+            chat, Row(Prompt("1=", [1]))
+        )
 
     with pytest.raises(KeyError, match="broken"):
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("reward", [pytest.param("agents.py:judged", marks=pytest.mark.by_hand), "reward_fn"])
-def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(games: Games, reward: str) -> None:
+@pytest.mark.parametrize(
+    "reward", [pytest.param("agents.py:judged", marks=pytest.mark.by_hand), "reward_fn"]
+)
+def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_functions(
+    games: Games, reward: str
+) -> None:
     keys = options(
         games,
         command=f"[{sys.executable}, {games.folder}/command.py]",
         reward=reward.replace("agents.py", f"{games.folder}/agents.py"),
     )
-    own = [f"custom_reward_function.path={games.folder}/reward.py", "reward.functions={default: [custom]}"]
+    own = [
+        f"custom_reward_function.path={games.folder}/reward.py",
+        "reward.functions={default: [custom]}",
+    ]
     run = games.run(
         *("grpo", *KEYS, keys, "trainer.total_training_steps=1", "trainer.save_groups=all"),
         *(own if reward == "reward_fn" else []),
@@ -304,17 +341,37 @@ def test_a_command_is_run_with_its_row_and_scored_by_its_trace_or_the_runs_funct
     [
         ({}, "needs either function or command"),
         ({"function": "{}/agents.py:nobody"}, "has no 'nobody'"),
-        ({"function": "{}/agents.py:several", "command": "ls", "reward": "reward_fn"}, "either function or command"),
+        (
+            {"function": "{}/agents.py:several", "command": "ls", "reward": "reward_fn"},
+            "either function or command",
+        ),
         ({"command": "ls"}, "a command returns no score"),
-        ({"command": "no-such-program --x", "reward": "reward_fn"}, "there is no executable 'no-such-program'"),
-        ({"command": "[no-such-program]", "reward": "reward_fn"}, "there is no executable 'no-such-program'"),
+        (
+            {"command": "no-such-program --x", "reward": "reward_fn"},
+            "there is no executable 'no-such-program'",
+        ),
+        (
+            {"command": "[no-such-program]", "reward": "reward_fn"},
+            "there is no executable 'no-such-program'",
+        ),
         ({"function": "{}/agents.py:judged"}, "the parameter 'conversations'"),
-        ({"function": "{}/agents.py:several", "rewards": "x"}, "no such option; did you mean 'reward'"),
-        ({"function": "{}/agents.py:several", "format": "xlm"}, "no such format of tool calls; did you mean 'xml'"),
-        ({"function": "{}/agents.py:several", "max_calls": "0"}, "max_calls=0: set a number above 0"),
+        (
+            {"function": "{}/agents.py:several", "rewards": "x"},
+            "no such option; did you mean 'reward'",
+        ),
+        (
+            {"function": "{}/agents.py:several", "format": "xlm"},
+            "no such format of tool calls; did you mean 'xml'",
+        ),
+        (
+            {"function": "{}/agents.py:several", "max_calls": "0"},
+            "max_calls=0: set a number above 0",
+        ),
     ],
 )
-def test_options_that_cannot_work_are_refused_at_the_start(games: Games, values: dict[str, str], said: str) -> None:
+def test_options_that_cannot_work_are_refused_at_the_start(
+    games: Games, values: dict[str, str], said: str
+) -> None:
     told = {name: value.replace("{}", str(games.folder)) for name, value in values.items()}
     with pytest.raises(UserError, match=said):
         games.spec("grpo", *KEYS, options(games, **told))
@@ -322,7 +379,12 @@ def test_options_that_cannot_work_are_refused_at_the_start(games: Games, values:
 
 def test_the_code_of_an_agent_is_named(games: Games) -> None:
     agents = f"{games.folder}/agents.py"
-    config, _ = games.spec("grpo", *KEYS, options(games, function=f"{agents}:several", reward=f"{agents}:judged"))
-    assert [target for _, target in code_of_workflow(config)] == [f"{agents}:several", f"{agents}:judged"]
+    config, _ = games.spec(
+        "grpo", *KEYS, options(games, function=f"{agents}:several", reward=f"{agents}:judged")
+    )
+    assert [target for _, target in code_of_workflow(config)] == [
+        f"{agents}:several",
+        f"{agents}:judged",
+    ]
     config, _ = games.spec("grpo", *KEYS, options(games, command="ls /", reward=f"{agents}:judged"))
     assert any(line.endswith("workflow_kwargs.command: ls /") for line in pipeline_code(config))

@@ -28,8 +28,10 @@ async def pair(agents, row):
         await asyncio.gather(solver.ask("again", max_tokens=2), checker.fork().ask("wait", max_tokens=2))
     mine = sum(first.token_ids) % 5 / 4
     return {"solver": mine, "checker": sum(said.token_ids) % 3 / 2, "judge": 0.5}
-"""
-SOLVER, CHECKER, JUDGE = "solver: {}", "checker: {system_prompt: 'C:', temperature: 1.3}", "judge: {trainable: false}"
+"""  # noqa: E501
+SOLVER = "solver: {}"
+CHECKER = "checker: {system_prompt: 'C:', temperature: 1.3}"
+JUDGE = "judge: {trainable: false}"
 
 
 @pytest.fixture
@@ -50,13 +52,19 @@ def keys(playground: Playground, rewards: str, *agents: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("rewards", "staleness", "first"), [("margin", 0, "solver"), ("own", 1, "judge")])
+@pytest.mark.parametrize(
+    ("rewards", "staleness", "first"), [("margin", 0, "solver"), ("own", 1, "judge")]
+)
 def test_agents_of_one_policy_train_and_every_audit_passes(
     playground: Playground, rewards: str, staleness: int, first: str
 ) -> None:
     run = playground.run(
         "grpo",
-        *keys(playground, rewards, *((JUDGE, SOLVER, CHECKER) if first == "judge" else (SOLVER, CHECKER, JUDGE))),
+        *keys(
+            playground,
+            rewards,
+            *((JUDGE, SOLVER, CHECKER) if first == "judge" else (SOLVER, CHECKER, JUDGE)),
+        ),
         "trainer.total_training_steps=3",
         f"async.max_staleness={staleness}",
     )
@@ -64,7 +72,9 @@ def test_agents_of_one_policy_train_and_every_audit_passes(
     audits = run.audits()
     assert len(audits) == 3
     for audit in audits:
-        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "rewards"} <= {*audit["proven"]}
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "rewards"} <= {
+            *audit["proven"]
+        }
         assert not audit["unproven"]
     batch = saved(run)
     for row in range(len(batch)):
@@ -84,36 +94,55 @@ def test_agents_are_compared_with_the_values_of_the_next_speaker(playground: Pla
         "trainer.total_training_steps=2",
     )
     audits = run.audits()
-    assert len(audits) == 2 and all({"advantages", "turns"} <= {*audit["proven"]} for audit in audits)
+    assert len(audits) == 2 and all(
+        {"advantages", "turns"} <= {*audit["proven"]} for audit in audits
+    )
     orders = [[turn for turn in row.tolist() if turn >= 0] for row in saved(run)["turn_order"]]
-    assert any(order != sorted(order) for order in orders), "the solver spoke again after the checker"
+    assert any(order != sorted(order) for order in orders), (
+        "the solver spoke again after the checker"
+    )
 
 
 HEATS = {"solver": 0.6, "checker": 1.7}
-HOT = ("solver: {temperature: 0.6, top_k: 20}", "checker: {system_prompt: 'C:', temperature: 1.7, top_p: 0.9}", JUDGE)
+HOT = (
+    "solver: {temperature: 0.6, top_k: 20}",
+    "checker: {system_prompt: 'C:', temperature: 1.7, top_p: 0.9}",
+    JUDGE,
+)
 
 
 @pytest.mark.parametrize("second", ["", "checker: {policy: second, temperature: 1.7}"])
-def test_each_agent_has_the_policy_of_its_own_temperature(playground: Playground, second: str) -> None:
+def test_each_agent_has_the_policy_of_its_own_temperature(
+    playground: Playground, second: str
+) -> None:
     """Checked against plain forwards of each conversation, and by every audit."""
-    agents, models = HOT, dict.fromkeys(HEATS, playground.folder / "model")
+    agents = HOT
+    models = dict.fromkeys(HEATS, playground.folder / "model")
     of_policies = ["actor_rollout_ref.actor.use_kl_loss=true"]
     if second:
         models["checker"] = write_tiny_model(playground.folder / "second", seed=5)
         agents = (HOT[0], second, JUDGE)
         of_policies = [f"dag.policies={{second: {{model: {{path: {models['checker']}}}}}}}"]
         of_policies += ["actor_rollout_ref.actor.use_kl_loss=false"]
-    run = playground.run("grpo", *keys(playground, "own", *agents), *of_policies, "trainer.total_training_steps=1")
+    run = playground.run(
+        "grpo", *keys(playground, "own", *agents), *of_policies, "trainer.total_training_steps=1"
+    )
     assert not run.notes("warning")
     for audit in run.audits():
-        assert {"log_probs", "weights", "draws", "loss", "backward"} <= {*audit["proven"]} and not audit["unproven"]
+        assert {"log_probs", "weights", "draws", "loss", "backward"} <= {
+            *audit["proven"]
+        } and not audit["unproven"]
     batch = saved(run)
     columns = ["rollout_log_probs", "old_log_probs", *(["ref_log_prob"] if not second else [])]
     for row in range(len(batch)):
         (_, start), *more = batch["forks"][row]
         prompt, response, mask = (
             batch[name][row, : int(batch.lengths(axis)[row])].tolist()
-            for name, axis in (("prompt_ids", "prompt"), ("response_ids", "response"), ("response_mask", "response"))
+            for name, axis in (
+                ("prompt_ids", "prompt"),
+                ("response_ids", "response"),
+                ("response_mask", "response"),
+            )
         )
         ends = [start, *(place for _, place in more), len(response)]
         talks = [("solver", prompt, 0, start), *(("checker", [], a, b) for a, b in pairwise(ends))]
@@ -127,19 +156,27 @@ def test_each_agent_has_the_policy_of_its_own_temperature(playground: Playground
                 for place in range(begin, end):
                     if mask[place]:
                         found = float(batch[column][row, place])
-                        assert found == pytest.approx(float(wanted[len(before) + place - begin - 1]), abs=1e-5), column
+                        assert found == pytest.approx(
+                            float(wanted[len(before) + place - begin - 1]), abs=1e-5
+                        ), column
 
 
 def test_a_trainer_at_the_temperature_of_another_agent_is_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = TorchScorer.temperature_of
-    monkeypatch.setattr(TorchScorer, "temperature_of", lambda self, micro: right(self, micro).flip(0))
+    monkeypatch.setattr(
+        TorchScorer, "temperature_of", lambda self, micro: right(self, micro).flip(0)
+    )
     with pytest.raises(TrustError, match="another temperature"):
         playground.run("grpo", *keys(playground, "own", *HOT), "trainer.total_training_steps=1")
 
 
-def test_advantages_of_another_agent_are_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Batch, "speakers", lambda batch, agents: torch.zeros(len(batch.flat("response_ids"))).long())
+def test_advantages_of_another_agent_are_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Batch, "speakers", lambda batch, agents: torch.zeros(len(batch.flat("response_ids"))).long()
+    )
     with pytest.raises(TrustError, match=r"\(advantages\): advantages of sample"):
         playground.run("grpo", *keys(playground, "own", SOLVER, "checker: {}", JUDGE))

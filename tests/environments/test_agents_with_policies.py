@@ -33,8 +33,11 @@ async def talk(agents, row):
     )
     last = await agents["solver"].ask(remark.text + advice.text, max_tokens=2)
     return {"solver": sum(map(ord, last.text)) % 7 / 6, "checker": sum(map(ord, remark.text)) % 5 / 4, "judge": 9.0}
-"""
-WHO = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{policy: third, trainable: false}}}}"
+"""  # noqa: E501
+WHO = (
+    f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{policy: third, trainable: "
+    f"false}}}}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,9 @@ def write_policies(folder: Path) -> None:
 
 
 def overrides(ground: Playground, *more: str) -> list[str]:
-    models = ", ".join(f"{name}: {{model: {{path: {ground.folder}/{name}}}}}" for name in ("second", "third"))
+    models = ", ".join(
+        f"{name}: {{model: {{path: {ground.folder}/{name}}}}}" for name in ("second", "third")
+    )
     return [
         f"actor_rollout_ref.rollout.workflow={ground.folder}/flow.py:talk",
         WHO,
@@ -82,34 +87,72 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
 
     monkeypatch.setattr(MultiPolicyRollout, "load_weights", watched)
     steps = ["trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all"]
-    options = [*steps, "trainer.save_freq=1", "trainer.keep_last=3", f"async.max_staleness={staleness}"]
-    own = "dag.policies={second: {actor: {max_grad_norm: 0.01, optim: {lr: 3e-4, scheduler: constant_with_warmup}}}}"
+    options = [
+        *steps,
+        "trainer.save_freq=1",
+        "trainer.keep_last=3",
+        f"async.max_staleness={staleness}",
+    ]
+    own = (
+        "dag.policies={second: {actor: {max_grad_norm: 0.01, optim: {lr: 3e-4, scheduler: "
+        "constant_with_warmup}}}}"
+    )
     run = playground.run("grpo", *overrides(playground, *options, own), name=f"audited{staleness}")
     assert run.audits() and not run.notes("warning")
     for audit in run.audits():
-        assert {"weights", "log_probs", "draws", "mini-batches", "loss", "backward", "optimizer"} <= {*audit["proven"]}
-    first, last = run.weights(1), run.weights(3)
-    assert {name.partition(".")[0] for name in first} == {"actor", "second"}, "the frozen policy is not trained"
+        assert {
+            "weights",
+            "log_probs",
+            "draws",
+            "mini-batches",
+            "loss",
+            "backward",
+            "optimizer",
+        } <= {*audit["proven"]}
+    first = run.weights(1)
+    last = run.weights(3)
+    assert {name.partition(".")[0] for name in first} == {"actor", "second"}, (
+        "the frozen policy is not trained"
+    )
     moved = {name.partition(".")[0] for name in first if not torch.equal(first[name], last[name])}
     assert moved == {"actor", "second"}
-    frozen = AutoModelForCausalLM.from_pretrained(playground.folder / "third", dtype=torch.float32).named_parameters()
+    frozen = AutoModelForCausalLM.from_pretrained(
+        playground.folder / "third", dtype=torch.float32
+    ).named_parameters()
     own = {f"third.{name}": value for name, value in stripe_hashes(list(frozen)).items()}
-    assert all({name: each[name] for name in own} == own for each in served), "the frozen policy never changes"
-    assert len(served) >= 3 and len({tuple(sorted({*each.items()} - {*own.items()})) for each in served}) >= 3
+    assert all({name: each[name] for name in own} == own for each in served), (
+        "the frozen policy never changes"
+    )
+    assert (
+        len(served) >= 3
+        and len({tuple(sorted({*each.items()} - {*own.items()})) for each in served}) >= 3
+    )
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
         assert row["actor/lr"] == 1e-3 and (row["policies/second/lr"] == 3e-4 or row["step"] == 1)
     batch = Batch.load(sorted((run.folder / "tokens").glob("*.safetensors"))[0])
     assert batch["scores"].max() <= 2, "the judge's score is in no mean"
-    assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, "the judge is in no sample"
+    assert {name for forks in batch["forks"] for name, _ in forks} == {"checker"}, (
+        "the judge is in no sample"
+    )
 
 
 def solver_and_checker(ground: Playground, *more: str) -> list[str]:
     """Overrides of the preset multi_agent. A reply with an "a" counts as yes."""
     kwargs = "actor_rollout_ref.rollout.workflow_kwargs={question: '{prompt}{response}?', yes: a}"
-    own = [f"dag.policies.checker.model.path={ground.folder}/second", kwargs, "data.max_prompt_length=48"]
-    return [*own, "trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all", *more]
+    own = [
+        f"dag.policies.checker.model.path={ground.folder}/second",
+        kwargs,
+        "data.max_prompt_length=48",
+    ]
+    return [
+        *own,
+        "trainer.total_training_steps=3",
+        "trust.audit_freq=1",
+        "trainer.save_groups=all",
+        *more,
+    ]
 
 
 def check_solver_and_checker(run: Run, staleness: int) -> None:
@@ -119,16 +162,29 @@ def check_solver_and_checker(run: Run, staleness: int) -> None:
         assert row["async/version_diff/max"] <= staleness
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
-        for said, parts, acc in zip(batch["conversation"], batch["reward_parts"], batch["acc"].tolist(), strict=True):
-            solved, verdict = (re.sub(r"<\w+>|</s>", "", turn["text"]) for turn in said if turn["owner"] == "policy")
-            assert parts["solver"] == pytest.approx(sum(map(ord, solved)) % 7 / 6) == pytest.approx(acc)
+        for said, parts, acc in zip(
+            batch["conversation"], batch["reward_parts"], batch["acc"].tolist(), strict=True
+        ):
+            solved, verdict = (
+                re.sub(r"<\w+>|</s>", "", turn["text"])
+                for turn in said
+                if turn["owner"] == "policy"
+            )
+            assert (
+                parts["solver"]
+                == pytest.approx(sum(map(ord, solved)) % 7 / 6)
+                == pytest.approx(acc)
+            )
             assert parts["checker"] == (("a" in verdict.lower()) == (acc == 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "in_reward"), [(0, "false"), (1, "true")])
-def test_each_policy_has_its_own_reference(playground: Playground, staleness: int, in_reward: str) -> None:
-    """In the first step, each policy is its reference; later they differ, and the audits compute both again."""
+def test_each_policy_has_its_own_reference(
+    playground: Playground, staleness: int, in_reward: str
+) -> None:
+    """In the first step, each policy is its reference; later they differ, and the audits compute
+    both again."""
     options = [
         "actor_rollout_ref.actor.use_kl_loss=true",
         f"algorithm.use_kl_in_reward={in_reward}",
@@ -160,20 +216,29 @@ def test_each_policy_has_its_own_reference(playground: Playground, staleness: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_preset_of_a_solver_and_a_checker_trains_both(playground: Playground, staleness: int) -> None:
+def test_the_preset_of_a_solver_and_a_checker_trains_both(
+    playground: Playground, staleness: int
+) -> None:
     options = solver_and_checker(playground, f"async.max_staleness={staleness}")
-    check_solver_and_checker(playground.run("multi_agent", *options, name=f"pair{staleness}"), staleness)
+    check_solver_and_checker(
+        playground.run("multi_agent", *options, name=f"pair{staleness}"), staleness
+    )
 
 
 @pytest.mark.slow
-def test_a_checker_that_is_not_asked_about_the_reply(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checker_that_is_not_asked_about_the_reply(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = Chat.ask
 
     async def ask(self: Chat, content: Any, **named: Any) -> Reply:
         return await right(self, "Is it correct?" if self.agent == "checker" else content, **named)
 
     monkeypatch.setattr(Chat, "ask", ask)
-    with pytest.raises(TrustError, match=r"found \(episodes\): the checker of sample .* was asked 'Is it correct\?'"):
+    with pytest.raises(
+        TrustError,
+        match=r"found \(episodes\): the checker of sample .* was asked 'Is it correct\?'",
+    ):
         playground.run("multi_agent", *solver_and_checker(playground), name="other-question")
 
 
@@ -204,7 +269,9 @@ def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> 
 def test_a_resumed_run_would_report_another_frozen_model(playground: Playground) -> None:
     """The checkpoint has the trained policies, and of a frozen one its fingerprint alone."""
     facts = playground.spec("grpo", *overrides(playground))[1].facts
-    other = overrides(playground, f"dag.policies={{third: {{model: {{path: {playground.folder}/second}}}}}}")
+    other = overrides(
+        playground, f"dag.policies={{third: {{model: {{path: {playground.folder}/second}}}}}}"
+    )
     changed = playground.spec("grpo", *other)[1].facts
     assert {name for name in facts if name.startswith("policy_")} == {"policy_third"}
     assert facts["policy_third"] != changed["policy_third"]
@@ -218,14 +285,30 @@ def test_a_resumed_run_would_report_another_frozen_model(playground: Playground)
             "no engine serves the policy 'secnd' of the agent 'checker'",
         ),
         ([WHO.replace("policy: second", "policy: actor")], "no agent has the policy 'second'"),
-        ([f"{AGENTS}={{solver: {{trainable: false}}, checker: {{policy: second}}, b: {{policy: third}}}}"], "exchange"),
-        (["dag.policies={third: {actor: {optim: {lr: 1e-3}}}}"], "of the policy 'third', which no agent trains"),
-        (["dag.policies={second: {rollout: {n: 2}}}"], "differ in their models and optimizers alone"),
+        (
+            [
+                (
+                    f"{AGENTS}={{solver: {{trainable: false}}, checker: {{policy: second}}, b: "
+                    f"{{policy: third}}}}"
+                )
+            ],
+            "exchange",
+        ),
+        (
+            ["dag.policies={third: {actor: {optim: {lr: 1e-3}}}}"],
+            "of the policy 'third', which no agent trains",
+        ),
+        (
+            ["dag.policies={second: {rollout: {n: 2}}}"],
+            "differ in their models and optimizers alone",
+        ),
         (["actor_rollout_ref.model.lora_rank=2"], "cannot train adapters yet"),
         (["algorithm.adv_estimator=gae_marft", "dag.pipeline=ppo"], "cannot train a critic yet"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_start(playground: Playground, changes: list[str], said: str) -> None:
+def test_what_cannot_be_is_refused_before_the_start(
+    playground: Playground, changes: list[str], said: str
+) -> None:
     given = playground.overrides("refused", *overrides(playground, *changes))
     with pytest.raises(ConfigError) as refused:
         load_config("grpo", given)
@@ -235,7 +318,9 @@ def test_what_cannot_be_is_refused_before_the_start(playground: Playground, chan
 def test_two_agents_of_one_name_are_refused(playground: Playground, tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
     agents = "{solver: {}, solver: {policy: second}}"
-    file.write_text(f"defaults: [grpo, _self_]\nactor_rollout_ref: {{rollout: {{agents: {agents}}}}}\n")
+    file.write_text(
+        f"defaults: [grpo, _self_]\nactor_rollout_ref: {{rollout: {{agents: {agents}}}}}\n"
+    )
     with pytest.raises(ConfigError) as refused:
         load_config(str(file), playground.overrides("twice"))
     assert "solver" in str(refused.value) and "twice" in str(refused.value)
@@ -247,5 +332,11 @@ def test_a_policy_with_another_tokenizer_is_refused(playground: Playground, tmp_
     file.write_text(file.read_text().replace('"a":', '"zz":', 1))
     changes: list[Any] = [f"dag.policies={{second: {{model: {{path: {tmp_path}/other}}}}}}"]
     two = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{trainable: false}}}}"
-    with pytest.raises(UserError, match=r"dag.policies.second.model.path: its tokenizer or chat template differs"):
-        playground.run("grpo", *overrides(playground, *changes, two, "trainer.total_training_steps=1"), name="other")
+    with pytest.raises(
+        UserError, match=r"dag.policies.second.model.path: its tokenizer or chat template differs"
+    ):
+        playground.run(
+            "grpo",
+            *overrides(playground, *changes, two, "trainer.total_training_steps=1"),
+            name="other",
+        )

@@ -13,7 +13,12 @@ from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.workflow_loading_and_builtins import Row, make_workflow
-from tests.environments.areal_user import GenerationHyperparameters, ModelRequest, MultiTurnWorkflow, RLVRWorkflow
+from tests.environments.areal_user import (
+    GenerationHyperparameters,
+    ModelRequest,
+    MultiTurnWorkflow,
+    RLVRWorkflow,
+)
 from tests.tiny_models import tiny_tokenizer
 
 Trajectory = dict[str, Any]
@@ -46,15 +51,27 @@ class Theirs:
 def played_rows(theirs: Any, number: int) -> tuple[list[Chat], list[float | None]]:
     """An episode of several samples, whose requests have one engine."""
     drawn = Drawn()
-    chats = [Chat(TurnTokens(tiny_tokenizer(), (), {}), drawn, Limits(20, 30), False) for _ in range(number)]
+    chats = [
+        Chat(TurnTokens(tiny_tokenizer(), (), {}), drawn, Limits(20, 30), False)
+        for _ in range(number)
+    ]
     workflow = make_workflow("rows", theirs, {})
     assert workflow.num_rows == number
-    returned: Any = asyncio.run(workflow(workflow.chats(chats, {}), Row(Prompt("ab", PROMPT), "7"), None))  # type: ignore[arg-type]
+    returned: Any = asyncio.run(
+        workflow(workflow.chats(chats, {}), Row(Prompt("ab", PROMPT), "7"), None)
+    )  # type: ignore[arg-type]
     return chats, workflow.results(returned)
 
 
-def played(theirs: Any, drawn: Drawn | None = None, response: int = 20) -> tuple[Chat, float | None]:
-    chat = Chat(TurnTokens(tiny_tokenizer(), (), {}), drawn or Drawn(), Limits(response, response + 10), False)
+def played(
+    theirs: Any, drawn: Drawn | None = None, response: int = 20
+) -> tuple[Chat, float | None]:
+    chat = Chat(
+        TurnTokens(tiny_tokenizer(), (), {}),
+        drawn or Drawn(),
+        Limits(response, response + 10),
+        False,
+    )
     chat.sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "greedy": False}
     row = Row(Prompt("ab", PROMPT), "7", columns={"answer": "7"})
     return chat, asyncio.run(ArealWorkflow(theirs)(chat, row))
@@ -77,7 +94,9 @@ def trajectory(*responses: Any) -> Trajectory:
 def two_turns(change: Callable[[Trajectory], object] = lambda row: None) -> Theirs:
     async def run(engine: Any, data: dict[str, Any]) -> Trajectory:
         first = await engine.agenerate(ModelRequest("a", list(PROMPT), REQUEST))
-        second = await engine.agenerate(ModelRequest("a", [*first.input_tokens, *first.output_tokens, 8, 9], REQUEST))
+        second = await engine.agenerate(
+            ModelRequest("a", [*first.input_tokens, *first.output_tokens, 8, 9], REQUEST)
+        )
         row = trajectory(first, second)
         change(row)
         return row
@@ -112,7 +131,10 @@ def test_the_method_may_be_called_run_episode() -> None:
 
 def test_a_response_may_be_left_out_of_the_mask() -> None:
     chat, _ = played(two_turns(lambda row: row["loss_mask"][0, :5].zero_()))
-    assert [(segment.owner, len(segment.token_ids)) for segment in chat.segments] == [("prompt", 7), ("policy", 2)]
+    assert [(segment.owner, len(segment.token_ids)) for segment in chat.segments] == [
+        ("prompt", 7),
+        ("policy", 2),
+    ]
 
 
 def test_messages_are_the_episodes_own() -> None:
@@ -150,20 +172,37 @@ def double(row: Trajectory) -> None:
         (put("loss_mask", 5, 1), r"loss_mask that is on for token 5 \(8\)"),
         (put("input_ids", 3, 99), r"loss_mask that is on for token 3 \(99\)"),
         (put("input_ids", 0, 99), r"loss_mask that is on for token 3 \(10\)"),
-        (put("loss_mask", 3, 0), r"loss_mask that is off for token 3 \(10\), which the engine sampled after the first"),
+        (
+            put("loss_mask", 3, 0),
+            r"loss_mask that is off for token 3 \(10\), which the engine sampled after the first",
+        ),
         (lambda row: row["loss_mask"][0, 7:].zero_(), r"loss_mask that is off for token 7 \(20\)"),
         (put("logprobs", 4, -1.0), "-1 in logprobs for token 4, drawn with -1.1"),
         (put("logprobs", 4, float("nan")), "nan in logprobs for token 4"),
         (put("versions", 8, 1), "1 in versions for token 8, drawn with 2"),
-        (set_all(rewards=torch.tensor([0.1, 0.2])), "different numbers of rows: 1 of input_ids.*2 of rew"),
-        (set_all(loss_mask=torch.tensor([[1, 1]])), "rows of different lengths: 9 input_ids, 2 loss_mask"),
-        (set_all(attention_mask=torch.ones(1, 4)), "rows of different lengths: 4 attention_mask, 9 input_ids"),
+        (
+            set_all(rewards=torch.tensor([0.1, 0.2])),
+            "different numbers of rows: 1 of input_ids.*2 of rew",
+        ),
+        (
+            set_all(loss_mask=torch.tensor([[1, 1]])),
+            "rows of different lengths: 9 input_ids, 2 loss_mask",
+        ),
+        (
+            set_all(attention_mask=torch.ones(1, 4)),
+            "rows of different lengths: 4 attention_mask, 9 input_ids",
+        ),
         (lambda row: row.pop("rewards"), "return None, or tensors by name"),
-        (set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}), "different numbers of rows"),
+        (
+            set_all(**{name: torch.zeros(2, 3) for name in ("input_ids", "loss_mask")}),
+            "different numbers of rows",
+        ),
         (double, "returned 2 rows, and its episodes are of 1: that many is n_samples"),
     ],
 )
-def test_a_trajectory_that_was_not_drawn_is_an_error(change: Callable[[Trajectory], object], said: str) -> None:
+def test_a_trajectory_that_was_not_drawn_is_an_error(
+    change: Callable[[Trajectory], object], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         played(two_turns(change))
 
@@ -183,7 +222,9 @@ def test_none_rejects_and_padding_is_cut() -> None:
     assert played(two_turns(pad))[0].segments == played(two_turns())[0].segments
 
 
-@pytest.mark.parametrize("changed", [{"temperature": 0.6}, {"greedy": True}, {"top_k": 5}, {"n_samples": 4}])
+@pytest.mark.parametrize(
+    "changed", [{"temperature": 0.6}, {"greedy": True}, {"top_k": 5}, {"n_samples": 4}]
+)
 def test_sampling_other_than_the_runs_is_refused(changed: dict[str, Any]) -> None:
     (name,) = changed
 
@@ -195,7 +236,8 @@ def test_sampling_other_than_the_runs_is_refused(changed: dict[str, Any]) -> Non
 
 
 def test_requests_at_once_continue_one_random_stream_and_end_at_the_limits() -> None:
-    drawn, seen = Drawn(), list[Any]()
+    drawn = Drawn()
+    seen = list[Any]()
     own = REQUEST.new(stop=["x"], stop_token_ids=[3], max_new_tokens=100)
 
     async def run(engine: Any, data: dict[str, Any]) -> Trajectory:
@@ -216,7 +258,15 @@ def test_areals_own_workflows_run_unchanged() -> None:
     tokenizer = tiny_tokenizer()
     totals: list[int] = []
 
-    def reward(prompt: str, completion: str, prompt_ids: list[int], ids: list[int], *, answer: str, **_: Any) -> float:
+    def reward(
+        prompt: str,
+        completion: str,
+        prompt_ids: list[int],
+        ids: list[int],
+        *,
+        answer: str,
+        **_: Any,
+    ) -> float:
         totals.append(sum(ids))
         return float(sum(ids) == 41 and answer == "7")
 
@@ -229,17 +279,24 @@ def test_areals_own_workflows_run_unchanged() -> None:
 
 
 def test_an_episode_of_several_rows_is_as_many_samples() -> None:
-    def reward(prompt: str, completion: str, prompt_ids: list[int], ids: list[int], **_: Any) -> float:
+    def reward(
+        prompt: str, completion: str, prompt_ids: list[int], ids: list[int], **_: Any
+    ) -> float:
         return float(sum(ids))
 
     chats, scores = played_rows(RLVRWorkflow(reward, REQUEST.new(n_samples=3), tiny_tokenizer()), 3)
     assert scores == [21.0, 41.0, 61.0]
     assert [chat.segments[1].token_ids for chat in chats] == [(10, 11), (20, 21), (30, 31)]
-    assert [(chat.turns, chat.segments[1].versions[0]) for chat in chats] == [(1, 1), (1, 2), (1, 3)]
+    assert [(chat.turns, chat.segments[1].versions[0]) for chat in chats] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
 
 
 class TwoConversations:
-    """Of two turns each, both first turns at once, and the second conversation is returned first."""
+    """Of two turns each, both first turns at once, and the second conversation is returned
+    first."""
 
     gconfig = REQUEST.new(n_samples=2)
 
@@ -251,7 +308,9 @@ class TwoConversations:
         rows = []
         for first in reversed(await asyncio.gather(*ask)):
             prompt = [*first.input_tokens, *first.output_tokens, 8]
-            rows.append(trajectory(first, await engine.agenerate(ModelRequest("a", prompt, REQUEST))))
+            rows.append(
+                trajectory(first, await engine.agenerate(ModelRequest("a", prompt, REQUEST)))
+            )
         return rows[self.kept]
 
 
@@ -275,5 +334,7 @@ def test_a_row_of_two_conversations_is_an_error() -> None:
             one["input_ids"][0, 5:] = two["input_ids"][0, 5:]
             return [one, two]
 
-    with pytest.raises(ValueError, match=r"loss_mask that is on for token 6 \(40\), which the engine did not draw"):
+    with pytest.raises(
+        ValueError, match=r"loss_mask that is on for token 6 \(40\), which the engine did not draw"
+    ):
         played_rows(Mixed(), 2)

@@ -25,15 +25,23 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "llama3": lambda: Family(
         of.byte_level(of.LLAMA3, of.LLAMA3_TOKENS, "<|eot_id|>", "<|begin_of_text|>"), "<|eot_id|>"
     ),
-    "qwen2.5": lambda: Family(of.byte_level(of.QWEN2, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>"),
+    "qwen2.5": lambda: Family(
+        of.byte_level(of.QWEN2, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>"
+    ),
     "qwen3": lambda: Family(of.byte_level(of.QWEN3, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>"),
     "qwen3 without thinking": lambda: Family(
-        of.byte_level(of.QWEN3, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>", {"enable_thinking": False}
+        of.byte_level(of.QWEN3, of.CHATML_TOKENS, "<|im_end|>"),
+        "<|im_end|>",
+        {"enable_thinking": False},
     ),
     "mistral": lambda: Family(of.metaspace(of.MISTRAL, of.MISTRAL_TOKENS, "</s>", "<s>"), "</s>"),
-    "gemma": lambda: Family(of.metaspace(of.GEMMA, of.GEMMA_TOKENS, "<end_of_turn>", "<bos>"), "<end_of_turn>"),
+    "gemma": lambda: Family(
+        of.metaspace(of.GEMMA, of.GEMMA_TOKENS, "<end_of_turn>", "<bos>"), "<end_of_turn>"
+    ),
     "deepseek": lambda: Family(
-        of.byte_level(of.DEEPSEEK, of.DEEPSEEK_TOKENS, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
+        of.byte_level(
+            of.DEEPSEEK, of.DEEPSEEK_TOKENS, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"
+        ),
         "<｜end▁of▁sentence｜>",
     ),
 }
@@ -46,7 +54,9 @@ class Engine:
 
     replies: Sequence[Sequence[int]]
     while_drawn: Callable[[int], Awaitable[None]] | None = None
-    asked: list[tuple[tuple[int, ...], int, tuple[str | int, ...], int]] = field(default_factory=list)
+    asked: list[tuple[tuple[int, ...], int, tuple[str | int, ...], int]] = field(
+        default_factory=list
+    )
 
     async def __call__(
         self, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str | int, ...], num_drawn: int
@@ -64,7 +74,8 @@ class Engine:
         return Segment("policy", ids, numbers, numbers, (0,) * len(ids)), reason
 
 
-def chat_of(family: Family, engine: Engine, limits: Limits = Limits(1000, 2000)) -> Chat:  # noqa: B008  immutable
+# immutable
+def chat_of(family: Family, engine: Engine, limits: Limits = Limits(1000, 2000)) -> Chat:  # noqa: B008
     end = family.tokenizer.convert_tokens_to_ids(family.end)
     return Chat(TurnTokens(family.tokenizer, (end,), family.kwargs), engine, limits, templated=True)
 
@@ -82,14 +93,22 @@ def rendered(family: Family, messages: list[dict[str, str]]) -> list[int]:
 
 
 def without_given(family: Family, chat: Chat) -> list[int]:
-    return [token for segment in chat.segments if segment.owner == "policy" for token in segment.token_ids]
+    return [
+        token
+        for segment in chat.segments
+        if segment.owner == "policy"
+        for token in segment.token_ids
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cut", [False, True])
-def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(name: str, cut: bool) -> None:
-    """The last prompt is that of the template over the whole conversation, where it keeps what was said; and each
-    begins with the one before and the drawn tokens as they are. cut: replies lack their end token."""
+def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(
+    name: str, cut: bool
+) -> None:
+    """The last prompt is that of the template over the whole conversation, where it keeps what was
+    said; and each begins with the one before and the drawn tokens as they are. cut: replies lack
+    their end token."""
     family = FAMILIES[name]()
     end = [] if cut else [family.tokenizer.convert_tokens_to_ids(family.end)]
     words = ("3 + 4 = 7", "so the answer is 8")
@@ -106,7 +125,11 @@ def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(name: 
     prompts = [prompt for prompt, *_ in engine.asked]
     for before, reply, after in zip(prompts, replies, prompts[1:], strict=False):
         assert after[: len(before) + len(reply)] == (*before, *reply)
-    assert [num_drawn for *_, num_drawn in engine.asked] == [0, len(replies[0]), len(replies[0]) + len(replies[1])]
+    assert [num_drawn for *_, num_drawn in engine.asked] == [
+        0,
+        len(replies[0]),
+        len(replies[0]) + len(replies[1]),
+    ]
     assert without_given(family, chat) == [*replies[0], *replies[1], *ids(family, "9")]
     assert chat.token_ids == (*prompts[-1], *ids(family, "9")) and chat.turns == 3
     messages = [
@@ -118,10 +141,17 @@ def test_each_prompt_is_what_was_seen_before_and_the_templates_own_tokens(name: 
     ]
     assert [{**m, "content": m["content"].strip()} for m in chat.messages[:5]] == messages
     whole = rendered(family, messages)
-    if name == "qwen3 without thinking":  # its generation prompt stays where it was, and later prompts leave it out
+    # its generation prompt stays where it was, and later prompts leave it out
+    if name == "qwen3 without thinking":
         thought = ids(family, "<think>\n\n</think>\n\n")
-        assert sum(prompts[-1][i : i + len(thought)] == tuple(thought) for i in range(len(prompts[-1]))) == 3
-    elif name not in ("mistral", "gemma"):  # SentencePiece puts a space in front of what follows a special token
+        assert (
+            sum(
+                prompts[-1][i : i + len(thought)] == tuple(thought) for i in range(len(prompts[-1]))
+            )
+            == 3
+        )
+    # SentencePiece puts a space in front of what follows a special token
+    elif name not in ("mistral", "gemma"):
         assert list(prompts[-1]) == whole
     else:
         text = family.tokenizer.decode(prompts[-1]).replace(" ", "")
@@ -150,23 +180,34 @@ def test_thinking_stays_as_it_was_drawn() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_template_does_is_told(name: str) -> None:
-    """Qwen 3 and DeepSeek strip thinking; Qwen 3 without thinking leaves out the empty block that it prompts with."""
+    """Qwen 3 and DeepSeek strip thinking; Qwen 3 without thinking leaves out the empty block that
+    it prompts with."""
     family = FAMILIES[name]()
     first, closed, *others = chat_of(family, Engine([])).tokens.describe()
     told = " ".join(others)
     assert first == "each turn follows the tokens of the one before"
     assert closed == f"a reply that was cut off is closed with {family.end!r}"
-    assert ("it would write the thinking of earlier turns anew" in told) == (name in ("qwen3", "deepseek"))
-    assert ("it would write earlier turns anew" in told) == (name in ("qwen3 without thinking", "mistral"))
+    assert ("it would write the thinking of earlier turns anew" in told) == (
+        name in ("qwen3", "deepseek")
+    )
+    assert ("it would write earlier turns anew" in told) == (
+        name in ("qwen3 without thinking", "mistral")
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "does not write each reply exactly once"),
+        (
+            "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
+            "does not write each reply exactly once",
+        ),
         ("{{ messages[-1]['content'] }}", "does not write each reply exactly once"),
         (None, "the tokenizer has none"),
-        ("{{ raise_exception('only once') }}", "refuses messages of user, assistant, user: TemplateError: only once"),
+        (
+            "{{ raise_exception('only once') }}",
+            "refuses messages of user, assistant, user: TemplateError: only once",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(template: str | None, said: str) -> None:
@@ -180,7 +221,9 @@ def test_a_template_whose_text_joins_a_reply_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(of, "_CORPUS", ["a replyetc"] * 4)
     template = "{% for m in messages %}{{ m['content'] + 'etc' }}{% endfor %}"
     family = Family(of.byte_level(template, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
-    with pytest.raises(TemplateError, match="continues after a reply with 'etc.*the tokenizer joins"):
+    with pytest.raises(
+        TemplateError, match="continues after a reply with 'etc.*the tokenizer joins"
+    ):
         chat_of(family, Engine([])).tokens.describe()
 
 
@@ -215,7 +258,13 @@ def test_an_end_token_that_the_next_turn_begins_with_is_not_there_twice(
             await chat.ask(asked)
 
     asyncio.run(talk())
-    said = [("user", "3 + 4?"), ("assistant", "seven"), ("user", "No."), ("assistant", "cut"), ("user", "So?")]
+    said = [
+        ("user", "3 + 4?"),
+        ("assistant", "seven"),
+        ("user", "No."),
+        ("assistant", "cut"),
+        ("user", "So?"),
+    ]
     wanted = rendered(family, [{"role": role, "content": text} for role, text in said])
     assert list(engine.asked[2][0]) == wanted
 
@@ -229,7 +278,8 @@ def test_any_text_may_be_said() -> None:
     """Even one with the stand-ins by which the tokens between turns are found."""
     family = FAMILIES["qwen2.5"]()
     engine = Engine([ids(family, "seven<|im_end|>"), ids(family, "8")])
-    chat, said = chat_of(family, engine), "stand-in reply again: stand-in question, stand-in reply"
+    chat = chat_of(family, engine)
+    said = "stand-in reply again: stand-in question, stand-in reply"
 
     async def talk() -> None:
         await chat.ask("3 + 4?")
@@ -237,7 +287,9 @@ def test_any_text_may_be_said() -> None:
 
     asyncio.run(talk())
     messages = [("user", "3 + 4?"), ("assistant", "seven"), ("user", said)]
-    assert list(engine.asked[1][0]) == rendered(family, [{"role": role, "content": text} for role, text in messages])
+    assert list(engine.asked[1][0]) == rendered(
+        family, [{"role": role, "content": text} for role, text in messages]
+    )
 
 
 def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
@@ -255,7 +307,14 @@ def test_a_rows_prompt_and_token_ids_are_passed_as_they_are() -> None:
     assert engine.asked[0] == ((1, 2, 3), 1000, ("x",), 0)
     assert engine.asked[1][0] == (1, 2, 3, 5, 6, 9, 10)
     assert engine.asked[2][0] == (1, 2, 3, 5, 6, 9, 10, 7, *ids(family, "=?"))
-    assert [s.owner for s in chat.segments] == ["prompt", "policy", "environment", "policy", "environment", "policy"]
+    assert [s.owner for s in chat.segments] == [
+        "prompt",
+        "policy",
+        "environment",
+        "policy",
+        "environment",
+        "policy",
+    ]
 
 
 def test_limits_end_a_chat_at_a_whole_turn() -> None:
@@ -276,14 +335,20 @@ def test_limits_end_a_chat_at_a_whole_turn() -> None:
     first, second, third, fourth = asyncio.run(talk())
     assert [most for _, most, *_ in engine.asked] == [12, 4]
     assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
-    assert third.token_ids == fourth.token_ids == () and third.finish_reason == chat.finish_reason == "length"
+    assert (
+        third.token_ids == fourth.token_ids == ()
+        and third.finish_reason == chat.finish_reason == "length"
+    )
     assert len(chat.token_ids) == 3 + 5 + 2 + 4 and chat.response_left == 1 and chat.turns == 4
 
 
 def test_a_full_context_is_named() -> None:
     family = FAMILIES["qwen2.5"]()
     chat = chat_of(family, Engine([[5], [6]]), Limits(50, 10))
-    with pytest.raises(ChatError, match="the context is full before the first token: the first prompt has 10 tokens"):
+    with pytest.raises(
+        ChatError,
+        match="the context is full before the first token: the first prompt has 10 tokens",
+    ):
         asyncio.run(chat.ask(tuple(range(10))))
 
     async def talk() -> str:
@@ -330,7 +395,8 @@ def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: 
 
     async def talk() -> tuple[Chat, Chat]:
         await chat.ask("what is 3 + 4?")
-        one, two = chat.fork(), chat.fork()
+        one = chat.fork()
+        two = chat.fork()
         assert (one.response_left, one.context_left) == (60, chat.context_left)
         await asyncio.gather(one.ask("And more?"), two.ask("And less?"))
         await chat.ask("Again.")
@@ -340,7 +406,9 @@ def test_a_fork_begins_with_the_exact_tokens_so_far_which_are_given_there(name: 
     first, *later = [prompt for prompt, *_ in engine.asked]
     for prompt in later:
         assert prompt[: len(first) + len(replies[0])] == (*first, *replies[0])
-    assert [num_drawn for *_, num_drawn in engine.asked] == [0, 0, 0, len(replies[0])], "of a conversation's own stream"
+    assert [num_drawn for *_, num_drawn in engine.asked] == [0, 0, 0, len(replies[0])], (
+        "of a conversation's own stream"
+    )
     assert without_given(family, one) == replies[1] and without_given(family, two) == replies[2]
     assert without_given(family, chat) == [*replies[0], *replies[3]]
     assert [(each.name, each.turns) for each in (chat, one, two, two.fork())] == [
@@ -390,7 +458,10 @@ def test_a_fork_with_messages_of_its_own_begins_as_the_template_renders_them() -
     assert list(engine.asked[1][0]) == rendered(family, asked)
     assert b"see" not in family.tokenizer.decode(engine.asked[1][0]).encode()
     assert [segment.owner for segment in rewritten.segments] == ["prompt", "policy"]
-    assert [message["content"] for message in rewritten.messages[2:]] == ["Again.", rewritten.messages[1]["content"]]
+    assert [message["content"] for message in rewritten.messages[2:]] == [
+        "Again.",
+        rewritten.messages[1]["content"],
+    ]
     assert without_given(family, chat) == drawn == without_given(family, rewritten)
 
 
@@ -405,7 +476,9 @@ def test_a_fork_of_plain_text_begins_with_the_contents() -> None:
 
 @pytest.mark.parametrize("messages", [[], [7], [{"content": "x"}], "x"])
 def test_what_is_no_history_is_refused(messages: Any) -> None:
-    with pytest.raises(ChatError, match=r"fork\(.*: pass a message with 'role' and 'content', messages$"):
+    with pytest.raises(
+        ChatError, match=r"fork\(.*: pass a message with 'role' and 'content', messages$"
+    ):
         chat_of(FAMILIES["qwen2.5"](), Engine([])).fork(messages)
 
 
@@ -416,25 +489,30 @@ def test_token_ids_do_not_follow_messages() -> None:
 
 
 NAMED = {
-    "default": "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "default": "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% "
+    "endfor %}"
     "{{ '<|im_start|>' if add_generation_prompt }}",
-    "tool_use": "{{ tools | length }} tools{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }} "
+    "tool_use": "{{ tools | length }} tools{% for m in messages %}<|im_start|>{{ m.role }}: {{ "
+    "m.content }} "
     "(by tool_use)<|im_end|>{% endfor %}{{ '<|im_start|>' if add_generation_prompt }}",
 }
 CONDITIONAL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% if tools and m.role == 'user' %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% if tools and "
+    "m.role == 'user' %}"
     " by {{ tools[0].name }}{% endif %}{% endfor %}{{ '<|im_start|>' if add_generation_prompt }}"
 )
 
 
 @pytest.mark.parametrize(
-    ("template", "told"), [(NAMED, "Again. (by tool_use)<|im_end|>"), (CONDITIONAL, "Again.<|im_end|> by add")]
+    ("template", "told"),
+    [(NAMED, "Again. (by tool_use)<|im_end|>"), (CONDITIONAL, "Again.<|im_end|> by add")],
 )
 def test_later_turns_are_rendered_with_the_tools_of_the_first(template: Any, told: str) -> None:
     family = Family(of.byte_level(of.PLAIN, of.CHATML_TOKENS, "<|im_end|>"), "<|im_end|>")
     family.tokenizer.chat_template = template
     end = family.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    with_tools, without = Engine([[5, end], [6, end]]), Engine([[5, end], [6, end]])
+    with_tools = Engine([[5, end], [6, end]])
+    without = Engine([[5, end], [6, end]])
     chat = chat_of(family, with_tools)
 
     async def talk(chat: Chat, tools: Sequence[dict[str, str]]) -> None:
@@ -480,7 +558,8 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
 @pytest.mark.parametrize("name", ["mistral", "qwen2.5"])
 def test_text_is_appended_without_a_space(name: str) -> None:
     """SentencePiece puts one in front of each text that it encodes."""
-    family, texts = FAMILIES[name](), ["2 + 2=", "=?", " two", "\n\nagain", "x"]
+    family = FAMILIES[name]()
+    texts = ["2 + 2=", "=?", " two", "\n\nagain", "x"]
     engine = Engine([ids(family, "4")] * 5)
     chat = chat_of(family, engine)
     chat.templated = False
@@ -497,9 +576,17 @@ def test_text_is_appended_without_a_space(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_message_that_went_through_the_template_is_refused(name: str) -> None:
     family = FAMILIES[name]()
-    twice = str(family.tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], tokenize=False))
+    twice = str(
+        family.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "3 + 4?"}], tokenize=False
+        )
+    )
     chat = chat_of(family, Engine([ids(family, "7")] * 2))
-    for content in (twice, {"role": "user", "content": f"Say: {twice}"}, [{"role": "user", "content": twice}]):
+    for content in (
+        twice,
+        {"role": "user", "content": f"Say: {twice}"},
+        [{"role": "user", "content": twice}],
+    ):
         with pytest.raises(TemplatedTwice, match="template would be applied twice"):
             asyncio.run(chat.ask(content))
     fork = chat.fork([{"role": "user", "content": twice}])

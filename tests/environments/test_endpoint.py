@@ -1,4 +1,5 @@
-"""The endpoint with the official clients of OpenAI and Anthropic, against an engine that records what it was shown."""
+"""The endpoint with the official clients of OpenAI and Anthropic, against an engine that records
+what it was shown."""
 
 import asyncio
 import gc
@@ -32,24 +33,39 @@ LISTED = {"type": "object", "properties": ["a", "b"]}
 def official_clients() -> None:
     """Imported by the tests that use them: that takes longer than to collect all others."""
     for name in ("anthropic", "openai"):
-        pytest.importorskip(name, reason="the endpoint is tested with the official clients (extra dev)")
+        pytest.importorskip(
+            name, reason="the endpoint is tested with the official clients (extra dev)"
+        )
 
 
 def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(begin: Any) -> None:
     episode = begin("two", "four\n", "six")
-    create, messages = episode.openai.chat.completions.create, [ASKED]
-    first = create(model="gpt-4o", messages=messages, logprobs=True, temperature=0.3, user="ignored")
+    create = episode.openai.chat.completions.create
+    messages = [ASKED]
+    first = create(
+        model="gpt-4o", messages=messages, logprobs=True, temperature=0.3, user="ignored"
+    )
     choice = first.choices[0]
     assert (choice.message.content, choice.finish_reason, first.model) == ("two", "stop", "gpt-4o")
-    assert [each.logprob for each in choice.logprobs.content] == list(episode.chat.segments[1].log_probs)
+    assert [each.logprob for each in choice.logprobs.content] == list(
+        episode.chat.segments[1].log_probs
+    )
     assert first.usage.completion_tokens == len(episode.engine.replies[0])
     assert first.usage.prompt_tokens == len(episode.engine.asked[0][0])
-    more = {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "2 + 2?"}]}
+    more = {
+        "role": "user",
+        "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "2 + 2?"}],
+    }
     messages += [choice.message.model_dump(), more]
-    chunks = list(create(model="x", messages=messages, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        create(model="x", messages=messages, stream=True, stream_options={"include_usage": True})
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == "four\n" and chunks[-1].usage.completion_tokens == len(episode.engine.replies[1])
-    messages += [{"role": "assistant", "content": text.strip()}, {"role": "user", "content": "3 + 3?"}]
+    messages += [
+        {"role": "assistant", "content": text.strip()},
+        {"role": "user", "content": "3 + 3?"},
+    ]
 
     async def last() -> Any:
         async with import_module("openai").AsyncOpenAI(
@@ -60,40 +76,70 @@ def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(b
     assert asyncio.run(last()).choices[0].message.content == "six"
     episode.check_exact()
     assert len(episode.chat.segments) == 6
-    assert [message["content"] for message in episode.chat.messages][::2] == ["What is 1 + 1?", "And 2 + 2?", "3 + 3?"]
+    assert [message["content"] for message in episode.chat.messages][::2] == [
+        "What is 1 + 1?",
+        "And 2 + 2?",
+        "3 + 3?",
+    ]
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_tools_of_openai(begin: Any, streams: bool) -> None:
     episode = begin(f"Let me see. {CALLS}", "2")
-    create, messages = episode.openai.chat.completions.create, [ASKED]
+    create = episode.openai.chat.completions.create
+    messages = [ASKED]
     if streams:
-        with episode.openai.chat.completions.stream(model="x", messages=messages, tools=[TOOL]) as stream:
+        with episode.openai.chat.completions.stream(
+            model="x", messages=messages, tools=[TOOL]
+        ) as stream:
             message = stream.get_final_completion().choices[0].message
     else:
-        message = create(model="x", messages=messages, tools=[TOOL], tool_choice="required").choices[0].message
+        message = (
+            create(model="x", messages=messages, tools=[TOOL], tool_choice="required")
+            .choices[0]
+            .message
+        )
     assert message.content == "Let me see."
     (call,) = message.tool_calls
     assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 1}
-    messages += [message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    messages += [
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "2"},
+    ]
     messages[1]["tool_calls"][0]["function"]["arguments"] = '{ "b":1,"a" : 1 }'
     assert create(model="x", messages=messages, tools=[TOOL]).choices[0].message.content == "2"
     episode.check_exact()
-    assert [segment.owner for segment in episode.chat.segments] == ["prompt", "policy", "tool", "policy"]
+    assert [segment.owner for segment in episode.chat.segments] == [
+        "prompt",
+        "policy",
+        "tool",
+        "policy",
+    ]
 
 
 def test_each_call_of_a_streamed_reply_has_its_own_chunk(begin: Any) -> None:
     """LlamaIndex reads only the first call of a chunk."""
     episode = begin(f"{CALLS}\n{CALLS}")
-    chunks = episode.openai.chat.completions.create(model="x", messages=[ASKED], tools=[TOOL], stream=True)
-    calls = [chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices[0].delta.tool_calls]
-    assert [[(call.index, call.function.name) for call in each] for each in calls] == [[(0, "add")], [(1, "add")]]
+    chunks = episode.openai.chat.completions.create(
+        model="x", messages=[ASKED], tools=[TOOL], stream=True
+    )
+    calls = [
+        chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices[0].delta.tool_calls
+    ]
+    assert [[(call.index, call.function.name) for call in each] for each in calls] == [
+        [(0, "add")],
+        [(1, "add")],
+    ]
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_tools_of_responses(begin: Any, streams: bool) -> None:
     episode = begin(CALLS, "2")
-    options = {"model": "x", "tools": [{"type": "function", **FUNCTION}], "instructions": "Be brief."}
+    options = {
+        "model": "x",
+        "tools": [{"type": "function", **FUNCTION}],
+        "instructions": "Be brief.",
+    }
 
     def ask(items: Any) -> Any:
         if not streams:
@@ -104,7 +150,10 @@ def test_tools_of_responses(begin: Any, streams: bool) -> None:
     items: list[Any] = [ASKED]
     (call,) = ask(items).output
     assert (call.type, json.loads(call.arguments)) == ("function_call", {"a": 1, "b": 1})
-    items += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+    items += [
+        call.model_dump(),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "2"},
+    ]
     last = ask(items)
     assert last.output_text == "2" and last.status == "completed"
     episode.check_exact()
@@ -112,11 +161,16 @@ def test_tools_of_responses(begin: Any, streams: bool) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_responses_continue_earlier_ones_by_their_id(begin: Any, streams: bool) -> None:
-    """Each request sends only its own items. A second one that continues the same response is a branch."""
+    """Each request sends only its own items. A second one that continues the same response is a
+    branch."""
     episode, other = begin(f"Let me see. {CALLS}", "2", "four", "five"), begin("no")
 
     def ask(items: Any, previous: Any = None, at: Any = episode) -> Any:
-        options = {"model": "x", "tools": [{"type": "function", **FUNCTION}], "instructions": "Be brief."}
+        options = {
+            "model": "x",
+            "tools": [{"type": "function", **FUNCTION}],
+            "instructions": "Be brief.",
+        }
         options |= {"previous_response_id": previous.id} if previous is not None else {}
         if not streams:
             return at.openai.responses.create(input=items, **options)
@@ -136,17 +190,23 @@ def test_responses_continue_earlier_ones_by_their_id(begin: Any, streams: bool) 
     ]
     assert ask("And 2 + 3?", second).output_text == "five"
     assert [chat.why for chat in episode.chat.conversations if chat.name] == ["history"]
-    with pytest.raises(import_module("openai").BadRequestError, match="the episode has no response of that id"):
+    with pytest.raises(
+        import_module("openai").BadRequestError, match="the episode has no response of that id"
+    ):
         ask("And 2 + 2?", second, at=other)
     assert not other.engine.asked
 
 
 def test_each_item_is_kept_once_for_a_client_that_sends_the_whole_history(begin: Any) -> None:
     """Otherwise the memory of an episode would grow with the square of its turns."""
-    episode, items = begin("two", "four", "six", "eight"), list[Any]()
+    episode = begin("two", "four", "six", "eight")
+    items = list[Any]()
     for number in range(1, 5):
         items.append({"role": "user", "content": f"What is {number} + {number}?"})
-        items += [item.model_dump() for item in episode.openai.responses.create(model="x", input=items).output]
+        items += [
+            item.model_dump()
+            for item in episode.openai.responses.create(model="x", input=items).output
+        ]
     kept = [item for response in episode.session.responses.values() for item in response]
     assert [len(response) for response in episode.session.responses.values()] == [2, 4, 6, 8]
     assert len({*map(id, kept)}) == len({*kept}) < len(kept)
@@ -156,7 +216,13 @@ def test_each_item_is_kept_once_for_a_client_that_sends_the_whole_history(begin:
 def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
     episode = begin(f"Let me see. {CALLS}", "2 END")
     tools = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
-    options = {"model": "x", "max_tokens": 200, "system": "Be brief.", "tools": tools, "stop_sequences": ["END"]}
+    options = {
+        "model": "x",
+        "max_tokens": 200,
+        "system": "Be brief.",
+        "tools": tools,
+        "stop_sequences": ["END"],
+    }
 
     def ask(messages: Any) -> Any:
         if not streams:
@@ -172,7 +238,11 @@ def test_tools_of_anthropic(begin: Any, streams: bool) -> None:
     result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True, "content": content}
     returned = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
     last = ask([ASKED, returned, {"role": "user", "content": [result]}])
-    assert (last.content[0].text, last.stop_reason, last.stop_sequence) == ("2 ", "stop_sequence", "END")
+    assert (last.content[0].text, last.stop_reason, last.stop_sequence) == (
+        "2 ",
+        "stop_sequence",
+        "END",
+    )
     assert episode.chat.messages[-2]["content"] == "error: no"
     episode.check_exact()
 
@@ -205,9 +275,13 @@ def anthropic_pieces(client: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("pieces", [openai_pieces, text_pieces, responses_pieces, anthropic_pieces])
-def test_text_is_streamed_while_it_is_drawn(begin: Any, pieces: Callable[[Any], Iterator[str]]) -> None:
-    """The policy draws its last tokens only after the client has the first ones, and no piece cuts a character."""
-    episode, has_begun = begin(SAID), threading.Event()
+def test_text_is_streamed_while_it_is_drawn(
+    begin: Any, pieces: Callable[[Any], Iterator[str]]
+) -> None:
+    """The policy draws its last tokens only after the client has the first ones, and no piece cuts
+    a character."""
+    episode = begin(SAID)
+    has_begun = threading.Event()
     half = len(ids(episode.family, SAID)) // 2
 
     async def wait(number: int) -> None:
@@ -219,7 +293,9 @@ def test_text_is_streamed_while_it_is_drawn(begin: Any, pieces: Callable[[Any], 
     for piece in pieces(episode.anthropic if pieces is anthropic_pieces else episode.openai):
         found += [piece] if piece else []
         has_begun.set() if piece else None
-    assert "".join(found) == SAID and len(found) > 2 and not any("\ufffd" in piece for piece in found)
+    assert (
+        "".join(found) == SAID and len(found) > 2 and not any("\ufffd" in piece for piece in found)
+    )
     episode.check_exact()
 
 
@@ -237,27 +313,35 @@ def test_nothing_is_streamed_that_is_not_in_the_answer(
 ) -> None:
     episode = begin(said)
     options = {name: value for name, value in (("stop", stop), ("tools", tools)) if value}
-    chunks = episode.openai.chat.completions.create(model="x", messages=[ASKED], stream=True, **options)
+    chunks = episode.openai.chat.completions.create(
+        model="x", messages=[ASKED], stream=True, **options
+    )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     pieces = [delta.content for delta in deltas if delta.content]
     assert "".join(pieces) == shown and len(pieces) > 1
     calls = [delta.tool_calls for delta in deltas if delta.tool_calls]
-    assert [json.loads(call.function.arguments) for (call,) in calls] == [{"a": 1, "b": 1}] * (CALLS in said)
+    assert [json.loads(call.function.arguments) for (call,) in calls] == [{"a": 1, "b": 1}] * (
+        CALLS in said
+    )
     episode.check_exact()
 
 
 def test_an_engine_that_fails_ends_the_stream_with_an_error(begin: Any) -> None:
-    openai, anthropic = import_module("openai"), import_module("anthropic")
+    openai = import_module("openai")
+    anthropic = import_module("anthropic")
 
     async def fail(number: int) -> None:
         if number == 6:
             raise RuntimeError("the engine is gone")
 
     for pieces, error in ((openai_pieces, openai.APIError), (anthropic_pieces, anthropic.APIError)):
-        episode, found = begin(SAID), []
+        episode = begin(SAID)
+        found = []
         episode.engine.while_drawn = fail
         with pytest.raises(error, match="the engine is gone"):
-            for piece in pieces(episode.anthropic if pieces is anthropic_pieces else episode.openai):
+            for piece in pieces(
+                episode.anthropic if pieces is anthropic_pieces else episode.openai
+            ):
                 found.append(piece)
         assert "".join(found) and SAID.startswith("".join(found))
 
@@ -269,8 +353,12 @@ def test_completions_continue_a_text(begin: Any) -> None:
     assert first.choices[0].text == "two"
     assert first.choices[0].logprobs.token_logprobs == list(episode.chat.segments[1].log_probs)
     streamed = begin(SAID)
-    chunks = [*streamed.openai.completions.create(model="x", prompt="1 + 1 =", logprobs=0, stream=True)]
-    (log_probs,) = [each.logprobs.token_logprobs for chunk in chunks for each in chunk.choices if each.logprobs]
+    chunks = [
+        *streamed.openai.completions.create(model="x", prompt="1 + 1 =", logprobs=0, stream=True)
+    ]
+    (log_probs,) = [
+        each.logprobs.token_logprobs for chunk in chunks for each in chunk.choices if each.logprobs
+    ]
     assert log_probs == list(streamed.chat.segments[1].log_probs) and len(log_probs) > 2
     chunks = create(model="x", prompt="1 + 1 =two; 2 + 2 =", max_tokens=50, stop="!", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "four"
@@ -280,7 +368,9 @@ def test_completions_continue_a_text(begin: Any) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_several_answers_to_one_call_are_branches_and_any_is_continued(begin: Any, streams: bool) -> None:
+def test_several_answers_to_one_call_are_branches_and_any_is_continued(
+    begin: Any, streams: bool
+) -> None:
     episode = begin("two", "2", "zwei", "four")
     create = episode.openai.chat.completions.create
     if streams:
@@ -299,7 +389,9 @@ def test_several_answers_to_one_call_are_branches_and_any_is_continued(begin: An
     assert prompts[0] == prompts[1] == prompts[2], "each answers the same prompt"
     more = [ASKED, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 2?"}]
     assert create(model="x", messages=more).choices[0].message.content == "four"
-    assert [len(chat.segments) for chat in episode.chat.conversations] == [2, 2, 4], "the one that was continued"
+    assert [len(chat.segments) for chat in episode.chat.conversations] == [2, 2, 4], (
+        "the one that was continued"
+    )
     assert episode.engine.asked[3][0][: len(prompts[0])] == prompts[0]
     assert [chat.why for chat in episode.chat.conversations if chat.name] == ["answers", "answers"]
 
@@ -318,41 +410,92 @@ def test_a_reply_is_cut_by_its_length_and_a_call_that_cannot_be_read_is_text(beg
     assert cut.finish_reason == "length" and len(cut.message.content) < 5
     messages = [ASKED, cut.message.model_dump(), {"role": "user", "content": "more"}]
     wrong = create(model="x", messages=messages, tools=[TOOL]).choices[0]
-    assert wrong.finish_reason == "stop" and "<tool_call>" in wrong.message.content and not wrong.message.tool_calls
+    assert (
+        wrong.finish_reason == "stop"
+        and "<tool_call>" in wrong.message.content
+        and not wrong.message.tool_calls
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "changes", "status", "said"),
     [
         ("chat/completions", {"n": 0}, 400, "'n' is 0: it must be a number from 1 to 64"),
-        ("completions", {"prompt": "1", "n": 65}, 400, "'n' is 65: it must be a number from 1 to 64"),
+        (
+            "completions",
+            {"prompt": "1", "n": 65},
+            400,
+            "'n' is 65: it must be a number from 1 to 64",
+        ),
         ("responses", {"input": "hi", "n": 2}, 400, "'n' is not supported"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "'response_format' is not supported"),
-        ("chat/completions", {"messages": []}, 400, "no messages"),
-        ("chat/completions", {"messages": 7}, 400, "the request is invalid"),
-        ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}, 400, "the role 'robot'"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"response_format": {"type": "json_object"}},
+            400,
+            "'response_format' is not supported",
+        ),
+        ("chat/completions", {"messages": []}, 400, "no messages"),
+        ("chat/completions", {"messages": 7}, 400, "the request is invalid"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "robot", "content": ""}]},
+            400,
+            "the role 'robot'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            400,
+            "surrogate",
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             400,
             "'image_url' is not supported",
         ),
         ("chat/completions", {"max_tokens": 0}, 400, "'max_tokens' is 0"),
         ("chat/completions", {"max_tokens": True}, 400, "'max_tokens' is True"),
-        ("chat/completions", {"tools": [{"type": "web_search"}]}, 400, "'web_search' is not supported"),
-        ("chat/completions", {"tools": [{**TOOL, "function": {**FUNCTION, "parameters": LISTED}}]}, 400, "'add'"),
+        (
+            "chat/completions",
+            {"tools": [{"type": "web_search"}]},
+            400,
+            "'web_search' is not supported",
+        ),
+        (
+            "chat/completions",
+            {"tools": [{**TOOL, "function": {**FUNCTION, "parameters": LISTED}}]},
+            400,
+            "'add'",
+        ),
         ("chat/completions", {"messages": None}, 400, "the request is invalid"),
         ("completions", {"prompt": ["a", "b"]}, 400, "one text"),
         ("completions", {}, 400, "'prompt' is missing"),
-        ("responses", {"input": "hi", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        (
+            "responses",
+            {"input": "hi", "previous_response_id": "resp_1"},
+            400,
+            "previous_response_id",
+        ),
         ("messages", {}, 400, "'max_tokens' is missing"),
-        ("messages", {"max_tokens": 5, "tools": [{"type": "bash", "name": "bash"}]}, 400, "input_schema"),
+        (
+            "messages",
+            {"max_tokens": 5, "tools": [{"type": "bash", "name": "bash"}]},
+            400,
+            "input_schema",
+        ),
         (
             "embeddings",
             {},
             404,
-            "there is no route POST /v1/embeddings: there are /v1/chat/completions, /v1/completions",
+            (
+                "there is no route POST /v1/embeddings: there are /v1/chat/completions, "
+                "/v1/completions"
+            ),
         ),
         ("messages/count_tokens", {}, 404, "there is no route POST /v1/messages/count_tokens"),
     ],
@@ -361,18 +504,25 @@ def test_bad_requests_are_refused_and_leave_the_conversation_as_it_was(
     begin: Any, path: str, changes: dict[str, Any], status: int, said: str
 ) -> None:
     episode = begin("two")
-    url, headers = f"{episode.session.base_url}/v1", {"Authorization": f"Bearer {episode.session.key}"}
+    url = f"{episode.session.base_url}/v1"
+    headers = {"Authorization": f"Bearer {episode.session.key}"}
     body = json.dumps({"model": "x", "messages": [ASKED], **changes})
     found = httpx.post(f"{url}/{path}", content=body, headers=headers)
     assert found.status_code == status and said in found.text
     assert [error.status for error in episode.session.refused] == [status]
     assert not episode.engine.asked
-    assert episode.openai.chat.completions.create(model="x", messages=[ASKED]).choices[0].message.content == "two"
+    assert (
+        episode.openai.chat.completions.create(model="x", messages=[ASKED])
+        .choices[0]
+        .message.content
+        == "two"
+    )
 
 
 def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
     episode = begin("two")
-    url, headers = f"{episode.session.base_url}/v1/chat/completions", {"x-api-key": episode.session.key}
+    url = f"{episode.session.base_url}/v1/chat/completions"
+    headers = {"x-api-key": episode.session.key}
     for content in (b"[1]", b"{", b"\xff", b"[" * 100_000):
         assert httpx.post(url, content=content, headers=headers).status_code == 400
     large = {"model": "x", "messages": [{"role": "user", "content": "a" * MAX_BODY_BYTES}]}
@@ -382,7 +532,8 @@ def test_bodies_that_are_no_json_or_too_large_are_refused(begin: Any) -> None:
 
 
 def test_a_key_opens_its_own_episode_while_it_lasts(endpoint: Endpoint, begin: Any) -> None:
-    one, other = begin("two"), begin("three")
+    one = begin("two")
+    other = begin("three")
     assert one.session.key != other.session.key and one.session.base_url != other.session.base_url
     for key in (other.session.key, "", "ä"):
         found = httpx.get(f"{one.session.base_url}/v1/models", headers={"x-api-key": key.encode()})
@@ -413,7 +564,11 @@ def test_errors_have_the_types_of_their_api(begin: Any) -> None:
     episode.chat.generate = breaks
     for client, messages, known in (
         (episode.anthropic, episode.anthropic.messages, ("authentication_error", "api_error")),
-        (episode.openai, episode.openai.chat.completions, ("invalid_request_error", "server_error")),
+        (
+            episode.openai,
+            episode.openai.chat.completions,
+            ("invalid_request_error", "server_error"),
+        ),
     ):
         with pytest.raises(errors) as unknown:
             client.with_options(api_key="other").models.list()
@@ -457,8 +612,17 @@ def test_nothing_is_said_of_a_client_that_drops(
     with closing(Endpoint()) as endpoint, endpoint.session(submit) as session:
         body = {"model": "x", "stream": at > 0, **ASKED_OF[path]}
         sent = json.dumps(body).encode()
-        head = [f"POST /episodes/{session.base_url.rpartition('/')[2]}/v1/{path} HTTP/1.1", "Host: localhost"]
-        head += ["Content-Type: application/json", f"Content-Length: {len(sent)}", f"x-api-key: {session.key}", "", ""]
+        head = [
+            f"POST /episodes/{session.base_url.rpartition('/')[2]}/v1/{path} HTTP/1.1",
+            "Host: localhost",
+        ]
+        head += [
+            "Content-Type: application/json",
+            f"Content-Length: {len(sent)}",
+            f"x-api-key: {session.key}",
+            "",
+            "",
+        ]
         address = endpoint.url.rpartition("/")[2].split(":")
         with socket.create_connection((address[0], int(address[1])), timeout=60) as client:
             client.sendall("\r\n".join(head).encode() + (sent[:at] if at < 0 else sent))

@@ -1,4 +1,5 @@
-"""Whole histories become conversations: what extends one continues its tokens, anything else is a branch."""
+"""Whole histories become conversations: what extends one continues its tokens, anything else is a
+branch."""
 
 import asyncio
 import json
@@ -6,14 +7,28 @@ from typing import Any
 
 import pytest
 
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations, RequestError, Wire
+from distflow.environments.endpoint_calls_and_conversations import (
+    Answer,
+    Call,
+    Conversations,
+    RequestError,
+    Wire,
+)
 from distflow.environments.openai_and_anthropic_formats import CHAT, TEXT
 from tests.environments.test_chat import FAMILIES, Engine, chat_of, ids
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+    }
+]
 CALLS = {
     "qwen2.5": 'So: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-    "qwen3": '<think>\n[ ]\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "qwen3": (
+        '<think>\n[ ]\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
+        "</tool_call>"
+    ),
     "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
     "llama3": '{"name": "add", "parameters": {"a": 1}}',
 }
@@ -64,9 +79,18 @@ LINEAR = ["prompt", "policy", "environment", "policy"]
 @pytest.mark.parametrize(
     "returned",
     [
-        {"role": "assistant", "content": "one \n", "refusal": None, "tool_calls": None, "audio": None},
+        {
+            "role": "assistant",
+            "content": "one \n",
+            "refusal": None,
+            "tool_calls": None,
+            "audio": None,
+        },
         {"role": "assistant", "content": "one", "tool_calls": [], "reasoning_content": "lost"},
-        {"role": "assistant", "content": [{"type": "text", "text": "on"}, {"type": "output_text", "text": "e"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "on"}, {"type": "output_text", "text": "e"}],
+        },
     ],
 )
 def test_a_reply_is_known_again_however_a_client_returns_it(returned: dict[str, Any]) -> None:
@@ -85,7 +109,10 @@ def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
     agent = Agent(family, CALLS[family], "2")
     message = agent.says(user("1"), tools=TOOLS)
     (call,) = message["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "add",
+        {"a": 1},
+    )
     assert len(call["id"]) == 9 and call["id"].isalnum()
     assert message["content"] == {"qwen2.5": "So:", "qwen3": "<think>\n[ ]\n</think>"}.get(family)
     answer = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
@@ -101,20 +128,29 @@ def test_calls_of_tools_go_back_and_forth_in_each_format(family: str) -> None:
         ("history", [user("one"), {"role": "assistant", "content": "one"}, user("2")]),
         (
             "history",
-            [{"role": "system", "content": "new"}, user("1"), {"role": "assistant", "content": "one"}, user("2")],
+            [
+                {"role": "system", "content": "new"},
+                user("1"),
+                {"role": "assistant", "content": "one"},
+                user("2"),
+            ],
         ),
         ("history", [user("a summary")]),
         ("again", [user("1")]),
     ],
 )
-def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(why: str, history: list[Any]) -> None:
+def test_what_extends_no_conversation_is_a_branch_as_it_was_sent(
+    why: str, history: list[Any]
+) -> None:
     agent = Agent("qwen2.5", "one", "two", "three", "four")
     agent.says(user("1"))
     reply = agent.says(*history)
     agent.says(*history, reply, user("3"))
     agent.says(user("1"), {"role": "assistant", "content": "one"}, user("4"))
     assert sorted(agent.owners) == [LINEAR, LINEAR] and agent.why == [why]
-    text = agent.family.tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+    text = agent.family.tokenizer.apply_chat_template(
+        history, tokenize=False, add_generation_prompt=True
+    )
     assert agent.prompts[1] == tuple(ids(agent.family, text))
     assert agent.prompts[2][: len(agent.prompts[1])] == agent.prompts[1]
     assert agent.prompts[3][: len(agent.prompts[0])] == agent.prompts[0]
@@ -160,7 +196,10 @@ def test_a_text_is_continued_behind_the_stop_string_that_was_drawn_or_is_a_branc
     assert agent.send("Q: ", TEXT, stop=["\nObservation:"]).text == "act"
     agent.send("Q: act\nObservation: 42", TEXT)
     assert agent.owners == [LINEAR]
-    assert agent.family.tokenizer.decode(agent.prompts[1], skip_special_tokens=True) == "Q: act\nObservation: 42"
+    assert (
+        agent.family.tokenizer.decode(agent.prompts[1], skip_special_tokens=True)
+        == "Q: act\nObservation: 42"
+    )
     agent.send("Q: act otherwise", TEXT)
     assert agent.why == ["history"]
     assert agent.prompts[2] == tuple(ids(agent.family, "Q: act otherwise"))
@@ -195,7 +234,8 @@ def test_of_two_that_fit_the_longer_is_extended() -> None:
 def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -> None:
     agent = Agent("qwen2.5", "one", "two", "three", "four", "five")
     begun, may_reply = asyncio.Event(), asyncio.Event()
-    draw, waiting = agent.chat.generate, 0
+    draw = agent.chat.generate
+    waiting = 0
 
     async def together(*asked: Any) -> Any:
         nonlocal waiting
@@ -228,13 +268,22 @@ def test_calls_at_once_are_answered_side_by_side_each_in_a_branch_of_its_own() -
         last = call(user("1"), one.message, user("2"), four.message, user("3"))
         waiting_before = len(agent.chat.conversations)
         assert (await agent.conversations.answer(last)).text == "five"
-        assert len(agent.chat.conversations) == waiting_before, "it goes on in the branch that it extends"
+        assert len(agent.chat.conversations) == waiting_before, (
+            "it goes on in the branch that it extends"
+        )
 
     asyncio.run(play())
     assert sorted(chat.name for chat in agent.chat.conversations) == ["", "1", "2"]
     assert agent.why == ["at_once", "at_once"]
     assert sorted(map(len, agent.owners)) == [2, 4, 4]
     whole = [chat.token_ids for chat in agent.chat.conversations]
-    seen = [(*prompt, *drawn) for (prompt, *_), drawn in zip(agent.engine.asked, agent.engine.replies, strict=True)]
-    assert all(any(ids[: len(each)] == each for ids in whole) for each in seen), "what was drawn is where it was drawn"
-    assert sum(chat.num_drawn for chat in agent.chat.conversations) == sum(map(len, agent.engine.replies))
+    seen = [
+        (*prompt, *drawn)
+        for (prompt, *_), drawn in zip(agent.engine.asked, agent.engine.replies, strict=True)
+    ]
+    assert all(any(ids[: len(each)] == each for ids in whole) for each in seen), (
+        "what was drawn is where it was drawn"
+    )
+    assert sum(chat.num_drawn for chat in agent.chat.conversations) == sum(
+        map(len, agent.engine.replies)
+    )

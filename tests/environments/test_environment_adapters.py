@@ -16,10 +16,15 @@ SHORTEST = ("1", "down: 1", "2", "1", "2", "2")
 
 
 @pytest.mark.parametrize(
-    ("moves", "score", "turns"), [(SHORTEST, 1.0, 6), (("2", "1"), 0.0, 2), (("nine", "2", "1"), 0.0, 3)]
+    ("moves", "score", "turns"),
+    [(SHORTEST, 1.0, 6), (("2", "1"), 0.0, 2), (("nine", "2", "1"), 0.0, 3)],
 )
-def test_the_frozen_lake_is_crossed_or_not(moves: tuple[str, ...], score: float, turns: int) -> None:
-    workflow = EnvironmentWorkflow(env="FrozenLake-v1", env_kwargs={"is_slippery": False, "render_mode": None})
+def test_the_frozen_lake_is_crossed_or_not(
+    moves: tuple[str, ...], score: float, turns: int
+) -> None:
+    workflow = EnvironmentWorkflow(
+        env="FrozenLake-v1", env_kwargs={"is_slippery": False, "render_mode": None}
+    )
     found, chat = play(workflow, moves, seed=0)
     assert (found, chat.turns, chat.finish_reason) == (score, turns, "stop")
     if moves[0] == "nine":
@@ -32,10 +37,15 @@ def test_a_module_that_registers_environments_at_its_import_is_named_before_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
-    text = f"import gymnasium\ngymnasium.register('Lake-v0', {lake!r}, kwargs={{'is_slippery': False}})\n"
+    text = (
+        f"import gymnasium\ngymnasium.register('Lake-v0', {lake!r}, kwargs={{'is_slippery': "
+        f"False}})\n"
+    )
     (tmp_path / "own_lakes.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     found, chat = play(EnvironmentWorkflow(env="own_lakes:Lake-v0"), SHORTEST, seed=0)
     assert (found, chat.turns) == (1.0, 6)
-    with pytest.raises(UserError, match="if a package registers it at its import, write package:ID"):
+    with pytest.raises(
+        UserError, match="if a package registers it at its import, write package:ID"
+    ):
         EnvironmentWorkflow(env="Lake-v0")

@@ -1,4 +1,5 @@
-"""Environments in processes of their own: what they say and pay, and how each of their failures ends the episode."""
+"""Environments in processes of their own: what they say and pay, and how each of their failures
+ends the episode."""
 
 import asyncio
 import gc
@@ -26,30 +27,52 @@ EOS = 2
 
 
 def play(
-    workflow: EnvironmentWorkflow, replies: Sequence[str], chat_prompt: bool = True, response: int = 400, **extra: Any
+    workflow: EnvironmentWorkflow,
+    replies: Sequence[str],
+    chat_prompt: bool = True,
+    response: int = 400,
+    **extra: Any,
 ) -> tuple[float, Chat]:
     """The score, and the chat with these replies of the policy, of which the last is repeated."""
-    tokenizer, left = tiny_tokenizer(), [*replies]
+    tokenizer = tiny_tokenizer()
+    left = [*replies]
 
-    async def generate(ids: tuple[int, ...], most: int, stop: tuple[str | int, ...], drawn: int) -> tuple[Segment, str]:
+    async def generate(
+        ids: tuple[int, ...], most: int, stop: tuple[str | int, ...], drawn: int
+    ) -> tuple[Segment, str]:
         text = left.pop(0) if len(left) > 1 else left[0]
         ids = (*tokenizer(text)["input_ids"], EOS)
         return Segment("policy", ids, (0.0,) * len(ids), (0.0,) * len(ids), (0,) * len(ids)), "stop"
 
-    chat = Chat(TurnTokens(tokenizer, [EOS], {}), generate, Limits(response, response + 100), templated=chat_prompt)
+    chat = Chat(
+        TurnTokens(tokenizer, [EOS], {}),
+        generate,
+        Limits(response, response + 100),
+        templated=chat_prompt,
+    )
     messages = [{"role": "user", "content": "play"}] if chat_prompt else []
     row = Row(Prompt("play:", tokenizer("play:")["input_ids"], messages), extra_info=extra)
     return asyncio.run(workflow(chat, row)), chat
 
 
 def given(chat: Chat) -> list[str]:
-    return [chat.tokens.decode(segment.token_ids) for segment in chat.segments if segment.owner != "policy"]
+    return [
+        chat.tokens.decode(segment.token_ids)
+        for segment in chat.segments
+        if segment.owner != "policy"
+    ]
 
 
 def test_a_game_is_played_to_its_end() -> None:
-    score, chat = play(EnvironmentWorkflow(env=f"{FILE}Hunt"), ["9", "0", "7", "8"], seed=7, hint="a digit")
+    score, chat = play(
+        EnvironmentWorkflow(env=f"{FILE}Hunt"), ["9", "0", "7", "8"], seed=7, hint="a digit"
+    )
     assert score == 1.0 and chat.turns == 3 and chat.finish_reason == "stop"
-    assert [segment.reward for segment in chat.segments if segment.owner == "policy"] == [0.0, 0.0, 1.0]
+    assert [segment.reward for segment in chat.segments if segment.owner == "policy"] == [
+        0.0,
+        0.0,
+        1.0,
+    ]
     assert given(chat)[0].startswith("user: play\n\nguess (a digit)")
     assert "lower" in given(chat)[1] and "higher" in given(chat)[2]
 
@@ -61,14 +84,26 @@ def test_reset_is_called_with_the_arguments_that_it_takes() -> None:
 
 def test_plain_text_continues_the_prompt() -> None:
     _, chat = play(
-        EnvironmentWorkflow(env=f"{FILE}Hunt", env_kwargs={"tries": 2}), ["1", "2"], chat_prompt=False, seed=7
+        EnvironmentWorkflow(env=f"{FILE}Hunt", env_kwargs={"tries": 2}),
+        ["1", "2"],
+        chat_prompt=False,
+        seed=7,
     )
-    assert given(chat) == ["play:guess", "higher"] and chat.turns == 2, "the environment ends it after two tries"
+    assert given(chat) == ["play:guess", "higher"] and chat.turns == 2, (
+        "the environment ends it after two tries"
+    )
 
 
 def test_numbers_are_found_in_the_text_and_asked_for_where_there_are_none() -> None:
-    score, chat = play(EnvironmentWorkflow(env=f"{FILE}Walk"), ["I go 3", "north", "9", "step 1 or 2"])
-    assert score == 2.5 and chat.turns == 4 and "play\n\n0" in given(chat)[0] and '{"place": 3}' in given(chat)[1]
+    score, chat = play(
+        EnvironmentWorkflow(env=f"{FILE}Walk"), ["I go 3", "north", "9", "step 1 or 2"]
+    )
+    assert (
+        score == 2.5
+        and chat.turns == 4
+        and "play\n\n0" in given(chat)[0]
+        and '{"place": 3}' in given(chat)[1]
+    )
     assert all("Write a number from 0 to 3." in text for text in given(chat)[2:])
 
 
@@ -101,12 +136,17 @@ def test_a_failure_is_no_score(how: str, said: str) -> None:
 def test_observations_may_change_their_shape() -> None:
     score, chat = play(EnvironmentWorkflow(env=f"{FILE}Bad", env_kwargs={"how": "shapes"}), ["1"])
     assert score == 3.0 and chat.turns == 3
-    assert [message["content"] for message in chat.messages[2::2]] == ["[[0.5]]", "[[0.5, 0.5], [0.5, 0.5]]"]
+    assert [message["content"] for message in chat.messages[2::2]] == [
+        "[[0.5]]",
+        "[[0.5, 0.5], [0.5, 0.5]]",
+    ]
 
 
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     file = tmp_path / "pid"
-    workflow = EnvironmentWorkflow(env=f"{FILE}Bad", env_kwargs={"how": "hangs", "file": str(file)}, timeout_s=1.0)
+    workflow = EnvironmentWorkflow(
+        env=f"{FILE}Bad", env_kwargs={"how": "hangs", "file": str(file)}, timeout_s=1.0
+    )
     with pytest.raises(CallFailed, match="no answer within 1 s"):
         play(workflow, ["1"])
     while is_running(int(file.read_text())):
@@ -149,7 +189,10 @@ def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_pa
     run = playground.run(
         "grpo",
         "actor_rollout_ref.rollout.workflow=environment",
-        f"actor_rollout_ref.rollout.workflow_kwargs={{env: '{FILE}Broken', env_kwargs: {{tries: 2}}}}",
+        (
+            f"actor_rollout_ref.rollout.workflow_kwargs={{env: '{FILE}Broken', env_kwargs: "
+            f"{{tries: 2}}}}"
+        ),
         "actor_rollout_ref.rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n]",
         "data.max_response_length=60",
         "trainer.total_training_steps=4",
@@ -159,10 +202,16 @@ def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_pa
         samples = read_samples(run.folder, step)
         assert len(samples) == 16 and all(int(sample["prompt"][:-1]) % 3 for sample in samples)
         assert all(sample["errors"] is None for sample in samples)
-    assert "the board is broken (at games.py:" in (run.folder / "ledger.jsonl").read_text() or run.notes("warning")
+    assert "the board is broken (at games.py:" in (
+        run.folder / "ledger.jsonl"
+    ).read_text() or run.notes("warning")
 
 
 def test_a_class_that_is_no_environment_is_refused_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "half.py").write_text("class Half:\n    def reset(self, **given):\n        return 'go', {}\n")
-    with pytest.raises(UserError, match=r"has no step: an environment has gymnasium's reset and step"):
+    (tmp_path / "half.py").write_text(
+        "class Half:\n    def reset(self, **given):\n        return 'go', {}\n"
+    )
+    with pytest.raises(
+        UserError, match=r"has no step: an environment has gymnasium's reset and step"
+    ):
         EnvironmentWorkflow(env=f"{tmp_path}/half.py:Half")

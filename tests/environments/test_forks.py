@@ -1,4 +1,5 @@
-"""Whole runs with episodes whose conversations branch: what is trained on, by which advantage and loss."""
+"""Whole runs with episodes whose conversations branch: what is trained on, by which advantage and
+loss."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ async def back(chat, row):
     last = await chat.ask("so?", max_tokens=10 if sum(chat.token_ids) % 2 else 3)
     chat.fork()
     return sum(last.token_ids) % 5 / 4
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -56,8 +57,12 @@ def playground(tmp_path: Path) -> Playground:
 
 def conversations(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool]]]:
     """The token ids of each conversation of an episode, and which of them were drawn there."""
-    prompt, response = int(batch.lengths("prompt")[row]), int(batch.lengths("response")[row])
-    ids = [*batch["prompt_ids"][row, :prompt].tolist(), *batch["response_ids"][row, :response].tolist()]
+    prompt = int(batch.lengths("prompt")[row])
+    response = int(batch.lengths("response")[row])
+    ids = [
+        *batch["prompt_ids"][row, :prompt].tolist(),
+        *batch["response_ids"][row, :response].tolist(),
+    ]
     drawn = [False] * prompt + (batch["response_mask"][row, :response] > 0).tolist()
     starts = [0, *(prompt + start for _, start in batch["forks"][row]), len(ids)]
     for start, end in zip(starts, starts[1:], strict=False):
@@ -80,26 +85,44 @@ def test_episodes_that_branch_train_and_every_audit_passes(
     audits = run.audits()
     assert len(audits) == 3
     for audit in audits:
-        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "backward"} <= {*audit["proven"]}
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "backward"} <= {
+            *audit["proven"]
+        }
     batch = saved(run)
     branched = [row for row in range(len(batch)) if batch["forks"][row]]
     assert 0 < len(branched) < len(batch)
     for row in branched:
-        assert [name for name, _ in batch["forks"][row]] == ["1", "1.1", "2", "4"], "the idle fork leaves nothing"
+        assert [name for name, _ in batch["forks"][row]] == ["1", "1.1", "2", "4"], (
+            "the idle fork leaves nothing"
+        )
         root, left, under, right, summary = conversations(batch, row)
         assert left[0][: len(root[0])] == root[0] == right[0][: len(root[0])]
-        assert not any(left[1][: len(root[0])]) and not any(right[1][: len(root[0])]), "trained where they were drawn"
+        assert not any(left[1][: len(root[0])]) and not any(right[1][: len(root[0])]), (
+            "trained where they were drawn"
+        )
         assert sum(root[1]) == 3 or root[1][-1]
-        assert sum(left[1]) <= 3 and sum(under[1]) <= 2 and sum(right[1]) <= 3 and sum(summary[1]) <= 4
+        assert (
+            sum(left[1]) <= 3 and sum(under[1]) <= 2 and sum(right[1]) <= 3 and sum(summary[1]) <= 4
+        )
         assert under[0][: len(under[0]) - sum(under[1])][: len(root[0])] == root[0]
     rows = [row for step in (1, 2, 3) for row in read_samples(run.folder, step)]
-    (said,) = {len(row["conversation"]) for row in rows if any("fork" in turn for turn in row["conversation"])}
-    assert said == 2 + 5 + 3 + 3 + 2, "prompt and reply; left asks twice, its fork and right once, the summary"
-    assert main(["why", str(run.folder), "1"]) == 0 and "an episode of each group" in capsys.readouterr().out
+    (said,) = {
+        len(row["conversation"])
+        for row in rows
+        if any("fork" in turn for turn in row["conversation"])
+    }
+    assert said == 2 + 5 + 3 + 3 + 2, (
+        "prompt and reply; left asks twice, its fork and right once, the summary"
+    )
+    assert (
+        main(["why", str(run.folder), "1"]) == 0
+        and "an episode of each group" in capsys.readouterr().out
+    )
     for group in range(12 if pipeline == "grpo" else 0):
         rows = [row for row in range(len(batch)) if int(batch["group_index"][row]) == group]
         scores = batch["scores"][rows].double()
-        wanted = (scores - scores.mean()) / (scores.std() + 1e-6)  # an episode counts once, with branches or without
+        # an episode counts once, with branches or without
+        wanted = (scores - scores.mean()) / (scores.std() + 1e-6)
         for row, advantage in zip(rows, wanted.tolist(), strict=True):
             drawn = batch["advantages"][row][batch["response_mask"][row] > 0].tolist()
             assert len(rows) == 4 and drawn == pytest.approx([advantage] * len(drawn), abs=1e-4)
@@ -108,7 +131,8 @@ def test_episodes_that_branch_train_and_every_audit_passes(
 
 
 def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) -> None:
-    """Whatever the names of the conversations; by default the first step is audited, and so is every validation."""
+    """Whatever the names of the conversations; by default the first step is audited, and so is
+    every validation."""
     run = playground.run(
         "grpo",
         f"{WORKFLOW}={playground.folder}/branches.py:back",
@@ -121,7 +145,9 @@ def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) ->
     assert any("validation" in event.message for event in audits)
     (audit,) = [event.fields for event in audits if "audit of step 1" in event.message]
     assert {"turns", "responses", "rewards", "metrics"} <= {*audit["proven"]}
-    batch, lengths, reasons = saved(run), list[int](), set[str]()
+    batch = saved(run)
+    lengths = list[int]()
+    reasons = set[str]()
     for row in range(len(batch)):
         root, side = conversations(batch, row)
         drawn = [token for token, is_drawn in zip(*root, strict=True) if is_drawn]
@@ -130,7 +156,9 @@ def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) ->
         assert sum(side[1]) <= 2 and lengths[-1] >= sum(side[1])
         placed = batch["token_level_scores"][row].tolist()
         assert placed[lengths[-1] - 1] == pytest.approx(float(batch["scores"][row]) - 0.5)
-        assert placed[int(batch.lengths("response")[row]) - 1] == 0.5 and sum(map(bool, placed)) <= 2
+        assert (
+            placed[int(batch.lengths("response")[row]) - 1] == 0.5 and sum(map(bool, placed)) <= 2
+        )
         assert len(batch["responses"][row]) <= len(drawn)
         reasons.add(batch["finish_reason"][row])
     assert reasons == {"stop", "length"}, "an idle fork hides no truncation"
@@ -168,4 +196,6 @@ def test_a_drawn_token_that_would_be_trained_in_two_conversations_is_found(
 
     monkeypatch.setattr(Chat, "fork", wrong)
     with pytest.raises(TrustError, match=r"\(turns\): .*no request for this sample drew it"):
-        playground.run("grpo", f"{WORKFLOW}={playground.folder}/branches.py:branches", "trust.audit_freq=1")
+        playground.run(
+            "grpo", f"{WORKFLOW}={playground.folder}/branches.py:branches", "trust.audit_freq=1"
+        )

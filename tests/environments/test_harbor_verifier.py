@@ -1,4 +1,5 @@
-"""Tests of a task over what a policy left behind: nothing that it did is an error or a forged reward."""
+"""Tests of a task over what a policy left behind: nothing that it did is an error or a forged
+reward."""
 
 import asyncio
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ print(int(right), file=open("/logs/verifier/reward.txt", "w"))'
 """
 IN_PYTEST = """
 python -m pytest -q /tests/test_answer.py && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +39,14 @@ def needs_bubblewrap() -> None:
 
 
 def play(folder: Path, command: str, test: str, timeout_s: float = 3.0) -> Mapping[str, float]:
-    task = read_task_folder(make(folder / "task", f"[verifier]\ntimeout_sec = {timeout_s}\n", test=test))
+    task = read_task_folder(
+        make(folder / "task", f"[verifier]\ntimeout_sec = {timeout_s}\n", test=test)
+    )
     (task.folder / "environment" / "answer").write_text("0\n")
     (task.folder / "tests" / "right").write_text("7\n")
     (task.folder / "tests" / "test_answer.py").write_text(
-        "import decimal, json\ndef test_answer():\n    assert open('answer').read().strip() == '7'\n"
+        "import decimal, json\ndef test_answer():\n"
+        "    assert open('answer').read().strip() == '7'\n"
     )
 
     async def run() -> Mapping[str, float]:
@@ -67,13 +71,19 @@ BREAKS = {
     "a device through a link": "rm answer; ln -s /dev d; ln -s d/zero answer",
     "a process": "rm answer; ln -s /proc/self/mem answer",
     "a folder": "rm answer; mkdir answer",
-    "a socket": "rm answer; python -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"answer\")'",
+    "a socket": (
+        "rm answer; python -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"answer\")'"
+    ),
     "links in a circle": "rm answer; ln -s answer b; ln -s b answer",
     "a large file with holes": "truncate -s 900M answer",
-    "deep folders": 'python -c \'import os\nfor _ in range(1100): os.mkdir("d" * 9); os.chdir("d" * 9)\'',
+    "deep folders": (
+        'python -c \'import os\nfor _ in range(1100): os.mkdir("d" * 9); os.chdir("d" * 9)\''
+    ),
     "deep folders without permission": "mkdir -p a/b/c; chmod 000 a/b; chmod 000 a",
     "the expected answer": "rm answer; ln -s /tests/right answer",
-    "the expected answer, by a link of a folder": "rm answer; ln -s /usr d; ln -s d/../tests/right answer",
+    "the expected answer, by a link of a folder": (
+        "rm answer; ln -s /usr d; ln -s d/../tests/right answer"
+    ),
     "no files at all": "rm -rf * .*",
     "a name that is no text": "touch $'\\xff\\xfe'",
     "a process that stays": "(setsid sleep 100 &) ; exit",
@@ -107,7 +117,8 @@ def test_code_that_a_policy_left_is_not_imported(name: str, test: str, tmp_path:
     file = FORGES[name]
     home = "$HOME/.local/lib/python3.11/site-packages"
     command = (
-        f'mkdir -p json {home}; for f in {file} {home}/usercustomize.py; do echo "{CODE}" > $f; done; echo 8 > answer'
+        f'mkdir -p json {home}; for f in {file} {home}/usercustomize.py; do echo "{CODE}" > $f; '
+        "done; echo 8 > answer"
     )
     assert play(tmp_path, command, test, 30.0)["score"] == 0.0
 
@@ -115,37 +126,54 @@ def test_code_that_a_policy_left_is_not_imported(name: str, test: str, tmp_path:
 def test_a_plugin_that_a_policy_left_is_not_loaded(tmp_path: Path) -> None:
     command = (
         f'echo "{CODE}" > evil.py; mkdir evil-1.dist-info; printf "[pytest11]\\nevil = evil\\n" > '
-        "evil-1.dist-info/entry_points.txt; printf 'Name: evil\\nVersion: 1\\n' > evil-1.dist-info/METADATA"
+        "evil-1.dist-info/entry_points.txt; printf 'Name: evil\\nVersion: 1\\n' > "
+        "evil-1.dist-info/METADATA"
     )
     assert play(tmp_path, command, IN_PYTEST, 30.0)["score"] == 0.0
 
 
 def test_hooks_of_git_do_not_run(tmp_path: Path) -> None:
     command = (
-        "git init -q .; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > h; chmod +x h; "
+        "git init -q .; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > h; chmod +x "
+        "h; "
         "git config core.fsmonitor /app/h; git config core.hooksPath /app; cp h pre-commit"
     )
-    assert play(tmp_path, command, "git status; git diff; echo ${X:-0} >> /logs/verifier/reward.txt")["score"] == 0.0
+    assert (
+        play(tmp_path, command, "git status; git diff; echo ${X:-0} >> /logs/verifier/reward.txt")[
+            "score"
+        ]
+        == 0.0
+    )
 
 
 def test_tests_that_a_program_kills_are_not_believed(tmp_path: Path) -> None:
     command = "printf 'echo 1 > /logs/verifier/reward.txt; kill -9 $PPID\\n' > answer"
-    assert play(tmp_path, command, "bash answer || true; echo 0 > /logs/verifier/reward.txt")["score"] == 0.0
+    assert (
+        play(tmp_path, command, "bash answer || true; echo 0 > /logs/verifier/reward.txt")["score"]
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("test", [READS, IN_PYTHON, IN_PYTEST], ids=["bash", "python", "pytest"])
 def test_a_right_answer_scores_1(test: str, tmp_path: Path) -> None:
-    command = f"{RIGHT}; chmod 444 answer; echo x > /tmp/other; ln -s answer link; ln -s /usr/bin/env env"
+    command = (
+        f"{RIGHT}; chmod 444 answer; echo x > /tmp/other; ln -s answer link; ln -s /usr/bin/env env"
+    )
     assert play(tmp_path, command, test, 30.0)["score"] == 1.0
 
 
 def test_a_program_of_the_policy_finds_its_own_modules(tmp_path: Path) -> None:
     command = "echo 'import part; print(part.x)' > main.py; echo 'x = 7' > part.py"
-    test = "set -e; python main.py > out; python -m main; [ $(cat out) = 7 ] && echo 1 > /logs/verifier/reward.txt"
+    test = (
+        "set -e; python main.py > out; python -m main; [ $(cat out) = 7 ] && echo 1 > "
+        "/logs/verifier/reward.txt"
+    )
     assert play(tmp_path, command, test)["score"] == 1.0
 
 
-@pytest.mark.parametrize("test", ["exit 1", "echo nan > /logs/verifier/reward.txt", "kill -9 $$", "sleep 60"])
+@pytest.mark.parametrize(
+    "test", ["exit 1", "echo nan > /logs/verifier/reward.txt", "kill -9 $$", "sleep 60"]
+)
 def test_broken_tests_are_an_error(test: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="test.sh"):
         play(tmp_path, "chmod 000 .", test, 1.0)

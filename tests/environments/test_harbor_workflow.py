@@ -1,4 +1,5 @@
-"""The workflow `harbor`: a scripted policy over task folders, and a real run whose episodes run commands and tests."""
+"""The workflow `harbor`: a scripted policy over task folders, and a real run whose episodes run
+commands and tests."""
 
 import asyncio
 import contextlib
@@ -27,7 +28,7 @@ from tests.environments.test_tools_of_a_workflow import FAMILIES, Callers, Polic
 
 TEST = """
 if [ "$(cat answer)" = "$RIGHT" ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
-"""
+"""  # noqa: E501
 CONFIG = '[verifier]\nenv = {RIGHT = "7"}\n'
 WRITES = "echo 7 > answer"
 
@@ -47,7 +48,12 @@ def call(command: str, name: str = "shell") -> str:
 def play(folder: Path, replies: Sequence[str], **options: Any) -> tuple[Chat, Any]:
     tokenizer, _ = FAMILIES["qwen2"]
     policy = Policy(tokenizer, replies)
-    chat = Chat(TurnTokens(tokenizer, [tokenizer.eos_token_id], {}), policy, Limits(6000, 8000), templated=True)
+    chat = Chat(
+        TurnTokens(tokenizer, [tokenizer.eos_token_id], {}),
+        policy,
+        Limits(6000, 8000),
+        templated=True,
+    )
     messages = [{"role": "user", "content": "Write 7 into answer."}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     row = Row(Prompt("ask", ids, messages), extra_info={HARBOR: {"folder": str(folder)}})
@@ -60,7 +66,9 @@ def said(chat: Chat) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def own_folder_of_shells(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder_of_shells(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other tests' shells are in another one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("shells")))
 
@@ -70,17 +78,22 @@ def left() -> set[Path]:
 
 
 def test_a_task_is_worked_on_in_its_folder_and_scored_by_its_tests(tmp_path: Path) -> None:
-    before, task = left(), make(tmp_path / "a", CONFIG, test=TEST)
+    before = left()
+    task = make(tmp_path / "a", CONFIG, test=TEST)
     (task / "environment" / "data").write_text("of the task")
     chat, rewards = play(task, [call("cat data; ls -d /tests /logs; exit 2"), call(WRITES), "done"])
     assert rewards == {"reward": 1.0, "score": 1.0}
     first, second = said(chat)
-    assert "of the task" in first and "[exit status 2]" in first and first.count("No such file") == 2
+    assert (
+        "of the task" in first and "[exit status 2]" in first and first.count("No such file") == 2
+    )
     assert "(no output)" in second and chat.finish_reason == "stop"
     assert chat.counts.pop("tool/shell/ms") >= 0
     assert chat.counts == {"tool/shell/calls": 2, "tool/shell/errors": 0}
     assert not (task / "environment" / "answer").exists() and left() == before
-    assert play(task, ["done"])[1] == {"reward": 0.0, "score": 0.0}, "a folder of its own for each episode"
+    assert play(task, ["done"])[1] == {"reward": 0.0, "score": 0.0}, (
+        "a folder of its own for each episode"
+    )
 
 
 def test_calls_that_are_wrong_hang_or_print_too_much_are_told_and_counted(tmp_path: Path) -> None:
@@ -102,19 +115,30 @@ def test_an_episode_at_its_turn_limit_is_scored_for_what_it_did(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("test", "rewards"),
     [
-        ("""echo '{"a": 1, "b": 0.5}' > /logs/verifier/reward.json""", {"a": 1.0, "b": 0.5, "score": 1.5}),
-        ("""echo '{"a": 1, "reward": 0.5}' > /logs/verifier/reward.json""", {"a": 1.0, "reward": 0.5, "score": 0.5}),
+        (
+            """echo '{"a": 1, "b": 0.5}' > /logs/verifier/reward.json""",
+            {"a": 1.0, "b": 0.5, "score": 1.5},
+        ),
+        (
+            """echo '{"a": 1, "reward": 0.5}' > /logs/verifier/reward.json""",
+            {"a": 1.0, "reward": 0.5, "score": 0.5},
+        ),
         ("echo 0.25 > /logs/verifier/reward.txt; exit 1", {"reward": 0.25, "score": 0.25}),
     ],
 )
-def test_rewards_are_what_the_tests_write(tmp_path: Path, test: str, rewards: dict[str, float]) -> None:
+def test_rewards_are_what_the_tests_write(
+    tmp_path: Path, test: str, rewards: dict[str, float]
+) -> None:
     assert play(make(tmp_path / "a", test=test), ["done"])[1] == rewards
 
 
 @pytest.mark.parametrize(
     ("test", "why"),
     [
-        ("apt-get update; exit 1", r"wrote no /logs/verifier/reward.txt: it ended with exit status 1, and printed"),
+        (
+            "apt-get update; exit 1",
+            r"wrote no /logs/verifier/reward.txt: it ended with exit status 1, and printed",
+        ),
         ("true", "wrote no /logs/verifier/reward.txt"),
         ("echo nan > /logs/verifier/reward.txt", "not finite"),
         ("echo passed > /logs/verifier/reward.txt", "could not convert"),
@@ -125,13 +149,16 @@ def test_rewards_are_what_the_tests_write(tmp_path: Path, test: str, rewards: di
     ],
 )
 def test_tests_that_fail_are_an_error_and_no_reward(tmp_path: Path, test: str, why: str) -> None:
-    before, task = left(), make(tmp_path / "a", "[verifier]\ntimeout_sec = 1\n", test=test)
+    before = left()
+    task = make(tmp_path / "a", "[verifier]\ntimeout_sec = 1\n", test=test)
     with pytest.raises(RuntimeError, match=why):
         play(task, ["done"])
     assert left() == before
 
 
-def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_being_copied_is_removed_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copies = threading.Event()
 
     def copy(task: Task, shell: Shell) -> None:
@@ -140,7 +167,9 @@ def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path: Path, monke
         (shell.files / "more").mkdir(parents=True)
 
     async def play_and_cancel() -> None:
-        row = Row(Prompt("ask", (1,)), extra_info={HARBOR: {"folder": str(make(tmp_path / "task"))}})
+        row = Row(
+            Prompt("ask", (1,)), extra_info={HARBOR: {"folder": str(make(tmp_path / "task"))}}
+        )
         chat: Any = types.SimpleNamespace(clock_stopped=contextlib.nullcontext)
         playing = asyncio.ensure_future(object.__new__(HarborWorkflow)(chat, row))
         await asyncio.to_thread(copies.wait)
@@ -154,7 +183,12 @@ def test_a_folder_that_was_being_copied_is_removed_as_well(tmp_path: Path, monke
 
 def test_rows_of_other_data_are_refused(tmp_path: Path) -> None:
     tokenizer, _ = FAMILIES["qwen2"]
-    chat = Chat(TurnTokens(tokenizer, [tokenizer.eos_token_id], {}), Policy(tokenizer, ["x"]), Limits(9, 9), True)
+    chat = Chat(
+        TurnTokens(tokenizer, [tokenizer.eos_token_id], {}),
+        Policy(tokenizer, ["x"]),
+        Limits(9, 9),
+        True,
+    )
     with pytest.raises(UserError, match="must be a folder of tasks"):
         asyncio.run(HarborWorkflow()(chat, Row(Prompt("x", (1,)))))
 
@@ -184,8 +218,12 @@ def test_a_run_over_task_folders_trains_and_masks_episodes_whose_tests_fail(
     )
     samples = read_samples(run.folder, 1)
     (metrics,) = run.metrics()
-    assert len(samples) == 16 and not any("|>3<|" in sample["prompt"] for sample in samples), "its group is replaced"
+    assert len(samples) == 16 and not any("|>3<|" in sample["prompt"] for sample in samples), (
+        "its group is replaced"
+    )
     assert metrics["async/dropped/too_few_scores"] >= 1 and metrics["reward/error_rate"] > 0
-    written = [WRITES in sample["response"] and sample["finish_reason"] == "stop" for sample in samples]
+    written = [
+        WRITES in sample["response"] and sample["finish_reason"] == "stop" for sample in samples
+    ]
     assert {sample["score"] for sample in samples} == {0.0, 1.0} and metrics["tool/shell/calls"] > 0
     assert all(sample["score"] == 1.0 for sample, has in zip(samples, written, strict=True) if has)

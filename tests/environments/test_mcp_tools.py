@@ -45,7 +45,7 @@ for line in sys.stdin:
         tools = [{"name": f"tool{page}", "inputSchema": {"type": "object"}}]
         answer = {"result": {"tools": tools, **({"nextCursor": str(page + 1)} if page < 2 else {})}}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
-"""
+"""  # noqa: E501
 NAMES = ["add", "hangs", "dies", "shouts", "fails"]
 
 
@@ -57,7 +57,9 @@ def test_a_server_runs_for_the_episode_and_its_failures_are_told() -> None:
         adds = ToolCall("add", {"amount": 2})
         texts, episode = answers(tools, adds, adds, ToolCall("shouts"), ToolCall("fails"), adds)
         assert texts[:2] == ["2", "4"] and texts[4] == "6"
-        assert texts[2].endswith("[cut: the answer has 1,000,000 characters]") and len(texts[2]) < 400
+        assert (
+            texts[2].endswith("[cut: the answer has 1,000,000 characters]") and len(texts[2]) < 400
+        )
         assert texts[3] == "error: fails raised RuntimeError: Error executing tool fails"
         assert episode.errors == {"add": 0, "shouts": 1, "fails": 1}
         (text,), _ = answers(tools, adds)
@@ -77,14 +79,18 @@ def test_a_server_that_hangs_or_dies_ends_and_the_episode_goes_on(tmp_path: Path
             assert died.startswith("error: dies raised MCPError: Connection closed")
             assert f"no answer within {deadline_s:g} s" in hung and added == "3"
             pids = [int(pid) for pid in (tmp_path / "pid").read_text().split()]
-            wait_until(lambda: not any(map(is_running, pids)), "the server has ended, with what it has started")
+            wait_until(
+                lambda: not any(map(is_running, pids)),
+                "the server has ended, with what it has started",
+            )
 
     at_some_deadline(check, 8.0, 60.0)
 
 
 def test_a_server_that_did_not_start_is_started_by_the_next_call(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
-    script = f'echo >> {starts}; test $(wc -l < {starts}) -ne 2 && exec "$@"'  # the first one names the tools
+    # the first one names the tools
+    script = f'echo >> {starts}; test $(wc -l < {starts}) -ne 2 && exec "$@"'
     with closing(Tools([], 60.0, 300, [shlex.join(["sh", "-c", script, "sh", *COMMAND])])) as tools:
         adds = ToolCall("add", {"amount": 2})
         (failed, added), _ = answers(tools, adds, adds)
@@ -102,8 +108,12 @@ def test_a_url_is_a_server_that_episodes_share() -> None:
         port = free.getsockname()[1]
     with subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL) as server:
         try:
-            wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the server listens")
-            with closing(Tools(["calculator"], 60.0, 300, [f"http://127.0.0.1:{port}/mcp"])) as tools:
+            wait_until(
+                lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the server listens"
+            )
+            with closing(
+                Tools(["calculator"], 60.0, 300, [f"http://127.0.0.1:{port}/mcp"])
+            ) as tools:
                 adds = ToolCall("add", {"amount": 2})
                 assert [*answers(tools, adds)[0], *answers(tools, adds)[0]] == ["2", "4"]
         finally:

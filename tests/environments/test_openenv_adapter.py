@@ -53,9 +53,15 @@ def url() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.by_hand
 def test_a_game_is_played_to_its_end(url: str) -> None:
-    score, chat = play(EnvironmentWorkflow(env=f"{url}/"), ["9", "0", "7", "8"], seed=7, hint="a digit", other=[1])
+    score, chat = play(
+        EnvironmentWorkflow(env=f"{url}/"), ["9", "0", "7", "8"], seed=7, hint="a digit", other=[1]
+    )
     assert score == 1.0 and chat.turns == 3 and chat.finish_reason == "stop"
-    assert [segment.reward for segment in chat.segments if segment.owner == "policy"] == [0.0, 0.0, 1.0]
+    assert [segment.reward for segment in chat.segments if segment.owner == "policy"] == [
+        0.0,
+        0.0,
+        1.0,
+    ]
     told = given(chat)
     assert told[0].startswith("user: play\n\nguess a digit") and "user: lower" in told[1]
     score, chat = play(EnvironmentWorkflow(env=url, env_kwargs={"hint": "now"}), ["1", "2"], seed=7)
@@ -74,10 +80,17 @@ def test_what_an_environment_raises_is_an_error_of_its_episode(url: str) -> None
 @pytest.mark.by_hand
 def test_an_action_with_several_fields_is_written_as_json(url: str) -> None:
     with served("fields") as own:
-        replies = ["seven", 'I bet {"number": "many"}', 'Now {"number": 9, "stake": 2}!', '{"number": 7, "stake": 0.5}']
+        replies = [
+            "seven",
+            'I bet {"number": "many"}',
+            'Now {"number": 9, "stake": 2}!',
+            '{"number": 7, "stake": 0.5}',
+        ]
         score, chat = play(EnvironmentWorkflow(env=own), replies, seed=7, response=2_000)
     told = given(chat)
-    no_action = "That is no action. Write a JSON object with the fields number (integer), stake (number)."
+    no_action = (
+        "That is no action. Write a JSON object with the fields number (integer), stake (number)."
+    )
     assert all(no_action in text for text in told[1:3])
     assert '"said": "lower", "left": 2' in told[3] and score == 0.5 and chat.turns == 4
 

@@ -1,4 +1,5 @@
-"""The five formats of tool calls, in the models' own words: read, and refused with a reason where they are broken."""
+"""The five formats of tool calls, in the models' own words: read, and refused with a reason where
+they are broken."""
 
 import json
 from pathlib import Path
@@ -23,12 +24,24 @@ READ = [
     ),
     (
         "hermes",
-        'I add.\n<tool_call>\n{"name": "f", "arguments": {"text": "</tool_call> in\na string"}}\n</tool_call>\n'
+        'I add.\n<tool_call>\n{"name": "f", "arguments": {"text": "</tool_call> in\na string"}}\n'
+        "</tool_call>\n"
         '<tool_call>{"name": "g", "arguments": "{\\"a\\": 1}"}</tool_call>',
         [("f", {"text": "</tool_call> in\na string"}), ("g", {"a": 1})],
     ),
-    ("hermes", 'it is <think> so\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', [("f", {})]),
-    ("hermes", '<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n</think>\nThe answer is 3.', []),
+    (
+        "hermes",
+        'it is <think> so\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        [("f", {})],
+    ),
+    (
+        "hermes",
+        (
+            '<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n</think>\n'
+            "The answer is 3."
+        ),
+        [],
+    ),
     ("hermes", '<think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', []),
     ("hermes", "The answer is 3.", []),
     ("llama3", '{"name": "add", "parameters": {"a": 1, "b": [2, {"c": "x"}]}}', [ADD]),
@@ -41,7 +54,10 @@ READ = [
     ("llama3", '{"answer": 3}', []),
     (
         "mistral",
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "x"}]}, "id": "000000001"}]',
+        (
+            '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "x"}]}, "id": '
+            '"000000001"}]'
+        ),
         [ADD],
     ),
     (
@@ -63,17 +79,29 @@ READ = [
         "<parameter=b>\nline 1\nline > 2\n</parameter>\n</function>\n</tool_call>",
         [("add", {"a": "1", "b": "line 1\nline > 2"})],
     ),
-    ("xml", "<function=f></function>\n<function=g><parameter=a></parameter></function>", [("f", {}), ("g", {"a": ""})]),
+    (
+        "xml",
+        "<function=f></function>\n<function=g><parameter=a></parameter></function>",
+        [("f", {}), ("g", {"a": ""})],
+    ),
 ]
 BROKEN = [
-    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>', "cannot be read"),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
+        "cannot be read",
+    ),
     ("hermes", '<tool_call>\n{"name": "add", "argum', "cut off"),
     ("hermes", "<tool_call></tool_call>", "cut off"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object"),
     ("hermes", '<tool_call>["f"]</tool_call>', "must be"),
     ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "cannot be read"),
-    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>', "cannot be read"),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
+        "cannot be read",
+    ),
     ("llama3", '<|python_tag|>brave_search.call(query="x")', "cannot be read"),
     ("llama3", '{"name": "add", "parameters": {"a": 1}', "cannot be read"),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}', "cannot be read"),
@@ -100,25 +128,33 @@ MARKS = {
     "xml": "</parameter> </function> </tool_call> </think>",
 }
 CALL = {
-    "hermes": lambda text: "<tool_call>" + json.dumps({"name": "f", "arguments": {"a": text}}) + "</tool_call>",
+    "hermes": lambda text: (
+        "<tool_call>" + json.dumps({"name": "f", "arguments": {"a": text}}) + "</tool_call>"
+    ),
     "llama3": lambda text: json.dumps({"name": "f", "parameters": {"a": text}}),
     "mistral": lambda text: "[TOOL_CALLS]" + json.dumps([{"name": "f", "arguments": {"a": text}}]),
     "pythonic": lambda text: f"[f(a={text!r})]",
-    "xml": lambda text: f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>",
+    "xml": lambda text: (
+        f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    ),
 }
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_marks_in_an_argument_are_text(form: str) -> None:
     for text in (*MARKS.values(), f"a {MARKS[form]} b"):
-        assert [(each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)] == [("f", {"a": text})]
+        assert [
+            (each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)
+        ] == [("f", {"a": text})]
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("prefix", ["", "see: ", "\n"])
 def test_a_call_that_an_argument_quotes_is_no_call(form: str, prefix: str) -> None:
     text = f"{prefix}{CALL[form]('x')} and more"
-    assert [(each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)] == [("f", {"a": text})]
+    assert [(each.name, each.arguments) for each in find_tool_calls(CALL[form](text), form)] == [
+        ("f", {"a": text})
+    ]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -128,7 +164,9 @@ def test_thinking_that_the_prompt_has_opened_holds_no_calls(form: str) -> None:
     assert not find_tool_calls(f"{call}</think>It is 3.", form, in_thought=True)
     assert len(find_tool_calls(f"{call}</think>\n{call}", form, in_thought=True)) == 1
     assert text_before_calls(f"{call}</think>{call}", form, in_thought=True) == f"{call}</think>"
-    assert opens_thought("<|im_start|>assistant\n<think>\n") and not opens_thought("<think>\n\n</think>\n\n")
+    assert opens_thought("<|im_start|>assistant\n<think>\n") and not opens_thought(
+        "<think>\n\n</think>\n\n"
+    )
 
 
 def test_a_parameter_that_does_not_end_takes_no_other_call() -> None:
@@ -139,7 +177,9 @@ def test_a_parameter_that_does_not_end_takes_no_other_call() -> None:
 @pytest.mark.parametrize(("form", "text", "calls"), READ)
 def test_calls_are_read(form: str, text: str, calls: list[object]) -> None:
     found = find_tool_calls(text, form)
-    assert [(call.name, call.arguments) for call in found] == calls and not any(call.problem for call in found)
+    assert [(call.name, call.arguments) for call in found] == calls and not any(
+        call.problem for call in found
+    )
     assert all(call.typed == (form != "xml") for call in found)
 
 
@@ -150,7 +190,10 @@ def test_a_broken_call_has_a_reason(form: str, text: str, reason: str) -> None:
 
 def test_a_broken_call_leaves_the_others() -> None:
     one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    problems = [bool(call.problem) for call in find_tool_calls(f"{one}<tool_call>{{</tool_call>{one}", "hermes")]
+    problems = [
+        bool(call.problem)
+        for call in find_tool_calls(f"{one}<tool_call>{{</tool_call>{one}", "hermes")
+    ]
     assert problems == [False, True, False]
 
 

@@ -19,7 +19,10 @@ def test_a_game_is_played_to_its_end(tmp_path: Path) -> None:
     assert found is not None
     (tmp_path / "arena.py").write_text(found[1])
     workflow = EnvironmentWorkflow(
-        env=f"{tmp_path}/arena.py:Arena", env_kwargs={"game": "GuessTheNumber-v0"}, max_turns=30, timeout_s=120.0
+        env=f"{tmp_path}/arena.py:Arena",
+        env_kwargs={"game": "GuessTheNumber-v0"},
+        max_turns=30,
+        timeout_s=120.0,
     )
     score, chat = play(workflow, [f"[{number}]" for number in range(1, 21)], response=4000, seed=3)
     assert score == 1.0 and chat.finish_reason == "stop"

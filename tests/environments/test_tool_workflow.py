@@ -1,4 +1,5 @@
-"""Tools as an episode calls them: whatever a tool does, the model gets a bounded text that says so."""
+"""Tools as an episode calls them: whatever a tool does, the model gets a bounded text that says
+so."""
 
 import asyncio
 import threading
@@ -37,7 +38,9 @@ GOOD = ["total", "later", "secret", "forks", "starts"]
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
     texts = tmp_path_factory.mktemp("texts") / "texts.txt"
-    texts.write_text("The capital of France is Paris.\nCats have four legs.\nA tower in Paris is tall.\n")
+    texts.write_text(
+        "The capital of France is Paris.\nCats have four legs.\nA tower in Paris is tall.\n"
+    )
     own = [FILE + name for name in (*(name for name, _ in HOSTILE), *GOOD) if name != "secret"]
     keyed = {"name": f"{FILE}secret", "options": {"key": "-hidden"}}
     search = {"name": "search", "options": {"file": str(texts), "count": 2}}
@@ -60,7 +63,9 @@ def test_whatever_a_tool_does_is_a_bounded_text_and_counted(tools: Tools) -> Non
         assert said in text and len(text) < MOST + 100, (name, text)
     assert texts[-1] == '{"sum": 3}'
     assert episode.calls == {**{name: 1 for name, _ in HOSTILE}, "later": 1}
-    assert {name for name, number in episode.errors.items() if number} == {name for name, _ in HOSTILE}
+    assert {name for name, number in episode.errors.items() if number} == {
+        name for name, _ in HOSTILE
+    }
 
 
 def test_what_a_module_keeps_lasts_for_the_episode_and_not_longer(tools: Tools) -> None:
@@ -87,13 +92,19 @@ def test_a_call_that_does_not_end_is_ended_at_its_deadline() -> None:
         "error: hangs ended its process: no answer within 0.5 s",
         "error: python ended its process: no answer within 0.5 s; names defined before are lost",
     ]
-    assert episode.errors == {"hangs": 1, "python": 1} and min(episode.ms["hangs"], episode.ms["python"]) >= 400
+    assert (
+        episode.errors == {"hangs": 1, "python": 1}
+        and min(episode.ms["hangs"], episode.ms["python"]) >= 400
+    )
 
 
 def test_calls_that_fit_no_tool_are_answered(tools: Tools) -> None:
     bad = [
         (ToolCall("totl", {"amount": 1}), "error: there is no tool 'totl'; did you mean 'total'?"),
-        (ToolCall("total", {"amont": 1}), "error: total has no parameter 'amont'; did you mean 'amount'?"),
+        (
+            ToolCall("total", {"amont": 1}),
+            "error: total has no parameter 'amont'; did you mean 'amount'?",
+        ),
         (ToolCall("total", {}), "missing 1 required positional argument: 'amount'"),
         (ToolCall("", problem="it is broken"), "error: it is broken"),
         (ToolCall("x" * 10_000), "there is no tool 'xxx"),
@@ -114,10 +125,13 @@ def test_text_arguments_become_what_the_schema_declares(tools: Tools) -> None:
 
 
 def test_arguments_that_are_nested_too_deeply_are_answered(tools: Tools) -> None:
-    text, nested = "[" * 100_000, list[object]()
+    text = "[" * 100_000
+    nested = list[object]()
     for _ in range(5000):
         nested = [nested]
-    texts, _ = answers(tools, ToolCall("later", {"a": text}, typed=False), ToolCall("later", {"a": nested}))
+    texts, _ = answers(
+        tools, ToolCall("later", {"a": text}, typed=False), ToolCall("later", {"a": nested})
+    )
     assert texts[0].startswith("error: later raised TypeError")
     assert texts[1] == "error: the arguments of later are nested too deeply"
 
@@ -156,9 +170,9 @@ def test_calculator(tools: Tools, expression: str, value: str) -> None:
 
 
 def test_search_ranks_by_bm25(tools: Tools) -> None:
-    found, nothing = answers(tools, ToolCall("search", {"query": "PARIS capital"}), ToolCall("search", {"query": "x"}))[
-        0
-    ]
+    found, nothing = answers(
+        tools, ToolCall("search", {"query": "PARIS capital"}), ToolCall("search", {"query": "x"})
+    )[0]
     assert found == "The capital of France is Paris.\n\nA tower in Paris is tall."
     assert nothing == "no text has any of these words"
 
@@ -174,11 +188,17 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
         "x",
         "f(",
     ]
-    texts, episode = answers(tools, *(ToolCall("python", {"code": code}) for code in codes), ToolCall("python", {}))
+    texts, episode = answers(
+        tools, *(ToolCall("python", {"code": code}) for code in codes), ToolCall("python", {})
+    )
     assert texts[:2] == ["set\n4\n", "6\n"] and texts[3] == "3\n"
     assert "ZeroDivisionError" in texts[2] and "Error" in texts[4]
     assert "names defined before are lost" in texts[5] and "NameError" in texts[6]
-    assert "SyntaxError" in texts[7] and "code must be a text" in texts[8] and episode.errors["python"] == 6
+    assert (
+        "SyntaxError" in texts[7]
+        and "code must be a text" in texts[8]
+        and episode.errors["python"] == 6
+    )
     assert "NameError" in answers(tools, ToolCall("python", {"code": "x"}))[0][0]
 
 
@@ -189,7 +209,10 @@ def test_python_keeps_names_over_the_calls_of_an_episode(tools: Tools) -> None:
         (f"{FILE}missing", "has no 'missing'"),
         (f"{FILE}undescribed", "Give every parameter a type"),
         ({"name": "search"}, "cannot be made: TypeError"),
-        ({"name": "search", "options": {"file": "/no/such/file"}}, "cannot be read from '/no/such/file'"),
+        (
+            {"name": "search", "options": {"file": "/no/such/file"}},
+            "cannot be read from '/no/such/file'",
+        ),
         ({"name": "search", "options": {"files": "x"}}, "does not take its options"),
         ({"path": "x"}, "neither a name nor {name, options}"),
         ("nowhere.tools:f", "no module"),
@@ -207,11 +230,14 @@ def test_two_tools_of_one_name_are_refused() -> None:
 
 
 class HeldSandbox(Sandbox):
-    """Opens sessions that are held before they open, or at their first call, and records what closes them."""
+    """Opens sessions that are held before they open, or at their first call, and records what
+    closes them."""
 
     def __init__(self, held: str) -> None:
         super().__init__()
-        self.held, self.reached, self.go = held, threading.Event(), threading.Event()
+        self.held = held
+        self.reached = threading.Event()
+        self.go = threading.Event()
         self.closed_by = list[threading.Thread]()
 
     def reach(self, name: str) -> None:
@@ -222,7 +248,8 @@ class HeldSandbox(Sandbox):
     def open(self, code: str, limits: Limits | None = None) -> Session:
         self.reach("open")
         session = super().open(code, limits)
-        call, close = session.call, session.close
+        call = session.call
+        close = session.close
 
         def held_call(*args: Any) -> Any:
             self.reach("call")
@@ -232,7 +259,8 @@ class HeldSandbox(Sandbox):
             self.closed_by.append(threading.current_thread())
             close()
 
-        session.call, session.close = held_call, recorded_close  # type: ignore[method-assign]
+        session.call = held_call  # type: ignore[method-assign]
+        session.close = recorded_close  # type: ignore[method-assign]
         return session
 
 

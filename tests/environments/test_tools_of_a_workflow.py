@@ -1,5 +1,5 @@
-"""The workflow `tools`: what the engine is asked, over the templates of four families and a scripted policy; and a real
-run, whose tokens are those that the engine saw."""
+"""The workflow `tools`: what the engine is asked, over the templates of four families and a
+scripted policy; and a real run, whose tokens are those that the engine saw."""
 
 import asyncio
 import json
@@ -43,8 +43,13 @@ FAMILIES = {
     "mistral": (metaspace(MISTRAL, MISTRAL_TOKENS, "</s>", "<s>"), "mistral"),
 }
 CALLS = {
-    "hermes": '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>',
-    "xml": "<tool_call>\n<function=calculator>\n<parameter=expression>\n6*7\n</parameter>\n</function>\n</tool_call>",
+    "hermes": (
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
+    ),
+    "xml": (
+        "<tool_call>\n<function=calculator>\n<parameter=expression>\n6*7\n</parameter>\n"
+        "</function>\n</tool_call>"
+    ),
     "llama3": '{"name": "calculator", "parameters": {"expression": "6*7"}}',
     "pythonic": '[calculator(expression="6*7")]',
     "mistral": '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "6*7"}}]',
@@ -54,8 +59,12 @@ CALLS = {
 class Policy:
     """Says what it is told to, and keeps what it was asked."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, replies: Sequence[str], cut: bool = False) -> None:
-        self.tokenizer, self.replies, self.cut = tokenizer, [*replies], cut
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, replies: Sequence[str], cut: bool = False
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.replies = [*replies]
+        self.cut = cut
         self.asked: list[tuple[int, ...]] = []
         self.drawn: list[tuple[int, ...]] = []
 
@@ -69,7 +78,9 @@ class Policy:
         self.asked.append(ids)
         self.drawn.append(made)
         numbers = (-0.5,) * len(made)
-        return Segment("policy", made, numbers, numbers, (0,) * len(made)), "length" if self.cut else "stop"
+        return Segment(
+            "policy", made, numbers, numbers, (0,) * len(made)
+        ), "length" if self.cut else "stop"
 
 
 async def scored(reply: object) -> Any:
@@ -80,9 +91,16 @@ def talk(policy: Policy, messages: Sequence[dict[str, str]], **options: Any) -> 
     return run_workflow(ToolWorkflow(**{"tools": ["calculator"], **options}), policy, messages)
 
 
-def run_workflow(workflow: ToolWorkflow, policy: Policy, messages: Sequence[dict[str, str]]) -> Chat:
+def run_workflow(
+    workflow: ToolWorkflow, policy: Policy, messages: Sequence[dict[str, str]]
+) -> Chat:
     tokenizer = policy.tokenizer
-    chat = Chat(TurnTokens(tokenizer, [tokenizer.eos_token_id], {}), policy, Limits(3000, 4000), templated=True)
+    chat = Chat(
+        TurnTokens(tokenizer, [tokenizer.eos_token_id], {}),
+        policy,
+        Limits(3000, 4000),
+        templated=True,
+    )
     ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)["input_ids"]
     row = Row(Prompt("ask", ids, messages), ground_truth="42")
     assert asyncio.run(workflow(chat, row, scored)) == "the score"
@@ -94,16 +112,29 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
     tokenizer, form = FAMILIES[family]
     policy = Policy(tokenizer, [CALLS[form], CALLS[form].replace("6*7", "6*"), "42"])
     chat = talk(
-        policy, [{"role": "user", "content": "what is 6 * 7?"}], **{"format": form} if family == "pythonic" else {}
+        policy,
+        [{"role": "user", "content": "what is 6 * 7?"}],
+        **{"format": form} if family == "pythonic" else {},
     )
-    assert [s.owner for s in chat.segments] == ["prompt", "policy", "tool", "policy", "tool", "policy"]
+    assert [s.owner for s in chat.segments] == [
+        "prompt",
+        "policy",
+        "tool",
+        "policy",
+        "tool",
+        "policy",
+    ]
     ids: tuple[int, ...] = ()
     for number, segment in enumerate(chat.segments):
         if segment.owner == "policy":
-            assert policy.asked[number // 2] == ids and segment.token_ids == policy.drawn[number // 2]
+            assert (
+                policy.asked[number // 2] == ids and segment.token_ids == policy.drawn[number // 2]
+            )
         ids += segment.token_ids
     first, second, third = (tokenizer.decode(chat.segments[place].token_ids) for place in (0, 2, 4))
-    assert '"calculator"' in first and "Computes an arithmetic expression" in first, "the template tells the tools"
+    assert '"calculator"' in first and "Computes an arithmetic expression" in first, (
+        "the template tells the tools"
+    )
     assert "42" in second and "error: calculator raised SyntaxError" in third
     assert chat.counts.pop("tool/calculator/ms") >= 0
     assert chat.counts == {"tool/calculator/calls": 2, "tool/calculator/errors": 1}
@@ -115,16 +146,26 @@ def test_turns_are_the_ids_that_the_policy_saw_and_drew(family: str) -> None:
 def test_several_calls_in_a_reply_have_an_answer_each() -> None:
     tokenizer, form = FAMILIES["qwen2"]
     broken = "<tool_call>{</tool_call>"
-    policy = Policy(tokenizer, [f"{CALLS[form]}\n{broken}\n{CALLS[form].replace('6*7', '2-5')}", "done"])
+    policy = Policy(
+        tokenizer, [f"{CALLS[form]}\n{broken}\n{CALLS[form].replace('6*7', '2-5')}", "done"]
+    )
     text = tokenizer.decode(talk(policy, [{"role": "user", "content": "x"}]).segments[2].token_ids)
-    answers = [part.partition("\n</tool_response>")[0] for part in text.split("<tool_response>\n")[1:]]
+    answers = [
+        part.partition("\n</tool_response>")[0] for part in text.split("<tool_response>\n")[1:]
+    ]
     assert answers[0] == "42" and "cannot be read" in answers[1] and answers[2] == "-3"
 
 
 def test_calls_end_with_max_turns_and_with_a_reply_that_is_cut_off() -> None:
     tokenizer, form = FAMILIES["qwen2"]
-    endless = talk(Policy(tokenizer, [CALLS[form]]), [{"role": "user", "content": "x"}], max_turns=2)
-    assert endless.turns == 2 and endless.finish_reason == "max_turns" and endless.counts["tool/calculator/calls"] == 1
+    endless = talk(
+        Policy(tokenizer, [CALLS[form]]), [{"role": "user", "content": "x"}], max_turns=2
+    )
+    assert (
+        endless.turns == 2
+        and endless.finish_reason == "max_turns"
+        and endless.counts["tool/calculator/calls"] == 1
+    )
     cut = talk(Policy(tokenizer, [CALLS[form]], cut=True), [{"role": "user", "content": "x"}])
     assert cut.turns == 1 and cut.finish_reason == "length" and not cut.counts
 
@@ -168,7 +209,10 @@ def test_it_arrives_whole_in_another_process() -> None:
         ({"tools": []}, "name at least one tool"),
         ({"tools": "calculator"}, "in a list"),
         ({"tools": {"json:dumps": {}}}, "in a list"),
-        ({"tools": ["json.dumps"]}, 'no built-in tool .json.dumps.;.*; one of your own is "file.py:function"'),
+        (
+            {"tools": ["json.dumps"]},
+            'no built-in tool .json.dumps.;.*; one of your own is "file.py:function"',
+        ),
         ({"tools": [{"name": "/tmp/own.py.tool"}]}, "no built-in tool"),
         ({"tools": ["calculator"], "format": "hermess"}, "did you mean 'hermes'"),
     ],
@@ -178,13 +222,12 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], said: 
         ToolWorkflow(**options)
 
 
-CALL, BROKEN = (
-    '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>',
-    "<tool_call>{</tool_call>",
-)
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+BROKEN = "<tool_call>{</tool_call>"
 MARKS = ("<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>")
 TEMPLATE = (
-    "{{ '#' if tools }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{{ '#' if tools }}{% for message in messages %}<|{{ message.role }}|>{{ message.content "
+    "}}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
@@ -194,16 +237,34 @@ class Callers(Playground):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        vocabulary = {token: number for number, token in enumerate([*MARKS, CALL, BROKEN, *"0123456789#x:"])}
+        vocabulary = {
+            token: number for number, token in enumerate([*MARKS, CALL, BROKEN, *"0123456789#x:"])
+        }
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="x"))
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
         tokenizer.add_tokens(
-            [AddedToken(own, special=own in MARKS, normalized=False) for own in (*MARKS, CALL, BROKEN)]
+            [
+                AddedToken(own, special=own in MARKS, normalized=False)
+                for own in (*MARKS, CALL, BROKEN)
+            ]
         )
         special = {"eos_token": "<|end|>", "pad_token": "<pad>", "chat_template": TEMPLATE}
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "caller")
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        numbers = {"vocab_size": len(vocabulary), "eos_token_id": 1, "pad_token_id": 0, "max_position_embeddings": 256}
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(
+            folder / "caller"
+        )
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        numbers = {
+            "vocab_size": len(vocabulary),
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "max_position_embeddings": 256,
+        }
         LlamaConfig(**sizes, **numbers).save_pretrained(folder / "caller")
         chats = [[{"role": "user", "content": str(number)}] for number in range(12)]
         (folder / "rows.jsonl").write_text(
@@ -214,13 +275,18 @@ class Callers(Playground):
 def test_a_template_that_shows_no_format_is_refused_at_the_start(tmp_path: Path) -> None:
     keys = ("data.prompt_format=chat", "actor_rollout_ref.rollout.workflow=tools")
     tools = "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator]}"
-    paths = (f"actor_rollout_ref.model.path={tmp_path}/caller", "actor_rollout_ref.model.init=random")
+    paths = (
+        f"actor_rollout_ref.model.path={tmp_path}/caller",
+        "actor_rollout_ref.model.init=random",
+    )
     with pytest.raises(UserError, match="workflow_kwargs.format"):
         Callers(tmp_path).spec("grpo", *keys, tools, *paths)
 
 
 @pytest.mark.slow
-def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(tmp_path: Path) -> None:
+def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
+    tmp_path: Path,
+) -> None:
     run = Callers(tmp_path).run(
         "grpo",
         f"actor_rollout_ref.model.path={tmp_path}/caller",
@@ -230,7 +296,10 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
         "data.allow_overlap=true",
         "data.max_response_length=160",
         "actor_rollout_ref.rollout.workflow=tools",
-        "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator], max_turns: 3, format: hermes}",
+        (
+            "actor_rollout_ref.rollout.workflow_kwargs={tools: [calculator], max_turns: 3, format: "
+            "hermes}"
+        ),
         "trainer.total_training_steps=3",
         "trainer.val_before_train=true",
         "trainer.save_groups=all",
@@ -239,17 +308,26 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
     audits = run.audits()
     assert len(audits) >= 3 and not run.notes("warning")
     assert all({"turns", "masks", "draws", "loss"} <= {*audit["proven"]} for audit in audits[-3:])
-    tokenizer, calls = PreTrainedTokenizerFast.from_pretrained(tmp_path / "caller"), 0
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "caller")
+    calls = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
-        for ids, mask, trained in zip(batch["response_ids"], batch["response_mask"], batch["loss_mask"], strict=True):
+        for ids, mask, trained in zip(
+            batch["response_ids"], batch["response_mask"], batch["loss_mask"], strict=True
+        ):
             given = tokenizer.decode(ids[: len(mask)][~mask.bool()].tolist()).replace("<pad>", "")
             answers = given.replace("<|assistant|>", "").split("<|tool|>")[1:]
-            assert all(each == "42<|end|>" or each.startswith("xxxxx:") for each in answers), "no letters but x"
+            assert all(each == "42<|end|>" or each.startswith("xxxxx:") for each in answers), (
+                "no letters but x"
+            )
             assert not (trained.bool() & ~mask.bool()).any()
             calls += given.count("<|tool|>")
     counted = sum(
-        metrics.get(f"tool/{name}/calls", 0) for metrics in run.metrics() for name in ("calculator", "unknown")
+        metrics.get(f"tool/{name}/calls", 0)
+        for metrics in run.metrics()
+        for name in ("calculator", "unknown")
     )
-    assert 10 < calls <= counted, "the answers to the last calls of a response may have no room in it"
+    assert 10 < calls <= counted, (
+        "the answers to the last calls of a response may have no room in it"
+    )
     assert sum(len(read_samples(run.folder, step)) for step in (1, 2, 3)) == 48

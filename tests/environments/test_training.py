@@ -1,4 +1,5 @@
-"""Whole runs with a workflow: a game of several turns trains, and the audits follow every request."""
+"""Whole runs with a workflow: a game of several turns trains, and the audits follow every
+request."""
 
 import asyncio
 import json
@@ -68,7 +69,9 @@ class Games(Playground):
     """Runs without reward functions."""
 
     def overrides(self, name: str, *more: str) -> list[str]:
-        return [line for line in super().overrides(name) if "reward" not in line.partition("=")[0]] + list(more)
+        return [
+            line for line in super().overrides(name) if "reward" not in line.partition("=")[0]
+        ] + list(more)
 
 
 @pytest.fixture
@@ -78,15 +81,24 @@ def playground(tmp_path: Path) -> Playground:
     return playground
 
 
-def test_a_workflow_that_reads_its_row_as_a_mapping_is_told_how_to_write_it(playground: Playground) -> None:
-    wrong = "from distflow import workflow\n\n@workflow\nasync def wrong(chat, row):\n    return row['prompt']\n"
+def test_a_workflow_that_reads_its_row_as_a_mapping_is_told_how_to_write_it(
+    playground: Playground,
+) -> None:
+    wrong = (
+        "from distflow import workflow\n\n@workflow\nasync def wrong(chat, row):\n"
+        "    return row['prompt']\n"
+    )
     (playground.folder / "wrong.py").write_text(wrong)
     one_step = ("trainer.total_training_steps=1", f"{WORKFLOW}={playground.folder}/wrong.py:wrong")
-    with pytest.raises(UserError, match=r"write row\.prompt \(at wrong\.py:5\)(.|\n)*Correct the workflow"):
+    with pytest.raises(
+        UserError, match=r"write row\.prompt \(at wrong\.py:5\)(.|\n)*Correct the workflow"
+    ):
         playground.run("grpo", *one_step)
 
 
-def test_tools_without_a_chat_template_are_refused_before_the_model_is_loaded(playground: Playground) -> None:
+def test_tools_without_a_chat_template_are_refused_before_the_model_is_loaded(
+    playground: Playground,
+) -> None:
     tools = (f"{WORKFLOW}=tools", f"{WORKFLOW}_kwargs={{tools: [calculator]}}")
     (playground.folder / "model" / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match="does not use tools"):
@@ -94,7 +106,9 @@ def test_tools_without_a_chat_template_are_refused_before_the_model_is_loaded(pl
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playground, max_staleness: int) -> None:
+def test_a_game_of_two_turns_trains_and_every_audit_passes(
+    playground: Playground, max_staleness: int
+) -> None:
     run = playground.run(
         "grpo",
         f"{WORKFLOW}={playground.folder}/game.py:echo",
@@ -113,7 +127,9 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(playground: Playgroun
         batch = Batch.load(path)
         for mask, trained in zip(batch["response_mask"], batch["loss_mask"], strict=True):
             edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
-            assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, "two turns, given tokens between"
+            assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, (
+                "two turns, given tokens between"
+            )
             assert torch.equal(mask, trained)
 
 
@@ -124,11 +140,15 @@ from tests.environments.areal_user import GenerationHyperparameters, MultiTurnWo
 tokenizer = AutoTokenizer.from_pretrained({model!r})
 gconfig = GenerationHyperparameters(max_new_tokens=4, stop_token_ids=[tokenizer.eos_token_id, 9])
 workflow = MultiTurnWorkflow(reward, gconfig, tokenizer, max_turns=3, turn_discount=0.5, feedback=[5, 6])
-"""
+"""  # noqa: E501
 
 
-def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(playground: Playground) -> None:
-    (playground.folder / "of_areal.py").write_text(OF_AREAL.format(model=f"{playground.folder}/model"))
+def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(
+    playground: Playground,
+) -> None:
+    (playground.folder / "of_areal.py").write_text(
+        OF_AREAL.format(model=f"{playground.folder}/model")
+    )
     run = playground.run(
         "grpo",
         f"{WORKFLOW}={playground.folder}/of_areal.py:workflow",
@@ -146,11 +166,20 @@ def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(playgrou
     (validation,) = [audit for audit in audits if "validation" in audit["proven"]]
     audits.remove(validation)
     assert len(audits) == 4 and all("turns" in audit["proven"] for audit in audits)
-    batch, seen = saved(run), set[float]()
-    for mask, ids, score in zip(batch["response_mask"], batch["response_ids"], batch["scores"].tolist(), strict=True):
+    batch = saved(run)
+    seen = set[float]()
+    for mask, ids, score in zip(
+        batch["response_mask"], batch["response_ids"], batch["scores"].tolist(), strict=True
+    ):
         turns = [[]]  # type: list[list[int]]
         for token, drawn in zip(ids.tolist(), mask.tolist(), strict=True):
-            turns = [*turns[:-1], [*turns[-1], token]] if drawn else [*turns, []] if turns[-1] else turns
+            turns = (
+                [*turns[:-1], [*turns[-1], token]]
+                if drawn
+                else [*turns, []]
+                if turns[-1]
+                else turns
+            )
         drawn_turns = [turn for turn in turns if turn]
         assert score == (sum(drawn_turns[-1]) % 3 == 0) * 0.5 ** (len(drawn_turns) - 1)
         seen.add(score)
@@ -177,7 +206,9 @@ async def paid(chat, row):
         ("ppo", ["adv_estimator_kwargs={over_turns: true}", "gamma=0.9"]),
     ],
 )
-def test_turns_have_rewards_of_their_own(playground: Playground, preset: str, keys: list[str]) -> None:
+def test_turns_have_rewards_of_their_own(
+    playground: Playground, preset: str, keys: list[str]
+) -> None:
     """The auditor computes the advantages of turns again, by loops of its own."""
     (playground.folder / "paid.py").write_text(PAID)
     more = [f"critic.model.path={playground.folder}/model"] if preset == "ppo" else []
@@ -192,12 +223,16 @@ def test_turns_have_rewards_of_their_own(playground: Playground, preset: str, ke
         *more,
     )
     audits = run.audits()
-    assert len(audits) == 2 and all({"advantages", "turns"} <= {*audit["proven"]} for audit in audits)
-    batch, lengths = saved(run), set[int]()
+    assert len(audits) == 2 and all(
+        {"advantages", "turns"} <= {*audit["proven"]} for audit in audits
+    )
+    batch = saved(run)
+    lengths = set[int]()
     for i, score in enumerate(batch["scores"].tolist()):
         length = int(batch.lengths("response")[i])
         index, ids, placed = (
-            batch[name][i, :length].tolist() for name in ("turn_index", "response_ids", "token_level_scores")
+            batch[name][i, :length].tolist()
+            for name in ("turn_index", "response_ids", "token_level_scores")
         )
         wanted = [0.0] * length
         for turn in range(max(index) + 1):
@@ -205,7 +240,9 @@ def test_turns_have_rewards_of_their_own(playground: Playground, preset: str, ke
             wanted[places[-1]] = sum(ids[place] for place in places) % 5 / 4 + (turn == max(index))
             assert len({float(batch["advantages"][i, place]) for place in places}) == 1
         assert placed == pytest.approx(wanted) and score == pytest.approx(sum(wanted))
-        assert [number >= 0 for number in index] == [bool(drawn) for drawn in batch["response_mask"][i, :length]]
+        assert [number >= 0 for number in index] == [
+            bool(drawn) for drawn in batch["response_mask"][i, :length]
+        ]
         lengths.add(max(index) + 1)
     assert lengths == {1, 2, 3}
 
@@ -225,7 +262,9 @@ class Digits:
 def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     (tmp_path / "digits.py").write_text(DIGITS)
-    domains = {name: f"{name}: {{train_files: {tmp_path}/{name}.jsonl}}" for name in ("sums", "games")}
+    domains = {
+        name: f"{name}: {{train_files: {tmp_path}/{name}.jsonl}}" for name in ("sums", "games")
+    }
     for name in domains:
         rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(6)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -236,7 +275,10 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
         f"data.domains={{{', '.join(domains.values())}}}",
         f"{WORKFLOW}=by_domain",
         f"{WORKFLOW}_kwargs={{games: {env}, default: single_turn}}",
-        "algorithm.domains={games: {adv_estimator: grpo_turns, policy_loss: sapo, policy_loss_kwargs: {tau_neg: 2}}}",
+        (
+            "algorithm.domains={games: {adv_estimator: grpo_turns, policy_loss: sapo, "
+            "policy_loss_kwargs: {tau_neg: 2}}}"
+        ),
         "actor_rollout_ref.actor.ppo_epochs=2",
         "data.max_response_length=40",
         "trainer.total_training_steps=2",
@@ -244,8 +286,14 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
         "trust.audit_freq=1",
     )
     assert not run.notes("warning") and len(run.audits()) == 2
-    assert all({"turns", "episodes", "rewards", "advantages", "loss"} <= {*audit["proven"]} for audit in run.audits())
-    shares = [{key: each[f"actor/{key}"] for key in ("pg_loss", "pg_loss/games")} for each in run.metrics()]
+    assert all(
+        {"turns", "episodes", "rewards", "advantages", "loss"} <= {*audit["proven"]}
+        for audit in run.audits()
+    )
+    shares = [
+        {key: each[f"actor/{key}"] for key in ("pg_loss", "pg_loss/games")}
+        for each in run.metrics()
+    ]
     assert all(0 != share["pg_loss/games"] != share["pg_loss"] for share in shares)
     batch = saved(run)
     assert {*batch["domain"]} == {"sums", "games"}
@@ -254,9 +302,13 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
         own = batch["advantages"][row][batch["response_mask"][row] > 0].unique()
         if domain == "sums":
             assert [turn for turn in turns if turn >= 0] == [0] and len(own) == 1
-            assert float(batch["scores"][row]) == pytest.approx(sum(map(ord, batch["responses"][row])) % 7 / 6)
+            assert float(batch["scores"][row]) == pytest.approx(
+                sum(map(ord, batch["responses"][row])) % 7 / 6
+            )
         elif batch["finish_reason"][row] == "stop":
-            assert [turn for turn in turns if turn >= 0] == [0, 1] and float(batch["scores"][row]) in range(5)
+            assert [turn for turn in turns if turn >= 0] == [0, 1] and float(
+                batch["scores"][row]
+            ) in range(5)
 
 
 SEVERAL = """
@@ -273,26 +325,45 @@ workflow = Both()
 
 def test_a_domain_without_a_suitable_workflow_is_named(tmp_path: Path) -> None:
     found = load_workflow("by_domain", {"math": "single_turn"})
-    with pytest.raises(ChatError, match="the domain 'code' has no workflow: add it to .*_kwargs, or add default"):
+    with pytest.raises(
+        ChatError, match="the domain 'code' has no workflow: add it to .*_kwargs, or add default"
+    ):
         asyncio.run(found(None, Row(Prompt("1+1=", (1,)), domain="code"), None))  # type: ignore[arg-type,unused-ignore]
-    for options, said in (({}, "for each domain"), ({"math": {"max_turns": 2}}, "name the workflow")):
+    for options, said in (
+        ({}, "for each domain"),
+        ({"math": {"max_turns": 2}}, "name the workflow"),
+    ):
         with pytest.raises(UserError, match=said):
             load_workflow("by_domain", options)
     several = (tmp_path / "several.py").write_text(SEVERAL) and f"{tmp_path}/several.py:workflow"
-    with pytest.raises(UserError, match="_kwargs.math: 'workflow' returns 2 samples; set n_samples=1"):
+    with pytest.raises(
+        UserError, match="_kwargs.math: 'workflow' returns 2 samples; set n_samples=1"
+    ):
         load_workflow("by_domain", {"math": several, "default": "single_turn"})
 
 
 def saved(run: Any) -> Batch:
-    return Batch.concat([Batch.load(path) for path in sorted((run.folder / "tokens").glob("*.safetensors"))])
+    return Batch.concat(
+        [Batch.load(path) for path in sorted((run.folder / "tokens").glob("*.safetensors"))]
+    )
 
 
 def test_single_turn_is_bit_equal_to_a_run_without_a_workflow(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     common = ("grpo", "trainer.total_training_steps=2", "trainer.save_groups=all")
     plain = saved(playground.run(*common, name="plain"))
-    single = saved(playground.run(*common, f"{WORKFLOW}=single_turn", "trust.audit_freq=1", name="single"))
-    names = ("prompt_ids", "response_ids", "rollout_log_probs", "response_mask", "scores", "acc", "advantages")
+    single = saved(
+        playground.run(*common, f"{WORKFLOW}=single_turn", "trust.audit_freq=1", name="single")
+    )
+    names = (
+        "prompt_ids",
+        "response_ids",
+        "rollout_log_probs",
+        "response_mask",
+        "scores",
+        "acc",
+        "advantages",
+    )
     for name in names:
         assert torch.equal(plain.flat(name), single.flat(name)), name
     for name in ("responses", "finish_reason", "reward_parts", "uid"):
@@ -312,10 +383,17 @@ def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Pl
     batch = saved(run)
     errors = batch["reward_errors"]
     kinds = {
-        "raised": [error is not None and "RuntimeError: before a token (at " in error for error in errors],
-        "text": [error is not None and "it returned 'seven', which is not a number" in error for error in errors],
+        "raised": [
+            error is not None and "RuntimeError: before a token (at " in error for error in errors
+        ],
+        "text": [
+            error is not None and "it returned 'seven', which is not a number" in error
+            for error in errors
+        ],
     }
-    rejected = [not valid and error is None for valid, error in zip(batch["valid"], errors, strict=True)]
+    rejected = [
+        not valid and error is None for valid, error in zip(batch["valid"], errors, strict=True)
+    ]
     assert any(kinds["raised"]) and any(kinds["text"]) and any(rejected)
     lengths = batch.lengths("response")
     for i in range(len(batch)):
@@ -355,8 +433,14 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
             r"workflow_kwargs.round: .* has no such option; did you mean 'rounds'",
         ),
         (["=game.py:Twice"], "needs extra"),
-        (["=game.py:echo", "reward.functions={default: [format]}"], "keys without effect.*reward.functions"),
-        (["=game.py:echo", "algorithm.adv_estimator=remax"], "one greedy response, which is not an episode"),
+        (
+            ["=game.py:echo", "reward.functions={default: [format]}"],
+            "keys without effect.*reward.functions",
+        ),
+        (
+            ["=game.py:echo", "algorithm.adv_estimator=remax"],
+            "one greedy response, which is not an episode",
+        ),
         (["=game.py:echo", "dag.pipeline=nodes.py:own"], "keys without effect.*rollout.workflow "),
         (["_kwargs={rounds: 2}"], "keys without effect|workflow_kwargs"),
     ],
@@ -377,7 +461,8 @@ def test_a_workflow_that_cannot_run_is_refused_at_the_start(
 
 
 def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> None:
-    """Scores of the run's reward function, discounted by turn; accuracies are of the last answer."""
+    """Scores of the run's reward function, discounted by turn; accuracies are of the last
+    answer."""
     playground = Playground(tmp_path)
     playground.write_reward(REWARDED)
     keys = "{max_turns: 3, feedback: '=?', turn_discount: 0.5}"
@@ -393,7 +478,8 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         "data.val_files=${data.train_files}",
         "trainer.val_before_train=true",
     )
-    batch, seen = saved(run), set[int]()
+    batch = saved(run)
+    seen = set[int]()
     for i, mask in enumerate(batch["response_mask"].split(1)):
         length = int(batch.lengths("response")[i])
         turns = int((torch.nn.functional.pad(mask[0, :length], (1, 0)).diff() > 0).sum())
@@ -406,13 +492,23 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
     assert seen == {1, 2, 3} and "max_turns" in batch["finish_reason"]
 
 
-def test_a_limit_that_ends_an_episode_costs_its_penalty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    playground, penalties = Playground(tmp_path), {"max_turns": 0.5, "length": 0.25, "stop": 0.0}
+def test_a_limit_that_ends_an_episode_costs_its_penalty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    playground = Playground(tmp_path)
+    penalties = {"max_turns": 0.5, "length": 0.25, "stop": 0.0}
     playground.write_reward(REWARDED)
     keys = (
-        *("grpo", f"{WORKFLOW}=multi_turn", f"{WORKFLOW}_kwargs={{max_turns: 3, feedback: '=?', turn_discount: 0.5}}"),
+        *(
+            "grpo",
+            f"{WORKFLOW}=multi_turn",
+            f"{WORKFLOW}_kwargs={{max_turns: 3, feedback: '=?', turn_discount: 0.5}}",
+        ),
         *("reward.limit_penalty={max_turns: 0.5, length: 0.25}", "data.max_response_length=20"),
-        *("actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']", "trust.audit_freq=1"),
+        *(
+            "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
+            "trust.audit_freq=1",
+        ),
         *("trainer.total_training_steps=1", "trainer.save_groups=all"),
     )
     run = playground.run(*keys)
@@ -424,8 +520,12 @@ def test_a_limit_that_ends_an_episode_costs_its_penalty(tmp_path: Path, monkeypa
         right = sum(map(ord, batch["responses"][i])) % 3 == 0
         penalty = penalties[batch["finish_reason"][i]]
         assert float(batch["scores"][i]) == pytest.approx(0.5 ** (turns - 1) * right - penalty)
-        assert float(batch["acc"][i]) == float(right) and batch["reward_parts"][i]["limit"] == -penalty
-    monkeypatch.setattr(workflow_rollout._Episodes, "_penalised", lambda self, chat, outcome: outcome)
+        assert (
+            float(batch["acc"][i]) == float(right) and batch["reward_parts"][i]["limit"] == -penalty
+        )
+    monkeypatch.setattr(
+        workflow_rollout._Episodes, "_penalised", lambda self, chat, outcome: outcome
+    )
     with pytest.raises(TrustError, match=r"\(rewards\)"):
         playground.run(*keys)
 
@@ -446,11 +546,20 @@ def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_audit_calls_
     playground.write_reward(OF_ALL_TURNS)
     common = (
         *("grpo", f"{WORKFLOW}=multi_turn", f"{WORKFLOW}_kwargs={{max_turns: 3, feedback: '=?'}}"),
-        *("data.max_response_length=24", "trainer.total_training_steps=2", "trainer.save_groups=all"),
-        *("actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']", "trust.audit_freq=1"),
+        *(
+            "data.max_response_length=24",
+            "trainer.total_training_steps=2",
+            "trainer.save_groups=all",
+        ),
+        *(
+            "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
+            "trust.audit_freq=1",
+        ),
     )
     run = playground.run(*common)
-    assert not run.notes("warning") and all("reward_results" in audit["proven"] for audit in run.audits())
+    assert not run.notes("warning") and all(
+        "reward_results" in audit["proven"] for audit in run.audits()
+    )
     batch = saved(run)
     for i, told in enumerate(batch["conversation"]):
         said = [turn["text"] for turn in told if turn["owner"] == "policy"]
@@ -460,16 +569,23 @@ def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_audit_calls_
     call = RewardRouter.__call__
 
     async def planted(self: RewardRouter, samples: Any) -> Any:
-        return await call(self, [replace(each, conversation=each.conversation[-1:]) for each in samples])
+        return await call(
+            self, [replace(each, conversation=each.conversation[-1:]) for each in samples]
+        )
 
     monkeypatch.setattr(RewardRouter, "__call__", planted)
-    with pytest.raises(TrustError, match=r"\(reward_results\).*was never called with the response of sample"):
+    with pytest.raises(
+        TrustError, match=r"\(reward_results\).*was never called with the response of sample"
+    ):
         playground.run(*common, name="planted")
 
 
 def rotated(samples: list[Sample]) -> list[Sample]:
     outcomes = [sample.outcome for sample in samples]
-    return [replace(each, outcome=own) for each, own in zip(samples, outcomes[1:] + outcomes[:1], strict=True)]
+    return [
+        replace(each, outcome=own)
+        for each, own in zip(samples, outcomes[1:] + outcomes[:1], strict=True)
+    ]
 
 
 def first_turns(samples: list[Sample]) -> list[Sample]:
@@ -482,7 +598,11 @@ def half(samples: list[Sample]) -> list[Sample]:
 
 @pytest.mark.parametrize(
     ("game", "change", "seen"),
-    [("echo", rotated, "rewards"), ("echo", first_turns, "responses"), ("multi_turn", half, "rewards")],
+    [
+        ("echo", rotated, "rewards"),
+        ("echo", first_turns, "responses"),
+        ("multi_turn", half, "rewards"),
+    ],
 )
 def test_an_episode_with_another_score_or_text_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, game: str, change: Any, seen: str
@@ -520,8 +640,9 @@ async def slow(chat, row):
 
 
 def test_a_run_that_stops_and_resumes_ends_bit_equal(playground: Playground) -> None:
-    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does not matter. Later
-    turns find the keys and values of earlier ones of the same step, and of no other."""
+    """Its turns take a time that is drawn anew: at staleness 0 they advance in rounds, so it does
+    not matter. Later turns find the keys and values of earlier ones of the same step, and of no
+    other."""
     (playground.folder / "slow.py").write_text(SLOW)
     playground.write_rows([{"prompt": f"{'ab' * 12}{i}=", "answer": "7"} for i in range(4)])
     common = (

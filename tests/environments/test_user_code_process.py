@@ -1,4 +1,5 @@
-"""Processes of episodes: they end with the run, however that ends; and what comes in time counts."""
+"""Processes of episodes: they end with the run, however that ends; and what comes in time
+counts."""
 
 import asyncio
 import os
@@ -36,14 +37,18 @@ async def episode(tools, file):
         await own.run(ToolCall("hangs"))
 
 asyncio.run(episode(Tools([sys.argv[1] + name for name in ("starts", "hangs")], 600.0, 100), sys.argv[2]))
-"""
+"""  # noqa: E501
 
 
 def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    tools, file = f"{Path(__file__).with_name('hostile_tools.py')}:", tmp_path / "pid"
-    run = subprocess.Popen([sys.executable, "-c", RUN, tools, str(file)], stdout=subprocess.PIPE, text=True)
+    tools = f"{Path(__file__).with_name('hostile_tools.py')}:"
+    file = tmp_path / "pid"
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, tools, str(file)], stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
-    server, started = int(run.stdout.readline()), int(file.read_text())
+    server = int(run.stdout.readline())
+    started = int(file.read_text())
     assert is_running(server) and is_running(started)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
@@ -93,7 +98,9 @@ class Helped:
 """
 
 
-def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episodes(tmp_path: Path) -> None:
+def test_long_options_stay_private_and_what_a_module_starts_lasts_for_all_episodes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "helped.py").write_text(HELPED)
     server = ProcessServer(f"{tmp_path}/helped.py:Helped", {"word": "secret" * 50_000})
     assert b"secret" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
@@ -141,7 +148,7 @@ class Striking:
             os.kill(parent, signal.SIGKILL)
             time.sleep(600)
         time.sleep(600)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -153,9 +160,12 @@ def server(tmp_path: Path) -> Iterator[ProcessServer]:
 
 
 @pytest.mark.parametrize("victims", ["server", "keeper", "server and keeper"])
-def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server: ProcessServer, victims: str) -> None:
+def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(
+    server: ProcessServer, victims: str
+) -> None:
     async def run() -> list[int]:
-        process, idle = await server.fork(1), await server.fork(2)
+        process = await server.fork(1)
+        idle = await server.fork(2)
         left = await process.call("leave", None)
         pids = [left, *await process.call("ancestors", None), *await idle.call("ancestors", None)]
         waiting = asyncio.ensure_future(process.call("wait", None))
@@ -177,11 +187,15 @@ def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(server: Proc
         return pids
 
     for pid in asyncio.run(run()):
-        wait_until(lambda pid=pid: not is_running(pid), "it ended with the server")  # type: ignore[misc]
+        wait_until(lambda pid=pid: not is_running(pid), ("it ended with the server"))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
-def test_who_signals_its_parent_or_its_group_harms_only_itself(server: ProcessServer, number: int) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1]
+)
+def test_who_signals_its_parent_or_its_group_harms_only_itself(
+    server: ProcessServer, number: int
+) -> None:
     async def run() -> None:
         other = await server.fork("other")
         for pid in (None, 0):
@@ -189,20 +203,26 @@ def test_who_signals_its_parent_or_its_group_harms_only_itself(server: ProcessSe
             own, parent = await process.call("ancestors", None)
             left = await process.call("leave", None)
             try:
-                said = await process.call("signal", 20, pid=parent if pid is None else pid, number=number)
+                said = await process.call(
+                    "signal", 20, pid=parent if pid is None else pid, number=number
+                )
                 assert said == "alive" and number != signal.SIGKILL
             except ProcessEnded as ended:
                 assert pid == 0 or number == signal.SIGKILL, ended
             process.close()
             for each in (own, parent, left):
-                await asyncio.to_thread(wait_until, lambda each=each: not is_running(each), "it is ended")
+                await asyncio.to_thread(
+                    wait_until, lambda each=each: not is_running(each), "it is ended"
+                )
         assert await other.call("ancestors", 20) and server.num_deaths == 0
         other.close()
 
     asyncio.run(run())
 
 
-def test_what_leaves_its_session_and_kills_its_parent_is_ended_as_well(server: ProcessServer) -> None:
+def test_what_leaves_its_session_and_kills_its_parent_is_ended_as_well(
+    server: ProcessServer,
+) -> None:
     async def run() -> None:
         process = await server.fork(1)
         own = (await process.call("ancestors", None))[0]
@@ -236,7 +256,9 @@ def test_deaths_in_a_row_end_with_advice(server: ProcessServer) -> None:
             with pytest.raises(ServerLost):
                 await process.call("signal", None, pid=server.pid, number=signal.SIGKILL)
 
-    with pytest.raises(ServerGivenUp, match=r"SIGKILL.*dmesg.*async\.max_concurrent_rollouts") as given_up:
+    with pytest.raises(
+        ServerGivenUp, match=r"SIGKILL.*dmesg.*async\.max_concurrent_rollouts"
+    ) as given_up:
         asyncio.run(run())
     assert re.search(r"time \d+ in a row", str(given_up.value)) and server.num_deaths < 20
 

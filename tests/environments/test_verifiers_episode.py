@@ -1,5 +1,5 @@
-"""Environments of the package `verifiers`, unchanged: turns, tools and rewards of their own. `make test-verifiers`
-installs it, as its OpenAI client is older than that of the other extras."""
+"""Environments of the package `verifiers`, unchanged: turns, tools and rewards of their own.
+`make test-verifiers` installs it, as its OpenAI client is older than that of the other extras."""
 
 import asyncio
 from pathlib import Path
@@ -95,7 +95,9 @@ def guesses(more: str = "", fault: str = "") -> str:
 
 
 def played(episode: Any, row: dict[str, Any], **env: Any) -> Any:
-    return asyncio.run(play(row, f"{episode.session.base_url}/v1", episode.session.key, "policy", env))
+    return asyncio.run(
+        play(row, f"{episode.session.base_url}/v1", episode.session.key, "policy", env)
+    )
 
 
 def test_turns_are_the_environments_and_tokens_exact(begin: Any, row: Any) -> None:
@@ -112,7 +114,9 @@ def test_tools_of_a_task_are_called(begin: Any, row: Any) -> None:
     episode = begin(f"Let me see. {name}", "2")
     found = played(episode, row(task=TOOLS))
     assert found == {"score": 2.2, "right": 1.0, "turns": 0.2}
-    assert episode.chat.messages[-2]["role"] == "tool" and "2" in episode.chat.messages[-2]["content"]
+    assert (
+        episode.chat.messages[-2]["role"] == "tool" and "2" in episode.chat.messages[-2]["content"]
+    )
 
 
 def test_what_fails_is_an_error_and_no_reward_of_0(begin: Any, row: Any) -> None:
@@ -131,13 +135,16 @@ def test_what_fails_is_an_error_and_no_reward_of_0(begin: Any, row: Any) -> None
         ("", {"player": {"harness": {"id": "nowhere"}}}, "nowhere"),
     ],
 )
-def test_what_cannot_be_played_is_told(begin: Any, row: Any, more: str, env: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_played_is_told(
+    begin: Any, row: Any, more: str, env: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         played(begin(), row(environment=guesses(more)), **env)
 
 
 def test_a_run_trains_on_them(row: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Episodes run in processes of their own, two turns each at most by the config of the agent's seat."""
+    """Episodes run in processes of their own, two turns each at most by the config of the agent's
+    seat."""
     name = row(environment=guesses())["name"]
     games = Games(tmp_path)
     env = "{player: {max_turns: 2, sampling: {max_tokens: 4}}}"

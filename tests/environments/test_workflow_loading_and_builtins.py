@@ -12,7 +12,12 @@ import torch
 from distflow.data.encoded_prompts import PromptRow
 from distflow.environments import workflow
 from distflow.environments.chat import Limits, Prompt
-from distflow.environments.workflow_loading_and_builtins import Row, load_workflow, multi_turn, row_of
+from distflow.environments.workflow_loading_and_builtins import (
+    Row,
+    load_workflow,
+    multi_turn,
+    row_of,
+)
 from distflow.errors import UserError
 from distflow.pipelines.nodes.workflow_rollout import read_outcome
 from distflow.rewards.reward_results import Score
@@ -55,7 +60,10 @@ NUMBER = 7
     ("name", "said"),
     [
         ("ByAReaL", "needs reward_fn"),
-        ("Old", "an instance of 'Old' .* cannot be called: .* an object with an async arun_episode"),
+        (
+            "Old",
+            "an instance of 'Old' .* cannot be called: .* an object with an async arun_episode",
+        ),
         ("Fails", "cannot be constructed: RuntimeError: no game"),
         ("Plain", "is no async function"),
         ("plain", "is no async function"),
@@ -78,7 +86,10 @@ def test_limits_are_above_zero(name: str, limit: dict[str, object]) -> None:
 
 def test_a_timeout_is_above_zero() -> None:
     with pytest.raises(UserError, match=r"timeout_s=-1: set a number above 0"):
-        load_workflow("by_domain", {"default": {"workflow": "tools", "tools": ["calculator"], "timeout_s": -1}})
+        load_workflow(
+            "by_domain",
+            {"default": {"workflow": "tools", "tools": ["calculator"], "timeout_s": -1}},
+        )
 
 
 def test_areals_form_is_a_workflow_as_a_class_with_options_and_as_an_object(tmp_path: Path) -> None:
@@ -157,15 +168,19 @@ def test_anything_else_is_an_error(returned: object) -> None:
 
 @pytest.mark.parametrize(
     ("response", "turns", "score"),
-    [(1000, 3, 0.25), (5, 2, 0.5), (4, 1, 1.0)],  # the feedback has two tokens, each reply two but the last one
+    # the feedback has two tokens, each reply two but the last one
+    [(1000, 3, 0.25), (5, 2, 0.5), (4, 1, 1.0)],
 )
-def test_the_discount_counts_the_turns_that_had_room(response: int, turns: int, score: float) -> None:
+def test_the_discount_counts_the_turns_that_had_room(
+    response: int, turns: int, score: float
+) -> None:
     chat = chat_of(FAMILIES["qwen2.5"](), Engine([[5, 6], [7, 8], [9]]), Limits(response, 2000))
 
     async def score_of(reply: object) -> RewardOutcome:
         return RewardOutcome(Score(1.0), {}, 0.0)
 
-    row, chat.templated = Row(Prompt("ask", (1, 2))), False
+    row = Row(Prompt("ask", (1, 2)))
+    chat.templated = False
     outcome = asyncio.run(multi_turn(chat, row, score_of, feedback="=?", turn_discount=0.5))
     assert isinstance(outcome, RewardOutcome) and outcome.reward_result == Score(score)
     assert sum(segment.owner == "policy" for segment in chat.segments) == turns
@@ -175,10 +190,22 @@ def test_the_discount_counts_the_turns_that_had_room(response: int, turns: int, 
     ("messages", "text"),
     [
         ([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "1+1="),
-        ([{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))], None),
+        (
+            [
+                {"role": role, "content": text}
+                for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))
+            ],
+            None,
+        ),
     ],
 )
-def test_the_prompt_of_a_chat_is_its_text_without_the_template(messages: list[dict[str, str]], text: str) -> None:
-    row = row_of(PromptRow(0, (1, 2), "<eos>user: 1+1=", extra_info={"prompt_chat": messages}), "prompt", "answer")
+def test_the_prompt_of_a_chat_is_its_text_without_the_template(
+    messages: list[dict[str, str]], text: str
+) -> None:
+    row = row_of(
+        PromptRow(0, (1, 2), "<eos>user: 1+1=", extra_info={"prompt_chat": messages}),
+        "prompt",
+        "answer",
+    )
     assert row.prompt == (text or "a\n\nb\n\nc") and [*row.prompt.messages] == messages
     assert row.prompt.token_ids == (1, 2) and row.columns["prompt"] == messages

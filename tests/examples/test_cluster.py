@@ -13,7 +13,10 @@ CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 
 def manifests() -> dict[str, Any]:
-    return {found["kind"]: found for found in yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())}
+    return {
+        found["kind"]: found
+        for found in yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
+    }
 
 
 def test_the_command_of_the_ray_job_is_one_of_ours() -> None:
@@ -29,8 +32,15 @@ def test_ray_job_and_launcher_agree_on_the_nodes() -> None:
     keys = dict(word.split("=", 1) for word in shlex.split(spec["entrypoint"]) if "=" in word)
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
-    assert int(keys["trainer.nnodes"]) == group["replicas"] == group["minReplicas"] == group["maxReplicas"]
-    assert int(keys["trainer.n_gpus_per_node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert (
+        int(keys["trainer.nnodes"])
+        == group["replicas"]
+        == group["minReplicas"]
+        == group["maxReplicas"]
+    )
+    assert (
+        int(keys["trainer.n_gpus_per_node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    )
     assert spec["rayClusterSpec"]["rayVersion"] in (CLUSTER / "Dockerfile").read_text()
 
 

@@ -26,7 +26,11 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def train(name: str, run_dir: Path, *overrides: str) -> Batch:
     """Two steps of an example; all columns of the first."""
-    short = ["trainer.total_training_steps=2", "trainer.save_groups=all", f"trainer.default_local_dir={run_dir}"]
+    short = [
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        f"trainer.default_local_dir={run_dir}",
+    ]
     assert main(["train", f"examples/{name}.yaml", *short, *overrides]) == 0
     assert [record.step for record in read_metrics(run_dir) if record.kind == "train"] == [1, 2]
     assert (run_dir / "report.html").is_file()
@@ -57,25 +61,37 @@ def test_pipeline(tmp_path: Path) -> None:
 
 def test_two_turns(tmp_path: Path) -> None:
     batch = train("two_turns", tmp_path)
-    for mask, length in zip(batch["response_mask"], batch.lengths("response").tolist(), strict=True):
+    for mask, length in zip(
+        batch["response_mask"], batch.lengths("response").tolist(), strict=True
+    ):
         edges = torch.nn.functional.pad(mask[:length].int(), (1, 1)).diff().nonzero()[:, 0].tolist()
-        assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, "two turns, given tokens between"
+        assert len(edges) == 4 and edges[0] == 0 and edges[2] - edges[1] == 2, (
+            "two turns, given tokens between"
+        )
 
 
 @pytest.mark.slow
 def test_any_agent(tmp_path: Path) -> None:
-    batch = train("any_agent", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    batch = train(
+        "any_agent", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
+    )
     assert {*batch["scores"].tolist()} <= {0.0, 1.0} and not any(batch["reward_errors"])
 
 
 def test_multi_turn(tmp_path: Path) -> None:
-    batch = train("multi_turn", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
-    for answer, text, score in zip(batch["ground_truth"], batch["responses"], batch["scores"].tolist(), strict=True):
+    batch = train(
+        "multi_turn", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
+    )
+    for answer, text, score in zip(
+        batch["ground_truth"], batch["responses"], batch["scores"].tolist(), strict=True
+    ):
         assert score == float(text == answer)
 
 
 def test_two_agents(tmp_path: Path) -> None:
-    batch = train("two_agents", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    batch = train(
+        "two_agents", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4"
+    )
     assert [[name for name, _ in forks] for forks in batch["forks"]] == [["bob"]] * len(batch)
     for said, score in zip(batch["conversation"], batch["scores"].tolist(), strict=True):
         chosen = {turn["text"] for turn in said if turn["owner"] == "policy"}
@@ -83,24 +99,42 @@ def test_two_agents(tmp_path: Path) -> None:
 
 
 def test_agents_with_policies(tmp_path: Path) -> None:
-    batch = train("solver_checker", tmp_path, "trainer.val_before_train=false", "actor_rollout_ref.rollout.n=4")
+    batch = train(
+        "solver_checker",
+        tmp_path,
+        "trainer.val_before_train=false",
+        "actor_rollout_ref.rollout.n=4",
+    )
     assert [[name for name, _ in forks] for forks in batch["forks"]] == [["checker"]] * len(batch)
-    for said, parts, answer in zip(batch["conversation"], batch["reward_parts"], batch["ground_truth"], strict=True):
+    for said, parts, answer in zip(
+        batch["conversation"], batch["reward_parts"], batch["ground_truth"], strict=True
+    ):
         solved, judged = (turn["text"] for turn in said if turn["owner"] == "policy")
-        assert parts == {"solver": solved == answer, "checker": judged == ("1" if solved == answer else "0")}
+        assert parts == {
+            "solver": solved == answer,
+            "checker": judged == ("1" if solved == answer else "0"),
+        }
     assert "policies/checker/loss" in read_metrics(tmp_path)[-1].values
 
 
 def rewards(run_dir: Path, *command: str) -> list[float]:
     """The mean reward of each step of a whole run."""
     assert main([*command, f"trainer.default_local_dir={run_dir}"]) == 0
-    return [float(row.values["reward/mean_score"]) for row in read_metrics(run_dir) if row.kind == "train"]
+    return [
+        float(row.values["reward/mean_score"])
+        for row in read_metrics(run_dir)
+        if row.kind == "train"
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["multi_turn", pytest.param("any_agent", marks=pytest.mark.by_hand), "two_agents"])
+@pytest.mark.parametrize(
+    "name", ["multi_turn", pytest.param("any_agent", marks=pytest.mark.by_hand), "two_agents"]
+)
 def test_the_agents_learn(name: str, tmp_path: Path) -> None:
-    found = rewards(tmp_path / "run", "train", f"examples/{name}.yaml", "trainer.total_training_steps=40")
+    found = rewards(
+        tmp_path / "run", "train", f"examples/{name}.yaml", "trainer.total_training_steps=40"
+    )
     assert sum(found[:3]) / 3 < 0.2 and sum(found[-3:]) / 3 > 0.45, found
 
 
@@ -115,18 +149,28 @@ def test_the_model_learns_to_use_a_tool(tmp_path: Path, monkeypatch: pytest.Monk
     sft = [f"data.train_files={folder}/sft.jsonl", start, f"trainer.default_local_dir={folder}/sft"]
     assert main(["sft", "examples/tool_use_sft.yaml", *sft]) == 0
     assert main(["export", f"{folder}/sft", "--to", f"{folder}/model"]) == 0
-    files = [f"data.{name}_files={folder}/{data}.jsonl" for name, data in (("train", "rl"), ("val", "val"))]
+    files = [
+        f"data.{name}_files={folder}/{data}.jsonl"
+        for name, data in (("train", "rl"), ("val", "val"))
+    ]
     learned = f"actor_rollout_ref.model.path={folder}/model"
     short = "trainer.total_training_steps=8"
     found = rewards(folder / "grpo", "train", "examples/tool_use.yaml", *files, learned, short)
     assert found[0] < 0.4 and sum(found[-3:]) / 3 > 0.55, found
-    calls = [row.values["tool/calculator/calls"] for row in read_metrics(folder / "grpo") if row.kind == "train"]
+    calls = [
+        row.values["tool/calculator/calls"]
+        for row in read_metrics(folder / "grpo")
+        if row.kind == "train"
+    ]
     assert calls[-1] > 1.5 * calls[0]
 
 
 def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     batch = train("custom_advantage", tmp_path)
-    assert "median: examples.custom_advantage.compute_median_advantage(scale=0.5)" in capsys.readouterr().out
+    assert (
+        "median: examples.custom_advantage.compute_median_advantage(scale=0.5)"
+        in capsys.readouterr().out
+    )
     scores = batch["token_level_scores"].sum(-1)
     for group in batch["group_index"].unique():
         members = batch["group_index"] == group
@@ -136,23 +180,32 @@ def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_loss_in_our_signature(tmp_path: Path) -> None:
     train("custom_loss", tmp_path)
-    ratios = [record.values["actor/ratio"] for record in read_metrics(tmp_path) if record.kind == "train"]
+    ratios = [
+        record.values["actor/ratio"] for record in read_metrics(tmp_path) if record.kind == "train"
+    ]
     assert all(0.9 < ratio < 1.1 for ratio in ratios)
 
 
 def test_loss_in_the_signature_of_the_seed(tmp_path: Path) -> None:
-    other = ["actor_rollout_ref.actor.policy_loss=my_custom_loss", "~actor_rollout_ref.actor.policy_loss_kwargs"]
+    other = [
+        "actor_rollout_ref.actor.policy_loss=my_custom_loss",
+        "~actor_rollout_ref.actor.policy_loss_kwargs",
+    ]
     train("custom_loss", tmp_path, *other)
     assert not [note for note in notes(tmp_path, "warning") if "does not aggregate" in note]
     (first, _) = [record.values for record in read_metrics(tmp_path) if record.kind == "train"]
-    assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"} <= set(first)
+    assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"} <= set(
+        first
+    )
 
 
 @pytest.mark.slow
 def test_own_loop(tmp_path: Path) -> None:
     """Its reward rises: from a tenth of digits to a third and more."""
     main_of_the_loop = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]
-    run = main_of_the_loop(**{"trainer.total_training_steps": 12, "trainer.default_local_dir": str(tmp_path / "run")})
+    run = main_of_the_loop(
+        **{"trainer.total_training_steps": 12, "trainer.default_local_dir": str(tmp_path / "run")}
+    )
     scores = [row["reward/mean_score"] for row in run.metrics("train")]
     assert len(scores) == 12 and scores[0] < 0.15 and scores[-1] > 0.3
     staleness = [row["async/version_diff/max"] for row in run.metrics("train")]
@@ -163,7 +216,8 @@ def test_own_loop(tmp_path: Path) -> None:
 def rewards_after_sft(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, sft: str = "", *overrides: str
 ) -> list[float]:
-    """Of the example's run, which begins with the model that its script makes, after supervised fine-tuning."""
+    """Of the example's run, which begins with the model that its script makes, after supervised
+    fine-tuning."""
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(folder)
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -186,7 +240,11 @@ def test_the_model_learns_to_name_colours(tmp_path: Path, monkeypatch: pytest.Mo
 
 ACTION_KEYS = "actor_rollout_ref.rollout.workflow_kwargs.actions"
 DENOISED = (
-    *("data.max_response_length=20", f"{ACTION_KEYS}.head=flow_sde", f"+{ACTION_KEYS}.denoising_steps=2"),
+    *(
+        "data.max_response_length=20",
+        f"{ACTION_KEYS}.head=flow_sde",
+        f"+{ACTION_KEYS}.denoising_steps=2",
+    ),
     *(f"+{ACTION_KEYS}.bins=8", "actor_rollout_ref.actor.optim.lr=1e-3"),
 )
 
@@ -202,14 +260,18 @@ def test_the_policy_learns_continuous_moves_from_random_weights(
         elsewhere.chdir(tmp_path)
         runpy.run_path(str(EXAMPLES / "acting_continuous.py"), run_name="__main__")
     start = f"actor_rollout_ref.model.path={tmp_path}/runs/acting_continuous/start"
-    found = rewards(tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start, *overrides)
+    found = rewards(
+        tmp_path / "grpo", "train", "examples/acting_continuous.yaml", start, *overrides
+    )
     assert not notes(tmp_path / "grpo", "warning")
     assert abs(sum(found[:3]) / 3) < 0.15 and sum(found[-10:]) / 10 > 0.6, found
 
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_policy_learns_to_reach_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_learns_to_reach_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = rewards_after_sft("acting", tmp_path, monkeypatch)
     assert sum(found[20:30]) / 10 > 0.75 and sum(found[-10:]) / 10 > 0.8, found
     folder = tmp_path / "runs" / "acting"
@@ -221,8 +283,12 @@ def test_the_policy_learns_to_reach_targets(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_policy_learns_to_reach_with_a_robots_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_learns_to_reach_with_a_robots_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("gymnasium_robotics")
     own = ("data.train_files=examples/fetch_reach.py:demonstrations", "data.max_response_length=9")
-    found = rewards_after_sft("fetch_reach", tmp_path, monkeypatch, "acting", *own, "trainer.total_epochs=1")
+    found = rewards_after_sft(
+        "fetch_reach", tmp_path, monkeypatch, "acting", *own, "trainer.total_epochs=1"
+    )
     assert found[0] < 0.7 and sum(found[-10:]) / 10 > 0.88, found

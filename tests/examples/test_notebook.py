@@ -24,15 +24,21 @@ def test_the_notebook_ships_with_the_outputs_of_its_run(tmp_path: Path) -> None:
     outputs = [output for cell in run.cells if cell.cell_type == "code" for output in cell.outputs]
     texts = "".join(output["text"] for output in outputs if output.output_type == "stream")
     assert "step 10/10" in texts and "\x1b" not in texts and "Warning" not in texts
-    (shown, metrics, samples, fates, report) = [output["data"] for output in outputs if "data" in output]
+    (shown, metrics, samples, fates, report) = [
+        output["data"] for output in outputs if "data" in output
+    ]
     assert "finished, 10 steps" in shown["text/html"] and "<svg" in shown["text/html"]
     assert "reward/mean_score" in metrics["text/html"] and "digits" in samples["text/html"]
     assert "trained" in fates["text/html"]
-    assert (tmp_path / "runs/notebook/digits/report.html").is_file() and "report.html" in report["text/plain"]
+    assert (tmp_path / "runs/notebook/digits/report.html").is_file() and "report.html" in report[
+        "text/plain"
+    ]
     shipped = nbformat.read(NOTEBOOK, as_version=4)
     assert [kinds_of(cell) for cell in shipped.cells] == [kinds_of(cell) for cell in run.cells]
     text = NOTEBOOK.read_text()
-    assert len(text) < 50_000 and not re.search(r"(?<![\w.<])/(home|tmp|root|work|usr|var)/|20\d\d-\d\d-\d\d", text)
+    assert len(text) < 50_000 and not re.search(
+        r"(?<![\w.<])/(home|tmp|root|work|usr|var)/|20\d\d-\d\d-\d\d", text
+    )
 
 
 def kinds_of(cell: Any) -> tuple[str, list[list[str]]]:
@@ -51,7 +57,7 @@ run = distflow.train(
     reward=lambda solution_str: float(len(solution_str)),
 )
 print(run.status, signal.getsignal(signal.SIGINT) is before)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -65,7 +71,9 @@ def kernel() -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.by_hand
-def test_the_interrupt_button_saves_and_the_kernel_lives_on(kernel: tuple[Any, Any], tmp_path: Path) -> None:
+def test_the_interrupt_button_saves_and_the_kernel_lives_on(
+    kernel: tuple[Any, Any], tmp_path: Path
+) -> None:
     (manager, client), folder = kernel, tmp_path / "run"
     client.execute(CELL.format(tiny=str(ROOT / "examples" / "tiny.yaml"), folder=str(folder)))
     deadline = time.monotonic() + LIMIT_S

@@ -1,4 +1,5 @@
-"""Three domains with their verifiers live, and recorded solutions through everything behind the rollout."""
+"""Three domains with their verifiers live, and recorded solutions through everything behind the
+rollout."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,11 @@ from tests.e2e import three_domains
 from tests.ledger_audit import verify
 from tests.user_code import forgotten
 
-FILES = {"math": "gsm8k_test.jsonl", "code": "examples/mbpp.py:rows", "instructions": "ifeval.jsonl"}
+FILES = {
+    "math": "gsm8k_test.jsonl",
+    "code": "examples/mbpp.py:rows",
+    "instructions": "ifeval.jsonl",
+}
 PARTS = {"math": "math", "code": "code", "instructions": "ifeval_share"}
 STEPS = 3
 
@@ -32,11 +37,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.slow
 def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(folder: Path) -> None:
     reader = folder / "examples" / "mbpp.py"
-    reader.write_text(reader.read_text().replace('"recorded": row["code"]', f'"recorded": {SPOILED}'))
+    reader.write_text(
+        reader.read_text().replace('"recorded": row["code"]', f'"recorded": {SPOILED}')
+    )
     held_out = [f"data.domains.{name}.val_files={file}" for name, file in FILES.items()]
-    keys = ["trainer.save_groups=all", f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=true"]
+    keys = [
+        "trainer.save_groups=all",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=true",
+    ]
     keys += ["trust.audit_freq=1", *held_out]
-    assert main(["train", "examples/recorded_responses.yaml", *three_domains.small(folder / "run", *keys)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "examples/recorded_responses.yaml",
+                *three_domains.small(folder / "run", *keys),
+            ]
+        )
+        == 0
+    )
     validated, *trained = read_metrics(folder / "run")
     assert {validated.values[f"val_correct/{name}/mean"] for name in ("all", *FILES)} == {1.0}
     assert validated.values["val/errors"] == 0
@@ -49,13 +69,17 @@ def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(fo
     verify(folder / "run" / "ledger.jsonl")
     page = (folder / "run" / "report.html").read_text()
     assert all(f"val_correct/{name}/mean" in page or f"reward/{name}" in page for name in FILES)
-    told = [event.message for event in read_events(folder / "run") if event.kind in ("warning", "error")]
-    assert all("validation prompts are trained on" in message for message in told), "which the small files see to"
+    told = [
+        event.message for event in read_events(folder / "run") if event.kind in ("warning", "error")
+    ]
+    assert all("validation prompts are trained on" in message for message in told), (
+        "which the small files see to"
+    )
 
 
 def check_samples(run_dir: Path) -> None:
-    """Right, wrong, right, wrong; of 1, 0, 1, 0 the mean is 1/2 and the unbiased deviation 1/sqrt(3), which leaves
-    +-0.866 (of instructions: over the batch, whose only group it is)."""
+    """Right, wrong, right, wrong; of 1, 0, 1, 0 the mean is 1/2 and the unbiased deviation
+    1/sqrt(3), which leaves +-0.866 (of instructions: over the batch, whose only group it is)."""
     for step in range(1, STEPS + 1):
         batch = Batch.load(run_dir / "tokens" / f"{step:06d}.safetensors")
         assert batch["acc"].tolist() == [1.0, 0.0] * 8
@@ -64,7 +88,9 @@ def check_samples(run_dir: Path) -> None:
         for row in read_samples(run_dir, step):
             assert row["errors"] is None
             if row["domain"] == "code":
-                assert bool(row["extra"]["code/failed"]) == (row["acc"] == 0), "which case failed is kept beside it"
+                assert bool(row["extra"]["code/failed"]) == (row["acc"] == 0), (
+                    "which case failed is kept beside it"
+                )
 
 
 def test_it_is_a_config_as_it_stands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

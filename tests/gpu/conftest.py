@@ -1,5 +1,5 @@
-"""The device that the tests of this folder run on: a CUDA device, or what `DISTFLOW_TEST_DEVICE` names (`cpu`, to test
-the tests, or `rehearsal`, see docs/devices.md)."""
+"""The device that the tests of this folder run on: a CUDA device, or what `DISTFLOW_TEST_DEVICE`
+names (`cpu`, to test the tests, or `rehearsal`, see docs/devices.md)."""
 
 import os
 

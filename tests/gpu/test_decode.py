@@ -1,4 +1,5 @@
-"""Decode steps that are chained on a device: its random numbers, graphs against single kernels, and who waits."""
+"""Decode steps that are chained on a device: its random numbers, graphs against single kernels, and
+who waits."""
 
 import asyncio
 import warnings
@@ -12,10 +13,24 @@ from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
 from distflow.rollout.embedded.paged_kv_and_draw_states import state_of, uniforms
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.rollout.stops_and_draws import uniforms as host_uniforms
-from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all, with_engine
+from tests.rollout.drive import (
+    generate_all,
+    make_engine,
+    make_model,
+    prompt_of,
+    request_of,
+    run_all,
+    with_engine,
+)
 
 pytestmark = pytest.mark.gpu
-LAWS = ({}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.02}, {"repetition_penalty": 1.2}, {"greedy": True})
+LAWS = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 20, "min_p": 0.02},
+    {"repetition_penalty": 1.2},
+    {"greedy": True},
+)
 
 
 def requests(**params) -> list[GenerateRequest]:
@@ -27,10 +42,14 @@ def requests(**params) -> list[GenerateRequest]:
 
 
 def engine_of(device: torch.device, graphs: bool) -> EmbeddedEngine:
-    return make_engine(make_model().to(device), max_num_seqs=9, on_device=DeviceOptions(graphs=graphs))
+    return make_engine(
+        make_model().to(device), max_num_seqs=9, on_device=DeviceOptions(graphs=graphs)
+    )
 
 
-def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(device: torch.device) -> None:
+def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(
+    device: torch.device,
+) -> None:
     if device.type != "cuda":
         pytest.skip("wants a CUDA device")
     for eager in (False, True):
@@ -50,13 +69,17 @@ def test_uniform_numbers_are_those_of_the_host(device: torch.device) -> None:
         *generator.integers(0, 1 << 64, 20_000, dtype=np.uint64).tolist(),
     ]
     positions = generator.integers(0, 1 << 32, len(keys)).tolist()
-    states = torch.tensor([state_of(*pair) for pair in zip(keys, positions, strict=True)], device=device)
+    states = torch.tensor(
+        [state_of(*pair) for pair in zip(keys, positions, strict=True)], device=device
+    )
     expected = host_uniforms(np.array(keys, dtype=np.uint64), np.array(positions, dtype=np.int64))
     assert uniforms(states).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
-def test_graphs_give_the_bits_that_single_kernels_give(device: torch.device, law: dict[str, object]) -> None:
+def test_graphs_give_the_bits_that_single_kernels_give(
+    device: torch.device, law: dict[str, object]
+) -> None:
     answers: list[list[GenerateResult]] = []
     for graphs in (False, True):
         engine = engine_of(device, graphs)

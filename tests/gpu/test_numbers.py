@@ -1,4 +1,5 @@
-"""On a device: log-probs of rollout and trainer agree, and a step is that of a plain loop in float64 on the CPU."""
+"""On a device: log-probs of rollout and trainer agree, and a step is that of a plain loop in
+float64 on the CPU."""
 
 from pathlib import Path
 
@@ -23,25 +24,39 @@ pytestmark = pytest.mark.gpu
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
-def trainer(model: nn.Module, optimizer: str = "sgd", lr: float = 0.5, **options) -> TorchTrainEngine:
+def trainer(
+    model: nn.Module, optimizer: str = "sgd", lr: float = 0.5, **options
+) -> TorchTrainEngine:
     schedule = make_schedule("constant", total_steps=10)
     made = make_optimizer(optimizer, model.parameters(), lr=lr)
-    return TorchTrainEngine(model, optimizer=made, schedule=schedule, max_tokens_per_micro_batch=30, **options)
+    return TorchTrainEngine(
+        model, optimizer=made, schedule=schedule, max_tokens_per_micro_batch=30, **options
+    )
 
 
-def answers(folder: Path, device: torch.device, **params) -> tuple[list[tuple[int, ...]], list[GenerateResult]]:
+def answers(
+    folder: Path, device: torch.device, **params
+) -> tuple[list[tuple[int, ...]], list[GenerateResult]]:
     engine = make_engine(load_model(folder, device=device).eval(), max_num_seqs=5)
     prompts = [prompt_of(length) for length in (3, 17, 1, 8)]
-    return prompts, run_all(engine, [request_of(p, (0, 1), row, **params) for row, p in enumerate(prompts)])
+    return prompts, run_all(
+        engine, [request_of(p, (0, 1), row, **params) for row, p in enumerate(prompts)]
+    )
 
 
 def batch_of(prompts: list[tuple[int, ...]], results: list[GenerateResult]) -> Batch:
-    rows = [(prompt, each) for prompt, one in zip(prompts, results, strict=True) for each in one.generations]
+    rows = [
+        (prompt, each)
+        for prompt, one in zip(prompts, results, strict=True)
+        for each in one.generations
+    ]
     lengths = [(len(prompt), len(each.token_ids)) for prompt, each in rows]
     batch = ragged_batch(lengths)
     batch["prompt_ids"] = torch.tensor([token for prompt, _ in rows for token in prompt])
     batch["response_ids"] = torch.tensor([token for _, each in rows for token in each.token_ids])
-    batch["rollout_log_probs"] = torch.tensor([value for _, each in rows for value in each.rollout_log_probs])
+    batch["rollout_log_probs"] = torch.tensor(
+        [value for _, each in rows for value in each.rollout_log_probs]
+    )
     return batch
 
 
@@ -50,31 +65,49 @@ def test_rollout_and_trainer_agree(tmp_path: Path, device: torch.device, family:
     folder = write_tiny_model(tmp_path / "m", family)
     prompts, results = answers(folder, device, temperature=0.8)
     batch = batch_of(prompts, results)
-    scorer = TorchScorer(load_model(folder, device=device), temperature=0.8, max_tokens_per_micro_batch=40)
+    scorer = TorchScorer(
+        load_model(folder, device=device), temperature=0.8, max_tokens_per_micro_batch=40
+    )
     scored = scorer.forward(batch, ("log_probs",)).flat("log_probs")
     exact = plain_outputs(load_model(folder, dtype=torch.float64), batch, 0.8)["log_probs"]
     assert (scored - batch.flat("rollout_log_probs")).abs().max() <= 1e-4
     assert (scored - exact).abs().max() <= 1e-4
 
 
-def test_the_streams_draw_the_tokens_that_they_draw_on_a_cpu(tmp_path: Path, device: torch.device) -> None:
+def test_the_streams_draw_the_tokens_that_they_draw_on_a_cpu(
+    tmp_path: Path, device: torch.device
+) -> None:
     folder = write_tiny_model(tmp_path / "m")
-    for params in ({}, {"top_p": 0.9, "top_k": 20}, {"min_p": 0.05, "repetition_penalty": 1.2}, {"greedy": True}):
-        here, there = (tokens_of(answers(folder, where, **params)[1]) for where in (torch.device("cpu"), device))
+    for params in (
+        {},
+        {"top_p": 0.9, "top_k": 20},
+        {"min_p": 0.05, "repetition_penalty": 1.2},
+        {"greedy": True},
+    ):
+        here, there = (
+            tokens_of(answers(folder, where, **params)[1])
+            for where in (torch.device("cpu"), device)
+        )
         assert here == there, params
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, device: torch.device, family: str, checkpointing: bool) -> None:
-    """transformers makes rotary tables in float32, whatever the model's type, and a device rounds them its own way."""
+def test_a_step_is_that_of_a_plain_loop(
+    tmp_path: Path, device: torch.device, family: str, checkpointing: bool
+) -> None:
+    """transformers makes rotary tables in float32, whatever the model's type, and a device rounds
+    them its own way."""
     folder = write_tiny_model(tmp_path / "m", family)
-    batch, loss_fn = ragged_batch(), TokenMeanLoss()
+    batch = ragged_batch()
+    loss_fn = TokenMeanLoss()
     plain = load_model(folder, dtype=torch.float64)
     loss, norm = plain_step(plain, loss_fn, plain_outputs(plain, batch, 0.8), batch)
     for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
         model = load_model(folder, dtype=dtype, device=device)
-        engine = trainer(model, temperature=0.8, max_grad_norm=0.05, gradient_checkpointing=checkpointing)
+        engine = trainer(
+            model, temperature=0.8, max_grad_norm=0.05, gradient_checkpointing=checkpointing
+        )
         metrics = engine.train_step(batch, loss_fn)
         assert metrics["loss"] == pytest.approx(loss, rel=10 * tolerance)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=10 * tolerance)
@@ -88,7 +121,9 @@ def plain_step(
     plain: nn.Module, loss_fn: TokenMeanLoss, outputs: dict[str, Tensor], batch: Batch
 ) -> tuple[float, float]:
     """Loss and gradient norm of a step of SGD over the model's own forwards, which is taken."""
-    loss = (loss_fn.per_token(outputs, batch) * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()
+    loss = (loss_fn.per_token(outputs, batch) * batch.flat("loss_mask")).sum() / batch.flat(
+        "loss_mask"
+    ).sum()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
     make_optimizer("sgd", plain.parameters(), lr=0.5).step()
@@ -108,7 +143,11 @@ def test_values_are_those_of_a_plain_forward(tmp_path: Path, device: torch.devic
     folder = write_tiny_model(tmp_path / "m")
     batch = ragged_batch()
     critic = load_model(folder, seed=1, device=device, critic=True)
-    values = TorchScorer(critic, max_tokens_per_micro_batch=30).forward(batch, ("values",)).flat("values")
+    values = (
+        TorchScorer(critic, max_tokens_per_micro_batch=30)
+        .forward(batch, ("values",))
+        .flat("values")
+    )
     exact = plain_values(load_model(folder, dtype=torch.float64, seed=1, critic=True), batch)
     torch.testing.assert_close(values, exact.float(), rtol=0, atol=1e-5)
 
@@ -117,21 +156,30 @@ def test_lora_trains_its_adapter_as_on_a_cpu(tmp_path: Path, device: torch.devic
     folder = write_tiny_model(tmp_path / "m")
     found = []
     for where in ("cpu", device):
-        model = add_lora(load_model(folder, device=where), rank=2, alpha=4.0, target_modules="all-linear", seed=3)
+        model = add_lora(
+            load_model(folder, device=where), rank=2, alpha=4.0, target_modules="all-linear", seed=3
+        )
         engine = trainer(model)
         metrics = [engine.train_step(ragged_batch(seed=step), TokenMeanLoss()) for step in range(3)]
         found.append(({name: weight.cpu() for name, weight in engine.weights()}, metrics))
     (here, ours), (there, theirs) = found
-    assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in theirs], rel=1e-4)
+    assert [step["loss"] for step in ours] == pytest.approx(
+        [step["loss"] for step in theirs], rel=1e-4
+    )
     for name, weight in here.items():
         torch.testing.assert_close(there[name], weight, rtol=0, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_checkpoints_go_between_devices(tmp_path: Path, device: torch.device, optimizer: str) -> None:
-    """What training left on the CPU is on the device, bit for bit, and back; from there both go on alike."""
+def test_checkpoints_go_between_devices(
+    tmp_path: Path, device: torch.device, optimizer: str
+) -> None:
+    """What training left on the CPU is on the device, bit for bit, and back; from there both go on
+    alike."""
     folder = write_tiny_model(tmp_path / "m")
-    here, there = (trainer(load_model(folder, device=where), optimizer, 1e-3) for where in ("cpu", device))
+    here, there = (
+        trainer(load_model(folder, device=where), optimizer, 1e-3) for where in ("cpu", device)
+    )
     for step in range(2):
         here.train_step(ragged_batch(seed=step), TokenMeanLoss())
     there.load_state(here.state())
@@ -148,7 +196,9 @@ def test_checkpoints_go_between_devices(tmp_path: Path, device: torch.device, op
 def same_state(ours: TrainState, theirs: TrainState) -> None:
     assert ours.tensors.keys() == theirs.tensors.keys() and ours.meta == theirs.meta
     different = [
-        name for name, tensor in ours.tensors.items() if not torch.equal(tensor.cpu(), theirs.tensors[name].cpu())
+        name
+        for name, tensor in ours.tensors.items()
+        if not torch.equal(tensor.cpu(), theirs.tensors[name].cpu())
     ]
     assert not different
 
@@ -159,8 +209,12 @@ def test_receipts_are_those_of_the_weights_on_a_cpu(tmp_path: Path, device: torc
     assert stripe_hashes(model.to(device).named_parameters()) == here
 
 
-@pytest.mark.parametrize("objective", [PolicyObjective(entropy_coef=0.01), PolicyObjective("gspo", derives_old=True)])
-def test_a_step_waits_for_its_device_once(tmp_path: Path, device: torch.device, objective: PolicyObjective) -> None:
+@pytest.mark.parametrize(
+    "objective", [PolicyObjective(entropy_coef=0.01), PolicyObjective("gspo", derives_old=True)]
+)
+def test_a_step_waits_for_its_device_once(
+    tmp_path: Path, device: torch.device, objective: PolicyObjective
+) -> None:
     if device.type != "cuda":
         pytest.skip("wants CUDA, which tells when something waits for it")
     engine = trainer(load_model(write_tiny_model(tmp_path / "m"), device=device), "adamw")

@@ -1,4 +1,5 @@
-"""Whole runs on a device: a few steps with every audit, LoRA, bfloat16, kills and resumes, and on from a CPU."""
+"""Whole runs on a device: a few steps with every audit, LoRA, bfloat16, kills and resumes, and on
+from a CPU."""
 
 from pathlib import Path
 
@@ -14,7 +15,10 @@ RUNS = {
     "lora": ("actor_rollout_ref.model.lora_rank=2",),
     "bfloat16": ("actor_rollout_ref.model.dtype=bfloat16",),
     "stale": ("async.max_staleness=1",),
-    "decoupled": ("actor_rollout_ref.actor.policy_loss=decoupled", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    "decoupled": (
+        "actor_rollout_ref.actor.policy_loss=decoupled",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    ),
 }
 
 
@@ -25,7 +29,8 @@ def ground(tmp_path: Path) -> Playground:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_passes_its_audits(ground: Playground, device: torch.device, name: str) -> None:
-    """Its checks compare log-probs, receipts of weights, ratios, gradients and the optimizer's steps."""
+    """Its checks compare log-probs, receipts of weights, ratios, gradients and the optimizer's
+    steps."""
     more = ("trainer.total_training_steps=3", "trust.audit_freq=1", f"trainer.device={device.type}")
     run = ground.run("grpo", *RUNS[name], *more)
     steps = run.metrics()
@@ -35,8 +40,12 @@ def test_a_run_passes_its_audits(ground: Playground, device: torch.device, name:
 
 
 def start(ground: Playground, device: str, name: str, *more: str) -> CliRun:
-    keys = ground.overrides(name, f"trainer.device={device}", "trainer.total_training_steps=4", "trainer.save_freq=1")
-    return CliRun(ground.folder / f"{name}.log", ["train", "grpo", "trust.check_rewards=false", *keys, *more])
+    keys = ground.overrides(
+        name, f"trainer.device={device}", "trainer.total_training_steps=4", "trainer.save_freq=1"
+    )
+    return CliRun(
+        ground.folder / f"{name}.log", ["train", "grpo", "trust.check_rewards=false", *keys, *more]
+    )
 
 
 def finish(ground: Playground, device: str, name: str, *more: str) -> Left:
@@ -48,7 +57,9 @@ def finish(ground: Playground, device: str, name: str, *more: str) -> Left:
 def test_a_killed_run_ends_with_the_same_bits(ground: Playground, device: torch.device) -> None:
     whole = finish(ground, device.type, "whole")
     killed = start(ground, device.type, "killed")
-    killed.wait_for(lambda: (ground.folder / "killed/checkpoints/step-000002/manifest.json").exists())
+    killed.wait_for(
+        lambda: (ground.folder / "killed/checkpoints/step-000002/manifest.json").exists()
+    )
     assert killed.kill()
     same_run(whole, finish(ground, device.type, "killed", "--resume", "auto"))
 

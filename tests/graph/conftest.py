@@ -1,4 +1,5 @@
-"""A config with the groups that roles name, as plain attributes: the graph knows no config class."""
+"""A config with the groups that roles name, as plain attributes: the graph knows no config
+class."""
 
 from types import SimpleNamespace
 

@@ -31,7 +31,9 @@ def fails(graph, config, data_fields=()):
 def by_group(token_level_rewards, response_mask, group_index): ...
 
 
-def discounted(token_level_rewards, response_mask, gamma, epsilon: float = 1e-6, *, lam=1.0, missing="default"): ...
+def discounted(
+    token_level_rewards, response_mask, gamma, epsilon: float = 1e-6, *, lam=1.0, missing="default"
+): ...
 
 
 def by_lambda(token_level_rewards, *, gamma, lam=1.0): ...
@@ -40,13 +42,16 @@ def by_lambda(token_level_rewards, *, gamma, lam=1.0): ...
 REWARDS = ["token_level_rewards", "response_mask", "group_index"]
 
 
-# ---- options ----------------------------------------------------------------------------------------------
+# ---- options
+# ----------------------------------------------------------------------------------------------
 
 
 def test_options_come_from_add_node_then_the_group_then_the_default(config):
     bound = one(discounted, node_role="ADVANTAGE", lam=0.5).bind(config, REWARDS).node("x")
     assert bound.options == {"gamma": 0.9, "epsilon": 1e-6, "lam": 0.5, "missing": "default"}
-    assert bound.contract.reads == ("token_level_rewards", "response_mask"), "gamma is a key of the group, not a field"
+    assert bound.contract.reads == ("token_level_rewards", "response_mask"), (
+        "gamma is a key of the group, not a field"
+    )
     assert bound.config is config.algorithm and bound.config_key == "algorithm"
 
 
@@ -58,9 +63,17 @@ def test_an_option_that_the_group_sets_to_none_is_none(config):
 
 def test_what_a_partial_sets_goes_before_the_group(config):
     partial = functools.partial(by_lambda, gamma=0.5)
-    assert one(partial, node_role="ADVANTAGE").bind(config, REWARDS).node("x").options == {"gamma": 0.5, "lam": 0.95}
-    assert one(partial, gamma=0.1).bind(config, REWARDS).node("x").options == {"gamma": 0.1, "lam": 1.0}
-    with pytest.raises(PipelineError, match="node 'x': its function takes no option 'gama'; did you mean 'gamma'"):
+    assert one(partial, node_role="ADVANTAGE").bind(config, REWARDS).node("x").options == {
+        "gamma": 0.5,
+        "lam": 0.95,
+    }
+    assert one(partial, gamma=0.1).bind(config, REWARDS).node("x").options == {
+        "gamma": 0.1,
+        "lam": 1.0,
+    }
+    with pytest.raises(
+        PipelineError, match="node 'x': its function takes no option 'gama'; did you mean 'gamma'"
+    ):
         one(functools.partial(by_lambda, gama=0.5))
 
 
@@ -88,10 +101,13 @@ def test_a_group_of_the_nodes_own(config):
     assert bound_pipeline.node("x").options == {"scale": 2, "kl_coef": 0.001}
     assert bound_pipeline.node("x").config_key == "algorithm.kl_ctrl" and bound.config_key is None
     assert "did you mean 'scale'?" in fails(one(f, config={"scal": 3}), config, ["responses"])
-    assert "did you mean 'kl_ctrl'?" in fails(one(f, config="algorithm.kl_ctr"), config, ["responses"])
+    assert "did you mean 'kl_ctrl'?" in fails(
+        one(f, config="algorithm.kl_ctr"), config, ["responses"]
+    )
 
 
-# ---- fields -----------------------------------------------------------------------------------------------
+# ---- fields
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_field_that_nobody_has(config):
@@ -105,10 +121,14 @@ def test_a_field_that_nobody_has(config):
     [
         ("token_level_score", "did you mean 'token_level_scores'?"),  # derived
         ("lam_bda", "did you mean 'lam'?"),
-        ("finish_reasn", "did you mean 'finish_reason'?"),  # of a batch, but no earlier node writes it
+        # of a batch, but no earlier node writes it
+        ("finish_reasn", "did you mean 'finish_reason'?"),
         (
             "xyzzy",
-            "no such column; known: acc, loss_mask, response_mask, scores, token_level_rewards, token_level_scores",
+            (
+                "no such column; known: acc, loss_mask, response_mask, scores, "
+                "token_level_rewards, token_level_scores"
+            ),
         ),
     ],
 )
@@ -157,7 +177,9 @@ def test_derived_fields_are_those_of_a_batch(name):
 
 
 def test_a_node_that_declares_no_writes_is_pointed_at(config):
-    graph = graph_of(("silent", lambda batch, ctx: None, [], {}), ("read", by_group, ["silent"], {}))
+    graph = graph_of(
+        ("silent", lambda batch, ctx: None, [], {}), ("read", by_group, ["silent"], {})
+    )
     message = fails(graph, config, ["response_mask", "group_index"])
     assert "if 'silent' writes it, declare that with @node(writes=...)" in message
 
@@ -175,7 +197,8 @@ def test_fields_of_the_program(config):
     assert graph.bind(config, ["prompts", "level"]).fields["level"].axis is Axis.OBJECT
 
 
-# ---- declared columns -------------------------------------------------------------------------------------
+# ---- declared columns
+# -------------------------------------------------------------------------------------
 
 
 def test_columns_declared_by_their_writer(config):
@@ -186,11 +209,14 @@ def test_columns_declared_by_their_writer(config):
 
     bound_pipeline = graph_of(("g", g, [], {}), ("f", f, [], {})).bind(config, ["prompts"])
     declared = [
-        (bound_pipeline.fields[n].dtype, bound_pipeline.fields[n].axis) for n in ("my_bonus_per_sample", "my_tags")
+        (bound_pipeline.fields[n].dtype, bound_pipeline.fields[n].axis)
+        for n in ("my_bonus_per_sample", "my_tags")
     ]
     assert declared == [("float64", Axis.SAMPLE), ("object", Axis.OBJECT)]
     assert bound_pipeline.node("f").contract.writes == ("my_bonus_per_sample", "my_tags", "values")
-    assert bound_pipeline.node("g").contract.optional == ("my_bonus_per_sample", "my_tags"), "known, so it is a field"
+    assert bound_pipeline.node("g").contract.optional == ("my_bonus_per_sample", "my_tags"), (
+        "known, so it is a field"
+    )
 
 
 def test_a_column_that_nobody_declared(config):
@@ -199,7 +225,10 @@ def test_a_column_that_nobody_declared(config):
 
     message = fails(one(f), config, ["prompts", "my_undeclared"])
     assert "node 'x' writes 'my_undeclared', a column that is not declared" in message
-    assert '@node(writes={"my_undeclared": "sample"})' in message and 'register_field("my_undeclared"' in message
+    assert (
+        '@node(writes={"my_undeclared": "sample"})' in message
+        and 'register_field("my_undeclared"' in message
+    )
     assert "'my_undeclared_2'" in fails(one(by_group, writes="my_undeclared_2"), config, REWARDS)
 
 
@@ -235,7 +264,9 @@ def test_a_diamond_joins_both_sides(config):
     @node(writes="responses")
     def a(prompts): ...
 
-    graph = graph_of(("a", a, [], {}), ("b", b, ["a"], {}), ("c", c, ["a"], {}), ("d", d, ["b", "c"], {}))
+    graph = graph_of(
+        ("a", a, [], {}), ("b", b, ["a"], {}), ("c", c, ["a"], {}), ("d", d, ["b", "c"], {})
+    )
     bound_pipeline = graph.bind(config, ["prompts"])
     assert [n.node_id for n in bound_pipeline.nodes] == ["a", "b", "c", "d"]
     assert bound_pipeline.node("d").contract.reads == ("old_log_probs", "ref_log_prob")
@@ -244,7 +275,8 @@ def test_a_diamond_joins_both_sides(config):
     assert "node 'd' reads 'ref_log_prob'" in fails(half, config, ["prompts"])
 
 
-# ---- roles, engines, freezing -----------------------------------------------------------------------------
+# ---- roles, engines, freezing
+# -----------------------------------------------------------------------------
 
 
 def test_a_role_without_its_group(config):
@@ -275,7 +307,12 @@ def test_engines_of_the_program(config):
 
     graph = graph_of(
         ("named", by_name, [], {}),
-        ("by_role", lambda batch, ctx: None, ["named"], {"node_type": "MODEL_TRAIN", "node_role": "ACTOR"}),
+        (
+            "by_role",
+            lambda batch, ctx: None,
+            ["named"],
+            {"node_type": "MODEL_TRAIN", "node_role": "ACTOR"},
+        ),
     )
     bound_pipeline = graph.bind(config, [])
     assert bound_pipeline.engines == {"critic", "ref", "actor"}
@@ -287,8 +324,14 @@ def test_services_of_the_program(config):
     def f(reward_fn, *, tokenizer): ...
 
     bound_pipeline = one(f).bind(config, [])
-    assert bound_pipeline.services == {"reward_fn", "tokenizer"} and bound_pipeline.engines == frozenset()
-    assert bound_pipeline.node("x").contract.options == {} and bound_pipeline.node("x").contract.reads == ()
+    assert (
+        bound_pipeline.services == {"reward_fn", "tokenizer"}
+        and bound_pipeline.engines == frozenset()
+    )
+    assert (
+        bound_pipeline.node("x").contract.options == {}
+        and bound_pipeline.node("x").contract.reads == ()
+    )
 
 
 def test_the_program_does_not_change_with_its_graph(config):

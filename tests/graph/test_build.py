@@ -1,4 +1,5 @@
-"""Structure: every error of `build` names the node, the field or option, and the nearest existing name."""
+"""Structure: every error of `build` names the node, the field or option, and the nearest existing
+name."""
 
 import pytest
 
@@ -79,16 +80,27 @@ def test_empty_graph():
 
 
 def test_id_given_twice():
-    assert "node 'a' exists already" in fails(Pipeline("p").add_node("a", nothing).add_node("a", nothing))
+    assert "node 'a' exists already" in fails(
+        Pipeline("p").add_node("a", nothing).add_node("a", nothing)
+    )
 
 
 def test_unknown_dependency_names_the_nearest():
-    message = fails(Pipeline("p").add_node("rollout_actor", nothing).add_node("reward", nothing, ["rolout_actor"]))
-    assert "node 'reward' depends on 'rolout_actor'" in message and "did you mean 'rollout_actor'?" in message
+    message = fails(
+        Pipeline("p")
+        .add_node("rollout_actor", nothing)
+        .add_node("reward", nothing, ["rolout_actor"])
+    )
+    assert (
+        "node 'reward' depends on 'rolout_actor'" in message
+        and "did you mean 'rollout_actor'?" in message
+    )
 
 
 def test_unknown_dependency_far_from_all_lists_them():
-    message = fails(Pipeline("p").add_node("rollout", nothing).add_node("reward_fn", nothing, ["zzz"]))
+    message = fails(
+        Pipeline("p").add_node("rollout", nothing).add_node("reward_fn", nothing, ["zzz"])
+    )
     assert "known: rollout" in message
 
 
@@ -106,7 +118,9 @@ def test_cycle_is_shown_in_the_direction_of_the_data():
         .add_node("end", nothing, ["c"])
     )
     message = fails(pipeline)
-    assert any(path in message for path in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c"))
+    assert any(
+        path in message for path in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c")
+    )
     assert "start" not in message and "end" not in message
 
 
@@ -155,7 +169,10 @@ def test_two_unordered_writers():
         .add_node("two", writer_of("returns"), ["start"])
     )
     message = fails(pipeline)
-    assert "'one' and 'two' both write 'returns'" in message and "add 'one' to the deps of 'two'" in message
+    assert (
+        "'one' and 'two' both write 'returns'" in message
+        and "add 'one' to the deps of 'two'" in message
+    )
 
 
 def test_ordered_writers_and_an_update_in_place_are_fine():
@@ -175,7 +192,9 @@ def test_ordered_writers_and_an_update_in_place_are_fine():
 
 def test_unknown_option_names_the_nearest():
     message = fails(Pipeline("p").add_node("advantage", centred, scal=0.5))
-    assert "node 'advantage'" in message and "'scal'" in message and "did you mean 'scale'?" in message
+    assert (
+        "node 'advantage'" in message and "'scal'" in message and "did you mean 'scale'?" in message
+    )
 
 
 def test_misspelt_keyword_of_add_node_is_named_too():
@@ -196,7 +215,8 @@ def test_option_types_that_fit(value):
 
 def test_option_types_of_unions_and_postponed_annotations(tmp_path, monkeypatch):
     (tmp_path / "postponed_options.py").write_text(
-        "from __future__ import annotations\ndef f(prompts, *, cap: int | None = None, mode: list[str] = ()): ...\n"
+        "from __future__ import annotations\ndef f(prompts, *, cap: int | None = None, mode: "
+        "list[str] = ()): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert Pipeline("p").add_node("a", "postponed_options:f", cap=3, mode=["x"]).build()
@@ -229,7 +249,10 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"plane": "train"}, "did you mean 'training'?"),
         ({"writes": 3}, "expected names, got 3"),
         ({"writes": ("values", "values")}, "'values' is named twice"),
-        ({"agent_group": 3}, "'agent_group' does not exist: the agents of an episode are declared in"),
+        (
+            {"agent_group": 3},
+            "'agent_group' does not exist: the agents of an episode are declared in",
+        ),
         ({"filter_plugin": nothing}, "a filter is a node whose function returns Drop(reason)"),
         ({"func": None}, "has no func"),
         ({"func": 3}, "cannot be called"),
@@ -237,7 +260,9 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
     ],
 )
 def test_arguments_of_a_wrong_type(arguments, said):
-    message = fails(Pipeline("p").add_node("start", nothing).add_node("bad", **{"func": nothing, **arguments}))
+    message = fails(
+        Pipeline("p").add_node("start", nothing).add_node("bad", **{"func": nothing, **arguments})
+    )
     assert "'bad'" in message and said in message
 
 
@@ -247,41 +272,69 @@ def test_node_id_of_a_wrong_type(node_id):
 
 
 def test_type_and_role_by_name():
-    graph = Pipeline("p").add_node("a", nothing, node_type="barrier_sync", node_role="actor").build()
+    graph = (
+        Pipeline("p").add_node("a", nothing, node_type="barrier_sync", node_role="actor").build()
+    )
     assert graph.get_node("a").node_type is NodeType.BARRIER_SYNC
     assert graph.get_node("a").node_role is NodeRole.ACTOR
 
 
 def test_role_of_the_call_goes_before_that_of_the_function():
-    graph = Pipeline("p").add_node("a", generate).add_node("b", generate, ["a"], node_role=NodeRole.DEFAULT).build()
+    graph = (
+        Pipeline("p")
+        .add_node("a", generate)
+        .add_node("b", generate, ["a"], node_role=NodeRole.DEFAULT)
+        .build()
+    )
     assert [graph.get_node(i).node_role for i in "ab"] == [NodeRole.ROLLOUT, NodeRole.DEFAULT]
 
 
 @pytest.mark.parametrize("kind", [NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER])
 def test_marks_of_an_exchange_need_no_function_and_change_nothing(kind):
-    graph = Pipeline("p").add_node("a", nothing).add_node("mark", deps=["a"], node_type=kind).build()
+    graph = (
+        Pipeline("p").add_node("a", nothing).add_node("mark", deps=["a"], node_type=kind).build()
+    )
     batch = object()
     assert graph.get_node("mark").fn(batch=batch) is batch
 
 
 def test_a_node_that_names_data_or_a_workflow_needs_no_function_and_its_options_are_none_of_one():
-    load = Pipeline("p").add_node("load", node_type="DATA_LOAD", train_files="rows.jsonl", lazy=True).build()
+    load = (
+        Pipeline("p")
+        .add_node("load", node_type="DATA_LOAD", train_files="rows.jsonl", lazy=True)
+        .build()
+    )
     assert load.get_node("load").configures and load.get_node("load").options == {
         "train_files": "rows.jsonl",
         "lazy": True,
     }
     bound = load.bind(None, []).node("load")
     assert (bound.plane, bound.options, bound.contract.writes) == ("rollout", {}, ())
-    play = Pipeline("p").add_node("play", node_type="ENV_INTERACT", env="game.py:Game").build().get_node("play")
-    assert play.configures and play.node_role is NodeRole.ROLLOUT and play.fn.__name__ == "run_workflow"
+    play = (
+        Pipeline("p")
+        .add_node("play", node_type="ENV_INTERACT", env="game.py:Game")
+        .build()
+        .get_node("play")
+    )
+    assert (
+        play.configures
+        and play.node_role is NodeRole.ROLLOUT
+        and play.fn.__name__ == "run_workflow"
+    )
     own = Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT").build().get_node("a")
     assert own.fn is generate and not own.configures
-    assert "takes no option 'env'" in fails(Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT", env="x"))
+    assert "takes no option 'env'" in fails(
+        Pipeline("p").add_node("a", generate, node_type="ENV_INTERACT", env="x")
+    )
 
 
 def test_engine_type_without_an_engine():
-    message = fails(Pipeline("p").add_node("a", nothing, node_type=NodeType.MODEL_TRAIN, node_role="ADVANTAGE"))
-    assert "'a' is of type MODEL_TRAIN" in message and "ADVANTAGE" in message and "CRITIC" in message
+    message = fails(
+        Pipeline("p").add_node("a", nothing, node_type=NodeType.MODEL_TRAIN, node_role="ADVANTAGE")
+    )
+    assert (
+        "'a' is of type MODEL_TRAIN" in message and "ADVANTAGE" in message and "CRITIC" in message
+    )
 
 
 def test_a_node_with_side_effects_is_not_retried():
@@ -299,7 +352,11 @@ def test_decorator_checks_its_own_words():
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [(("values", "values"), "'values' is named twice"), ((3,), "expected names, got 3"), ("", "expected names")],
+    [
+        (("values", "values"), "'values' is named twice"),
+        ((3,), "expected names, got 3"),
+        ("", "expected names"),
+    ],
 )
 @pytest.mark.parametrize("argument", ["reads", "writes"])
 def test_names_given_twice_or_empty(argument, names, said):

@@ -15,14 +15,34 @@ def contract_of(fn, *, known=(), **settings):
 
 
 def test_parameters_of_a_wired_function():
-    def f(advantages, index, ref_log_prob=None, *, scale: float = 1.0, beta, actor, ctx, config, reduce, batch): ...
+    def f(
+        advantages,
+        index,
+        ref_log_prob=None,
+        *,
+        scale: float = 1.0,
+        beta,
+        actor,
+        ctx,
+        config,
+        reduce,
+        batch,
+    ): ...
 
     contract = contract_of(f)
     assert contract.form is Form.WIRED
     assert contract.reads == ("advantages", "index") and contract.optional == ("ref_log_prob",)
-    assert contract.by_keyword == ("advantages", "index", "ref_log_prob") and contract.by_position == ()
+    assert (
+        contract.by_keyword == ("advantages", "index", "ref_log_prob")
+        and contract.by_position == ()
+    )
     assert contract.options == {"scale": 1.0, "beta": REQUIRED}
-    assert contract.engines == ("actor",) and contract.reserved == ("batch", "ctx", "config", "reduce")
+    assert contract.engines == ("actor",) and contract.reserved == (
+        "batch",
+        "ctx",
+        "config",
+        "reduce",
+    )
     assert contract.writes == () and not contract.is_async
 
 
@@ -38,7 +58,9 @@ def test_positional_parameters_with_a_default():
     def f(token_level_rewards, my_field=None, epsilon: float = 1e-6, values=0.0): ...
 
     contract = contract_of(f)
-    assert contract.optional == ("my_field", "values"), "None, or a known field, makes an optional field"
+    assert contract.optional == ("my_field", "values"), (
+        "None, or a known field, makes an optional field"
+    )
     assert contract.options == {"epsilon": 1e-6}
     assert contract_of(lambda my_bonus=0.0: None).options == {"my_bonus": 0.0}
     assert contract_of(lambda my_bonus=0.0: None, known=["my_bonus"]).optional == ("my_bonus",)
@@ -71,14 +93,21 @@ def test_partial_turns_what_it_sets_into_options():
 
 def test_batch_and_ctx_are_wired_like_any_other():
     contract = contract_of(lambda batch, ctx: None)
-    assert contract.form is Form.WIRED and contract.reads == () and contract.reserved == ("batch", "ctx")
+    assert (
+        contract.form is Form.WIRED
+        and contract.reads == ()
+        and contract.reserved == ("batch", "ctx")
+    )
 
 
 def test_samples_a_group_and_services():
     def f(samples, group, reward_fn, responses, *, tokenizer): ...
 
     contract = contract_of(f)
-    assert set(contract.reserved) == {"samples", "group"} and set(contract.services) == {"reward_fn", "tokenizer"}
+    assert set(contract.reserved) == {"samples", "group"} and set(contract.services) == {
+        "reward_fn",
+        "tokenizer",
+    }
     assert contract.reads == ("responses",) and contract.options == {} and contract.engines == ()
 
 
@@ -92,11 +121,15 @@ def test_seed_reward():
 
 
 def test_sample_reward():
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict: bool = True, **kwargs): ...
+    def compute_score(
+        data_source, solution_str, ground_truth, extra_info=None, strict: bool = True, **kwargs
+    ): ...
 
     contract = contract_of(compute_score)
     assert contract.form is Form.SAMPLE_REWARD
-    assert contract.reads == ("data_source", "responses", "ground_truth") and contract.optional == ("extra_info",)
+    assert contract.reads == ("data_source", "responses", "ground_truth") and contract.optional == (
+        "extra_info",
+    )
     assert contract.options == {"strict": True}
     assert contract.writes == ("scores",) and contract.scope == "group"
 
@@ -105,7 +138,9 @@ def test_sample_reward():
     assert contract_of(bare).optional == ()
 
 
-@pytest.mark.parametrize("fn", [lambda *args: None, lambda advantages, *rest: None, lambda **kwargs: None])
+@pytest.mark.parametrize(
+    "fn", [lambda *args: None, lambda advantages, *rest: None, lambda **kwargs: None]
+)
 def test_open_signatures_need_reads(fn):
     with pytest.raises(PipelineError, match=r"node 'x': '\*.*@node\(reads=\.\.\.\)"):
         contract_of(fn)
@@ -155,7 +190,9 @@ def test_reads_that_do_not_fit_the_parameters():
 
     with pytest.raises(PipelineError, match="leaves out its parameter 'returns'"):
         contract_of(leaves_out)
-    with pytest.raises(PipelineError, match="reads 'valuess' but has no parameter for it; did you mean 'values'"):
+    with pytest.raises(
+        PipelineError, match="reads 'valuess' but has no parameter for it; did you mean 'values'"
+    ):
         contract_of(no_parameter)
     with pytest.raises(PipelineError, match="must begin so"):
         contract_of(other_order)

@@ -66,7 +66,12 @@ def test_a_program_is_drawn_with_its_planes(config):
 
 
 def test_edges_that_follow_from_the_columns_are_drawn(config):
-    pipeline = Pipeline("p").add_node("train", train).add_node("reward", reward_fn).add_node("log_probs", log_probs)
+    pipeline = (
+        Pipeline("p")
+        .add_node("train", train)
+        .add_node("reward", reward_fn)
+        .add_node("log_probs", log_probs)
+    )
     bound_pipeline = pipeline.build().bind(config, ["responses", "response_ids"])
     edges = [line.strip() for line in bound_pipeline.to_mermaid().splitlines() if "|" in line]
     assert edges == ['n0 ==>|"token_level_scores"| n2', 'n1 -->|"old_log_probs"| n2']
@@ -95,7 +100,9 @@ def test_a_program_as_plain_data_tells_what_each_node_is_and_reads(config):
     }
     assert set(nodes["actor_train"]["deps"]) == {"reward", "log_probs"}
     assert nodes["actor_train"]["reads"] == ["token_level_scores", "old_log_probs"]
-    assert nodes["actor_train"]["phase"] == "train_step" and nodes["log_probs"]["engines"] == ("actor",)
+    assert nodes["actor_train"]["phase"] == "train_step" and nodes["log_probs"]["engines"] == (
+        "actor",
+    )
 
 
 def test_a_program_is_drawn_in_text_with_a_rail_from_each_node_to_those_behind_it(config):

@@ -30,7 +30,9 @@ def test_the_function_that_is_made_brings_its_contract(config):
     made = node(scope="global", writes="returns")(functools.partial(estimator, scale=2.0))
     bound = one(factory_of(made)).bind(config, REWARDS).node("x")
     assert bound.fn is made and bound.contract.scope == "global" and bound.plane == "training"
-    assert bound.contract.reads == ("token_level_rewards",) and bound.contract.optional == ("values",)
+    assert bound.contract.reads == ("token_level_rewards",) and bound.contract.optional == (
+        "values",
+    )
     assert bound.contract.writes == ("returns",) and bound.options == {"gamma": 0.9}
 
 
@@ -70,22 +72,32 @@ def test_before_bind_only_what_the_role_says_is_known(config):
     def factory(config, actor=None):
         return node(writes="returns")(lambda advantages, token_level_rewards: None)
 
-    graph = Pipeline("p").add_node("first", factory).add_node("second", lambda returns: None).build()
+    graph = (
+        Pipeline("p").add_node("first", factory).add_node("second", lambda returns: None).build()
+    )
     message = fails(graph, config)
-    assert "node 'first' reads 'advantages'" in message, "its role writes them, the function that was made does not"
+    assert "node 'first' reads 'advantages'" in message, (
+        "its role writes them, the function that was made does not"
+    )
     assert "· actor" not in graph.to_mermaid(), "its parameters are no parameters of the node"
 
 
 def test_the_type_is_told_by_the_function_that_is_made(config):
     graph = one(factory_of(lambda critic: None))
     bound_pipeline = graph.bind(config, [])
-    assert bound_pipeline.node("x").node_type is NodeType.MODEL_TRAIN and bound_pipeline.engines == {"critic"}
+    assert bound_pipeline.node(
+        "x"
+    ).node_type is NodeType.MODEL_TRAIN and bound_pipeline.engines == {"critic"}
     assert "retry_limit=1" in fails(one(factory_of(lambda critic: None), retry_limit=1), config)
 
 
 def test_what_add_node_says_holds_for_the_function_that_is_made(config):
     made = node(writes="returns", scope="global")(estimator)
-    bound = one(factory_of(made), writes="values", scope="group", gamma=0.5).bind(config, REWARDS).node("x")
+    bound = (
+        one(factory_of(made), writes="values", scope="group", gamma=0.5)
+        .bind(config, REWARDS)
+        .node("x")
+    )
     assert (bound.contract.writes, bound.contract.scope) == (("values",), "group")
     assert bound.options == {"gamma": 0.5}
 
@@ -93,14 +105,21 @@ def test_what_add_node_says_holds_for_the_function_that_is_made(config):
 def test_options_are_checked_when_the_function_is_known(config):
     def scaled(token_level_rewards, *, scale: float = 1.0): ...
 
-    assert one(factory_of(scaled), scale=2.0).bind(config, REWARDS).node("x").options == {"scale": 2.0}
+    assert one(factory_of(scaled), scale=2.0).bind(config, REWARDS).node("x").options == {
+        "scale": 2.0
+    }
     assert "did you mean 'scale'?" in fails(one(factory_of(scaled), scal=2.0), config)
     assert "option 'scale' must be float" in fails(one(factory_of(scaled), scale="2"), config)
 
 
 def test_readers_run_behind_a_node_that_a_factory_made(config):
     made = node(writes="values")(lambda response_mask: None)
-    graph = Pipeline("p").add_node("read", lambda values: None).add_node("made", factory_of(made)).build()
+    graph = (
+        Pipeline("p")
+        .add_node("read", lambda values: None)
+        .add_node("made", factory_of(made))
+        .build()
+    )
     assert [n.node_id for n in graph.bind(config, REWARDS).nodes] == ["made", "read"]
     graph.update_node("made", deps=("read",))
     assert "'read' reads 'values' before 'made' writes it" in fails(graph, config)
@@ -128,7 +147,9 @@ def test_a_key_that_a_factory_misses_names_the_node(config):
     assert message.startswith("node 'x': ") and "no_such_key" in message
 
 
-@pytest.mark.parametrize(("made", "said"), [(None, "returned None, which is not a function"), (dict, "is a class")])
+@pytest.mark.parametrize(
+    ("made", "said"), [(None, "returned None, which is not a function"), (dict, "is a class")]
+)
 def test_a_factory_that_makes_no_function(config, made, said):
     message = fails(one(factory_of(made)), config)
     assert message.startswith("node 'x': ") and said in message
@@ -142,8 +163,12 @@ def test_other_errors_of_a_factory_are_its_own(config):
 def test_two_factories_of_one_role_need_no_deps(config):
     reward_fn = node(writes="token_level_scores")(lambda response_mask: None)
     penalty = node(writes="token_level_rewards")(lambda token_level_scores: None)
-    pipeline = Pipeline("p").add_node("penalty", node_factory(lambda config: penalty), node_role="REWARD")
-    graph = pipeline.add_node("reward_fn", node_factory(lambda config: reward_fn), node_role="REWARD").build()
+    pipeline = Pipeline("p").add_node(
+        "penalty", node_factory(lambda config: penalty), node_role="REWARD"
+    )
+    graph = pipeline.add_node(
+        "reward_fn", node_factory(lambda config: reward_fn), node_role="REWARD"
+    ).build()
     assert [n.node_id for n in graph.bind(config, REWARDS).nodes] == ["reward_fn", "penalty"]
 
 

@@ -88,10 +88,16 @@ def test_callables():
     ("path", "said"),
     [
         ("graph_test_pkg.my_reward:score", "did you mean 'graph_test_pkg.my_rewards'?"),
-        ("graph_test_pkgs.my_rewards:score", "there is no module 'graph_test_pkgs'; did you mean 'graph_test_pkg'?"),
+        (
+            "graph_test_pkgs.my_rewards:score",
+            "there is no module 'graph_test_pkgs'; did you mean 'graph_test_pkg'?",
+        ),
         ("graph_test_pkg.my_rewards:scor", "did you mean 'score'?"),
         ("graph_test_pkg.my_rewards.scor", "the module has no 'scor'; did you mean 'score'?"),
-        ("graph_test_pkg.my_rewards:Rewards.methd", "'Rewards' has no 'methd'; did you mean 'method'?"),
+        (
+            "graph_test_pkg.my_rewards:Rewards.methd",
+            "'Rewards' has no 'methd'; did you mean 'method'?",
+        ),
         ("graph_test_pkg.my_rewards:Needy.method", "Needy needs weight to be constructed"),
         ("graph_test_pkg.my_rewards:Rewards", "is a class"),
         ("graph_test_pkg.my_rewards:number", "cannot be called"),

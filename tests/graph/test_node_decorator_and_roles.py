@@ -70,24 +70,38 @@ def test_the_engine_by_role_and_by_add_node(config, role, engine):
 
     assert bound_of(plain, config, **settings()).engines == (engine,)
     assert bound_of(plain, config, **settings(engine="ref")).engines == ("ref",)
-    assert bound_of(lambda critic: None, config, **settings(engine="ref")).engines == ("critic",), "a parameter says so"
+    assert bound_of(lambda critic: None, config, **settings(engine="ref")).engines == ("critic",), (
+        "a parameter says so"
+    )
     assert bound_of(lambda engine: None, config, node_role=role).engines == (engine,)
 
 
 @pytest.mark.parametrize(
-    ("role", "phase"), [("ACTOR", "recompute_logp"), ("CRITIC", "compute_value"), ("REFERENCE", "ref_logp")]
+    ("role", "phase"),
+    [("ACTOR", "recompute_logp"), ("CRITIC", "compute_value"), ("REFERENCE", "ref_logp")],
 )
 def test_the_phase_of_a_forward_pass(config, role, phase):
     assert bound_of(plain, config, node_role=role, only_forward_compute=True).phase == phase
-    assert bound_of(plain, config, node_role=role, only_forward_compute=True, phase="mine").phase == "mine"
+    assert (
+        bound_of(plain, config, node_role=role, only_forward_compute=True, phase="mine").phase
+        == "mine"
+    )
 
 
 def test_add_node_goes_before_the_function_and_that_before_the_role(config):
     said = node(role="REWARD", writes="values", scope="sample")(lambda responses: None)
     bound = bound_of(said, config)
-    assert (bound.contract.writes, bound.contract.scope, bound.config_key) == (("values",), "sample", "reward")
+    assert (bound.contract.writes, bound.contract.scope, bound.config_key) == (
+        ("values",),
+        "sample",
+        "reward",
+    )
     bound = bound_of(said, config, writes="returns", scope="group", node_role="CRITIC")
-    assert (bound.contract.writes, bound.contract.scope, bound.config_key) == (("returns",), "group", "critic")
+    assert (bound.contract.writes, bound.contract.scope, bound.config_key) == (
+        ("returns",),
+        "group",
+        "critic",
+    )
 
 
 def test_retries_reach_the_program(config):

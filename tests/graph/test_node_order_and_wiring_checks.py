@@ -1,4 +1,5 @@
-"""What the order of nodes follows from: what they read and write, and the deps that only the user knows."""
+"""What the order of nodes follows from: what they read and write, and the deps that only the user
+knows."""
 
 import pytest
 
@@ -40,7 +41,9 @@ def fails(*nodes):
 def test_a_reader_runs_behind_the_writer_though_it_was_added_first():
     bound_pipeline = bound(("read", reads("advantages")), ("write", makes("advantages")))
     assert [n.node_id for n in bound_pipeline.nodes] == ["write", "read"]
-    assert bound_pipeline.node("read").deps == ("write",) and bound_pipeline.node("write").deps == ()
+    assert (
+        bound_pipeline.node("read").deps == ("write",) and bound_pipeline.node("write").deps == ()
+    )
 
 
 def test_a_column_that_the_data_have_is_read_behind_its_writer_too():
@@ -57,12 +60,16 @@ def test_aliases_are_the_same_field():
 
 def test_a_chain_given_backwards():
     assert order(
-        ("c", makes(reads="advantages")), ("b", makes("advantages", reads="values")), ("a", makes("values"))
+        ("c", makes(reads="advantages")),
+        ("b", makes("advantages", reads="values")),
+        ("a", makes("values")),
     ) == ["a", "b", "c"]
 
 
 def test_an_updater_runs_behind_the_maker_and_before_the_readers():
-    assert order(("read", reads("returns")), ("update", updates("returns")), ("make", makes("returns"))) == [
+    assert order(
+        ("read", reads("returns")), ("update", updates("returns")), ("make", makes("returns"))
+    ) == [
         "make",
         "update",
         "read",
@@ -76,8 +83,13 @@ def test_updaters_need_an_order_of_their_own():
 
 
 def test_makers_need_an_order_unless_one_follows():
-    assert "nodes 'a' and 'b' both write 'returns'" in fails(("a", makes("returns")), ("b", makes("returns")))
-    assert order(("a", makes("returns", reads="values")), ("b", makes("returns", "values"))) == ["b", "a"]
+    assert "nodes 'a' and 'b' both write 'returns'" in fails(
+        ("a", makes("returns")), ("b", makes("returns"))
+    )
+    assert order(("a", makes("returns", reads="values")), ("b", makes("returns", "values"))) == [
+        "b",
+        "a",
+    ]
 
 
 def test_deps_are_kept_beside_those_that_follow():
@@ -86,22 +98,29 @@ def test_deps_are_kept_beside_those_that_follow():
 
 
 def test_deps_put_a_reader_between_two_writers():
-    first, last = ("first", makes("returns")), ("last", makes("returns"), "between")
+    first = ("first", makes("returns"))
+    last = ("last", makes("returns"), "between")
     assert order(last, ("between", reads("returns")), first) == ["first", "between", "last"]
     bound_pipeline = bound(last, ("between", reads("returns")), ("behind", reads("returns")), first)
-    assert set(bound_pipeline.node("behind").deps) == {"first", "last"} and bound_pipeline.node("between").deps == (
-        "first",
-    )
+    assert set(bound_pipeline.node("behind").deps) == {"first", "last"} and bound_pipeline.node(
+        "between"
+    ).deps == ("first",)
 
 
 def test_deps_put_a_reader_through_others_before_a_writer():
-    nodes = ("write", makes("returns"), "middle"), ("middle", makes(), "read"), ("read", reads("returns"))
+    nodes = (
+        ("write", makes("returns"), "middle"),
+        ("middle", makes(), "read"),
+        ("read", reads("returns")),
+    )
     assert "node 'read' reads 'returns' before 'write' writes it" in fails(*nodes)
     assert order(*nodes, ("first", makes("returns"))) == ["first", "read", "middle", "write"]
 
 
 def test_two_nodes_that_each_read_what_the_other_makes():
-    message = fails(("a", makes("returns", reads="values")), ("b", makes("values", reads="returns")))
+    message = fails(
+        ("a", makes("returns", reads="values")), ("b", makes("values", reads="returns"))
+    )
     assert "cycle" in message and "a -> b" in message
 
 
@@ -117,18 +136,29 @@ def test_two_nodes_that_each_read_what_the_other_makes():
     ],
 )
 def test_a_derived_column_is_read_behind_what_it_is_derived_from(column, source):
-    reader, writer = ("read", reads(column)), ("write", makes(source))
+    reader = ("read", reads(column))
+    writer = ("write", makes(source))
     assert order(reader, writer) == ["write", "read"]
-    assert order(reader, ("make", makes(column)), writer) == ["make", "read", "write"], "it is derived no more"
+    assert order(reader, ("make", makes(column)), writer) == ["make", "read", "write"], (
+        "it is derived no more"
+    )
 
 
 def test_an_update_of_a_derived_column_runs_behind_its_sources():
-    nodes = ("read", reads("loss_mask")), ("tighten", updates("loss_mask")), ("write", makes("response_mask"))
+    nodes = (
+        ("read", reads("loss_mask")),
+        ("tighten", updates("loss_mask")),
+        ("write", makes("response_mask")),
+    )
     assert order(*nodes) == ["write", "tighten", "read"]
 
 
 def test_each_update_of_a_derived_column_runs_behind_its_sources():
-    nodes = ("one", updates("loss_mask")), ("two", updates("loss_mask"), "one"), ("write", makes("response_mask"))
+    nodes = (
+        ("one", updates("loss_mask")),
+        ("two", updates("loss_mask"), "one"),
+        ("write", makes("response_mask")),
+    )
     assert order(*nodes) == ["write", "one", "two"]
 
 
@@ -147,12 +177,18 @@ def test_nodes_of_two_policies_have_columns_of_their_own():
 
 def test_a_shared_node_runs_after_those_of_its_deps_that_are_on_the_path():
     pipeline = Pipeline("p").add_node("last", makes("returns"), ["one", "two"])
-    pipeline.add_node("one", makes("values"), policy="a").add_node("two", makes("values"), policy="b")
+    pipeline.add_node("one", makes("values"), policy="a").add_node(
+        "two", makes("values"), policy="b"
+    )
     assert pipeline.build().path_of("a").get_node("last").deps == ("one",)
 
 
 def test_paths_of_two_policies_do_not_meet():
-    pipeline = Pipeline("p").add_node("one", makes("values"), policy="a").add_node("two", reads("values"), ["one"])
+    pipeline = (
+        Pipeline("p")
+        .add_node("one", makes("values"), policy="a")
+        .add_node("two", reads("values"), ["one"])
+    )
     pipeline.build()
     pipeline.add_node("three", makes("returns"), ["one"], policy="b")
     with pytest.raises(PipelineError, match="'three' of the policy 'b' depends on 'one' of 'a'"):

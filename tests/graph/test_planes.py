@@ -79,9 +79,9 @@ def test_global_scope_markers_and_engines_by_role_are_learning(config, fn, setti
 
 def test_an_engine_by_role_only_where_the_type_says_so(config):
     assert planes(config, ("x", plain, [], {"node_role": "CRITIC"})) == {"x": "rollout"}
-    assert planes(config, ("x", plain, [], {"node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT"})) == {
-        "x": "rollout"
-    }
+    assert planes(
+        config, ("x", plain, [], {"node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT"})
+    ) == {"x": "rollout"}
 
 
 def test_the_plane_is_that_of_the_function_that_a_factory_makes(config):
@@ -110,13 +110,20 @@ def test_a_node_behind_a_learning_writer_is_learning(config):
 
 def test_a_plane_of_the_nodes_own(config):
     training_nodes = {"plane": "training"}
-    assert planes(config, ("a", plain, [], {}), ("x", plain, ["a"], training_nodes), ("after", plain, ["x"], {})) == {
+    assert planes(
+        config,
+        ("a", plain, [], {}),
+        ("x", plain, ["a"], training_nodes),
+        ("after", plain, ["x"], {}),
+    ) == {
         "a": "rollout",
         "x": "training",
         "after": "training",
     }
     assert planes(config, ("x", plain, [], {"plane": "rollout"})) == {"x": "rollout"}
-    assert planes(config, ("x", plain, [], {"node_role": "DYNAMIC_SAMPLING", **training_nodes})) == {"x": "training"}
+    assert planes(
+        config, ("x", plain, [], {"node_role": "DYNAMIC_SAMPLING", **training_nodes})
+    ) == {"x": "training"}
     assert "its plane is training" in fails(config, ("x", generates, [], training_nodes))
     assert "node 'x' must run there" in fails(config, ("x", trains, [], {"plane": "rollout"}))
 
@@ -133,10 +140,16 @@ def test_a_plane_of_the_nodes_own(config):
 )
 def test_what_only_the_experience_plane_can(config, fn, settings, what):
     message = fails(
-        config, ("train", trains, [], {}), ("between", plain, ["train"], {}), ("x", fn, ["between"], settings)
+        config,
+        ("train", trains, [], {}),
+        ("between", plain, ["train"], {}),
+        ("x", fn, ["between"], settings),
     )
     assert f"node 'x' {what}" in message
-    assert "it comes after 'between' (it comes after 'train' (it uses the train engine 'actor'))" in message
+    assert (
+        "it comes after 'between' (it comes after 'train' (it uses the train engine 'actor'))"
+        in message
+    )
 
 
 def test_a_node_cannot_be_of_both_planes(config):

@@ -1,4 +1,5 @@
-"""Random graphs against brute force: orders, the deps that follow from reads and writes, and what `build` accepts."""
+"""Random graphs against brute force: orders, the deps that follow from reads and writes, and what
+`build` accepts."""
 
 import random
 from graphlib import CycleError
@@ -40,7 +41,9 @@ def test_of_the_nodes_that_could_come_next_the_first_added_comes(deps):
     rank = list(deps)
     done: list[str] = []
     for node_id in topological_order(deps):
-        ready = [other for other in rank if other not in done and all(dep in done for dep in deps[other])]
+        ready = [
+            other for other in rank if other not in done and all(dep in done for dep in deps[other])
+        ]
         assert node_id == ready[0]
         done.append(node_id)
 
@@ -56,10 +59,12 @@ def test_ancestors(deps):
 def test_a_cycle_is_found_and_is_one(deps, data):
     ids = list(deps)
     for _ in range(data.draw(st.integers(1, 3))):
-        one, other = data.draw(st.sampled_from(ids)), data.draw(st.sampled_from(ids))
+        one = data.draw(st.sampled_from(ids))
+        other = data.draw(st.sampled_from(ids))
         deps[one] = tuple(dict.fromkeys((*deps[one], other)))
     order_exists = any(
-        all(order.index(d) < order.index(n) for n in deps for d in deps[n]) for order in _some_orders(deps)
+        all(order.index(d) < order.index(n) for n in deps for d in deps[n])
+        for order in _some_orders(deps)
     )
     try:
         assert sorted(topological_order(deps)) == sorted(deps)
@@ -94,7 +99,8 @@ def graph_of(deps, wires):
 
 
 def behind(deps, wires):
-    """(writer, reader) where the reader must come behind, unless the deps put it before: see the docs."""
+    """(writer, reader) where the reader must come behind, unless the deps put it before: see the
+    docs."""
     return {
         (writer, reader)
         for reader in deps
@@ -108,12 +114,15 @@ def behind(deps, wires):
 def orders(deps, wires):
     """All orders that the deps and the wires allow."""
     pairs = {(dep, n) for n in deps for dep in deps[n]} | behind(deps, wires)
-    return [o for o in permutations(deps) if all(o.index(one) < o.index(other) for one, other in pairs)]
+    return [
+        o for o in permutations(deps) if all(o.index(one) < o.index(other) for one, other in pairs)
+    ]
 
 
 def says_the_same_in_every_order(deps, wires):
-    """Brute force over all orders: there is one; nothing that a node reads, and nothing left at the end, depends on the
-    order; and no node reads a field that only a later node makes (one that updates the field does not make it)."""
+    """Brute force over all orders: there is one; nothing that a node reads, and nothing left at the
+    end, depends on the order; and no node reads a field that only a later node makes (one that
+    updates the field does not make it)."""
     seen = set()
     for order in orders(deps, wires):
         written: dict[str, tuple[str, ...]] = dict.fromkeys(FIELDS, ())
@@ -121,7 +130,11 @@ def says_the_same_in_every_order(deps, wires):
         for node_id in order:
             for field in wires[node_id][0]:
                 reads[node_id, field] = written[field]
-                makers = [n for n in deps if field in wires[n][1] and field not in wires[n][0] and n != node_id]
+                makers = [
+                    n
+                    for n in deps
+                    if field in wires[n][1] and field not in wires[n][0] and n != node_id
+                ]
                 if makers and not written[field]:
                     return False
             for field in wires[node_id][1]:
@@ -170,7 +183,9 @@ def test_no_reader_runs_before_a_writer_unless_the_deps_say_so(case):
     order = [n.node_id for n in graph.bind(None, FIELDS).nodes]
     for reader in deps:
         for field in set(wires[reader][0]) - set(wires[reader][1]):
-            for writer in (n for n in deps if field in wires[n][1] and not reaches(deps, n, reader)):
+            for writer in (
+                n for n in deps if field in wires[n][1] and not reaches(deps, n, reader)
+            ):
                 assert order.index(writer) < order.index(reader)
 
 
@@ -181,14 +196,20 @@ def test_deps_given_as_columns_alone_are_the_same_deps(deps):
         register_field(f"random_{node_id}", axis="sample")
     wires = {n: ([f"random_{dep}" for dep in ids], [f"random_{n}"]) for n, ids in deps.items()}
     pipeline = graph_of(dict.fromkeys(deps, ()), wires).bind(None, [])
-    assert {n.node_id: set(n.deps) for n in pipeline.nodes} == {n: set(ids) for n, ids in deps.items()}
+    assert {n.node_id: set(n.deps) for n in pipeline.nodes} == {
+        n: set(ids) for n, ids in deps.items()
+    }
     assert [n.node_id for n in pipeline.nodes] == topological_order(deps)
 
 
 @given(dags(), st.data())
 def test_planes_against_their_definition(deps, data):
     uses = {node_id: data.draw(st.sampled_from(["plain", "train", "global"])) for node_id in deps}
-    functions = {"plain": lambda ctx: None, "train": lambda actor: None, "global": lambda reduce: None}
+    functions = {
+        "plain": lambda ctx: None,
+        "train": lambda actor: None,
+        "global": lambda reduce: None,
+    }
     graph = TaskGraph("planes")
     for node_id, ids in deps.items():
         graph.add_node(Node(node_id, functions[uses[node_id]], ids))
@@ -196,10 +217,14 @@ def test_planes_against_their_definition(deps, data):
     for bound in pipeline.nodes:
         before = [n for n in deps if n == bound.node_id or reaches(deps, bound.node_id, n)]
         assert (bound.plane == "training") == any(uses[n] != "plain" for n in before)
-    assert pipeline.rollout_nodes + pipeline.training_nodes == tuple(sorted(pipeline.nodes, key=lambda n: n.plane))
+    assert pipeline.rollout_nodes + pipeline.training_nodes == tuple(
+        sorted(pipeline.nodes, key=lambda n: n.plane)
+    )
 
 
 def test_a_large_graph_is_ordered_quickly():
     rng = random.Random(0)
-    deps = {str(i): tuple({str(rng.randrange(i)) for _ in range(3)}) if i else () for i in range(2000)}
+    deps = {
+        str(i): tuple({str(rng.randrange(i)) for _ in range(3)}) if i else () for i in range(2000)
+    }
     assert len(topological_order(deps)) == 2000

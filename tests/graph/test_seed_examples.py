@@ -88,7 +88,9 @@ def test_the_four_node_program(four_nodes, config):
         ("actor_train", "training"),
     ]
     advantage = pipeline.node("calculate_advantages")
-    assert advantage.contract.writes == ("advantages", "returns") and advantage.options == {"gamma": 0.9}
+    assert advantage.contract.writes == ("advantages", "returns") and advantage.options == {
+        "gamma": 0.9
+    }
     assert advantage.contract.scope == "group"
     assert pipeline.node("actor_train").contract.optional == ("old_log_probs",)
     assert pipeline.engines == {"rollout", "actor"}
@@ -115,7 +117,8 @@ def test_the_reward_of_one_sample(config):
 def test_importing_loads_no_torch():
     code = (
         "import sys, distflow, distflow.graph\n"
-        "from distflow import Drop, NodeOutput, NodeRole, NodeType, Pipeline, PipelineError, node, register_field\n"
+        "from distflow import Drop, NodeOutput, NodeRole, NodeType, Pipeline, PipelineError, node, "
+        "register_field\n"
         "assert Pipeline is distflow.graph.Pipeline and node is distflow.graph.node\n"
         "assert 'Pipeline' in dir(distflow)\n"
         "heavy = {'torch', 'transformers', 'ray', 'numpy', 'hydra'} & set(sys.modules)\n"

@@ -49,7 +49,8 @@ def test_unknown_node_names_the_nearest(diamond):
     looking = (diamond.get_dependencies, diamond.get_dependents, diamond.get_downstream_nodes)
     for ask in (diamond.get_node, diamond.remove_node, *looking):
         with pytest.raises(
-            PipelineError, match="graph 'diamond' has no node 'actor_trian'; did you mean 'actor_train'"
+            PipelineError,
+            match="graph 'diamond' has no node 'actor_trian'; did you mean 'actor_train'",
         ):
             ask("actor_trian")
 
@@ -65,7 +66,12 @@ def test_adding(diamond):
 
 def test_looking_at_what_follows_from_reads_and_writes():
     made = node(writes="returns")(lambda ctx: None)
-    graph = Pipeline("p").add_node("read", node(reads="returns")(lambda batch: None)).add_node("make", made).build()
+    graph = (
+        Pipeline("p")
+        .add_node("read", node(reads="returns")(lambda batch: None))
+        .add_node("make", made)
+        .build()
+    )
     assert ids(graph.get_dependencies("read")) == ["make"] == ids(graph.get_entry_nodes())
     assert ids(graph.get_exit_nodes()) == ["read"]
 

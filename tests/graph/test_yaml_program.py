@@ -63,7 +63,14 @@ def entries(tmp_path, monkeypatch):
 def test_a_program_in_yaml(entries, config):
     graph = pipeline_from_config("mine", entries)
     assert graph.graph_id == "mine"
-    assert graph.get_topological_sort() == ["rollout_actor", "reward", "fence", "old", "values", "last"]
+    assert graph.get_topological_sort() == [
+        "rollout_actor",
+        "reward",
+        "fence",
+        "old",
+        "values",
+        "last",
+    ]
     old = graph.get_node("old")
     assert (old.node_type, old.node_role) == (NodeType.MODEL_TRAIN, NodeRole.ACTOR)
     assert old.only_forward_compute and old.retry_limit == 1 and old.scope == "sample"
@@ -71,7 +78,11 @@ def test_a_program_in_yaml(entries, config):
     assert pipeline.node("reward").options == {"penalty": 0.5}
     assert [n.plane for n in pipeline.nodes] == ["rollout"] * 2 + ["training"] * 4
     old = pipeline.node("old")
-    assert (old.contract.writes, old.phase, old.validates) == (("prox_log_probs",), "proximal", True)
+    assert (old.contract.writes, old.phase, old.validates) == (
+        ("prox_log_probs",),
+        "proximal",
+        True,
+    )
     assert pipeline.node("values").engines == ("critic",)
 
 
@@ -84,7 +95,10 @@ def test_a_program_in_yaml(entries, config):
         ({"options": {1: 2}}, "entry 2 of the nodes ('reward'): names of options must be str"),
         ({"options": {"penalti": 1}}, "did you mean 'penalty'?"),
         ({"options": {"penalty": "much"}}, "option 'penalty' must be float"),
-        ({"role": "REWAARD"}, "node 'reward': node_role: 'REWAARD' is not a NodeRole; did you mean 'REWARD'?"),
+        (
+            {"role": "REWAARD"},
+            "node 'reward': node_role: 'REWAARD' is not a NodeRole; did you mean 'REWARD'?",
+        ),
         ({"type": "COMPUTER"}, "did you mean 'COMPUTE'?"),
         ({"func": "graph_yaml_nodes:length_penalized"}, "did you mean 'length_penalised'?"),
         ({"func": None}, "node 'reward' has no func"),

@@ -1,5 +1,6 @@
-"""Policies that an engine serves in place of the trainer's, planted into a run from one of its steps on: every hash and
-every receipt stays right, as it would if another process lost, mixed up or rescaled what it was sent."""
+"""Policies that an engine serves in place of the trainer's, planted into a run from one of its
+steps on: every hash and every receipt stays right, as it would if another process lost, mixed up or
+rescaled what it was sent."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ Serve = Callable[["Seen", str, Tensor], Tensor]
 
 
 class Seen:
-    """A policy's weights at the start, at the step where a fault begins, and one version ago; for an adapter that is
-    applied unmerged those of the adapter, at the start all 0 in effect."""
+    """A policy's weights at the start, at the step where a fault begins, and one version ago; for
+    an adapter that is applied unmerged those of the adapter, at the start all 0 in effect."""
 
     def __init__(self) -> None:
         self.first: dict[str, Tensor] = {}
@@ -47,23 +48,28 @@ class Late:
     """Whether the fault has begun, and how often it happened."""
 
     def __init__(self, patch: pytest.MonkeyPatch, begin: int = BEGIN) -> None:
-        self.begun, self.times, self.taken = False, 0, -1
+        self.begun = False
+        self.times = 0
+        self.taken = -1
         original = Auditor.step_taken
 
         def step_taken(auditor: Auditor, step: int, *more: Any) -> None:
-            self.taken, self.begun = step, self.begun or step >= begin
+            self.taken = step
+            self.begun = self.begun or step >= begin
             original(auditor, step, *more)
 
         patch.setattr(Auditor, "step_taken", step_taken)
 
 
 def serve(patch: pytest.MonkeyPatch, other: Serve) -> Late:
-    """Engines compute with `other` weights whenever they generate, and hold the right ones when they are asked."""
+    """Engines compute with `other` weights whenever they generate, and hold the right ones when
+    they are asked."""
     late, histories = Late(patch), dict[int, Seen]()
 
     @contextmanager
     def served(engine: Any, model: nn.Module) -> Iterator[None]:
-        seen, own = histories.setdefault(id(engine), Seen()), _policy(model)
+        seen = histories.setdefault(id(engine), Seen())
+        own = _policy(model)
         seen.see(engine.version, own, late.begun)
         if not late.begun:
             yield
@@ -76,7 +82,8 @@ def serve(patch: pytest.MonkeyPatch, other: Serve) -> Late:
         finally:
             _put(own, right)
 
-    step, generate = EmbeddedEngine.step, HFEngine._generate
+    step = EmbeddedEngine.step
+    generate = HFEngine._generate
 
     def embedded(self: EmbeddedEngine) -> None:
         with served(self, self.model):
@@ -92,7 +99,8 @@ def serve(patch: pytest.MonkeyPatch, other: Serve) -> Late:
 
 
 def _policy(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that training changes: of an adapter its second factor, with which its effect grows in proportion."""
+    """The weights that training changes: of an adapter its second factor, with which its effect
+    grows in proportion."""
     own = {name: parameter.data for name, parameter in model.named_parameters()}
     return {name: tensor for name, tensor in own.items() if "lora_B" in name} or own
 
@@ -105,7 +113,8 @@ def _put(own: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 
 def scaled(factor: float, part: str = "") -> Serve:
-    """The adapter times a factor, in the layers whose names hold `part`. Merged weights of the start are the base."""
+    """The adapter times a factor, in the layers whose names hold `part`. Merged weights of the
+    start are the base."""
 
     def other(seen: Seen, name: str, now: Tensor) -> Tensor:
         return seen.first[name] + factor * (now - seen.first[name]) if part in name else now
@@ -123,7 +132,9 @@ def of_the_version_before(seen: Seen, name: str, now: Tensor) -> Tensor:
 
 def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
     """Keys and values of a prompt are those of the weights that met it first."""
-    late, original, generate = Late(patch), PromptCache.rows, HFEngine._generate
+    late = Late(patch)
+    original = PromptCache.rows
+    generate = HFEngine._generate
     kept: dict[tuple[int, tuple[int, ...]], DynamicCache] = {}
 
     def rows(self: PromptCache, version: object, *rest: Any) -> Any:
@@ -134,13 +145,18 @@ def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
         if not late.begun:
             return generate(self, request, *rest)
         late.times += 1
-        model, place = self._model, (len(request.samples), tuple(request.prompt_ids))
+        model = self._model
+        place = (len(request.samples), tuple(request.prompt_ids))
         if place not in kept:
             prompt = torch.tensor([request.prompt_ids[:-1]] * len(request.samples))
             with torch.no_grad():
                 kept[place] = model(input_ids=prompt, use_cache=True).past_key_values
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(model, "generate", partial(model.generate, past_key_values=copy.deepcopy(kept[place])))
+            inside.setattr(
+                model,
+                "generate",
+                partial(model.generate, past_key_values=copy.deepcopy(kept[place])),
+            )
             return generate(self, request, *rest)
 
     patch.setattr(PromptCache, "clear", lambda self: None)
@@ -151,7 +167,10 @@ def serve_old_kv(patch: pytest.MonkeyPatch) -> Late:
 
 def serve_old_prefixes(patch: pytest.MonkeyPatch) -> Late:
     """What turns of episodes left in the prefix cache is found after weight updates."""
-    late, find, add, clear = Late(patch), PrefixCache.find, PrefixCache.add, PrefixCache.clear
+    late = Late(patch)
+    find = PrefixCache.find
+    add = PrefixCache.add
+    clear = PrefixCache.clear
 
     def found(self: PrefixCache[Any], root: Any, tokens: tuple[int, ...]) -> list[Any]:
         blocks = find(self, ("any",) if late.begun else root, tokens)
@@ -159,6 +178,10 @@ def serve_old_prefixes(patch: pytest.MonkeyPatch) -> Late:
         return blocks
 
     patch.setattr(PrefixCache, "find", found)
-    patch.setattr(PrefixCache, "add", lambda self, root, *rest: add(self, ("any",) if late.begun else root, *rest))
+    patch.setattr(
+        PrefixCache,
+        "add",
+        lambda self, root, *rest: add(self, ("any",) if late.begun else root, *rest),
+    )
     patch.setattr(PrefixCache, "clear", lambda self: None if late.begun else clear(self))
     return late

@@ -1,5 +1,5 @@
-"""Incidents of other systems in scores and in the rows that a run trains on, planted into real runs from the middle
-on."""
+"""Incidents of other systems in scores and in the rows that a run trains on, planted into real runs
+from the middle on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,10 @@ def failed_sum_is_0(patch: Patch) -> None:
     combine = router._combine
 
     def planted(parts: Any, weights: Any) -> Any:
-        return combine({n: Score(0.0) if isinstance(part, Error) else part for n, part in parts.items()}, weights)
+        return combine(
+            {n: Score(0.0) if isinstance(part, Error) else part for n, part in parts.items()},
+            weights,
+        )
 
     patch.setattr(router, "_combine", planted)
 
@@ -66,7 +69,9 @@ def failed_part_is_0(patch: Patch) -> None:
     outcome = router.RewardRouter._outcome
 
     def planted(self: Any, sample: Any, parts: Any) -> Any:
-        return outcome(self, sample, {n: Score(0.0) if isinstance(p, Error) else p for n, p in parts.items()})
+        return outcome(
+            self, sample, {n: Score(0.0) if isinstance(p, Error) else p for n, p in parts.items()}
+        )
 
     patch.setattr(router.RewardRouter, "_outcome", planted)
 
@@ -82,7 +87,9 @@ def failed_call_is_0(patch: Patch) -> None:
     patch.setattr(process, "_read_answer", planted)
 
 
-SLOW = [pytest.param(plant, marks=pytest.mark.slow) for plant in (failed_sum_is_0, failed_call_is_0)]
+SLOW = [
+    pytest.param(plant, marks=pytest.mark.slow) for plant in (failed_sum_is_0, failed_call_is_0)
+]
 
 
 @pytest.mark.parametrize("plant", [failed_part_is_0, *SLOW])
@@ -90,7 +97,9 @@ def test_dead_sandboxes_scored_0(playground: Playground, monkeypatch: Patch, pla
     """allenai/open-instruct#1887, GAIR-NLP/ToRL#27."""
     playground.write_reward(FAILING)
     steps = plant_from(monkeypatch, BEGIN, plant)
-    with pytest.raises(TrustError, match="a failed one was counted, as a 0|that raises must give no score"):
+    with pytest.raises(
+        TrustError, match="a failed one was counted, as a 0|that raises must give no score"
+    ):
         playground.run("grpo", *STEPS)
     assert BEGIN <= steps[-1] <= BEGIN + 3
 
@@ -107,8 +116,11 @@ def accuracy_of_another_function(patch: Patch) -> None:
     patch.setattr(router, "accuracy", lambda parts, weights: parts["length"].value)
 
 
-def test_an_accuracy_of_a_function_that_does_not_decide(playground: Playground, monkeypatch: Patch) -> None:
-    """A filter by `acc` then drops, and a validation counts, by what the response only looks like."""
+def test_an_accuracy_of_a_function_that_does_not_decide(
+    playground: Playground, monkeypatch: Patch
+) -> None:
+    """A filter by `acc` then drops, and a validation counts, by what the response only looks
+    like."""
     playground.write_reward(STATES_ACCURACY)
     steps = plant_from(monkeypatch, BEGIN, accuracy_of_another_function)
     with pytest.raises(TrustError, match="the reward function that decides it gave 0"):
@@ -155,7 +167,8 @@ ASYNC = (
 
 
 def broken_off(playground: Playground, patch: Patch) -> None:
-    """A run that ends in its fourth step. Its last checkpoint has groups in flight, and one that waits for its step."""
+    """A run that ends in its fourth step. Its last checkpoint has groups in flight, and one that
+    waits for its step."""
     completed: list[int] = []
 
     def complete(self: coordinator.Coordinator, number: int, *more: Any) -> None:
@@ -169,7 +182,8 @@ def broken_off(playground: Playground, patch: Patch) -> None:
             raise RuntimeError("broken off")
         return original(self, version, updated)
 
-    original, original_complete = WeightSender.sync_changed, coordinator.Coordinator.complete
+    original = WeightSender.sync_changed
+    original_complete = coordinator.Coordinator.complete
     with patch.context() as planted, pytest.raises(RuntimeError, match="broken off"):
         planted.setattr(WeightSender, "sync_changed", sync_changed)
         planted.setattr(coordinator.Coordinator, "complete", complete)
@@ -177,7 +191,8 @@ def broken_off(playground: Playground, patch: Patch) -> None:
 
 
 def keeps(patch: Patch, kept: Callable[[Any], bool], counted: bool = False) -> None:
-    """A resume that restores the groups of a checkpoint that are `kept`. counted: the others count as trained on."""
+    """A resume that restores the groups of a checkpoint that are `kept`. counted: the others count
+    as trained on."""
     original = coordinator.Coordinator.__init__
 
     def init(self: Any, plan: Any, ledger: Any = None, snapshot: Any = None) -> None:
@@ -193,8 +208,16 @@ def keeps(patch: Patch, kept: Callable[[Any], bool], counted: bool = False) -> N
 
 LOST: dict[str, tuple[Callable[[Any], bool], bool, str]] = {
     # NVIDIA-NeMo/RL#3599: what was in flight, the longest responses, is in no checkpoint.
-    "a resume that loses the long prompts": (lambda group: group["complete"], False, "resume from an earlier one"),
-    "a resume that counts the long prompts as trained": (lambda group: group["complete"], True, "the ledger counts"),
+    "a resume that loses the long prompts": (
+        lambda group: group["complete"],
+        False,
+        "resume from an earlier one",
+    ),
+    "a resume that counts the long prompts as trained": (
+        lambda group: group["complete"],
+        True,
+        "the ledger counts",
+    ),
     # OpenRLHF/OpenRLHF#1322: what was generated ahead of its step is in no checkpoint.
     "a resume that drops what waits for its step": (
         lambda group: not group["complete"],

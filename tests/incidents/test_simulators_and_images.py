@@ -1,4 +1,5 @@
-"""Faults in what a policy sees and what its actions do, planted into real runs: each has a twin that is healthy."""
+"""Faults in what a policy sees and what its actions do, planted into real runs: each has a twin
+that is healthy."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,7 +94,9 @@ def test_a_simulator_that_is_not_what_the_policy_acts_in(
 
 def test_the_same_run_without_a_fault(playground: Playground) -> None:
     """Most of its steps are looked at, not audited."""
-    run = playground.run("embodied_srpo", *ACTS, options(), "trust.audit_freq=20", "trainer.total_training_steps=5")
+    run = playground.run(
+        "embodied_srpo", *ACTS, options(), "trust.audit_freq=20", "trainer.total_training_steps=5"
+    )
     assert run.notes("warning") == run.notes("finding") == run.notes("error") == []
 
 
@@ -102,8 +105,13 @@ def test_failures_of_all_tasks_that_are_compared_with_each_other(
     playground: Playground, monkeypatch: Patch, is_planted: bool
 ) -> None:
     """The fault begins in step 3, which is not audited."""
-    colours, calls, right = ["red", "green", "blue"], list[str](), simulators_and_srpo.task_of
-    rows = [{"prompt": f"{n}", "answer": "", "seed": n, "instruction": colours[n % 3]} for n in range(12)]
+    colours = ["red", "green", "blue"]
+    calls = list[str]()
+    right = simulators_and_srpo.task_of
+    rows = [
+        {"prompt": f"{n}", "answer": "", "seed": n, "instruction": colours[n % 3]}
+        for n in range(12)
+    ]
     playground.write_rows(rows)
 
     def task_of(domain: str, extra: Any) -> str:
@@ -117,15 +125,22 @@ def test_failures_of_all_tasks_that_are_compared_with_each_other(
         "trainer.total_training_steps=5",
     )
     keys += ("embodied_sampling.filter_accuracy=false", "trust.audit_freq=20")
-    with pytest.raises(TrustError, match=r"step [34] found \(rewards\)") if is_planted else nullcontext():
+    with (
+        pytest.raises(TrustError, match=r"step [34] found \(rewards\)")
+        if is_planted
+        else nullcontext()
+    ):
         playground.run("embodied_srpo", *ACTS, options(), *keys)
     assert len(calls) >= 48 + 24
 
 
 @pytest.mark.parametrize("fault", ["channels", "brightness"])
-def test_pixels_that_are_not_those_of_the_file(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
+def test_pixels_that_are_not_those_of_the_file(
+    tmp_path: Path, monkeypatch: Patch, fault: str
+) -> None:
     """Engine, trainer and the model's own forward agree: they read the same wrong pixels."""
-    made, right = Playground(tmp_path), ImageProcessor.inputs
+    made = Playground(tmp_path)
+    right = ImageProcessor.inputs
     write_tiny_llava(tmp_path / "model")
     for number in range(12):
         (tmp_path / f"{number}.png").write_bytes(png(square("rgb"[number % 3], at=number)))
@@ -136,6 +151,12 @@ def test_pixels_that_are_not_those_of_the_file(tmp_path: Path, monkeypatch: Patc
         return found | {"pixel_values": pixels.flip(1) if fault == "channels" else pixels / 2}
 
     monkeypatch.setattr(ImageProcessor, "inputs", inputs)
-    keys = ("actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=48", "trainer.total_training_steps=1")
-    with pytest.raises(TrustError, match=r"found \(responses\): the model gets other pixels than those of"):
+    keys = (
+        "actor_rollout_ref.rollout.name=hf",
+        "data.max_prompt_length=48",
+        "trainer.total_training_steps=1",
+    )
+    with pytest.raises(
+        TrustError, match=r"found \(responses\): the model gets other pixels than those of"
+    ):
         made.run("grpo", *keys)

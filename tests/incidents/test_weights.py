@@ -1,6 +1,6 @@
-"""Incidents of other systems on the way of a policy to its engine, planted into real runs from the middle on, with
-every rollout engine, an adapter that is merged and one that is not. What is served then is not the trainer's policy,
-though each receipt names the right bytes."""
+"""Incidents of other systems on the way of a policy to its engine, planted into real runs from the
+middle on, with every rollout engine, an adapter that is merged and one that is not. What is served
+then is not the trainer's policy, though each receipt names the right bytes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +24,9 @@ from tests.rollout.servers.test_sglang import server_of
 from tests.sparse_params import BY_HAND
 
 Patch = pytest.MonkeyPatch
-MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 LEARNING = (f"{ACTOR}.optim.lr=1e-2", f"{ACTOR}.optim.scheduler=constant")
 ADAPTER = (f"{MODEL}.lora_rank=4",)
 MODES: dict[str, tuple[str, ...]] = {
@@ -41,14 +43,16 @@ FAULTS: dict[str, Callable[[Patch], Late]] = {
     "one projection's adapter never loaded": lambda patch: serve(patch, scaled(0.0, "up_proj")),
     # unslothai/unsloth-zoo#941: scaling by alpha over rank happens twice.
     "an adapter scaled by another alpha": lambda patch: serve(patch, scaled(2.0)),
-    # vllm-project/vllm#34186: names with another prefix fit nothing, so that the base model answers.
+    # vllm-project/vllm#34186: names with another prefix fit nothing, so that the base model
+    # answers.
     "the base without the adapter": lambda patch: serve(patch, scaled(0.0)),
     # NVIDIA-NeMo/RL#4018: keys and values of prompts outlive weight updates.
     "KV of old weights after a weight sync": serve_old_kv,
     "tensors of another version": lambda patch: serve(patch, of_the_version_before),
 }
 CAUSES = (
-    r"canary: .*weights that did not arrive, KV kept|found \(versions\): .*an adapter that|found \(draws\): .*adapter"
+    r"canary: .*weights that did not arrive, KV kept|found \(versions\): .*an adapter that|found "
+    r"\(draws\): .*adapter"
 )
 
 
@@ -71,14 +75,17 @@ CASES = [
     pytest.param(fault, mode, marks=marks_of(fault, mode))
     for fault in FAULTS
     for mode in MODES
-    # That engine keeps no keys and values between requests, and scores its tokens without any. Old ones would move its
-    # draws alone, of which rounding below float32 hides too many in the one sample that a look takes.
+    # That engine keeps no keys and values between requests, and scores its tokens without any. Old
+    # ones would move its draws alone, of which rounding below float32 hides too many in the one
+    # sample that a look takes.
     if (fault, mode) != ("KV of old weights after a weight sync", "hf, merged")
 ]
 
 
 @pytest.mark.parametrize(("fault", "mode"), CASES)
-def test_a_policy_that_is_served_otherwise(playground: Playground, monkeypatch: Patch, fault: str, mode: str) -> None:
+def test_a_policy_that_is_served_otherwise(
+    playground: Playground, monkeypatch: Patch, fault: str, mode: str
+) -> None:
     late = FAULTS[fault](monkeypatch)
     with pytest.raises(TrustError, match=CAUSES):
         run(playground, MODES[mode])
@@ -112,11 +119,17 @@ SERVED_OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
 def test_a_server_of_sglang_that_serves_otherwise(
     playground: Playground, monkeypatch: Patch, fault: str, by_url: bool
 ) -> None:
-    """Its hashes and its version are right. It is found at the first weight sync after an update; without a fault the
-    same run is silent."""
+    """Its hashes and its version are right. It is found at the first weight sync after an update;
+    without a fault the same run is silent."""
     (lie, policy), late = SERVED_OTHERWISE[fault], Late(monkeypatch)
     with server_of(playground.folder, lie, by_url) as server:
-        keys = (*LEARNING, *policy, f"{ROLLOUT}.name=sglang", server, "trainer.total_training_steps=3")
+        keys = (
+            *LEARNING,
+            *policy,
+            f"{ROLLOUT}.name=sglang",
+            server,
+            "trainer.total_training_steps=3",
+        )
         if not fault:
             found = playground.run("grpo", *keys)
             assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
@@ -140,19 +153,29 @@ async def turns(chat, row):
 def test_turns_over_keys_and_values_of_older_weights(
     playground: Playground, monkeypatch: Patch, is_planted: bool, max_staleness: int
 ) -> None:
-    """NVIDIA-NeMo/RL#4018 again, in the prefix cache of episodes. Without the fault the same run is silent."""
+    """NVIDIA-NeMo/RL#4018 again, in the prefix cache of episodes. Without the fault the same run is
+    silent."""
     (playground.folder / "turns.py").write_text(TURNS)
     playground.write_rows([{"prompt": f"{'ab' * 12}{i}=", "answer": "7"} for i in range(4)])
     keys = [line for line in playground.overrides("run") if "reward" not in line.partition("=")[0]]
     monkeypatch.setattr(playground, "overrides", lambda name, *more: [*keys, *more])
-    options = (f"{ROLLOUT}.workflow={playground.folder}/turns.py:turns", f"async.max_staleness={max_staleness}")
-    lengths = ("data.max_prompt_length=32", "data.max_response_length=90", "trainer.total_training_steps=9")
+    options = (
+        f"{ROLLOUT}.workflow={playground.folder}/turns.py:turns",
+        f"async.max_staleness={max_staleness}",
+    )
+    lengths = (
+        "data.max_prompt_length=32",
+        "data.max_response_length=90",
+        "trainer.total_training_steps=9",
+    )
     if not is_planted:
         found = playground.run("grpo", *LEARNING, *options, *lengths, "trust.audit_freq=2")
         assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
         assert all(row["episodes/prefix_cache_hit_rate"] > 0.3 for row in found.metrics())
         return
     late = serve_old_prefixes(monkeypatch)
-    with pytest.raises(TrustError, match=r"KV of old weights|canary: .*prefix cache|found \((draws|versions)\)"):
+    with pytest.raises(
+        TrustError, match=r"KV of old weights|canary: .*prefix cache|found \((draws|versions)\)"
+    ):
         playground.run("grpo", *LEARNING, *options, *lengths)
     assert late.times and BEGIN <= late.taken <= BEGIN + 2

@@ -1,4 +1,5 @@
-"""Training rows that are read when they are asked for, against those that are all read at the start."""
+"""Training rows that are read when they are asked for, against those that are all read at the
+start."""
 
 import json
 import pickle
@@ -24,7 +25,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return Playground(tmp_path_factory.mktemp("lazy"), num_rows=300)
 
 
-def spec_of(ground: Playground, rows: list[dict[str, Any]], *overrides: str, preset: str = "grpo") -> Spec:
+def spec_of(
+    ground: Playground, rows: list[dict[str, Any]], *overrides: str, preset: str = "grpo"
+) -> Spec:
     file = ground.folder / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ground.spec(preset, f"data.train_files={file}", *overrides)[1]
@@ -32,18 +35,26 @@ def spec_of(ground: Playground, rows: list[dict[str, Any]], *overrides: str, pre
 
 def good(count: int) -> list[dict[str, Any]]:
     tests = ["assert f(1) == 2"]
-    return [{"prompt": f"{i}=", "answer": tests, "data_source": "ab"[i % 2], "level": i} for i in range(count)]
+    return [
+        {"prompt": f"{i}=", "answer": tests, "data_source": "ab"[i % 2], "level": i}
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("data.prompt_format=chat", "data.max_prompt_length=64"), ("data.train_max_samples=280",)]
+    "more",
+    [(), ("data.prompt_format=chat", "data.max_prompt_length=64"), ("data.train_max_samples=280",)],
 )
-def test_rows_fingerprint_and_plan_are_those_of_all(ground: Playground, more: tuple[str, ...]) -> None:
+def test_rows_fingerprint_and_plan_are_those_of_all(
+    ground: Playground, more: tuple[str, ...]
+) -> None:
     _, spec = ground.spec("grpo", *more)
     _, lazy = ground.spec("grpo", "data.lazy=true", *more)
     assert lazy.data == spec.data and len(lazy.rows) == len(spec.rows) == lazy.data.num_rows
     order = [299, 3, 256, 255, 0] if "280" not in str(more) else [279, 3, 256, 0]
-    assert [lazy.rows[i] for i in order] == [spec.rows[i] for i in order] and type(lazy.rows) is not type(spec.rows)
+    assert [lazy.rows[i] for i in order] == [spec.rows[i] for i in order] and type(
+        lazy.rows
+    ) is not type(spec.rows)
     assert isinstance(lazy.rows, PromptRows)
     assert list(lazy.rows.some([7, 270, 7, 260])) == [spec.rows[i] for i in (7, 270, 7, 260)], (
         "rows that are read together"
@@ -57,9 +68,14 @@ def test_domains_have_their_rows_in_their_order(ground: Playground) -> None:
     for number, (name, file) in enumerate(files.items()):
         rows = [{"prompt": f"{name[0]}{i}=", "answer": "7"} for i in range(270 + number)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    domains = "data.domains={" + ", ".join(f"{name}: {{train_files: {file}}}" for name, file in files.items()) + "}"
+    domains = (
+        "data.domains={"
+        + ", ".join(f"{name}: {{train_files: {file}}}" for name, file in files.items())
+        + "}"
+    )
     (_, spec), (_, lazy) = (
-        ground.spec("grpo", "data.train_files=[]", domains, *more) for more in ((), ("data.lazy=true",))
+        ground.spec("grpo", "data.train_files=[]", domains, *more)
+        for more in ((), ("data.lazy=true",))
     )
     assert lazy.data == spec.data and [each.num_rows for each in lazy.data.domains] == [270, 271]
     assert list(lazy.rows) == list(spec.rows)
@@ -87,7 +103,9 @@ def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
         lazy[300]
     assert raised.value.reason == reason
     assert [each.index for each in lazy[298:]] == [298, 299], "a slice has what is usable"
-    assert len(spec_of(ground, rows, *overrides).rows) == 300, "as it is left out where all rows are read"
+    assert len(spec_of(ground, rows, *overrides).rows) == 300, (
+        "as it is left out where all rows are read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +113,11 @@ def test_a_row_that_is_left_out_says_why_when_its_turn_comes(
     [
         ({"answer": "7"}, (), r"own.jsonl:301"),
         (LONG, ("data.filter_overlong_prompts=false",), r"own.jsonl:301: the prompt has 40 tokens"),
-        ({"prompt": "a", "answer": "7", "data_source": "cut"}, (), "a domain of the data is called 'cut'"),
+        (
+            {"prompt": "a", "answer": "7", "data_source": "cut"},
+            (),
+            "a domain of the data is called 'cut'",
+        ),
         (
             {"prompt": "a", "answer": ["assert f(1) =="]},
             (*CODE, "data.broken_tests=error"),
@@ -114,23 +136,40 @@ def test_a_row_that_ends_a_run_names_itself(
 
 def test_what_is_wrong_with_all_rows_is_found_before_the_start(ground: Playground) -> None:
     with pytest.raises(UserError, match="data.prompt_key"):
-        spec_of(ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip")
+        spec_of(
+            ground, [{"question": "a", "answer": "7"}] * 270, "data.lazy=true", "data.bad_rows=skip"
+        )
     with pytest.raises(UserError, match="none of 256 rows is short enough"):
         spec_of(ground, [LONG] * 270, "data.lazy=true")
     tags = ("data.tag_key=level", "data.domains={one: {tags: ['1']}}")
     tagged = [{**row, "level": "1"} for row in good(300)]
-    with pytest.raises(UserError, match="data.lazy cannot select rows of a stream by tags: name .jsonl or"):
-        spec_of(ground, tagged, "data.lazy=true", *tags, f"data.train_files=['{ground.folder}/own*.jsonl']")
+    with pytest.raises(
+        UserError, match="data.lazy cannot select rows of a stream by tags: name .jsonl or"
+    ):
+        spec_of(
+            ground,
+            tagged,
+            "data.lazy=true",
+            *tags,
+            f"data.train_files=['{ground.folder}/own*.jsonl']",
+        )
     with pytest.raises(UserError, match=r"own.jsonl:301: no domain has the tag '2' .*put it into"):
         spec_of(ground, [*tagged, {**good(1)[0], "level": "2"}], "data.lazy=true", *tags)
-    with pytest.raises(UserError, match="data.domains.two.tags: no row of data.train_files has the tag 3"):
+    with pytest.raises(
+        UserError, match="data.domains.two.tags: no row of data.train_files has the tag 3"
+    ):
         more = "data.domains={one: {tags: ['1']}, two: {tags: ['3']}}"
         spec_of(ground, tagged, "data.lazy=true", "data.tag_key=level", more)
 
 
-def test_domains_choose_their_rows_by_tags_when_these_are_read_one_by_one(ground: Playground) -> None:
+def test_domains_choose_their_rows_by_tags_when_these_are_read_one_by_one(
+    ground: Playground,
+) -> None:
     rows = [{**row, "level": str(at % 3)} for at, row in enumerate(good(20))]
-    keys = ("data.tag_key=level", "data.domains={few: {tags: ['1']}, many: {tags: ['0', '2'], train_max_samples: 9}}")
+    keys = (
+        "data.tag_key=level",
+        "data.domains={few: {tags: ['1']}, many: {tags: ['0', '2'], train_max_samples: 9}}",
+    )
     lazy, eager = (spec_of(ground, rows, *keys, *more) for more in (("data.lazy=true",), ()))
     assert [(each.name, each.num_rows) for each in lazy.data.sources] == [("few", 7), ("many", 9)]
     assert [(row.origin, row.domain, row.tag) for row in (lazy.rows[at] for at in range(16))] == [
@@ -151,6 +190,11 @@ def test_the_margin_of_a_simulators_capacity_is_that_of_its_own_pipeline() -> No
     more = {"actor_rollout_ref.model.path": "model", "embodied_sampling.oversample_factor": 1.5}
     config = with_values(preset_config("embodied_srpo"), more)
     assert data_plan(config, {"": 40}).oversampling == Fraction(1, 2)
-    assert data_plan(with_values(config, {"embodied_sampling.oversample_factor": 1.0}), {"": 40}).oversampling == 0
+    assert (
+        data_plan(
+            with_values(config, {"embodied_sampling.oversample_factor": 1.0}), {"": 40}
+        ).oversampling
+        == 0
+    )
     other = with_values(preset_config("grpo"), {"algorithm.filter_groups.oversampling": 0.25})
     assert data_plan(other, {"": 40}).oversampling == Fraction(1, 4)

@@ -1,4 +1,5 @@
-"""The dtype follows the device; memory that was freed costs no page fault when it is wanted again."""
+"""The dtype follows the device; memory that was freed costs no page fault when it is wanted
+again."""
 
 import platform
 import subprocess
@@ -47,7 +48,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="wants glibc")
 def test_what_is_wanted_again_costs_no_page_faults() -> None:
     faults = {
-        how: int(subprocess.run([sys.executable, "-c", TWICE, how], capture_output=True, check=True).stdout)
+        how: int(
+            subprocess.run(
+                [sys.executable, "-c", TWICE, how], capture_output=True, check=True
+            ).stdout
+        )
         for how in ("kept", "as it is")
     }
     assert faults["kept"] < 1000 < 50_000 < faults["as it is"], faults

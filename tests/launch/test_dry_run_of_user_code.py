@@ -90,7 +90,7 @@ def imitates(log_probs, loss_mask):
 
 def rises_on_gains(log_probs, old_log_probs, advantages, loss_mask):
     return -(log_probs - old_log_probs).exp() * advantages.clamp(min=0) - log_probs, {}
-"""
+"""  # noqa: E501
 NODES = """
 from distflow import NodeRole, node
 from distflow.graph import Drop, Node
@@ -127,33 +127,60 @@ rows, in_place, misspelt = with_node("rows", first), with_node("in_place", doubl
 infinite, dropping = with_node("x", divides), with_node("x", drops)
 unread = with_node("x", sound, {"unread": "response"})
 replaces = with_node("x", sound, "token_level_scores")
-"""
-LOSS, ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimator"
+"""  # noqa: E501
+LOSS = "actor_rollout_ref.actor.policy_loss"
+ESTIMATOR = "algorithm.adv_estimator"
 
 
 @pytest.mark.parametrize(
     "key, function, message",
     [
         (LOSS, "detached", "no gradient with respect to log_probs"),
-        (LOSS, "said_in_words", "returned the statistic 'n', which is 'three'; it must be a tensor"),
-        (ESTIMATOR, "without_a_number", "returned NaN or infinity for 14 of 14 tokens: check its divisions"),
-        (LOSS, "one_number", "must return .loss per token, statistics by name., but returned one number"),
+        (
+            LOSS,
+            "said_in_words",
+            "returned the statistic 'n', which is 'three'; it must be a tensor",
+        ),
+        (
+            ESTIMATOR,
+            "without_a_number",
+            "returned NaN or infinity for 14 of 14 tokens: check its divisions",
+        ),
+        (
+            LOSS,
+            "one_number",
+            "must return .loss per token, statistics by name., but returned one number",
+        ),
         (LOSS, "alone", "a tensor of shape .* alone"),
-        (LOSS, "verl_per_token", r"4 scalars, but returned tensor of shape \(4, 5\), 0, 0, 0: .*agg_loss"),
+        (
+            LOSS,
+            "verl_per_token",
+            r"4 scalars, but returned tensor of shape \(4, 5\), 0, 0, 0: .*agg_loss",
+        ),
         (LOSS, "no_such_name", r"NameError: .*'logprobs' is not defined.* \(at own.py:31\)"),
         (ESTIMATOR, "no_such_method", r"AttributeError: .*'summed' \(at own.py:34\)"),
         (ESTIMATOR, "advantages_alone", "1 values for the fields advantages, returns"),
         (ESTIMATOR, "of_samples", "column 'advantages' is per response token"),
-        (ESTIMATOR, "nothing", "returned no advantages, returns: end it with return advantages, returns"),
+        (
+            ESTIMATOR,
+            "nothing",
+            "returned no advantages, returns: end it with return advantages, returns",
+        ),
         (ESTIMATOR, "waits", "returned a coroutine: write `def`, not `async def`"),
         (LOSS, "not_a_number", "gives no finite gradient for ordinary log-probs"),
-        (LOSS, "no_loss", r"(?!.*policy loss.*policy loss).*cannot be called: it takes no log_probs"),
+        (
+            LOSS,
+            "no_loss",
+            r"(?!.*policy loss.*policy loss).*cannot be called: it takes no log_probs",
+        ),
         (ESTIMATOR, "with_ctx", "returned something that does not fit"),
         (ESTIMATOR, "with_batch", "column 'advantages' is per response token"),
         (ESTIMATOR, "misspelt_with_ctx", "NameError: .*'scores' is not defined"),
     ],
 )
-def test_what_a_run_could_not_use_is_refused(tmp_path: Path, key: str, function: str, message: str) -> None:
+def test_what_a_run_could_not_use_is_refused(
+    tmp_path: Path, key: str, function: str, message: str
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
     ground = Playground(tmp_path)
     with pytest.raises(UserError, match=f"{key}.*{message}"):
@@ -167,25 +194,39 @@ def test_what_a_run_could_not_use_is_refused(tmp_path: Path, key: str, function:
         ("rows", r"node 'rows' returned something that does not fit.*shape \(1, 5\).*own.py:first"),
         ("in_place", "node 'in_place' changed its column 'token_level_scores' in place"),
         ("misspelt", "node 'x' raised NameError: .*'token_level_scoers'"),
-        ("replaces", "node 'x' writes token_level_scores, .*declare @node.writes=.token_level_rewards"),
+        (
+            "replaces",
+            "node 'x' writes token_level_scores, .*declare @node.writes=.token_level_rewards",
+        ),
         ("infinite", None),
         ("dropping", None),
         ("unread", None),
     ],
 )
-def test_nodes_are_tried_before_a_model_is_loaded(tmp_path: Path, pipeline: str, message: str | None) -> None:
+def test_nodes_are_tried_before_a_model_is_loaded(
+    tmp_path: Path, pipeline: str, message: str | None
+) -> None:
     (tmp_path / "own.py").write_text(NODES)
-    lines, keys = list[str](), Playground(tmp_path).overrides("run", f"dag.pipeline={tmp_path}/own.py:{pipeline}")
+    lines = list[str]()
+    keys = Playground(tmp_path).overrides("run", f"dag.pipeline={tmp_path}/own.py:{pipeline}")
     with pytest.raises(UserError, match=f"dag.pipeline: {message}") if message else nullcontext():
         make_spec(load_config("grpo", keys), say=lines.append)
     unread = "note: no node reads the column 'unread' that node 'x' writes"
-    assert [line for line in lines if line.startswith("note: no node")] == [unread] * (pipeline == "unread")
+    assert [line for line in lines if line.startswith("note: no node")] == [unread] * (
+        pipeline == "unread"
+    )
 
 
-@pytest.mark.parametrize(("key", "function"), [(LOSS, "reads_more"), (ESTIMATOR, "reads_tokenizer")])
-def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path: Path, key: str, function: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "function"), [(LOSS, "reads_more"), (ESTIMATOR, "reads_tokenizer")]
+)
+def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(
+    tmp_path: Path, key: str, function: str
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    run = Playground(tmp_path).run("grpo", f"{key}={tmp_path}/own.py:{function}", "trainer.total_training_steps=1")
+    run = Playground(tmp_path).run(
+        "grpo", f"{key}={tmp_path}/own.py:{function}", "trainer.total_training_steps=1"
+    )
     assert len(run.metrics()) == 1
 
 
@@ -199,9 +240,14 @@ def test_what_fails_on_made_up_numbers_alone_is_left_to_the_run(tmp_path: Path, 
         ("rises_on_gains", None),
     ],
 )
-def test_a_loss_that_advantages_do_not_steer_is_noted(tmp_path: Path, function: str, note: str | None) -> None:
+def test_a_loss_that_advantages_do_not_steer_is_noted(
+    tmp_path: Path, function: str, note: str | None
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    lines, keys = list[str](), Playground(tmp_path).overrides("run", f"{LOSS}={tmp_path}/own.py:{function}")
+    lines = list[str]()
+    keys = Playground(tmp_path).overrides("run", f"{LOSS}={tmp_path}/own.py:{function}")
     make_spec(load_config("grpo", keys), say=lines.append)
     found = [line for line in lines if line.startswith("note: the loss")]
-    assert len(found) == (note is not None) and all(f"own.py:{function}' {note}" in line for line in found)
+    assert len(found) == (note is not None) and all(
+        f"own.py:{function}' {note}" in line for line in found
+    )

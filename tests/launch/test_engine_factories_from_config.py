@@ -1,4 +1,5 @@
-"""Engines from a config: which class, with which of its keys, on whose weights, for how many optimizer steps."""
+"""Engines from a config: which class, with which of its keys, on whose weights, for how many
+optimizer steps."""
 
 import pickle
 from dataclasses import replace
@@ -26,7 +27,9 @@ NEEDED = (
     "actor_rollout_ref.model.init=random",
     "data.train_files=rows.jsonl",
 )
-ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def config(preset: str, *overrides: str) -> Config:
@@ -46,7 +49,9 @@ def falls_to_zero_at(engine: object) -> int:
 
 
 def test_an_engine_without_a_model_is_refused_before_one_is_built() -> None:
-    with pytest.raises(UserError, match="reward_model.model.path: a node of the pipeline needs the engine"):
+    with pytest.raises(
+        UserError, match="reward_model.model.path: a node of the pipeline needs the engine"
+    ):
         make_factories(config("grpo"), ("actor", "reward_model"), (), 1)
     models = "reward_model.models={helpful: {path: scores}}"
     with pytest.raises(UserError, match="reward_model.models.helpfull: .* did you mean 'helpful'"):
@@ -75,16 +80,23 @@ def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_
 @pytest.mark.parametrize(
     ("name", "made", "taken"),
     [
-        ("embedded", EmbeddedEngine, {"max_num_seqs": 7, "batch_invariant": False, "enforce_eager": False}),
+        (
+            "embedded",
+            EmbeddedEngine,
+            {"max_num_seqs": 7, "batch_invariant": False, "enforce_eager": False},
+        ),
         ("hf", HFEngine, {}),
     ],
 )
 def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
     name: str, made: type, taken: dict[str, object]
 ) -> None:
-    settings = config("grpo", f"{ROLLOUT}.name={name}", f"{ROLLOUT}.max_num_seqs=7", f"{MODEL}.dtype=float32")
+    settings = config(
+        "grpo", f"{ROLLOUT}.name={name}", f"{ROLLOUT}.max_num_seqs=7", f"{MODEL}.dtype=float32"
+    )
     factory = make_factories(settings, ["rollout"], (), 1)["rollout"]
-    assert factory.keywords["options"] == taken  # type: ignore[attr-defined]  # a partial, so that it can be sent
+    # a partial, so that it can be sent
+    assert factory.keywords["options"] == taken  # type: ignore[attr-defined]
     assert type(build(settings, "rollout").rollout) is made
 
 
@@ -114,10 +126,18 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
     ],
 )
 def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(part: str, key: str) -> None:
-    keys = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray", f"{key}=true", f"{MODEL}.dtype=bfloat16")
+    keys = (
+        f"{ACTOR}.strategy=fsdp",
+        "trainer.launcher=ray",
+        f"{key}=true",
+        f"{MODEL}.dtype=bfloat16",
+    )
     engines = ("critic", "ref", "reward_model")
-    factories = make_factories(config("ppo", *keys, "reward_model.model.path=scores"), ("actor", *engines), (), 1)
-    spread = {name: factories[name].keywords["spread"] for name in ("policy", *engines)}  # type: ignore[attr-defined]  # partials
+    factories = make_factories(
+        config("ppo", *keys, "reward_model.model.path=scores"), ("actor", *engines), (), 1
+    )
+    # partials
+    spread = {name: factories[name].keywords["spread"] for name in ("policy", *engines)}  # type: ignore[attr-defined]
     assert spread == {name: Spread(torch.bfloat16, on_host=name == part) for name in spread}
 
 
@@ -134,14 +154,20 @@ def test_the_engine_computes_on_the_trainers_weights_only_where_both_are_there_i
 ) -> None:
     given: list[nn.Module] = []
     monkeypatch.setattr(
-        EmbeddedEngine, "__init__", lambda self, model, *rest, shares_weights, **options: given.append(model)
+        EmbeddedEngine,
+        "__init__",
+        lambda self, model, *rest, shares_weights, **options: given.append(model),
     )
-    built = build(config("grpo", f"{MODEL}.dtype={dtype}", f"{ROLLOUT}.enforce_eager=true"), *engines)
+    built = build(
+        config("grpo", f"{MODEL}.dtype={dtype}", f"{ROLLOUT}.enforce_eager=true"), *engines
+    )
     storage = {parameter.data_ptr() for parameter in given[0].parameters()}
     assert next(given[0].parameters()).dtype.__str__() == f"torch.{dtype}"
     if built.actor is not None:
         assert isinstance(built.actor, TorchTrainEngine)
-        assert shares == (storage == {parameter.data_ptr() for parameter in built.actor.model.parameters()})
+        assert shares == (
+            storage == {parameter.data_ptr() for parameter in built.actor.model.parameters()}
+        )
 
 
 def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path: Path) -> None:
@@ -168,7 +194,9 @@ def test_actor_critic_and_reference_get_their_own_settings() -> None:
     )
     built = build(settings, "actor", "critic", "ref")
     assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.critic, TorchTrainEngine)
-    assert isinstance(built.ref, TorchScorer) and not any(p.requires_grad for p in built.ref.model.parameters())
+    assert isinstance(built.ref, TorchScorer) and not any(
+        p.requires_grad for p in built.ref.model.parameters()
+    )
     found = [
         (engine.optimizer.param_groups[0]["lr"], engine.max_grad_norm, engine.max_tokens)
         for engine in (built.actor, built.critic)
@@ -176,7 +204,9 @@ def test_actor_critic_and_reference_get_their_own_settings() -> None:
     assert found == [(0.5, 2.0, 100), (0.25, 3.0, 200)] and built.ref.max_tokens == 300
     assert {built.actor.temperature, built.critic.temperature, built.ref.temperature} == {0.5}
     assert not built.ref.without_adapter
-    plain = make_factories(config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100"), ["ref", "critic"], (), 1)
+    plain = make_factories(
+        config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100"), ["ref", "critic"], (), 1
+    )
     options = [plain["ref"].keywords["options"], plain["critic"].keywords["trainer"].options]  # type: ignore[attr-defined]
     assert [own["max_tokens_per_micro_batch"] for own in options] == [100, 100]
 
@@ -186,7 +216,9 @@ def test_answers_of_the_data_are_learned_at_temperature_one() -> None:
     assert factory.keywords["trainer"].options["temperature"] == 1.0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("given", [{}, {"lr_warmup_steps": 4}, {"warmup_ratio": 0.4, "min_lr_ratio": 0.5}])
+@pytest.mark.parametrize(
+    "given", [{}, {"lr_warmup_steps": 4}, {"warmup_ratio": 0.4, "min_lr_ratio": 0.5}]
+)
 def test_a_schedule_gets_the_keys_of_the_optimizer(given: dict[str, float]) -> None:
     keys = (f"{ACTOR}.optim.{name}={value}" for name, value in given.items())
     settings = config("grpo", f"{ACTOR}.optim.scheduler=linear_with_warmup", *keys)
@@ -230,20 +262,28 @@ def test_native_code_casts_the_weights_that_the_trainer_casts(
     monkeypatch.setattr(
         EmbeddedEngine,
         "__init__",
-        lambda self, model, *rest, compute_dtype=None, **options: given.append((model, compute_dtype)),
+        lambda self, model, *rest, compute_dtype=None, **options: given.append(
+            (model, compute_dtype)
+        ),
     )
     settings = config("grpo", f"{MODEL}.dtype=bfloat16", *others)
     build(settings, "rollout")
     (model, compute_dtype) = given[0]
     assert compute_dtype == (torch.bfloat16 if rounds else None)
     dtype = torch.float32 if casts else torch.bfloat16
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype} == {engine_dtype(settings)}
+    assert (
+        {parameter.dtype for parameter in model.parameters()} == {dtype} == {engine_dtype(settings)}
+    )
 
 
-def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rounded, they would turn a token 500 places away by up to a radian."""
     given: list[nn.Module] = []
-    monkeypatch.setattr(EmbeddedEngine, "__init__", lambda self, model, *rest, **options: given.append(model))
+    monkeypatch.setattr(
+        EmbeddedEngine, "__init__", lambda self, model, *rest, **options: given.append(model)
+    )
     build(config("grpo", f"{MODEL}.dtype=bfloat16", f"{ROLLOUT}.enforce_eager=true"), "rollout")
     build(config("grpo", f"{MODEL}.dtype=float32"), "rollout")
     rounded, exact = (dict(model.named_buffers()) for model in given)
@@ -255,14 +295,23 @@ def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
 ) -> None:
     given: list[nn.Module] = []
     monkeypatch.setattr(
-        EmbeddedEngine, "__init__", lambda self, model, *rest, shares_weights, **options: given.append(model)
+        EmbeddedEngine,
+        "__init__",
+        lambda self, model, *rest, shares_weights, **options: given.append(model),
     )
     write_tiny_model(tmp_path)
-    own = (f"{MODEL}.path={tmp_path}", f"{MODEL}.init=pretrained", f"{MODEL}.lora_rank=2", f"{MODEL}.dtype=bfloat16")
+    own = (
+        f"{MODEL}.path={tmp_path}",
+        f"{MODEL}.init=pretrained",
+        f"{MODEL}.lora_rank=2",
+        f"{MODEL}.dtype=bfloat16",
+    )
     built = build(config("grpo", *own, f"{ROLLOUT}.enforce_eager=true"), "actor", "ref", "rollout")
     assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.ref, TorchScorer)
     trained, served = (dict(model.named_parameters()) for model in (built.actor.model, given[0]))
-    assert len(served) < len(trained) and not any(parameter.requires_grad for parameter in served.values())
+    assert len(served) < len(trained) and not any(
+        parameter.requires_grad for parameter in served.values()
+    )
     assert {str(parameter.dtype) for parameter in served.values()} == {"torch.bfloat16"}
     assert {str(parameter.dtype) for parameter in trained.values()} == {"torch.float32"}
     assert built.ref.without_adapter
@@ -270,8 +319,12 @@ def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
 
 def test_a_judge_whose_reply_leaves_no_room_for_a_question_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "judge")
-    models = f"reward_model.models={{critique: {{path: {folder}, judge: true, answer_tokens: 512}}}}"
-    with pytest.raises(UserError, match=r"critique.path: a reply of 512 tokens .* reads at most 512 tokens"):
+    models = (
+        f"reward_model.models={{critique: {{path: {folder}, judge: true, answer_tokens: 512}}}}"
+    )
+    with pytest.raises(
+        UserError, match=r"critique.path: a reply of 512 tokens .* reads at most 512 tokens"
+    ):
         build(config("grpo", models), "critique")
     chosen = models.replace("answer_tokens: 512", "answer_tokens: 512, choices: [0, 0.5, 1]")
     judge = build(config("grpo", chosen), "critique").scoring_models["critique"]

@@ -1,4 +1,5 @@
-"""Keys that a pipeline does not take are refused where they were set; the presets set none of them."""
+"""Keys that a pipeline does not take are refused where they were set; the presets set none of
+them."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from distflow.planning.allocation_expression import follow_allocation
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
 
-ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
 NEEDED = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl")
 VALIDATED = ("data.val_files=rows.jsonl",)
 PRESETS = Path(__file__).parents[2] / "src" / "distflow" / "config" / "presets"
@@ -26,7 +29,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 
 def refuse(preset: str, *overrides: str) -> None:
-    needed = NEEDED if preset != "quickstart_rlvr" else ()  # it has domains, with their files, and a model
+    # it has domains, with their files, and a model
+    needed = NEEDED if preset != "quickstart_rlvr" else ()
     read_config(load_config(preset, [*needed, *overrides]))
 
 
@@ -76,7 +80,11 @@ INERT = [
     ("grpo", "algorithm.allow_group_of_one=true", ()),
     ("ppo", "algorithm.norm_adv_by_std_in_grpo=false", ()),
     ("ppo", "algorithm.adv_epsilon=1e-3", ()),
-    ("ppo", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9", ("algorithm.use_kl_in_reward=false",)),
+    (
+        "ppo",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9",
+        ("algorithm.use_kl_in_reward=false",),
+    ),
     ("ppo", f"{ACTOR}.kl_loss_coef=0.1", ()),
     ("ppo", f"{ACTOR}.kl_loss_type=mse", ()),
     ("grpo", f"{ACTOR}.clip_ratio=0.3", (f"{ACTOR}.policy_loss=gpg",)),
@@ -127,8 +135,12 @@ def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, 
 
 
 @pytest.mark.parametrize("inert", [f"{ROLLOUT}.kv_on_update=recompute", f"{ROLLOUT}.num_threads=1"])
-def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_take_turns(inert: str) -> None:
-    with pytest.raises(UserError, match=rf"{inert.partition('=')[0]} \(command line\): with async.max_staleness=0"):
+def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_take_turns(
+    inert: str,
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"{inert.partition('=')[0]} \(command line\): with async.max_staleness=0"
+    ):
         refuse("grpo", inert)
     refuse("grpo", inert, "async.max_staleness=1")
     with pytest.raises(UserError, match=inert.partition("=")[0]):
@@ -136,14 +148,20 @@ def test_what_matters_to_training_and_generation_at_once_is_refused_where_they_t
 
 
 @pytest.mark.parametrize(
-    ("mode", "more"), [("disk", ()), ("collective", ()), ("disk", ("trainer.allocation='embedded:d2|torch:d2'",))]
+    ("mode", "more"),
+    [("disk", ()), ("collective", ()), ("disk", ("trainer.allocation='embedded:d2|torch:d2'",))],
 )
 def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(
     mode: str, more: tuple[str, ...]
 ) -> None:
-    elsewhere = (f"{ACTOR}.weight_update_mode={mode}", "trainer.launcher=ray", f"{MODEL}.path=builtin:tiny-arithmetic")
+    elsewhere = (
+        f"{ACTOR}.weight_update_mode={mode}",
+        "trainer.launcher=ray",
+        f"{MODEL}.path=builtin:tiny-arithmetic",
+    )
     with pytest.raises(
-        UserError, match=r"weight_update_mode \(command line\): every worker that generates also trains"
+        UserError,
+        match=r"weight_update_mode \(command line\): every worker that generates also trains",
     ):
         follow("grpo", *elsewhere, *more)
     follow("grpo", *elsewhere, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
@@ -159,13 +177,21 @@ NODES = (
     "{id: advantages, func: distflow.pipelines.nodes:compute_advantage, plane: training}",
     "{id: update, func: distflow.pipelines.nodes:train_actor}",
 )
-REFERENCE = "{id: reference, func: distflow.pipelines.nodes:compute_ref_log_prob, only_forward_compute: true}"
+REFERENCE = (
+    "{id: reference, func: distflow.pipelines.nodes:compute_ref_log_prob, only_forward_compute: "
+    "true}"
+)
 
 
 def test_the_kl_loss_of_a_preset_is_off_in_a_pipeline_that_computes_no_reference() -> None:
-    compares, lacks = f"dag.pipeline=[{','.join((*NODES, REFERENCE))}]", f"dag.pipeline=[{','.join(NODES)}]"
-    assert follow_pipeline(load_config("grpo", [*NEEDED, compares])).config.actor_rollout_ref.actor.use_kl_loss
-    assert not follow_pipeline(load_config("grpo", [*NEEDED, lacks])).config.actor_rollout_ref.actor.use_kl_loss
+    compares = f"dag.pipeline=[{','.join((*NODES, REFERENCE))}]"
+    lacks = f"dag.pipeline=[{','.join(NODES)}]"
+    assert follow_pipeline(
+        load_config("grpo", [*NEEDED, compares])
+    ).config.actor_rollout_ref.actor.use_kl_loss
+    assert not follow_pipeline(
+        load_config("grpo", [*NEEDED, lacks])
+    ).config.actor_rollout_ref.actor.use_kl_loss
     with pytest.raises(PipelineError, match="compute_ref_log_prob writes it"):
         follow_pipeline(load_config("grpo", [*NEEDED, lacks, f"{ACTOR}.use_kl_loss=true"]))
 
@@ -193,7 +219,9 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "taken", "given"), TAKEN, ids=[f"{preset}-{key}" for preset, key, _ in TAKEN])
+@pytest.mark.parametrize(
+    ("preset", "taken", "given"), TAKEN, ids=[f"{preset}-{key}" for preset, key, _ in TAKEN]
+)
 def test_a_key_in_use_is_accepted(preset: str, taken: str, given: tuple[str, ...]) -> None:
     refuse(preset, *given, taken)
 
@@ -239,7 +267,7 @@ def with_node(config, fn):
     graph = grpo_pipeline(config)
     graph.add_node(Node("own", fn))
     return graph
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -255,7 +283,9 @@ def refuse_own(builder: str, *overrides: str) -> None:
     refuse("grpo", "trainer.imports=[own_inert_pipeline]", *chosen, *overrides)
 
 
-@pytest.mark.parametrize("key", ["algorithm.lam", "critic.cliprange_value", f"{ACTOR}.clip_ratio_low"])
+@pytest.mark.parametrize(
+    "key", ["algorithm.lam", "critic.cliprange_value", f"{ACTOR}.clip_ratio_low"]
+)
 def test_a_node_of_the_users_that_takes_ctx_does_not_excuse_other_keys(own: None, key: str) -> None:
     given = (f"{ACTOR}.policy_loss=gpg", "mine.strength=0.5")
     refuse_own("with_ctx", *given)
@@ -279,15 +309,24 @@ def test_a_registered_group_of_which_nothing_is_set_has_its_defaults(own: None) 
 def test_a_users_module_is_imported_with_the_runs_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "counting_threads.py").write_text("import torch\nthreads = torch.get_num_threads()\n")
+    (tmp_path / "counting_threads.py").write_text(
+        "import torch\nthreads = torch.get_num_threads()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     before = torch.get_num_threads()
     wanted = before + 1
-    given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
+    given = (
+        f"{MODEL}.path=builtin:tiny-arithmetic",
+        f"{MODEL}.init=random",
+        "data.train_files=builtin:arithmetic-rl",
+    )
     try:
         with forgotten("counting_threads"):
             check_run(
-                load_config("grpo", [*given, "trainer.imports=[counting_threads]", f"trainer.num_threads={wanted}"])
+                load_config(
+                    "grpo",
+                    [*given, "trainer.imports=[counting_threads]", f"trainer.num_threads={wanted}"],
+                )
             )
             assert sys.modules["counting_threads"].threads == wanted
     finally:
@@ -299,14 +338,26 @@ def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config
 ) -> None:
     read, checked = list[object](), list[object]()
     monkeypatch.setattr(fit_config_to_files, "check_extensions", checked.append)
-    monkeypatch.setattr(fit_config_to_files, "read_config", lambda loaded: read.append(loaded) or read_config(loaded))
-    given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
+    monkeypatch.setattr(
+        fit_config_to_files,
+        "read_config",
+        lambda loaded: read.append(loaded) or read_config(loaded),
+    )
+    given = (
+        f"{MODEL}.path=builtin:tiny-arithmetic",
+        f"{MODEL}.init=random",
+        "data.train_files=builtin:arithmetic-rl",
+    )
     check_run(load_config("grpo", given))
     assert len(checked) == 1 and len(read) == 1, "again, as sizes were fitted"
 
 
 def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> None:
-    given = (f"{MODEL}.path=builtin:tiny-arithmetic", f"{MODEL}.init=random", "data.train_files=builtin:arithmetic-rl")
+    given = (
+        f"{MODEL}.path=builtin:tiny-arithmetic",
+        f"{MODEL}.init=random",
+        "data.train_files=builtin:arithmetic-rl",
+    )
     split = (
         "trainer.launcher=ray",
         "trainer.allocation=vllm[rollout]:d2t2+fsdp[actor]:d2",
@@ -321,8 +372,19 @@ def test_the_allocation_decides_the_engine_before_its_options_are_refused() -> N
         load_config("grpo", [*given, split[0], embedded, split[2]])
 
 
-@pytest.mark.parametrize("key", ["apportion_strategy=even", "consider_node_cohesion=false", "consider_node_load=false"])
-def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(key: str, tmp_path: Path) -> None:
-    over_ray = ("trainer.launcher=ray", "trainer.n_gpus_per_node=4", f"{MODEL}.path=builtin:tiny-arithmetic")
-    with pytest.raises(UserError, match=r"dag\.\w+ \(command line\): the pipeline is one part, which has all devices"):
+@pytest.mark.parametrize(
+    "key", ["apportion_strategy=even", "consider_node_cohesion=false", "consider_node_load=false"]
+)
+def test_how_devices_are_divided_matters_where_there_is_more_than_one_part(
+    key: str, tmp_path: Path
+) -> None:
+    over_ray = (
+        "trainer.launcher=ray",
+        "trainer.n_gpus_per_node=4",
+        f"{MODEL}.path=builtin:tiny-arithmetic",
+    )
+    with pytest.raises(
+        UserError,
+        match=r"dag\.\w+ \(command line\): the pipeline is one part, which has all devices",
+    ):
         refuse("grpo", *over_ray, f"dag.{key}")

@@ -7,7 +7,9 @@ from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.launch.device_and_threads import follow_machines
 
-pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="wants a machine without a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="wants a machine without a GPU"
+)
 SEVERAL = ["trainer.n_gpus_per_node=8", "trainer.allocation='embedded:d2|fsdp:d2'"]
 
 
@@ -15,11 +17,15 @@ SEVERAL = ["trainer.n_gpus_per_node=8", "trainer.allocation='embedded:d2|fsdp:d2
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_gpus_that_are_not_there_are_not_replaced_by_processes(asked: str, device: str) -> None:
     loaded = load_config("grpo", [asked, f"trainer.device={device}"], complete=False)
-    with pytest.raises(UserError, match=r"GPU\(s\) on 1 machine\(s\), but torch has no GPU: .*trainer\.device=cpu"):
+    with pytest.raises(
+        UserError, match=r"GPU\(s\) on 1 machine\(s\), but torch has no GPU: .*trainer\.device=cpu"
+    ):
         follow_machines(loaded)
 
 
 @pytest.mark.parametrize("asked", SEVERAL)
 def test_processes_on_the_cpu_are_asked_for(asked: str) -> None:
     assert follow_machines(load_config("grpo", [asked, "trainer.device=cpu"], complete=False))
-    assert follow_machines(load_config("grpo", complete=False)).config.trainer.device == "auto", "one process"
+    assert follow_machines(load_config("grpo", complete=False)).config.trainer.device == "auto", (
+        "one process"
+    )

@@ -1,5 +1,5 @@
-"""The spec of a run: it can be sent to another process, its data lie in the run's folder, and what is wrong with a run
-is found while it is made."""
+"""The spec of a run: it can be sent to another process, its data lie in the run's folder, and what
+is wrong with a run is found while it is made."""
 
 import os
 import pickle
@@ -73,7 +73,7 @@ def training_on_given_responses():
 
 def with_another_config(config):
     return grpo_pipeline(replace(config, algorithm=replace(config.algorithm, use_kl_in_reward=False)))
-"""
+"""  # noqa: E501
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=2")
 
 
@@ -91,15 +91,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        tensor.equal(other[name]) for name, tensor in one.items()
+    )
 
 
 def in_a_fresh_process(spec: Spec, folder: Path) -> str:
-    """What was printed by a process that knows nothing but the pickled spec and where modules lie."""
+    """What was printed by a process that knows nothing but the pickled spec and where modules
+    lie."""
     (folder / "spec.pickle").write_bytes(pickle.dumps(spec))
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", RUN_IT, str(folder / "spec.pickle")]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -112,7 +117,9 @@ def test_a_fresh_process_runs_it_to_the_same_weights(playground: Playground) -> 
     _, spec = playground.spec("grpo", *own, name="there")
     said = in_a_fresh_process(spec, playground.folder)
     assert same(weights(here.folder), weights(playground.folder / "there"))
-    assert not same(weights(here.folder), weights(plain.folder)), "the user's estimator is what was run"
+    assert not same(weights(here.folder), weights(plain.folder)), (
+        "the user's estimator is what was run"
+    )
     assert "threads: 1" in said, "trainer.num_threads holds where the spec is run"
 
 
@@ -125,7 +132,9 @@ def test_every_field_travels_as_plain_data(playground: Playground) -> None:
     assert [again.rows[i] for i in range(12)] == [spec.rows[i] for i in range(12)]
     assert again.validation[0].rows[3] == spec.validation[0].rows[3]
     assert again.factories.keys() == spec.factories.keys()
-    assert [node.node_id for node in again.pipeline().nodes] == [node.node_id for node in spec.pipeline().nodes]
+    assert [node.node_id for node in again.pipeline().nodes] == [
+        node.node_id for node in spec.pipeline().nodes
+    ]
     assert len(pickle.dumps(spec)) < 100_000, "no weights, no rows"
 
 
@@ -135,7 +144,10 @@ def test_data_are_encoded_into_the_folder_of_the_run_once(playground: Playground
     rows = (spec.rows, spec.validation[0].rows)
     for found, name, num_rows in zip(rows, ("train", "val"), (12, 3), strict=True):
         assert isinstance(found, EncodedRows) and len(found) == num_rows
-        assert found.path.parent == playground.folder / "run" / "data" and found.path.name.startswith(f"{name}-")
+        assert (
+            found.path.parent == playground.folder / "run" / "data"
+            and found.path.name.startswith(f"{name}-")
+        )
     assert isinstance(spec.rows, EncodedRows)
     before = spec.rows.path.stat()
     _, again = playground.spec("grpo", data, "data.val_max_samples=3")
@@ -186,12 +198,20 @@ def test_a_registered_function_that_no_worker_can_import(
     if module == "made_by_hand":
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     if key == "algorithm.adv_estimator":
-        fn = homeless("def homeless(scores, response_mask): return scores.unsqueeze(-1) * response_mask", module)
+        fn = homeless(
+            "def homeless(scores, response_mask): return scores.unsqueeze(-1) * response_mask",
+            module,
+        )
         register_adv_est("homeless")(fn)
     else:
-        fn = homeless("def homeless(log_probs, advantages, loss_mask): return -log_probs * advantages, {}", module)
+        fn = homeless(
+            "def homeless(log_probs, advantages, loss_mask): return -log_probs * advantages, {}",
+            module,
+        )
         register_policy_loss("homeless")(fn)
-    with pytest.raises(UserError, match=f"{key}: the function homeless is in '{module}'.*trainer.imports"):
+    with pytest.raises(
+        UserError, match=f"{key}: the function homeless is in '{module}'.*trainer.imports"
+    ):
         playground.spec("grpo", f"{key}=homeless", "trainer.imports=[json]")
 
 
@@ -219,44 +239,65 @@ def test_a_pipeline_that_no_worker_can_import(
         playground.spec("grpo", *chosen(f"{module}:make"))
 
 
-def test_a_node_that_no_worker_can_import(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_no_worker_can_import(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_hand = types.ModuleType("made_by_hand")
-    by_hand.look = homeless("def homeless(scores): return scores", "made_by_hand")  # type: ignore[attr-defined]
+    by_hand.look = homeless(("def homeless(scores): return scores"), "made_by_hand")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_by_hand", by_hand)
     nodes = "dag.pipeline=[{id: look, func: made_by_hand.look}]"
     config = load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config
-    with pytest.raises(UserError, match=r"dag\.pipeline: the function homeless .* 'made_by_hand'.*my_code:homeless"):
+    with pytest.raises(
+        UserError, match=r"dag\.pipeline: the function homeless .* 'made_by_hand'.*my_code:homeless"
+    ):
         check_importable(config)
 
 
 def test_a_marker_among_the_nodes_has_no_function_to_import(playground: Playground) -> None:
     nodes = "dag.pipeline=[{id: wait, type: BARRIER_SYNC}]"
-    check_importable(load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config)
+    check_importable(
+        load_config("grpo", playground.overrides("run", nodes, "dag.generates=true")).config
+    )
 
 
-def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_started(playground: Playground) -> None:
+def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_started(
+    playground: Playground,
+) -> None:
     allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
-    with pytest.raises(UserError, match=r"model\.path: 3 tensor parallel ranks .* num_attention_heads=4"):
+    with pytest.raises(
+        UserError, match=r"model\.path: 3 tensor parallel ranks .* num_attention_heads=4"
+    ):
         playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", allocation)
 
 
-def test_imports_that_no_worker_can_import(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_that_no_worker_can_import(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
     with pytest.raises(UserError, match=r"trainer\.imports.*made_by_hand"):
         playground.spec("grpo", "trainer.imports=[made_by_hand]")
 
 
 def test_a_column_that_nobody_declared(playground: Playground) -> None:
-    with pytest.raises(PipelineError, match="node 'odd' writes 'no_such_bonus', a column that is not declared"):
+    with pytest.raises(
+        PipelineError, match="node 'odd' writes 'no_such_bonus', a column that is not declared"
+    ):
         playground.spec("grpo", *chosen("own_pipelines:with_an_undeclared_column"))
 
 
-def test_a_pipeline_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
+def test_a_pipeline_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(
+    playground: Playground,
+) -> None:
     _, spec = playground.spec("grpo", *chosen("own_pipelines:with_another_config"))
     assert "kl_penalty" not in [node.node_id for node in spec.pipeline().nodes]
 
 
-GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+GONE = (
+    "reward.functions",
+    "reward.num_workers",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.n",
+)
 
 
 def test_a_pipeline_of_the_users_that_samples_nothing_trains_on_the_responses_of_the_rows(
@@ -264,17 +305,39 @@ def test_a_pipeline_of_the_users_that_samples_nothing_trains_on_the_responses_of
 ) -> None:
     playground.write_rows([{"prompt": f"{i}=", "solution": f"{i}"} for i in range(12)])
     pipeline = (f"~{key}" for key in GONE)
-    given = (*pipeline, *chosen("own_pipelines:training_on_given_responses"), "data.response_key=solution")
+    given = (
+        *pipeline,
+        *chosen("own_pipelines:training_on_given_responses"),
+        "data.response_key=solution",
+    )
     config, spec = playground.spec("sft", *given)
-    assert config.dag.generates is None and spec.config.dag.generates is False and "generates: false" in spec.text
+    assert (
+        config.dag.generates is None
+        and spec.config.dag.generates is False
+        and "generates: false" in spec.text
+    )
     assert spec.data.group_size == 1
     assert spec.rows[0].response_ids is not None
-    assert spec_of(playground, "grpo", "own_pipelines:with_another_config").config.dag.generates is None
+    assert (
+        spec_of(playground, "grpo", "own_pipelines:with_another_config").config.dag.generates
+        is None
+    )
 
 
 def test_what_is_said_of_a_pipeline_goes_before_what_its_nodes_say(playground: Playground) -> None:
-    given = ("dag.generates=true", "actor_rollout_ref.rollout.n=3", "~reward.functions", "~custom_reward_function.path")
-    spec = spec_of(playground, "sft", "own_pipelines:training_on_given_responses", *given, "~reward.num_workers")
+    given = (
+        "dag.generates=true",
+        "actor_rollout_ref.rollout.n=3",
+        "~reward.functions",
+        "~custom_reward_function.path",
+    )
+    spec = spec_of(
+        playground,
+        "sft",
+        "own_pipelines:training_on_given_responses",
+        *given,
+        "~reward.num_workers",
+    )
     assert spec.data.group_size == 3
 
 
@@ -287,13 +350,19 @@ MODEL = "actor_rollout_ref.model"
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_what_hangs_on_the_dtype_of_the_model(playground: Playground, dtype: str, rank: int) -> None:
-    """An engine with a copy of the weights needs each version's tensors; a copy is compared less strictly."""
+def test_what_hangs_on_the_dtype_of_the_model(
+    playground: Playground, dtype: str, rank: int
+) -> None:
+    """An engine with a copy of the weights needs each version's tensors; a copy is compared less
+    strictly."""
     exact = dtype == "float32"
     # On shared weights it is compared at the start only.
     often = () if exact else ("trust.canary_freq=3", "actor_rollout_ref.rollout.enforce_eager=true")
     _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", f"{MODEL}.lora_rank={rank}", *often)
-    assert (spec.weight_dtype, spec.shares_weights) == (torch.float32 if exact else torch.bfloat16, exact)
+    assert (spec.weight_dtype, spec.shares_weights) == (
+        torch.float32 if exact else torch.bfloat16,
+        exact,
+    )
     assert spec.sends_weights == (not exact or rank == 0)
     assert (spec.tolerance, spec.ratio_limit) == (Tolerance.of(exact), 1e-4 if exact else 0.05)
     assert spec.options.canary_freq == (1 if exact else 3)
@@ -301,8 +370,13 @@ def test_what_hangs_on_the_dtype_of_the_model(playground: Playground, dtype: str
     assert spec.options.canary_freq == 0
 
 
-SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray", "trainer.n_gpus_per_node=2")
-ACTOR_FSDP, CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config"
+SHARDED = (
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "trainer.launcher=ray",
+    "trainer.n_gpus_per_node=2",
+)
+ACTOR_FSDP = "actor_rollout_ref.actor.fsdp_config"
+CRITIC_FSDP = "critic.fsdp_config"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "torch"])
@@ -311,9 +385,15 @@ ACTOR_FSDP, CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp_co
     [
         ((), {}),
         ((f"{ACTOR_FSDP}.param_offload=true",), {"actor": Offloads(weights=True, moments=False)}),
-        ((f"{ACTOR_FSDP}.optimizer_offload=true",), {"actor": Offloads(weights=False, moments=True)}),
+        (
+            (f"{ACTOR_FSDP}.optimizer_offload=true",),
+            {"actor": Offloads(weights=False, moments=True)},
+        ),
         ((f"{CRITIC_FSDP}.param_offload=true",), {"critic": Offloads(weights=True, moments=False)}),
-        ((f"{CRITIC_FSDP}.optimizer_offload=true",), {"critic": Offloads(weights=False, moments=True)}),
+        (
+            (f"{CRITIC_FSDP}.optimizer_offload=true",),
+            {"critic": Offloads(weights=False, moments=True)},
+        ),
         ((f"{ACTOR_FSDP}.offload_policy=true", f"{CRITIC_FSDP}.offload_policy=true"), {}),
     ],
 )
@@ -324,17 +404,23 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     offloads: dict[str, Offloads],
     strategy: str,
 ) -> None:
-    ways = (*SHARDED, f"actor_rollout_ref.actor.strategy={strategy}", "actor_rollout_ref.model.dtype=bfloat16")
+    ways = (
+        *SHARDED,
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        "actor_rollout_ref.model.dtype=bfloat16",
+    )
     if strategy == "torch" and "offload_policy" in str(keys):
         with pytest.raises(ConfigError, match="each rank has whole weights"):
             playground.spec("ppo", *ways, *keys)
         return
     if keys:
         with pytest.raises(
-            UserError, match=f"{keys[0].partition('=')[0]}.* on a CPU all data is in host memory already"
+            UserError,
+            match=f"{keys[0].partition('=')[0]}.* on a CPU all data is in host memory already",
         ):
             playground.spec("ppo", *ways, *keys)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # where the plan is made; nothing runs
+    # where the plan is made; nothing runs
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("ppo", *ways, *keys, "trainer.device=auto")
     assert spec.options.offloads == offloads
     assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
@@ -349,13 +435,21 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     ],
 )
 def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch, strategy: str, moves: set[str], judge: str
+    playground: Playground,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    moves: set[str],
+    judge: str,
 ) -> None:
     entry = f"path: {playground.folder}/model, param_offload: true"
     models = f"reward_model.models={{critique: {{{entry}, {judge}}}, helpful: {{{entry}}}}}"
     keys = (*SHARDED, f"actor_rollout_ref.actor.strategy={strategy}", models)
     with pytest.raises(
-        UserError, match=r"models.critique.param_offload, .*helpful.*: on a CPU all data is in host memory already"
+        UserError,
+        match=(
+            r"models.critique.param_offload, .*helpful.*: on a CPU all data is in host memory "
+            r"already"
+        ),
     ):
         playground.spec("grpo", *keys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -366,20 +460,35 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
 @pytest.mark.parametrize(
     ("options", "allocated", "said"),
     [
-        ("", "embedded:d1|torch:d1+torch[critique]:d1", "must be that of the rollout, embedded, if it is not sharded"),
-        (", sharded: true", "embedded:d1|fsdp:d1+embedded[critique]:d1", "the engine of 'critique' must be one that t"),
+        (
+            "",
+            "embedded:d1|torch:d1+torch[critique]:d1",
+            "must be that of the rollout, embedded, if it is not sharded",
+        ),
+        (
+            ", sharded: true",
+            "embedded:d1|fsdp:d1+embedded[critique]:d1",
+            "the engine of 'critique' must be one that t",
+        ),
         (
             ", sharded: true, store: s.sqlite",
             "embedded:d1|fsdp:d1+fsdp[critique]:d1t2",
             "critique.*remove store",
         ),
-        (", sharded: true", "embedded:d1|fsdp:d1+fsdp[critique]:d1t3", r"critique.path: 3 tensor parallel ranks"),
+        (
+            ", sharded: true",
+            "embedded:d1|fsdp:d1+fsdp[critique]:d1t3",
+            r"critique.path: 3 tensor parallel ranks",
+        ),
     ],
 )
 def test_a_judge_on_devices_that_cannot_run_it_is_refused(
     playground: Playground, options: str, allocated: str, said: str
 ) -> None:
-    models = f"reward_model.models={{critique: {{path: {playground.folder}/model, judge: true{options}}}}}"
+    models = (
+        f"reward_model.models={{critique: {{path: {playground.folder}/model, judge: "
+        f"true{options}}}}}"
+    )
     with pytest.raises(UserError, match=said):
         playground.spec("grpo", "trainer.launcher=ray", f"trainer.allocation='{allocated}'", models)
 
@@ -387,13 +496,19 @@ def test_a_judge_on_devices_that_cannot_run_it_is_refused(
 def test_weights_that_another_engine_computes_with_stay(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
     moves = f"{ACTOR_FSDP}.param_offload=true"
-    with pytest.raises(UserError, match=r"param_offload=true: the rollout engine computes with the same float32"):
+    with pytest.raises(
+        UserError, match=r"param_offload=true: the rollout engine computes with the same float32"
+    ):
         playground.spec("grpo", moves)
     lora = ("actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.dtype=bfloat16")
     kl = "actor_rollout_ref.actor.use_kl_loss="
-    with pytest.raises(UserError, match=r"param_offload=true: the reference computes with the same weights"):
+    with pytest.raises(
+        UserError, match=r"param_offload=true: the reference computes with the same weights"
+    ):
         playground.spec("grpo", moves, *lora, f"{kl}true")
     _, spec = playground.spec("grpo", moves, *lora, f"{kl}false")
     assert spec.options.offloads == {"actor": Offloads(weights=True, moments=False)}
@@ -404,13 +519,24 @@ def test_workers_with_an_engine_have_needs_of_their_own(playground: Playground) 
     own = "{worker_memory_mb: 900, worker_env: {A: 1}}"
     roles = f"{{rollout: {{worker_cpus: 2}}, training: {{worker_cpus: 3}}, critic: {own}}}"
     critic = f"critic.model.path={playground.write_critic()}"
-    keys = ("trainer.launcher=ray", f"trainer.allocation='{allocation}'", f"trainer.worker_roles={roles}", critic)
+    keys = (
+        "trainer.launcher=ray",
+        f"trainer.allocation='{allocation}'",
+        f"trainer.worker_roles={roles}",
+        critic,
+    )
     _, spec = playground.spec("ppo", *keys, "trainer.worker_env={B: 2}")
     needs = [(rank.engines, spec.options.worker.of(rank)) for rank in spec.plan.ranks]
-    assert [(own.cpus, own.memory_mb) for engines, own in needs if engines == ("rollout",)] == [(2, None)] * 2
-    assert [(own.cpus, own.env) for engines, own in needs if "actor" in engines] == [(3, {"B": "2"})]
+    assert [(own.cpus, own.memory_mb) for engines, own in needs if engines == ("rollout",)] == [
+        (2, None)
+    ] * 2
+    assert [(own.cpus, own.env) for engines, own in needs if "actor" in engines] == [
+        (3, {"B": "2"})
+    ]
     of_critic = [own for engines, own in needs if "critic" in engines]
-    assert [(own.cpus, own.memory_mb, own.env) for own in of_critic] == [(1, 900, {"A": "1", "B": "2"})]
+    assert [(own.cpus, own.memory_mb, own.env) for own in of_critic] == [
+        (1, 900, {"A": "1", "B": "2"})
+    ]
 
 
 APART = ("trainer.launcher=ray", "trainer.allocation=embedded[rollout]:d1+torch[actor]:d1")
@@ -420,15 +546,31 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ((FREE, "async.max_staleness=1"), "free_cache_engine .command line.: engines cannot free anything if async"),
+        (
+            (FREE, "async.max_staleness=1"),
+            "free_cache_engine .command line.: engines cannot free anything if async",
+        ),
         (
             (FREE, *APART),
-            "free_cache_engine .command line.: engines cannot free anything .* workers that only generate",
+            (
+                "free_cache_engine .command line.: engines cannot free anything .* workers that "
+                "only generate"
+            ),
         ),
-        (("trainer.worker_roles={rollout: {worker_cpus: 2}}",), "trainer.worker_roles.*set trainer.launcher=ray"),
         (
-            ("trainer.worker_roles={rollout: {worker_cpus: 2}}", "trainer.launcher=ray", "trainer.n_gpus_per_node=2"),
-            "trainer.worker_roles: rollout has no workers of its own in the plan, whose roles are actor, ref, training",
+            ("trainer.worker_roles={rollout: {worker_cpus: 2}}",),
+            "trainer.worker_roles.*set trainer.launcher=ray",
+        ),
+        (
+            (
+                "trainer.worker_roles={rollout: {worker_cpus: 2}}",
+                "trainer.launcher=ray",
+                "trainer.n_gpus_per_node=2",
+            ),
+            (
+                "trainer.worker_roles: rollout has no workers of its own in the plan, whose roles "
+                "are actor, ref, training"
+            ),
         ),
         (
             (*APART, "trainer.worker_roles={critic: {worker_cpus: 2}}"),
@@ -438,8 +580,14 @@ FREE = "actor_rollout_ref.rollout.free_cache_engine=true"
             (*APART, "trainer.worker_roles={actor: {worker_cpus: 2}, ref: {worker_cpus: 3}}"),
             "actor and ref share a worker: name one of them",
         ),
-        ((*APART, "trainer.worker_roles={rollout: {cpus: 2}}"), "has 'cpus' for the role 'rollout'.*worker_cpus"),
-        ((*APART, "trainer.worker_roles={rollout: {worker_env: {HF_TOKEN: x}}}"), "HF_TOKEN looks like a secret"),
+        (
+            (*APART, "trainer.worker_roles={rollout: {cpus: 2}}"),
+            "has 'cpus' for the role 'rollout'.*worker_cpus",
+        ),
+        (
+            (*APART, "trainer.worker_roles={rollout: {worker_env: {HF_TOKEN: x}}}"),
+            "HF_TOKEN looks like a secret",
+        ),
     ],
 )
 def test_what_workers_of_a_role_cannot_have_is_refused(
@@ -449,24 +597,40 @@ def test_what_workers_of_a_role_cannot_have_is_refused(
         playground.spec("grpo", *keys)
 
 
-def test_auto_is_cuda_where_all_workers_can_have_a_gpu(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_cuda_where_all_workers_can_have_a_gpu(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of this machine, on which a Ray would be started: test_nodes.py asks a cluster."""
     keys = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.device=auto")
     for number, has in ((0, "no GPU"), (1, r"1 GPU\(s\) on 1 machine\(s\)")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda number=number: number)
-        with pytest.raises(UserError, match=rf"need 2 GPU\(s\) .* Ray has {has}: .*trainer\.device=cpu"):
+        with pytest.raises(
+            UserError, match=rf"need 2 GPU\(s\) .* Ray has {has}: .*trainer\.device=cpu"
+        ):
             playground.spec("grpo", *keys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("grpo", *keys)
     assert {rank.device for rank in spec.plan.ranks} == {"cuda"} and spec.facts["device"] == "cuda"
     assert playground.spec("grpo", *keys, "trainer.device=cpu")[1].plan.ranks[0].device == "cpu"
-    with pytest.raises(UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\), but Ray has 2 GPU\(s\) on 1"):
-        playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda")
+    with pytest.raises(
+        UserError, match=r"need 3 GPU\(s\) on 1 machine\(s\), but Ray has 2 GPU\(s\) on 1"
+    ):
+        playground.spec(
+            "grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", "trainer.device=cuda"
+        )
 
 
-def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(playground: Playground) -> None:
+def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(
+    playground: Playground,
+) -> None:
     rollout = "actor_rollout_ref.rollout"
-    training = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
+    training = {
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 7,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+    }
     validation = {"temperature": 0.25, "top_p": 0.625, "top_k": 3, "n": 2}
     _, spec = playground.spec(
         "grpo",
@@ -478,7 +642,9 @@ def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(play
     assert spec.sampling == SamplingParams(10, **training, stop=("x",))
     (validation,) = spec.validation
     assert validation.greedy == SamplingParams(10, greedy=True, stop=("x",))
-    assert validation.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
+    assert validation.sampled == SamplingParams(
+        10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",)
+    )
     assert validation.num_samples == 2
 
 
@@ -486,12 +652,19 @@ def test_the_terms_of_the_actors_loss_are_watched_where_it_has_one(playground: P
     actor = "actor_rollout_ref.actor"
     _, spec = playground.spec("grpo", f"{actor}.entropy_coef=0.01")
     assert spec.loss_terms == tuple(f"actor/loss_term/{name}" for name in ("pg", "entropy", "kl"))
-    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    off = (
+        "~reward.functions",
+        "~reward.num_workers",
+        "~custom_reward_function.path",
+        "~actor_rollout_ref.rollout.n",
+    )
     _, spec = playground.spec("sft", "data.response_key=answer", *off)
     assert spec.loss_terms == ()
 
 
-def test_a_resumed_run_must_have_the_data_and_the_tokenizer_of_before(playground: Playground) -> None:
+def test_a_resumed_run_must_have_the_data_and_the_tokenizer_of_before(
+    playground: Playground,
+) -> None:
     _, spec = playground.spec("grpo")
     _, same_data = playground.spec("grpo", "trainer.seed=7", name="again")
     playground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(12)])
@@ -502,11 +675,29 @@ def test_a_resumed_run_must_have_the_data_and_the_tokenizer_of_before(playground
     assert spec.facts["data_fingerprint"] != other_data.facts["data_fingerprint"]
 
 
-def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_groups_of_one() -> None:
-    needed = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl", "data.train_batch_size=4")
-    short = (*needed, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3")
+def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_groups_of_one() -> (
+    None
+):
+    needed = (
+        f"{MODEL}.path=builtin:tiny",
+        "data.train_files=rows.jsonl",
+        "data.train_batch_size=4",
+    )
+    short = (
+        *needed,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=3",
+    )
     for preset, size in (("grpo", 3), ("sft", 1)):
-        by_epochs = data_plan(load_config(preset, [*short, "trainer.total_epochs=2"]).config, {"": 12})
-        assert (by_epochs.total_groups, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
-        by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, {"": 12})
+        by_epochs = data_plan(
+            load_config(preset, [*short, "trainer.total_epochs=2"]).config, {"": 12}
+        )
+        assert (by_epochs.total_groups, by_epochs.total_steps, by_epochs.group_size) == (
+            24,
+            6,
+            size,
+        )
+        by_steps = data_plan(
+            load_config(preset, [*short, "trainer.total_training_steps=9"]).config, {"": 12}
+        )
         assert (by_steps.total_groups, by_steps.total_steps) == (None, 9)

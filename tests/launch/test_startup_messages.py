@@ -18,5 +18,8 @@ def test_reward_functions_of_a_domain_without_rows_are_named(tmp_path: Path) -> 
     ]
     loaded = load_config("grpo", keys)
     lines = [*startup_lines(*fitted_to_files(loaded, read_config(loaded)))]
-    named = "note: reward.functions has settings of 'smus', but no row is in that domain; did you mean 'sums'?"
+    named = (
+        "note: reward.functions has settings of 'smus', but no row is in that domain; did you mean "
+        "'sums'?"
+    )
     assert [line for line in lines if "reward.functions has" in line] == [named]

@@ -23,7 +23,9 @@ from distflow.launch.device_and_threads import own_cores, share_threads, usable_
         (4, 3, 3, (3, 3)),
     ],
 )
-def test_the_cores_are_shared(cores: int, trainer: int | None, rollout: int | None, shared: tuple[int, int]) -> None:
+def test_the_cores_are_shared(
+    cores: int, trainer: int | None, rollout: int | None, shared: tuple[int, int]
+) -> None:
     assert share_threads(cores, trainer, rollout) == shared
 
 
@@ -47,16 +49,25 @@ def group(root: Path, limits: dict[str, str]) -> Path:
         ("0::/", {"cpu.max": "250000 100000"}, [3]),
         ("0::/", {"cpu.max": "5000 100000"}, [1]),
         ("0::/pod/job", {"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "max 100000"}, [2]),
-        ("0::/pod/job", {"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "100000 100000"}, [1, 2]),
+        (
+            "0::/pod/job",
+            {"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "100000 100000"},
+            [1, 2],
+        ),
         ("3:cpu:/job", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, [4]),
         ("3:cpu:/job", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
         ("0::/", {}, []),
     ],
 )
 def test_a_container_grants_a_share_of_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, limits: dict[str, str], granted: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    limits: dict[str, str],
+    granted: list[int],
 ) -> None:
-    root, file = group(tmp_path / "cgroup", limits), tmp_path / "own"
+    root = group(tmp_path / "cgroup", limits)
+    file = tmp_path / "own"
     file.write_text(own + "\n")
     assert sorted(device_and_threads._quotas(root, file)) == granted
     monkeypatch.setattr(device_and_threads, "_quotas", lambda *where: iter(granted))

@@ -46,7 +46,8 @@ CONFIGS = {
 def test_a_graph_runs_no_code_of_its_nodes_unless_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    file, config = tmp_path / "own.py", tmp_path / "handed.yaml"
+    file = tmp_path / "own.py"
+    config = tmp_path / "handed.yaml"
     file.write_text(CODE)
     workflow, options, named = (part.replace("FILE", str(file)) for part in CONFIGS[name])
     text = WORKFLOW.replace("NAME", f"'{workflow}'").replace("OPTIONS", options) if workflow else ""
@@ -62,9 +63,15 @@ def test_a_graph_runs_no_code_of_its_nodes_unless_asked(
 def test_the_code_of_a_workflow_is_named_once() -> None:
     kwargs = "{tools: [calculator, my_tools:weather, {name: my_tools:time}]}"
     rollout = "actor_rollout_ref.rollout"
-    words = [f"{rollout}.workflow=tools", f"{rollout}.workflow_kwargs={kwargs}", "data.prompt_format=chat"]
+    words = [
+        f"{rollout}.workflow=tools",
+        f"{rollout}.workflow_kwargs={kwargs}",
+        "data.prompt_format=chat",
+    ]
     config = load_config("grpo", words, complete=False).config
-    tools = [f"{rollout}.workflow_kwargs.tools: {name}" for name in ("my_tools:weather", "my_tools:time")]
+    tools = [
+        f"{rollout}.workflow_kwargs.tools: {name}" for name in ("my_tools:weather", "my_tools:time")
+    ]
     assert pipeline_code(config) == tools and named_code(config) == tools
     assert [name for _, name in code_of_workflow(config)] == ["my_tools:weather", "my_tools:time"]
 
@@ -72,13 +79,19 @@ def test_the_code_of_a_workflow_is_named_once() -> None:
 def test_a_config_does_not_run_the_code_of_its_curriculum_unless_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, config = tmp_path / "own.py", tmp_path / "handed.yaml"
+    file = tmp_path / "own.py"
+    config = tmp_path / "handed.yaml"
     file.write_text(CODE)
     domain = "{train_files: 'builtin:arithmetic-rl', reward: exact_match}"
     curriculum = f"{{function: '{file}:accept'}}"
-    data = f"{{max_prompt_length: 16, domains: {{a: {domain}, b: {domain}}}, curriculum: {curriculum}}}"
+    data = (
+        f"{{max_prompt_length: 16, domains: {{a: {domain}, b: {domain}}}, curriculum: "
+        f"{curriculum}}}"
+    )
     model = "{path: 'builtin:tiny-arithmetic', init: random}"
-    config.write_text(f"defaults: [grpo, _self_]\ndata: {data}\nactor_rollout_ref: {{model: {model}}}\n")
+    config.write_text(
+        f"defaults: [grpo, _self_]\ndata: {data}\nactor_rollout_ref: {{model: {model}}}\n"
+    )
     assert f"data.curriculum.function: {file}:accept" in named_code(load_config(str(config)).config)
     assert cli.main(["config", str(config)]) == 0
     assert not (tmp_path / "it ran").exists() and "--trust-code" in capsys.readouterr().err

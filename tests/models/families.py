@@ -1,12 +1,18 @@
 """Families that people train: what a tiny config of each wants besides `tiny_config`'s numbers.
 
-Not phimoe: its routing jumps where two experts come close, so rounding alone moves a token's log-prob by 0.2.
+Not phimoe: its routing jumps where two experts come close, so rounding alone moves a token's
+log-prob by 0.2.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 _LATENT = {
     **_EXPERTS,
     "num_key_value_heads": 4,
@@ -63,10 +69,18 @@ FAMILIES = {
         Family("gpt_oss", "eager, padded", {**_EXPERTS, **_WINDOW}),
         Family("granite", OURS),
         Family("granitemoe", OURS, _EXPERTS),
-        Family("granitemoehybrid", "sdpa, padded", {**_EXPERTS, **_MAMBA, "layer_types": ["mamba", "attention"]}),
+        Family(
+            "granitemoehybrid",
+            "sdpa, padded",
+            {**_EXPERTS, **_MAMBA, "layer_types": ["mamba", "attention"]},
+        ),
         Family("lfm2", "sdpa, padded", {"layer_types": ["conv", "full_attention"]}),
         Family("llama4_text", "sdpa", {**_EXPERTS, "intermediate_size_mlp": 64}),
-        Family("mamba2", "eager, padded", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
+        Family(
+            "mamba2",
+            "eager, padded",
+            {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+        ),
         Family("mixtral", OURS, _EXPERTS),
         Family("nemotron_h", "sdpa, padded"),
         Family("olmo", OURS),
@@ -77,7 +91,11 @@ FAMILIES = {
         Family("phi3", OURS),
         Family("qwen2_moe", "sdpa", {**_EXPERTS, "shared_expert_intermediate_size": 16}),
         Family("qwen3_moe", OURS, _EXPERTS),
-        Family("qwen3_next", "sdpa, padded", {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16}),
+        Family(
+            "qwen3_next",
+            "sdpa, padded",
+            {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16},
+        ),
         Family("qwen3_5_text", "sdpa, padded", _LINEAR),
         Family("smollm3", OURS),
         Family("stablelm", "sdpa"),

@@ -1,4 +1,5 @@
-"""One of two gloo ranks that holds half of every weight of a model: its pass over a share of a batch, by FSDP2."""
+"""One of two gloo ranks that holds half of every weight of a model: its pass over a share of a
+batch, by FSDP2."""
 
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def make_model(kind: str, folder: Path) -> nn.Module:
 def run(model: nn.Module, kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
     """Outputs, and what gradients a weighted sum of all of them has left."""
     micro = ragged_batch().select(rows)
-    found = model.packed_forward(model_inputs(micro, torch.device("cpu")), OUTPUTS[kind], temperature=0.8)
+    found = model.packed_forward(
+        model_inputs(micro, torch.device("cpu")), OUTPUTS[kind], temperature=0.8
+    )
     sum((flat * micro.flat("advantages")).sum() for flat in found.values()).backward()
     for name, parameter in model.named_parameters():
         if (grad := parameter.grad) is not None:

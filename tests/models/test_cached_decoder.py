@@ -11,7 +11,12 @@ from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, why_not_embedded
 from tests.tiny_models import tiny_config
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -24,7 +29,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biased, one kv head, tied": (
         "llama",
-        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
     ),
     "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -40,7 +50,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(family: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
-    with torch.no_grad():  # norms and biases start as ones and zeros, which would hide that they are left out
+    # norms and biases start as ones and zeros, which would hide that they are left out
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
@@ -48,16 +59,23 @@ def make(family: str, changes: dict[str, Any]) -> Any:
 
 
 @torch.inference_mode()
-def view_logits(view: DecoderView, ids: list[list[int]], num_prefilled: list[int], extent: int) -> list[Tensor]:
-    """Logits of each sequence from its last prefilled token on, the rest decoded one by one in a common batch."""
+def view_logits(
+    view: DecoderView, ids: list[list[int]], num_prefilled: list[int], extent: int
+) -> list[Tensor]:
+    """Logits of each sequence from its last prefilled token on, the rest decoded one by one in a
+    common batch."""
     kv = view.prefill([tuple(row[:count]) for row, count in zip(ids, num_prefilled, strict=True)])
     pad = extent - kv.keys.shape[-2]
     keys, values = (nn.functional.pad(memory, (0, 0, 0, pad)) for memory in (kv.keys, kv.values))
     logits = [[row] for row in view.logits(kv.hidden)]
     for step in range(len(ids[0]) - num_prefilled[0]):
         positions = torch.tensor([count + step for count in num_prefilled])
-        tokens = torch.tensor([row[count + step] for row, count in zip(ids, num_prefilled, strict=True)])
-        for row, step_logits in zip(logits, view.logits(view.decode(tokens, positions, keys, values)), strict=True):
+        tokens = torch.tensor(
+            [row[count + step] for row, count in zip(ids, num_prefilled, strict=True)]
+        )
+        for row, step_logits in zip(
+            logits, view.logits(view.decode(tokens, positions, keys, values)), strict=True
+        ):
             row.append(step_logits)
     return [torch.stack(row) for row in logits]
 
@@ -66,7 +84,8 @@ def view_logits(view: DecoderView, ids: list[list[int]], num_prefilled: list[int
 def test_prefill_and_decode_equal_the_forward(variant: str) -> None:
     model = make(*VARIANTS[variant])
     view = DecoderView(model)
-    num_prefilled, num_decoded = [11, 1, 30, 4], 20
+    num_prefilled = [11, 1, 30, 4]
+    num_decoded = 20
     ids = [torch.randint(3, 90, (count + num_decoded,)).tolist() for count in num_prefilled]
     logits = view_logits(view, ids, num_prefilled, extent=64)
     for row, count, got in zip(ids, num_prefilled, logits, strict=True):
@@ -92,17 +111,26 @@ def test_updates_in_place_are_seen() -> None:
 
 @torch.inference_mode()
 def test_padding_beyond_the_positions_of_the_model_does_not_move_the_rotary_table() -> None:
-    """CUDA graphs of decode steps have its address. The longest prompt ends at the last position, and a shorter one has
-    the longest rest."""
+    """CUDA graphs of decode steps have its address. The longest prompt ends at the last position,
+    and a shorter one has the longest rest."""
     model = make("llama", {})
     view = DecoderView(model)
     size = view.max_positions
-    view.decode_paged(*torch.tensor([[5], [3]]), *torch.zeros(2, 2, 1, 2, 64, 8), torch.zeros(1, 1, dtype=torch.int64))
-    cos, sin = view._cos, view._sin
+    view.decode_paged(
+        *torch.tensor([[5], [3]]),
+        *torch.zeros(2, 2, 1, 2, 64, 8),
+        torch.zeros(1, 1, dtype=torch.int64),
+    )
+    cos = view._cos
+    sin = view._sin
     assert len(cos) == size
-    prompts, begins = [tuple(torch.randint(3, 90, (length,)).tolist()) for length in (size, 20)], (size - 4, 12)
+    prompts = [tuple(torch.randint(3, 90, (length,)).tolist()) for length in (size, 20)]
+    begins = (size - 4, 12)
     whole = view.prefill(prompts)
-    cut = [(whole.keys[:, row, :, :begin], whole.values[:, row, :, :begin]) for row, begin in enumerate(begins)]
+    cut = [
+        (whole.keys[:, row, :, :begin], whole.values[:, row, :, :begin])
+        for row, begin in enumerate(begins)
+    ]
     after = view.prefill_after(prompts, cut)
     assert view._cos is cos and view._sin is sin
     assert (view.logits(after.hidden) - view.logits(whole.hidden)).abs().max() < 1e-4
@@ -123,14 +151,22 @@ def test_construction_leaves_the_mode_of_the_module() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)), "family 'gpt2'"),
         (
-            lambda: make("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2)),
+            "family 'gpt2'",
+        ),
+        (
+            lambda: make(
+                "llama",
+                {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            ),
             "rotary type 'dynamic'",
         ),
         (lambda: make("mistral", {"sliding_window": 16}), "sliding window of 16"),
         (
-            lambda: make("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+            lambda: make(
+                "qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+            ),
             "sliding window of 16",
         ),
     ],
@@ -140,7 +176,8 @@ def test_other_models_are_refused_with_the_engine_that_can(model: Any, reason: s
     with pytest.raises(UserError, match=reason) as refusal:
         DecoderView(made)
     assert "actor_rollout_ref.rollout.name=hf" in str(refusal.value)
-    assert str(why_not_embedded(made.config)) in str(refusal.value)  # known before the model is loaded
+    # known before the model is loaded
+    assert str(why_not_embedded(made.config)) in str(refusal.value)
 
 
 def test_a_lookalike_that_computes_something_else_is_refused() -> None:
@@ -166,7 +203,9 @@ def test_a_lookalike_that_computes_something_else_is_refused() -> None:
 def test_adapters_take_part() -> None:
     peft = pytest.importorskip("peft")
     model = make("qwen2", {})
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], lora_dropout=0.5)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], lora_dropout=0.5
+    )
     adapted = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

@@ -22,16 +22,20 @@ def make_model(family: Family):
 
 
 def sequences() -> list[torch.Tensor]:
-    ids = torch.randint(3, VOCABULARY, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(
+        3, VOCABULARY, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(5)
+    )
     ids[9:12] = ids[1:4]  # after a sequence of one token two begin alike
     return list(ids.split(LENGTHS.tolist()))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES],
 )
 def test_logits_are_those_of_each_sequence_alone(name: str) -> None:
-    family, parts = FAMILIES[name], sequences()
+    family = FAMILIES[name]
+    parts = sequences()
     model = make_model(family)
     assert choose_attention(model) == family.forward
     wanted = torch.tensor([0, 3, 8, 31, 45])
@@ -41,26 +45,35 @@ def test_logits_are_those_of_each_sequence_alone(name: str) -> None:
         expected = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
     largest = float(expected.abs().max())
     torch.testing.assert_close(output_head(model)(states), expected, rtol=0, atol=1e-5 * largest)
-    torch.testing.assert_close(output_head(model)(some), expected[wanted], rtol=0, atol=1e-5 * largest)
+    torch.testing.assert_close(
+        output_head(model)(some), expected[wanted], rtol=0, atol=1e-5 * largest
+    )
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_gradients_are_those_of_a_loop(name: str) -> None:
-    model, parts = make_model(FAMILIES[name]), sequences()
-    weights = torch.randn(int(LENGTHS.sum()), VOCABULARY, generator=torch.Generator().manual_seed(9))
+    model = make_model(FAMILIES[name])
+    parts = sequences()
+    weights = torch.randn(
+        int(LENGTHS.sum()), VOCABULARY, generator=torch.Generator().manual_seed(9)
+    )
     for part, weight in zip(parts, weights.split(LENGTHS.tolist()), strict=True):
         (model(part[None], use_cache=False).logits[0] * weight).sum().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    (output_head(model)(packed_hidden_states(model, torch.cat(parts), LENGTHS)) * weights).sum().backward()
+    (
+        output_head(model)(packed_hidden_states(model, torch.cat(parts), LENGTHS)) * weights
+    ).sum().backward()
     assert len(expected) > 15
     for parameter_name, grad in expected.items():
-        found, atol = model.get_parameter(parameter_name).grad, 1e-4 * float(grad.abs().max())
+        found = model.get_parameter(parameter_name).grad
+        atol = 1e-4 * float(grad.abs().max())
         torch.testing.assert_close(found, grad, rtol=0, atol=atol, msg=parameter_name)
 
 
 def test_a_small_leak_from_a_neighbour_is_found() -> None:
-    """A short convolution over the row, as in LFM2: one token sees the two before it, here with little weight."""
+    """A short convolution over the row, as in LFM2: one token sees the two before it, here with
+    little weight."""
 
     def leaky(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         return output + 1e-4 * torch.nn.functional.pad(output[:, :-1], (0, 0, 1, 0))
@@ -75,6 +88,8 @@ def test_a_small_leak_from_a_neighbour_is_found() -> None:
 def test_a_model_that_looks_ahead_is_refused() -> None:
     """Padding on the right is no cure for layers that see what comes after."""
     model = make_model(Family("llama", ""))
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output + output.mean(1, keepdim=True))
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: output + output.mean(1, keepdim=True)
+    )
     with pytest.raises(UserError, match="family 'llama'.*padded"):
         choose_attention(model)

@@ -1,4 +1,5 @@
-"""GGUF files through `transformers`' own loader: a llama file written by the format's rules, read back exactly."""
+"""GGUF files through `transformers`' own loader: a llama file written by the format's rules, read
+back exactly."""
 
 import struct
 from pathlib import Path
@@ -66,8 +67,10 @@ def packed_entry(key: str, value: Any) -> bytes:
 
 
 def write_gguf(path: Path, model: Any) -> None:
-    """A llama of `tiny_models` with its characters as a byte-level vocabulary whose last token is "ok"."""
-    config, tokenizer = model.config, tiny_tokenizer()
+    """A llama of `tiny_models` with its characters as a byte-level vocabulary whose last token is
+    "ok"."""
+    config = model.config
+    tokenizer = tiny_tokenizer()
     tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(config.vocab_size - 1)] + ["ok"]
     metadata = {
         "general.architecture": "llama",
@@ -91,14 +94,17 @@ def write_gguf(path: Path, model: Any) -> None:
         "tokenizer.ggml.eos_token_id": 2,
     }
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    table, data = b"", b""
+    table = b""
+    data = b""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         weight = parameter.detach().numpy()
         part = name.split(".")[-2]
         weight = interleave_rotary(weight, heads[part]) if part in heads else weight
         shape = weight.shape[::-1]
-        table += packed_string(gguf_name(name)) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        table += packed_string(gguf_name(name)) + struct.pack(
+            f"<I{len(shape)}Q", len(shape), *shape
+        )
         table += struct.pack("<IQ", 0, len(data))  # float32, and where
         data += weight.tobytes() + b"\0" * (-weight.nbytes % 32)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(parameters), len(metadata))
@@ -121,7 +127,10 @@ def test_weights_and_tokens_come_out_as_they_went_in(tmp_path: Path, model) -> N
     assert tokenizer("1+ok").input_ids[-3:] == [*tiny_tokenizer()("1+").input_ids, 98]
     assert stop_token_ids(loaded, tokenizer) == (2,)
     critic = load_model(tmp_path / "g", gguf_file="tiny.gguf", critic=True)
-    assert torch.equal(critic.model.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight)
+    assert torch.equal(
+        critic.model.layers[1].self_attn.q_proj.weight,
+        model.model.layers[1].self_attn.q_proj.weight,
+    )
 
 
 def test_exported_it_is_a_plain_folder(tmp_path: Path, model) -> None:

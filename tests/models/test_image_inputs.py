@@ -11,7 +11,13 @@ from distflow.data.batch import Batch
 from distflow.data.images import read_images
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.models.image_inputs import IN_OWN_PASSES, ImageProcessor, image_error, images_of, own_inputs
+from distflow.models.image_inputs import (
+    IN_OWN_PASSES,
+    ImageProcessor,
+    image_error,
+    images_of,
+    own_inputs,
+)
 from distflow.models.loading import load_model, load_tokenizer, ready
 from distflow.models.packed_forward import TOLERANCE
 from distflow.training.torch_engine import TorchScorer
@@ -19,7 +25,8 @@ from tests.tiny_models import write_tiny_model
 from tests.tiny_vision_models import FAMILIES, png, square, tiny_vision_model, write_tiny_llava
 
 IN_EACH_RUN = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
-"""Square positions, those by time, height and width, vectors for deeper layers, and images that look both ways."""
+"""Square positions, those by time, height and width, vectors for deeper layers, and images that
+look both ways."""
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in IN_EACH_RUN]
 
 
@@ -43,7 +50,9 @@ def sample(model: nn.Module, number: int, images: tuple[str, ...], response: lis
     processor = images_of(model)
     assert processor is not None
     text = "".join(f"{i}{processor.mark}" for i in range(len(images))) + "which?"
-    prompt = Segment("prompt", tuple(processor.encode(text, images) if images else (5, 6, 7, 8)), images=images)
+    prompt = Segment(
+        "prompt", tuple(processor.encode(text, images) if images else (5, 6, 7, 8)), images=images
+    )
     zeros = (0.0,) * len(response)
     drawn = Segment("policy", tuple(response), zeros, zeros, (0,) * len(response))
     return Sample(f"{number}-0", number, [prompt, drawn])
@@ -53,26 +62,41 @@ def own_log_probs(model: nn.Module, one: Sample) -> torch.Tensor:
     """By the model's own forward of the one sequence."""
     ids = torch.tensor([*one.prompt_ids, *one.response_segments[0].token_ids])
     images = one.segments[0].images
-    given = own_inputs(model, ids[None], (images,), num_prompt=len(one.prompt_ids)) if images else {}
+    given = (
+        own_inputs(model, ids[None], (images,), num_prompt=len(one.prompt_ids)) if images else {}
+    )
     logits = model(input_ids=ids[None], use_cache=False, **given).logits[0].log_softmax(-1)
     start = len(one.prompt_ids)
     return logits[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
 
 
-def test_packed_log_probs_are_those_of_each_sequence_alone(model: nn.Module, tmp_path: Path) -> None:
+def test_packed_log_probs_are_those_of_each_sequence_alone(
+    model: nn.Module, tmp_path: Path
+) -> None:
     a, b, c = stored(tmp_path, "r", "g", "b")
     held = [(a,), (), (b, c), (a,), (c,)]
-    samples = [sample(model, i, images, [5 + i, 9, 7][: 1 + i % 3]) for i, images in enumerate(held)]
-    scored = TorchScorer(model).forward(Batch.from_samples(samples), ("log_probs",)).flat("log_probs")
+    samples = [
+        sample(model, i, images, [5 + i, 9, 7][: 1 + i % 3]) for i, images in enumerate(held)
+    ]
+    scored = (
+        TorchScorer(model).forward(Batch.from_samples(samples), ("log_probs",)).flat("log_probs")
+    )
     expected = torch.cat([own_log_probs(model, each) for each in samples])
     assert torch.allclose(scored.double(), expected, atol=1e-6)
 
 
 def test_another_image_has_other_log_probs(model: nn.Module, tmp_path: Path) -> None:
-    a, b = stored(tmp_path, "r", "g")[:1], stored(tmp_path, "b", "g")[:1]
+    a = stored(tmp_path, "r", "g")[:1]
+    b = stored(tmp_path, "b", "g")[:1]
     pair = [sample(model, i, images, [5, 6]) for i, images in enumerate((a, b))]
-    assert pair[0].prompt_ids == pair[1].prompt_ids  # only the images differ, so no prefix may be shared
-    first, second = TorchScorer(model).forward(Batch.from_samples(pair), ("log_probs",)).flat("log_probs").split(2)
+    # only the images differ, so no prefix may be shared
+    assert pair[0].prompt_ids == pair[1].prompt_ids
+    first, second = (
+        TorchScorer(model)
+        .forward(Batch.from_samples(pair), ("log_probs",))
+        .flat("log_probs")
+        .split(2)
+    )
     assert float((first - second).abs().max()) > 1e-4
 
 
@@ -80,8 +104,14 @@ def test_a_drawn_placeholder_is_a_token(model: nn.Module, tmp_path: Path) -> Non
     (image,) = stored(tmp_path, "r")
     processor = images_of(model)
     assert processor is not None
-    before, after = (sample(model, i, (image,), [5, token, 6]) for i, token in enumerate((processor.token_id, 7)))
-    scored = TorchScorer(model).forward(Batch.from_samples([before, after]), ("log_probs",)).flat("log_probs")
+    before, after = (
+        sample(model, i, (image,), [5, token, 6]) for i, token in enumerate((processor.token_id, 7))
+    )
+    scored = (
+        TorchScorer(model)
+        .forward(Batch.from_samples([before, after]), ("log_probs",))
+        .flat("log_probs")
+    )
     assert torch.isfinite(scored).all()
     assert torch.allclose(scored[0], scored[3])  # the same before the token
     assert torch.allclose(scored[3:].double(), own_log_probs(model, after), atol=1e-6)
@@ -89,14 +119,20 @@ def test_a_drawn_placeholder_is_a_token(model: nn.Module, tmp_path: Path) -> Non
 
 def test_gradients_reach_what_computes_images(model: nn.Module, tmp_path: Path) -> None:
     a, b = stored(tmp_path, "r", "g")
-    samples = [sample(model, 0, (a,), [5, 6]), sample(model, 1, (), [7]), sample(model, 2, (b,), [8])]
-    scorer, alone = TorchScorer(model), copy.deepcopy(model)
+    samples = [
+        sample(model, 0, (a,), [5, 6]),
+        sample(model, 1, (), [7]),
+        sample(model, 2, (b,), [8]),
+    ]
+    scorer = TorchScorer(model)
+    alone = copy.deepcopy(model)
     model.train()
     scorer.compute(Batch.from_samples(samples), ("log_probs",))["log_probs"].sum().backward()
     torch.stack([own_log_probs(alone, each).sum() for each in samples]).sum().backward()
     expected = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
-        own, theirs = parameter.grad, expected[name].grad
+        own = parameter.grad
+        theirs = expected[name].grad
         assert (own is None) == (theirs is None), name
         if own is not None and theirs is not None:
             assert torch.allclose(own, theirs, atol=1e-6 + 1e-5 * float(theirs.abs().max())), name
@@ -124,23 +160,29 @@ def test_a_model_whose_packed_images_shift_runs_sequences_one_by_one(
 
 
 def test_families_differ_in_how_they_run(model: nn.Module) -> None:
-    one_by_one = {"gemma3", "qwen3_5"}  # attention in both directions within an image; recurrent layers
+    # attention in both directions within an image; recurrent layers
+    one_by_one = {"gemma3", "qwen3_5"}
     assert getattr(model, IN_OWN_PASSES) == (model.config.model_type in one_by_one)
 
 
 def test_a_model_whose_response_changes_its_prompt_is_refused() -> None:
     processor, made = tiny_vision_model("paligemma")
     made.image_processor = ImageProcessor(processor)
-    with pytest.raises(UserError, match="'paligemma' cannot be trained with images: a response changes what comes"):
+    with pytest.raises(
+        UserError, match="'paligemma' cannot be trained with images: a response changes what comes"
+    ):
         ready(made, torch.float64, "cpu")
 
 
 def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) -> None:
     a, b = stored(tmp_path, "r", "g")
     one = sample(model, 0, (a,), [5])
-    more = Sample("0-0", 0, [Segment("prompt", one.prompt_ids, images=(a, b)), *one.response_segments])
+    more = Sample(
+        "0-0", 0, [Segment("prompt", one.prompt_ids, images=(a, b)), *one.response_segments]
+    )
     with pytest.raises(
-        ValueError, match="placeholders stand for images of|Image features and image tokens do not match"
+        ValueError,
+        match="placeholders stand for images of|Image features and image tokens do not match",
     ):
         TorchScorer(model).forward(Batch.from_samples([more]), ("log_probs",))
     processor = images_of(model)
@@ -149,11 +191,16 @@ def test_images_and_placeholders_must_agree(model: nn.Module, tmp_path: Path) ->
         processor.encode(2 * processor.mark, (a,))
 
 
-def test_a_processor_is_shared_and_reads_an_image_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_is_shared_and_reads_an_image_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_tiny_llava(tmp_path / "model")
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    model = load_model(folder)
+    tokenizer = load_tokenizer(folder)
     processor = images_of(tokenizer)
-    assert processor is not None and processor is images_of(model) is images_of(copy.deepcopy(model))
+    assert processor is not None and processor is images_of(model) is images_of(
+        copy.deepcopy(model)
+    )
     a, b = stored(tmp_path, "r", "g")
     read: list[str] = []
     from distflow.models import image_inputs

@@ -1,4 +1,5 @@
-"""Loading models and tokenizers: what comes out, and one clear message for everything that can be wrong."""
+"""Loading models and tokenizers: what comes out, and one clear message for everything that can be
+wrong."""
 
 import json
 from pathlib import Path
@@ -25,20 +26,26 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_come_out_as_stored_in_the_dtype_asked_for(folder: Path, dtype: torch.dtype) -> None:
+def test_weights_come_out_as_stored_in_the_dtype_asked_for(
+    folder: Path, dtype: torch.dtype
+) -> None:
     model = load_model(folder, dtype=dtype)
     stored = load_file(folder / "model.safetensors")
     loaded = dict(model.named_parameters())
     assert stored.keys() == loaded.keys()
     for name, weight in stored.items():
         assert torch.equal(loaded[name], weight.to(dtype))
-        assert loaded[name].data_ptr() % 64 == 0, "rounding must not depend on where the file's header ended"
+        assert loaded[name].data_ptr() % 64 == 0, (
+            "rounding must not depend on where the file's header ended"
+        )
     assert not model.training
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [1e30, -1e30, 1e6, float("nan"), float("inf")])
-def test_garbage_in_a_file_of_weights_is_found(folder: Path, dtype: torch.dtype, value: float) -> None:
+def test_garbage_in_a_file_of_weights_is_found(
+    folder: Path, dtype: torch.dtype, value: float
+) -> None:
     stored = load_file(folder / "model.safetensors")
     name = next(name for name in stored if "down_proj" in name)
     stored[name] = stored[name].to(dtype)
@@ -107,7 +114,10 @@ def test_folders_without_weights_or_with_broken_ones(folder: Path) -> None:
     weights.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(folder)
-    save_file({k: v for k, v in load_file_bytes(whole, folder).items() if "layers.1.mlp" not in k}, weights)
+    save_file(
+        {k: v for k, v in load_file_bytes(whole, folder).items() if "layers.1.mlp" not in k},
+        weights,
+    )
     with pytest.raises(UserError, match="lacks weights.*layers.1.mlp.down_proj.weight"):
         load_model(folder)
     weights.unlink()
@@ -123,7 +133,10 @@ def load_file_bytes(content: bytes, folder: Path) -> dict[str, torch.Tensor]:
 
 def test_weights_of_other_shapes_are_refused(folder: Path) -> None:
     edit_json(folder / "config.json", hidden_size=64)
-    said = r"\d+ weights do not have the sizes that its config.json implies, lm_head.weight is \[\d+, \d+\] and .*64\]"
+    said = (
+        r"\d+ weights do not have the sizes that its config.json implies, lm_head.weight is \[\d+, "
+        r"\d+\] and .*64\]"
+    )
     with pytest.raises(UserError, match=said):
         load_model(folder)
 
@@ -166,18 +179,26 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
         load_tokenizer(folder)
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UserError, match="no tokenizer; add one, or for the policy set tokenizer_path"):
+    with pytest.raises(
+        UserError, match="no tokenizer; add one, or for the policy set tokenizer_path"
+    ):
         load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(("times", "refused"), [(2, False), (12, True)])
-def test_a_tokenizer_that_would_fill_the_memory_is_refused(tmp_path: Path, times: int, refused: bool) -> None:
+def test_a_tokenizer_that_would_fill_the_memory_is_refused(
+    tmp_path: Path, times: int, refused: bool
+) -> None:
     tokenizer = tiny_tokenizer()
     grows = [normalizers.Replace("a", "a" * 10)] * times
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("b"), *grows])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("b"), *grows]
+    )
     tokenizer.save_pretrained(tmp_path)
     if refused:
-        with pytest.raises(UserError, match="the normalizer of the tokenizer of .* a text 1e.12 times as long"):
+        with pytest.raises(
+            UserError, match="the normalizer of the tokenizer of .* a text 1e.12 times as long"
+        ):
             load_tokenizer(tmp_path)
     else:
         assert len(load_tokenizer(tmp_path)("a")["input_ids"]) == 101
@@ -188,23 +209,32 @@ def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder: Path) -> None:
     assert load_tokenizer(folder).pad_token == "<eos>"
 
 
-def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused_unless_they_were_added(folder: Path) -> None:
-    tokenizer, config = load_tokenizer(folder), ModelSource(folder).config()
+def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused_unless_they_were_added(
+    folder: Path,
+) -> None:
+    tokenizer = load_tokenizer(folder)
+    config = ModelSource(folder).config()
     tokenizer.add_tokens(["<image>"])
     tokenizer.save_pretrained(folder)
     assert len(load_tokenizer(folder, model=config)) == config.vocab_size + 1
     config.vocab_size -= 1
-    last = f"the token ' ' has the id {config.vocab_size}, and the model embeds only the ids below {config.vocab_size}"
+    last = (
+        f"the token ' ' has the id {config.vocab_size}, and the model embeds only the ids below "
+        f"{config.vocab_size}"
+    )
     with pytest.raises(UserError, match=f"its tokenizer is another model's: {last}"):
         load_tokenizer(folder, model=config)
 
 
 def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -> None:
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    model = load_model(folder)
+    tokenizer = load_tokenizer(folder)
     assert stop_token_ids(model, tokenizer) == (2,)
     model.generation_config.eos_token_id = [2, 9]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|eot_id|>"]})
-    assert stop_token_ids(model, tokenizer) == (2, 9), "a special token that no chat template writes ends nothing"
+    assert stop_token_ids(model, tokenizer) == (2, 9), (
+        "a special token that no chat template writes ends nothing"
+    )
     tokenizer.chat_template = "{{ messages[0]['content'] }}<|im_end|>"
     im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stop_token_ids(model, tokenizer) == (2, 9, im_end)
@@ -231,8 +261,16 @@ def test_a_model_may_lie_in_an_installed_package_which_is_not_imported(
         ("config.json", {"rope_parameters": {"factor": [10**400]}}, "'factor' is more than 9,223,"),
         ("config.json", {"id2label": ["a label"] * 500_000}, "config.json"),
         ("config.json", {"hidden_size": 10**6}, "config.json implies [0-9,]{9,} weights"),
-        ("model.safetensors.index.json", {"weight_map": {"x": "../x.safetensors"}}, "names weights of another folder"),
-        ("model.safetensors.index.json", {"weight_map": {"x": "/dev/zero"}}, "names weights of another folder"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"x": "../x.safetensors"}},
+            "names weights of another folder",
+        ),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"x": "/dev/zero"}},
+            "names weights of another folder",
+        ),
         (
             "model.safetensors.index.json",
             {"weight_map": dict.fromkeys(range(500_001), "x")},
@@ -267,22 +305,32 @@ def test_a_folder_of_very_many_files_is_no_models(folder: Path) -> None:
                 "type": "TemplateProcessing",
                 "single": [{"Sequence": {"id": "A", "type_id": 0}}]
                 + [{"SpecialToken": {"id": "x", "type_id": 0}}] * 9000,
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "pair": [
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                    {"Sequence": {"id": "B", "type_id": 0}},
+                ],
                 "special_tokens": {"x": {"id": "x", "ids": [0], "tokens": ["<pad>"]}},
             },
         ),
     ],
 )
-def test_a_tokenizer_that_adds_too_much_is_refused(folder: Path, part: str, state: dict[str, object]) -> None:
+def test_a_tokenizer_that_adds_too_much_is_refused(
+    folder: Path, part: str, state: dict[str, object]
+) -> None:
     edit_json(folder / "tokenizer.json", **{part: state})
     with pytest.raises(UserError, match=f"the {part} of the tokenizer"):
         load_tokenizer(folder)
 
 
-def test_a_tokenizer_that_adds_many_tokens_is_refused_and_its_largest_length_may_be_unbounded(folder: Path) -> None:
+def test_a_tokenizer_that_adds_many_tokens_is_refused_and_its_largest_length_may_be_unbounded(
+    folder: Path,
+) -> None:
     edit_json(folder / "tokenizer_config.json", model_max_length=10**30)
     load_tokenizer(folder)
-    edit_json(folder / "tokenizer_config.json", extra_special_tokens={f"t{i}_token": f"<{i}>" for i in range(60_000)})
+    edit_json(
+        folder / "tokenizer_config.json",
+        extra_special_tokens={f"t{i}_token": f"<{i}>" for i in range(60_000)},
+    )
     with pytest.raises(UserError, match="'extra_special_tokens' has 60,000 entries"):
         load_tokenizer(folder)
     edit_json(folder / "tokenizer_config.json", extra_special_tokens={}, model_max_length="x")

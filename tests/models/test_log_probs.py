@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from distflow.models.log_probs import ActionHead, ActionTargets, token_log_probs
 
-ROWS, WIDTH, VOCABULARY = 23, 8, 17
+ROWS = 23
+WIDTH = 8
+VOCABULARY = 17
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -18,11 +20,16 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tenso
     return head, hidden, torch.randint(VOCABULARY, (ROWS,))
 
 
-def brute_force(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+def brute_force(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies by the definitions, over the tokens that have any probability."""
-    log_probs, entropies = [], []
+    log_probs = []
+    entropies = []
     heats = (
-        temperature if isinstance(temperature, Tensor) else torch.full((len(logits),), temperature, dtype=torch.float64)
+        temperature
+        if isinstance(temperature, Tensor)
+        else torch.full((len(logits),), temperature, dtype=torch.float64)
     )
     for row, target, heat in zip(logits, targets, heats, strict=True):
         weights = torch.exp((row - row.max()) / heat)
@@ -38,11 +45,15 @@ EACH = torch.linspace(0.4, 2.0, ROWS, dtype=torch.float64)  # a temperature a ro
 
 @pytest.mark.parametrize("rows_in_chunk", [1, 4, ROWS - 1, ROWS, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, EACH])
-def test_values_and_gradients_are_those_of_full_logits(rows_in_chunk: int, temperature: float | Tensor) -> None:
+def test_values_and_gradients_are_those_of_full_logits(
+    rows_in_chunk: int, temperature: float | Tensor
+) -> None:
     head, hidden, targets = inputs()
     weights = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = brute_force(head(hidden), targets, temperature)
-    wanted = torch.autograd.grad((torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias])
+    wanted = torch.autograd.grad(
+        (torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias]
+    )
 
     found = token_log_probs(
         head,
@@ -52,7 +63,9 @@ def test_values_and_gradients_are_those_of_full_logits(rows_in_chunk: int, tempe
         vocabulary=VOCABULARY,
         chunk_elements=rows_in_chunk * VOCABULARY,
     )
-    grads = torch.autograd.grad((torch.stack(found) * weights).sum(), [hidden, head.weight, head.bias])
+    grads = torch.autograd.grad(
+        (torch.stack(found) * weights).sum(), [hidden, head.weight, head.bias]
+    )
     for ours, theirs in zip((*found, *grads), (*expected, *wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
@@ -66,7 +79,9 @@ def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite() -> None:
     def masked_head(states: Tensor) -> Tensor:
         return head(states) + forbidden
 
-    log_probs, entropies = token_log_probs(masked_head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=50)
+    log_probs, entropies = token_log_probs(
+        masked_head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=50
+    )
     expected = brute_force(masked_head(hidden), targets, 1.0)
     torch.testing.assert_close(log_probs, expected[0], rtol=0, atol=1e-12)
     torch.testing.assert_close(entropies, expected[1], rtol=0, atol=1e-12)
@@ -76,7 +91,9 @@ def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite() -> None:
 
 def test_the_softmax_of_bfloat16_logits_is_in_float32() -> None:
     head, hidden, targets = inputs(torch.bfloat16)
-    log_probs, entropies = token_log_probs(head, hidden, targets, temperature=0.7, vocabulary=VOCABULARY)
+    log_probs, entropies = token_log_probs(
+        head, hidden, targets, temperature=0.7, vocabulary=VOCABULARY
+    )
     expected = brute_force(head(hidden).double(), targets, 0.7)
     assert log_probs.dtype == entropies.dtype == torch.float32
     torch.testing.assert_close(log_probs.double(), expected[0], rtol=0, atol=1e-5)
@@ -85,13 +102,16 @@ def test_the_softmax_of_bfloat16_logits_is_in_float32() -> None:
 
 def test_full_logits_never_exist() -> None:
     head, hidden, targets = inputs(torch.float32)
-    largest, saved = [], []
+    largest = []
+    saved = []
 
     def watched_head(states: Tensor) -> Tensor:
         largest.append(states.shape[0])
         return head(states)
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         log_probs, entropies = token_log_probs(
             watched_head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=3 * VOCABULARY
         )
@@ -104,10 +124,17 @@ def test_without_entropy_there_is_none() -> None:
     head, hidden, targets = inputs()
     for chunk_elements in (40, 4000):
         log_probs, entropies = token_log_probs(
-            head, hidden, targets, vocabulary=VOCABULARY, with_entropy=False, chunk_elements=chunk_elements
+            head,
+            hidden,
+            targets,
+            vocabulary=VOCABULARY,
+            with_entropy=False,
+            chunk_elements=chunk_elements,
         )
         assert entropies is None
-        torch.testing.assert_close(log_probs, brute_force(head(hidden), targets, 1.0)[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            log_probs, brute_force(head(hidden), targets, 1.0)[0], rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), torch.linspace(0, 1, ROWS)])
@@ -127,7 +154,9 @@ def test_the_entropy_alone_has_its_gradient() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_rows_beyond_a_block_have_their_own_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_a_block_have_their_own_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("distflow.models.log_probs.BLOCK_ELEMENTS", 4 * VOCABULARY)
     test_values_and_gradients_are_those_of_full_logits(1000, 0.6)
 
@@ -141,21 +170,30 @@ def test_a_second_backward_pass_over_the_same_log_probs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows_in_chunk", [1, 4, ROWS, 1000])
-def test_numbers_of_actions_have_the_density_of_their_normal_distribution(rows_in_chunk: int) -> None:
-    """Mean: the target's own logit. Standard deviation: e^-3 to e, by tanh of the next logit. By plain loops."""
+def test_numbers_of_actions_have_the_density_of_their_normal_distribution(
+    rows_in_chunk: int,
+) -> None:
+    """Mean: the target's own logit. Standard deviation: e^-3 to e, by tanh of the next logit. By
+    plain loops."""
     head, hidden, targets = inputs()
     targets = targets.clamp(max=VOCABULARY - 2)
-    values, is_action = torch.linspace(-3, 3, ROWS, dtype=torch.float64), torch.arange(ROWS) % 3 > 0
+    values = torch.linspace(-3, 3, ROWS, dtype=torch.float64)
+    is_action = torch.arange(ROWS) % 3 > 0
     weights = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     logits = head(hidden)
     log_probs, entropies = (list(each) for each in brute_force(logits, targets, 1.0))
     for row in is_action.nonzero()[:, 0].tolist():
-        mean, raw = logits[row, targets[row]], logits[row, targets[row] + 1]
+        mean = logits[row, targets[row]]
+        raw = logits[row, targets[row] + 1]
         std = torch.exp(-3 + 2 * (torch.tanh(raw) + 1))
-        log_probs[row] = -0.5 * ((values[row] - mean) / std) ** 2 - torch.log(std * math.sqrt(2 * math.pi))
+        log_probs[row] = -0.5 * ((values[row] - mean) / std) ** 2 - torch.log(
+            std * math.sqrt(2 * math.pi)
+        )
         entropies[row] = 0.5 * torch.log(2 * math.pi * math.e * std**2)
     expected = torch.stack(log_probs), torch.stack(entropies)
-    wanted = torch.autograd.grad((torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias])
+    wanted = torch.autograd.grad(
+        (torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias]
+    )
     found = token_log_probs(
         head,
         hidden,
@@ -163,6 +201,8 @@ def test_numbers_of_actions_have_the_density_of_their_normal_distribution(rows_i
         vocabulary=VOCABULARY,
         chunk_elements=rows_in_chunk * VOCABULARY,
     )
-    grads = torch.autograd.grad((torch.stack(found) * weights).sum(), [hidden, head.weight, head.bias])
+    grads = torch.autograd.grad(
+        (torch.stack(found) * weights).sum(), [hidden, head.weight, head.bias]
+    )
     for ours, theirs in zip((*found, *grads), (*expected, *wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -31,7 +31,9 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_trains(tmp_path: Path) ->
     expected = packed_hidden_states(base, IDS, LENGTHS)
     model = add_lora(base, rank=4)
     assert has_adapter(model) and not has_adapter(load_model(tmp_path / "m"))
-    torch.testing.assert_close(packed_hidden_states(model, IDS, LENGTHS), expected, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(
+        packed_hidden_states(model, IDS, LENGTHS), expected, rtol=0, atol=ROUNDING
+    )
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trainable and all(".lora_" in name for name in trainable)
     assert not any("lm_head" in name for name in trainable)
@@ -55,14 +57,20 @@ def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
         with_adapter = packed_hidden_states(model, IDS, LENGTHS)
         with adapter_off(model):
             off = packed_hidden_states(model, IDS, LENGTHS)
-            torch.testing.assert_close(off, packed_hidden_states(base, IDS, LENGTHS), rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(
+                off, packed_hidden_states(base, IDS, LENGTHS), rtol=0, atol=ROUNDING
+            )
         assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), with_adapter)
     assert (with_adapter - packed_hidden_states(base, IDS, LENGTHS)).abs().max() > 0.1
-    assert any(p.requires_grad for p in model.parameters()), "switching back must leave the adapter trainable"
+    assert any(p.requires_grad for p in model.parameters()), (
+        "switching back must leave the adapter trainable"
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(tmp_path: Path, tied: bool) -> None:
+def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(
+    tmp_path: Path, tied: bool
+) -> None:
     folder = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=tied)
     model = add_lora(load_model(folder), rank=4, alpha=9, target_modules=["q_proj", "down_proj"])
     with torch.no_grad():
@@ -79,13 +87,16 @@ def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(tmp_path: Pat
     unmerged = dict(named_weights(model, merge=False))
     assert all(torch.equal(unmerged.pop(name), weight) for name, weight in plain.items())
     assert unmerged and all(
-        torch.equal(weight, model.get_parameter(f"base_model.model.{name}")) for name, weight in unmerged.items()
+        torch.equal(weight, model.get_parameter(f"base_model.model.{name}"))
+        for name, weight in unmerged.items()
     )
     theirs = dict(model.merge_and_unload().named_parameters())
     assert list(merged) == list(plain) and merged.keys() == theirs.keys()
     for name, weight in merged.items():
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6)
-    assert not torch.equal(merged["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])
+    assert not torch.equal(
+        merged["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"]
+    )
 
 
 def test_names_of_no_module_are_refused(tmp_path: Path) -> None:
@@ -95,13 +106,20 @@ def test_names_of_no_module_are_refused(tmp_path: Path) -> None:
 
 def test_each_name_must_be_that_of_a_layer(tmp_path: Path) -> None:
     """Also beside one that is: nobody wants half of an adapter."""
-    with pytest.raises(UserError, match=r"'q_prj' matches no layer of the model; did you mean 'q_proj'\?"):
-        add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["v_proj", "q_prj"])
+    with pytest.raises(
+        UserError, match=r"'q_prj' matches no layer of the model; did you mean 'q_proj'\?"
+    ):
+        add_lora(
+            load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["v_proj", "q_prj"]
+        )
 
 
 def test_a_text_is_a_pattern_of_whole_names(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
-    with pytest.raises(UserError, match=r"'q_proj' matches no layer of the model; for all layers .* write \[q_proj\]"):
+    with pytest.raises(
+        UserError,
+        match=r"'q_proj' matches no layer of the model; for all layers .* write \[q_proj\]",
+    ):
         add_lora(model, rank=4, target_modules="q_proj")
     with pytest.raises(UserError, match=r"'\*q_proj' is not a regular expression"):
         add_lora(model, rank=4, target_modules="*q_proj")

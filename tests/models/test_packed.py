@@ -8,7 +8,12 @@ from distflow.errors import UserError
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import ready
 from distflow.models.packed_attention import PACKED_ATTENTION
-from distflow.models.packed_forward import choose_attention, output_head, packed_error, packed_hidden_states
+from distflow.models.packed_forward import (
+    choose_attention,
+    output_head,
+    packed_error,
+    packed_hidden_states,
+)
 from distflow.models.shared_prefixes_and_buckets import Packing
 from distflow.training.torch_engine import checkpoint_activations
 from tests.tiny_models import tiny_config
@@ -66,7 +71,9 @@ def test_packed_logits_are_those_of_each_sequence_alone(name: str) -> None:
 def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing: bool) -> None:
     model = make_model("qwen3")
     parts = sequences()
-    weights = torch.randn(int(LENGTHS.sum()), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    weights = torch.randn(
+        int(LENGTHS.sum()), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
     for part, weight in zip(parts, weights.split(LENGTHS.tolist()), strict=True):
         (model.model(part[None]).last_hidden_state[0] * weight).sum().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -101,7 +108,9 @@ def test_gradients_in_float32_are_those_of_float64_to_rounding(
         states = packed_hidden_states(model, torch.cat(sequences()), LENGTHS)
         weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
         (states * weights).sum().backward()
-        found.append({name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(
+            {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert len(found[0]) > 20
     for name, exact in found[1].items():
         assert (found[0][name] - exact).abs().max() < 1e-5 * exact.abs().max(), name
@@ -117,7 +126,9 @@ def test_plain_families_get_our_attention_and_windows_their_own() -> None:
 def test_the_error_of_an_attention_that_leaks_is_not_allowed() -> None:
     def leaky(module, query, key, value, attention_mask, **kwargs):
         plain = AttentionInterface()["sdpa"]
-        return plain(module, query, key, value, None, **{k: v for k, v in kwargs.items() if k != "packing"})
+        return plain(
+            module, query, key, value, None, **{k: v for k, v in kwargs.items() if k != "packing"}
+        )
 
     AttentionInterface.register("leaky", leaky)
     AttentionMaskInterface.register("leaky", lambda *args, **kwargs: None)
@@ -153,15 +164,23 @@ def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             logits = model(ids, attention_mask=mask).logits
-        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        tokens = model.generate(
+            ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
         outputs[implementation] = (logits, tokens)
     assert torch.equal(outputs["sdpa"][0], outputs[PACKED_ATTENTION][0])
     assert torch.equal(outputs["sdpa"][1], outputs[PACKED_ATTENTION][1])
 
 
-@pytest.mark.parametrize("lengths", [[4], [1, 1, 1], [100, 1, 74, 76, 75, 3, 2], list(range(1, 60))])
+@pytest.mark.parametrize(
+    "lengths", [[4], [1, 1, 1], [100, 1, 74, 76, 75, 3, 2], list(range(1, 60))]
+)
 def test_packing_reads_and_writes_every_token_once(lengths: list[int]) -> None:
     buckets = Packing(torch.tensor(lengths), torch.device("cpu")).buckets
     assert torch.equal(buckets.source[buckets.home], torch.arange(sum(lengths)))
     assert sum(rows for rows, _ in buckets.shapes) == len(lengths)
-    assert buckets.source.numel() == sum(rows * longest for rows, longest in buckets.shapes) <= sum(lengths) / 0.75
+    assert (
+        buckets.source.numel()
+        == sum(rows * longest for rows, longest in buckets.shapes)
+        <= sum(lengths) / 0.75
+    )

@@ -21,12 +21,17 @@ def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path: Path)
     for kind, outputs in OUTPUTS.items():
         expected = run(make_model(kind, tmp_path), kind, SHARES[0] + SHARES[1])
         ranks = [torch.load(tmp_path / f"{kind}-{rank}.pt") for rank in range(2)]
-        assert any(float(value.abs().max()) > 0.1 for name, value in expected.items() if "gradient" in name)
+        assert any(
+            float(value.abs().max()) > 0.1 for name, value in expected.items() if "gradient" in name
+        )
         for name, value in expected.items():
             found = [rank.get(name, torch.zeros(0)) for rank in ranks]
             together = torch.cat(found) if name in outputs else found[0]
-            largest = max(1.0, float(value.abs().max()))  # by which the rounding of sums in another order goes
-            torch.testing.assert_close(together, value.detach(), rtol=0, atol=1e-5 * largest, msg=f"{kind}: {name}")
+            # by which the rounding of sums in another order goes
+            largest = max(1.0, float(value.abs().max()))
+            torch.testing.assert_close(
+                together, value.detach(), rtol=0, atol=1e-5 * largest, msg=f"{kind}: {name}"
+            )
         assert ranks[0].keys() == expected.keys()
 
 

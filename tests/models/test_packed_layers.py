@@ -1,5 +1,5 @@
-"""Layers by native code against the module itself in float64 and, in bfloat16, under autocast: states, and the
-gradient of every weight."""
+"""Layers by native code against the module itself in float64 and, in bfloat16, under autocast:
+states, and the gradient of every weight."""
 
 import copy
 from collections.abc import Callable
@@ -14,13 +14,20 @@ from distflow.models import packed_forward
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.packed_forward import attach_packed_forward, choose_attention, packed_hidden_states, runs_natively
+from distflow.models.packed_forward import (
+    attach_packed_forward,
+    choose_attention,
+    packed_hidden_states,
+    runs_natively,
+)
 from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.training.torch_engine import checkpoint_activations
 from tests.models.cpu_kernels.test_decode_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
+pytestmark = pytest.mark.skipif(
+    not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)"
+)
 
 LENGTHS = torch.tensor([5, 1, 70, 24, 25, 130, 3, 48])
 ROWS = int(LENGTHS.sum())
@@ -50,7 +57,9 @@ def states_and_gradients(
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(4))
     model.zero_grad()
     (states * weights.to(states.dtype)).sum().backward()
-    return states.detach(), {name: p.grad for name, p in model.named_parameters() if "lm_head" not in name}
+    return states.detach(), {
+        name: p.grad for name, p in model.named_parameters() if "lm_head" not in name
+    }
 
 
 @pytest.mark.parametrize("largest", [packed_forward.LARGEST, 0])
@@ -68,23 +77,33 @@ def test_states_and_gradients_are_those_of_the_module_in_float64(
     assert runs_natively(model.model) and not runs_natively(exact.model)
     ours, found = states_and_gradients(model, tokens(), shares)
     expected, wanted = states_and_gradients(exact, tokens(), shares=False)
-    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        ours.double(), expected, rtol=0, atol=2e-5 * float(expected.abs().max())
+    )
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient is not None and found[name] is not None, name
         largest = float(gradient.abs().max())
         assert largest > 0
         torch.testing.assert_close(
-            found[name].double(), gradient, rtol=0, atol=3e-5 * largest, msg=lambda text, name=name: f"{name}: {text}"
+            found[name].double(),
+            gradient,
+            rtol=0,
+            atol=3e-5 * largest,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(variant: str, shares: bool) -> None:
+def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(
+    variant: str, shares: bool
+) -> None:
     family, changes = VARIANTS[variant]
-    model, ids = trainable(family, **changes), tokens()
-    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    model = trainable(family, **changes)
+    ids = tokens()
+    plain = copy.deepcopy(model)
+    exact = copy.deepcopy(model).double()
     for other in (plain, exact):
         attach_packed_forward(other)
     keep_from_native_code(plain)
@@ -96,7 +115,8 @@ def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(variant: str
     assert ours.dtype == torch.float32
     assert distance(ours, by_torch) < 0.25 * distance(by_torch, expected)
     for name, gradient in wanted.items():
-        of_model, of_autocast = found[name], theirs[name]
+        of_model = found[name]
+        of_autocast = theirs[name]
         assert gradient is not None and of_model is not None and of_autocast is not None
         assert of_model.dtype == torch.float32
         assert 0 < distance(of_model, gradient) < 1.5 * distance(of_autocast, gradient), name
@@ -112,7 +132,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
-    model, ids, threads = trainable(), tokens(), torch.get_num_threads()
+    model = trainable()
+    ids = tokens()
+    threads = torch.get_num_threads()
     found = []
     try:
         for num_threads in (1, 2, 5):
@@ -125,7 +147,9 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
         for name, gradient in gradients.items():
             first = found[0][1][name]
             assert gradient is not None and first is not None
-            torch.testing.assert_close(gradient, first, rtol=0, atol=3e-5 * float(first.abs().max()))
+            torch.testing.assert_close(
+                gradient, first, rtol=0, atol=3e-5 * float(first.abs().max())
+            )
     start = int(LENGTHS[:5].sum())
     with torch.no_grad():
         alone = packed_hidden_states(model, ids[start : start + 130], LENGTHS[5:6])
@@ -134,15 +158,19 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
 
 @pytest.mark.parametrize("low", [False, True])
 def test_the_same_call_gives_the_same_gradient_bit_for_bit(low: bool) -> None:
-    model, ids = trainable("qwen3", head_dim=24), tokens()
-    (states, first), (again, second) = (states_and_gradients(model, ids, shares=True, low=low) for _ in range(2))
+    model = trainable("qwen3", head_dim=24)
+    ids = tokens()
+    (states, first), (again, second) = (
+        states_and_gradients(model, ids, shares=True, low=low) for _ in range(2)
+    )
     assert torch.equal(states, again)
     assert all(torch.equal(first[name], second[name]) for name in first)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("low", [False, True])
 def test_what_is_not_trained_gets_no_gradient_and_changes_no_other(low: bool) -> None:
-    model, ids = trainable(), tokens()
+    model = trainable()
+    ids = tokens()
     _, expected = states_and_gradients(model, ids, shares=False, low=low)
     frozen = [name for name in expected if "layers.0" in name or "up_proj" in name]
     for name, parameter in model.named_parameters():
@@ -154,7 +182,8 @@ def test_what_is_not_trained_gets_no_gradient_and_changes_no_other(low: bool) ->
 
 @pytest.mark.parametrize("low", [False, True])
 def test_what_is_not_finite_stays_where_it_is(low: bool) -> None:
-    model, ids = trainable(), tokens(alike=0)
+    model = trainable()
+    ids = tokens(alike=0)
     ids[50] = 2
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
         model.model.embed_tokens.weight[2, 3] = float("nan")
@@ -197,7 +226,8 @@ def _dropout(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_own_module, _hook, _own_forward, _low_weight, _adapter, _dropout, checkpoint_activations]
+    "change",
+    [_own_module, _hook, _own_forward, _low_weight, _adapter, _dropout, checkpoint_activations],
 )
 def test_what_is_changed_in_a_model_is_computed_by_the_model(change: Callable[[Any], None]) -> None:
     model = trainable()
@@ -206,7 +236,8 @@ def test_what_is_changed_in_a_model_is_computed_by_the_model(change: Callable[[A
 
 
 def test_a_hook_takes_part() -> None:
-    model, ids = trainable(), tokens()
+    model = trainable()
+    ids = tokens()
     with torch.no_grad():
         before = packed_hidden_states(model, ids, LENGTHS)
         _hook(model)
@@ -228,13 +259,16 @@ def test_float16_is_torchs() -> None:
 def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By bits: the same numbers in another order."""
     sizes = {"hidden_size": 64, "intermediate_size": packed_forward.LARGEST // 64}
-    fits, exceeds = trainable(**sizes), trainable(hidden_size=64, intermediate_size=sizes["intermediate_size"] + 1)
+    fits = trainable(**sizes)
+    exceeds = trainable(hidden_size=64, intermediate_size=sizes["intermediate_size"] + 1)
     for model, changes in ((fits, True), (exceeds, False)):
         assert runs_natively(model.model)
         with monkeypatch.context() as patched:
             states = packed_hidden_states(model, tokens(), LENGTHS)
             patched.setattr(packed_forward, "LARGEST", 0)
-            assert torch.equal(states, packed_hidden_states(model, tokens(), LENGTHS)) is not changes
+            assert (
+                torch.equal(states, packed_hidden_states(model, tokens(), LENGTHS)) is not changes
+            )
 
 
 def test_value_models_run_natively_too(tmp_path: Path) -> None:

@@ -13,7 +13,16 @@ from distflow.models.reward_model import load_reward_model, score_ids
 from tests.tiny_models import write_tiny_model, write_tiny_reward_model
 
 # Of many lengths; some end with what is the pad and the end token, one is nothing else.
-TEXTS = [[1, 7, 9], [2], [1, 30, 0, 0], [5] * 40, [1, 8, 2, 2], list(range(3, 60)), [1, 7, 9, 2], [0, 0]]
+TEXTS = [
+    [1, 7, 9],
+    [2],
+    [1, 30, 0, 0],
+    [5] * 40,
+    [1, 8, 2, 2],
+    list(range(3, 60)),
+    [1, 7, 9, 2],
+    [0, 0],
+]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -33,7 +42,9 @@ def one_by_one(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pad_id", [0, 2, 50])
-def test_a_text_scores_the_same_beside_others_whatever_fills_them_up(tmp_path: Path, family: str, pad_id: int) -> None:
+def test_a_text_scores_the_same_beside_others_whatever_fills_them_up(
+    tmp_path: Path, family: str, pad_id: int
+) -> None:
     folder = write_tiny_reward_model(tmp_path, family, **FAMILIES[family])
     model = load_reward_model(folder, dtype=torch.float32, device="cpu")
     wanted = one_by_one(folder)
@@ -46,7 +57,8 @@ def test_forwards_hold_so_many_tokens_with_their_padding(tmp_path: Path) -> None
     model = load_reward_model(write_tiny_reward_model(tmp_path), dtype=torch.float32, device="cpu")
     shapes = []
     model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
     )
     score_ids(model, [[3] * n for n in (5, 60, 4, 20, 30)], 0, max_tokens=50)
     assert shapes == [(1, 60), (1, 30), (2, 20), (1, 4)]
@@ -77,7 +89,9 @@ def test_what_is_no_reward_model_is_told(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "has no safetensors" in refusal(folder)
     config = (language_model / "config.json").read_text()
-    code = config.replace('"model_type": "llama"', '"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}')
+    code = config.replace(
+        '"model_type": "llama"', '"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}'
+    )
     (language_model / "config.json").write_text(code)
     (language_model / "mine.py").write_text("raise SystemExit('it ran')")
     assert "comes with Python code" in refusal(language_model)

@@ -1,4 +1,5 @@
-"""Tokens that sequences begin with alike: told by brute force, computed once, values and gradients unchanged."""
+"""Tokens that sequences begin with alike: told by brute force, computed once, values and gradients
+unchanged."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ KEPT = 4 + 2 + 0 + 1 + 1 + 1 + 5 + 0 + 5 + 8
 
 
 def packed(sequences: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([t for each in sequences for t in each]), torch.tensor([len(each) for each in sequences])
+    return torch.tensor([t for each in sequences for t in each]), torch.tensor(
+        [len(each) for each in sequences]
+    )
 
 
 def test_each_token_is_found_at_one_with_the_same_past() -> None:
@@ -43,7 +46,9 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
     model = make_model("qwen3")
     ids, lengths = packed(SEQUENCES)
     wanted = torch.tensor([0, 2, 3, 6, 12, 13, 14, 20, 25, 31])
-    weights = torch.randn(len(ids), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    weights = torch.randn(
+        len(ids), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
     alone = [model.model(part[None]).last_hidden_state[0] for part in ids.split(lengths.tolist())]
     expected = torch.cat(alone)[wanted]
     (expected * weights[wanted]).sum().backward()
@@ -52,15 +57,20 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
 
     model.set_attn_implementation(implementation)
     tokens = []
-    model.model.layers[0].mlp.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].shape[1]))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda _, inputs, __: tokens.append(inputs[0].shape[1])
+    )
     sharing = shared_prefixes(ids, lengths)
     found = packed_hidden_states(model, ids, lengths, wanted=wanted, sharing=sharing)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     (found * weights[wanted]).sum().backward()
     assert tokens == [len(sharing.positions) if implementation == PACKED_ATTENTION else len(ids)]
     for name, gradient in gradients.items():
-        # A norm's gradient is float32 whatever the model: what is added up before it rounds otherwise than behind it.
-        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=0, atol=2e-5, msg=name)
+        # A norm's gradient is float32 whatever the model: what is added up before it rounds
+        # otherwise than behind it.
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, gradient, rtol=0, atol=2e-5, msg=name
+        )
 
 
 def test_packing_of_kept_tokens_reads_each_for_all_that_share_it() -> None:

@@ -1,4 +1,5 @@
-"""A run's folder as a short training run leaves it, with hostile samples among the rest; and a real browser."""
+"""A run's folder as a short training run leaves it, with hostile samples among the rest; and a real
+browser."""
 
 import contextlib
 import json
@@ -19,7 +20,10 @@ from distflow.observe.writing.run_folder import RunFolder, Span
 HOSTILE = (
     "<script>document.documentElement.dataset.hacked = 1</script>",
     "<img src=x onerror=\"document.documentElement.dataset.hacked=1\"><img src='LEAK'>",
-    "</script><script>document.documentElement.dataset.hacked = 1</script><link rel=stylesheet href='LEAK'>",
+    (
+        "</script><script>document.documentElement.dataset.hacked = 1</script><link rel=stylesheet "
+        "href='LEAK'>"
+    ),
     "<!--<script>",
     "\x1b]0;owned\x07\x1b[2J\x1b[31mred",
     "invoice\u202egnp.exe",
@@ -35,9 +39,17 @@ HOSTILE = (
 def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: int = 12) -> Path:
     """60 % of 20 problems are learned over the run; one gradient norm is NaN, one KL infinite."""
     with RunFolder(folder, 0) as run:
-        change = {"key": HOSTILE[0], "before": HOSTILE[1].replace("LEAK", leak), "now": HOSTILE[5], "where": HOSTILE[4]}
+        change = {
+            "key": HOSTILE[0],
+            "before": HOSTILE[1].replace("LEAK", leak),
+            "now": HOSTILE[5],
+            "where": HOSTILE[4],
+        }
         facts = {"experiment": "<b>tiny</b> & co", "model": "tiny", "config": {"seed": 1}}
-        run.write_json("run.json", {**facts, "preset": HOSTILE[0], "changed": [change], "total_steps": num_steps})
+        run.write_json(
+            "run.json",
+            {**facts, "preset": HOSTILE[0], "changed": [change], "total_steps": num_steps},
+        )
         run.write_text("config.yaml", "trainer:\n  seed: 1\n")
         run.write_json("plan.json", {"nodes": _nodes(HOSTILE[1].replace("LEAK", leak))})
         _validate(run, 0, 4)
@@ -47,14 +59,25 @@ def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: in
             run.metrics(step, "train", _metrics(step, num_steps))
             run.samples(step, [_sample(step, i, leak) for i in range(len(HOSTILE) + 4)])
         _validate(run, num_steps, 16)
-        run.event("warning", "<script>document.documentElement.dataset.hacked = 1</script> is slow", step=3)
+        run.event(
+            "warning",
+            "<script>document.documentElement.dataset.hacked = 1</script> is slow",
+            step=3,
+        )
         run.event("end", "all steps done", status="finished")
     return folder
 
 
 def _nodes(name: str) -> list[dict[str, Any]]:
     """rollout → judge → train, rollout → train, and a node with a hostile name beside the judge."""
-    node = {"role": "", "plane": "training", "phase": "train_step", "engines": [], "reads": [], "writes": []}
+    node = {
+        "role": "",
+        "plane": "training",
+        "phase": "train_step",
+        "engines": [],
+        "reads": [],
+        "writes": [],
+    }
     return [
         {**node, "name": "rollout", "plane": "rollout", "deps": []},
         {**node, "name": "judge", "plane": "rollout", "deps": ["rollout"], "writes": [HOSTILE[0]]},
@@ -64,7 +87,8 @@ def _nodes(name: str) -> list[dict[str, Any]]:
 
 
 def _spans(run: RunFolder, before: float) -> float:
-    """Of a step of one second that ends now; on a busy machine of more, since `before`. Returns their end."""
+    """Of a step of one second that ends now; on a busy machine of more, since `before`. Returns
+    their end."""
     now = time.time()
     run.span("training", Span(min(now - 0.9, before), now - 0.4, "phase", "rollout"))
     run.span("training", Span(now - 0.4, now - 0.15, "phase", "train_step"))
@@ -125,21 +149,32 @@ def _validate(run: RunFolder, step: int, num_right: int) -> None:
     run.metrics(step, "val", {"val_correct/all/mean": num_right / 20})
 
 
-def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, slow: float = 0.5) -> Path:
-    """Steps of a second from time 1000 on, and a validation. The trainer waits for `slow` of each; a step's groups are
-    begun two steps before it, and done half a step before it. Training is decoded throughout."""
+def write_asynchronous_run(
+    folder: Path, num_steps: int = 12, groups: int = 2, slow: float = 0.5
+) -> Path:
+    """Steps of a second from time 1000 on, and a validation. The trainer waits for `slow` of each;
+    a step's groups are begun two steps before it, and done half a step before it. Training is
+    decoded throughout."""
     with RunFolder(folder, 0) as run:
         for step in range(num_steps):
             t = 1000.0 + step
-            run.span("training", Span(t, t + slow, "wait", f"step {step + 1}", step + 1, on="rollout"))
+            run.span(
+                "training", Span(t, t + slow, "wait", f"step {step + 1}", step + 1, on="rollout")
+            )
             run.span("training", Span(t, t + slow, "phase", "rollout", step + 1))
             run.span("training", Span(t + slow, t + 0.9, "phase", "train_step", step + 1))
             run.span("training", Span(t + 0.9, t + 1.0, "phase", "update_weights", step + 1))
             for prompt_group in range(step * groups, (step + 1) * groups):
                 begun = max(step - 2, 0)
-                run.span("rollout", Span(1000.0 + begun, t - 0.5, "group", "complete", step + 1, prompt_group, begun))
+                run.span(
+                    "rollout",
+                    Span(
+                        1000.0 + begun, t - 0.5, "group", "complete", step + 1, prompt_group, begun
+                    ),
+                )
             run.span("engine", Span(t, t + 1.0, "decode", "train", step + 1, version=step))
-            run.span("rollout", Span(t, t + 0.4, "wait", "capacity", step + 1, on="training"))  # while groups run
+            # while groups run
+            run.span("rollout", Span(t, t + 0.4, "wait", "capacity", step + 1, on="training"))
         end = 1000.0 + num_steps
         run.span("training", Span(end, end + 0.5, "phase", "eval", num_steps + 1))
         run.span("engine", Span(end, end + 0.5, "decode", "eval", num_steps + 1, version=num_steps))
@@ -147,7 +182,8 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
         ("ledger", [_consumed(step, groups) for step in range(num_steps)]),
         (
             "metrics",
-            [_timed(step, 1000.0 + step, 1.0) for step in range(1, num_steps)] + [_timed(num_steps, end + 0.5, 1.5)],
+            [_timed(step, 1000.0 + step, 1.0) for step in range(1, num_steps)]
+            + [_timed(num_steps, end + 0.5, 1.5)],
         ),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -155,12 +191,19 @@ def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, s
 
 
 def _consumed(step: int, groups: int) -> dict[str, Any]:
-    return {"kind": "consumed", "step": step + 1, "group_ids": list(range(step * groups, (step + 1) * groups))}
+    return {
+        "kind": "consumed",
+        "step": step + 1,
+        "group_ids": list(range(step * groups, (step + 1) * groups)),
+    }
 
 
 def _timed(step: int, end: float, seconds: float) -> dict[str, Any]:
     stale = min(step - 1, 2)
-    values = {"timing_s": {"step": seconds}, "async": {"version_diff": {"mean": stale, "max": stale}}}
+    values = {
+        "timing_s": {"step": seconds},
+        "async": {"version_diff": {"mean": stale, "max": stale}},
+    }
     return {"step": step, "t": end, "restart": 0, "kind": "train", "m": values}
 
 
@@ -178,11 +221,18 @@ class Browser:
         self._answers, write_answers = os.pipe()
 
         def connect() -> None:
-            commands, answers = os.dup(read_commands), os.dup(write_answers)
+            commands = os.dup(read_commands)
+            answers = os.dup(write_answers)
             os.dup2(commands, 3)
             os.dup2(answers, 4)
 
-        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
+        arguments = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+        ]
         self._process = subprocess.Popen(
             [binary, *arguments, f"--user-data-dir={profile}"],
             preexec_fn=connect,
@@ -200,37 +250,54 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
     def open(self, url: str, width: int = 1280, height: int = 900, theme: str = "light") -> None:
-        """Load a page in a new tab of this size in place of the last one, and wait until it is loaded."""
-        self._session, last = None, self._target
+        """Load a page in a new tab of this size in place of the last one, and wait until it is
+        loaded."""
+        self._session = None
+        last = self._target
         self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
         if last:
             self.call("Target.closeTarget", targetId=last)
         self.events = []
-        self._session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": theme}],
+        )
         self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self._receive()
-        self.script("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.script(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def script(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def complaints(self) -> list[str]:
         """Errors, warnings and messages that the page left on the console."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
-        return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
+        return [
+            json.dumps(event["params"]) for event in self.events if event.get("method") in kinds
+        ]
 
     def requests(self) -> list[str]:
         """The addresses of everything that the page asked for."""
-        sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        sent = [
+            event["params"]
+            for event in self.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
         return [params["request"]["url"] for params in sent]
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -268,7 +335,9 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if binary is None:
         pytest.skip("wants Chromium (Debian: apt-get install chromium)")
     started = Browser(binary, tmp_path_factory.mktemp("browser"))

@@ -16,7 +16,9 @@ def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: P
     assert file.read_bytes() == b"second" and os.listdir(tmp_path) == ["run.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run.json"
     write_atomically(file, b"first")
 
@@ -30,15 +32,26 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
 
 
 def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path: Path) -> None:
-    left = ("config.yaml.abcd_123.distflow-partial", "a/b/x.arrow.12345678.distflow-partial", "a/b/.tmpQnv85k")
-    others = ("config.yaml.distflow-partial", "a/.tmp", "a/.tmpQnv85k.txt", "a/notes.tmp", ".distflow-partial")
+    left = (
+        "config.yaml.abcd_123.distflow-partial",
+        "a/b/x.arrow.12345678.distflow-partial",
+        "a/b/.tmpQnv85k",
+    )
+    others = (
+        "config.yaml.distflow-partial",
+        "a/.tmp",
+        "a/.tmpQnv85k.txt",
+        "a/notes.tmp",
+        ".distflow-partial",
+    )
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.mkdir()
     for path in (*(tmp_path / name for name in (*left, *others)), outside / ".tmpQnv85k"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
     (tmp_path / "linked").symlink_to(outside)
-    here, deep = os.getcwd(), tmp_path
+    here = os.getcwd()
+    deep = tmp_path
     for _ in range(1500):  # deeper than Python's stack
         deep.mkdir(exist_ok=True)
         os.chdir(deep)
@@ -47,6 +60,7 @@ def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path: Pat
     try:
         remove_asides(tmp_path)
     finally:
-        subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)  # pytest's own removal calls itself as well
+        # pytest's own removal calls itself as well
+        subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)
     assert not any((tmp_path / name).exists() for name in left)
     assert all((tmp_path / name).exists() for name in others) and (outside / ".tmpQnv85k").exists()

@@ -37,7 +37,7 @@ def test_nesting_loses_nothing_whatever_the_names(values: dict[str, float]) -> N
     rollout/avg_response_length async/stale_data_count async/version_diff/mean async/version_start async/version_end
     async/enqueued async/submitted async/accepted async/running async/rejected val_correct/all/mean
     val_correct/openai/gsm8k/mean timing_s/rollout timing_s/recompute_logp timing_s/ref_logp timing_s/compute_advantage
-    timing_s/train_step timing_s/update_weights timing_s/save timing_s/eval throughput/tokens_per_s memory/cpu/peak""",
+    timing_s/train_step timing_s/update_weights timing_s/save timing_s/eval throughput/tokens_per_s memory/cpu/peak""",  # noqa: E501
     ),
 )
 def test_every_named_metric_has_a_description(name: str) -> None:
@@ -59,8 +59,26 @@ def test_each_entry_of_the_table_says_how_parts_are_combined_and_what_it_is() ->
 
 def test_parts_are_combined_by_kind() -> None:
     parts = [
-        ({"reward/mean_score": 1.0, "actor/loss": 1.0, "timing_s/rollout": 3.0, "actor/lr": 0.1, "mine": 2.0}, 3.0),
-        ({"reward/mean_score": 0.0, "actor/loss": 2.0, "timing_s/rollout": 1.0, "actor/lr": 0.2, "mine": 6.0}, 1.0),
+        (
+            {
+                "reward/mean_score": 1.0,
+                "actor/loss": 1.0,
+                "timing_s/rollout": 3.0,
+                "actor/lr": 0.1,
+                "mine": 2.0,
+            },
+            3.0,
+        ),
+        (
+            {
+                "reward/mean_score": 0.0,
+                "actor/loss": 2.0,
+                "timing_s/rollout": 1.0,
+                "actor/lr": 0.2,
+                "mine": 6.0,
+            },
+            1.0,
+        ),
         ({"async/version_start": 4.0}, 1.0),
         ({"async/version_start": 3.0}, 1.0),
     ]
@@ -83,16 +101,24 @@ def test_a_part_without_weight_counts_nothing_even_if_it_is_nan() -> None:
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
 def test_a_nan_is_never_hidden(values: tuple[float, float]) -> None:
-    parts = [({"timing_s/x": v, "async/version_start": v, "actor/loss": v, "reward/std": v}, 1.0) for v in values]
+    parts = [
+        ({"timing_s/x": v, "async/version_start": v, "actor/loss": v, "reward/std": v}, 1.0)
+        for v in values
+    ]
     assert all(math.isnan(value) for value in combine(parts).values())
 
 
 def test_headlines_take_the_first_name_that_is_there() -> None:
     found = headlines({"actor/ppo_kl": 0.5, "actor/kl_loss": 0.25, "reward/mean_score": math.nan})
-    assert {line.label: line.text(value) for line, value in found.items()} == {"reward": "   nan", "kl": " 0.2500"}
+    assert {line.label: line.text(value) for line, value in found.items()} == {
+        "reward": "   nan",
+        "kl": " 0.2500",
+    }
 
 
-@pytest.mark.parametrize("value", [0.0, -0.25, 1.0, 12.345, 99999.5, -1e7, 1e30, 1e-30, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    "value", [0.0, -0.25, 1.0, 12.345, 99999.5, -1e7, 1e30, 1e-30, math.inf, -math.inf, math.nan]
+)
 def test_a_headline_is_filled_up_to_its_width_and_never_long(value: float) -> None:
     assert all(line.width <= len(line.text(value)) <= 9 for line in headline_table())
 
@@ -100,6 +126,9 @@ def test_a_headline_is_filled_up_to_its_width_and_never_long(value: float) -> No
 def test_the_docs_hold_the_table_as_it_is() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "observe.md").read_text(encoding="utf-8")
     lines = ["| metric | unit | parts combine by | what it is |", "|---|---|---|---|"]
-    lines += [f"| `{metric.name}` | {metric.unit} | {metric.kind} | {metric.doc} |" for metric in metric_table()]
+    lines += [
+        f"| `{metric.name}` | {metric.unit} | {metric.kind} | {metric.doc} |"
+        for metric in metric_table()
+    ]
     table = "\n".join(lines) + "\n"
     assert docs.endswith(table), f"put this at the end of docs/observe.md:\n{table}"

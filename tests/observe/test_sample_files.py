@@ -1,5 +1,5 @@
-"""Sample files: what comes back, their size, what damaged, newer and hostile ones do, and a writer that no step waits
-for."""
+"""Sample files: what comes back, their size, what damaged, newer and hostile ones do, and a writer
+that no step waits for."""
 
 import math
 import random
@@ -13,7 +13,13 @@ from pyarrow import parquet
 from distflow.errors import UserError
 from distflow.observe import sample_files
 from distflow.observe.run_reader import read_damage, read_metrics, read_samples
-from distflow.observe.sample_files import COLUMNS, DROPPED, SampleWriter, read_sample_file, write_sample_file
+from distflow.observe.sample_files import (
+    COLUMNS,
+    DROPPED,
+    SampleWriter,
+    read_sample_file,
+    write_sample_file,
+)
 from distflow.observe.writing.run_folder import RunFolder
 
 MAX_BYTES = 16 * 2**20
@@ -26,19 +32,43 @@ def write(path: Path, rows: list[dict[str, object]], split: str = "train") -> Pa
 
 def test_a_row_comes_back_and_columns_say_the_rest(tmp_path: Path) -> None:
     row: dict[str, object] = {
-        "uid": "7-2", "prompt": "a\ud800", "response": "", "ground_truth": {"a": [1]}, "score": math.nan,
+        "uid": "7-2",
+        "prompt": "a\ud800",
+        "response": "",
+        "ground_truth": {"a": [1]},
+        "score": math.nan,
         "acc": -math.inf,
-        "reward_parts": {"math": math.inf, "why": "no"}, "errors": None, "versions": [2, 3], "restart": 1, "t": 9.5,
-        "conversation": [{"owner": "policy", "text": "x" * 1_000_000}], "loss": 0.5, "prompt_length": 10**30,
-    }  # fmt: skip
-    path = write(tmp_path / "samples" / "000003.parquet", [row, {"dropped": "all_equal", "score": True}], DROPPED)
+        "reward_parts": {"math": math.inf, "why": "no"},
+        "errors": None,
+        "versions": [2, 3],
+        "restart": 1,
+        "t": 9.5,
+        "conversation": [{"owner": "policy", "text": "x" * 1_000_000}],
+        "loss": 0.5,
+        "prompt_length": 10**30,
+    }
+    path = write(
+        tmp_path / "samples" / "000003.parquet",
+        [row, {"dropped": "all_equal", "score": True}],
+        DROPPED,
+    )
     (found, other), missing = read_sample_file(path, tmp_path)
     assert math.isnan(found.pop("score")) and missing == ""  # type: ignore[arg-type]
     assert found == {
-        "uid": "7-2", "prompt": "a\\ud800", "response": "", "ground_truth": '{"a": [1]}', "acc": -math.inf,
-        "reward_parts": {"math": "Infinity", "why": "no"}, "errors": None, "versions": [2, 3], "restart": 1, "t": 9.5,
-        "conversation": [{"owner": "policy", "text": "x" * 1_000_000}], "loss": 0.5, "advantage": None,
-    }  # fmt: skip
+        "uid": "7-2",
+        "prompt": "a\\ud800",
+        "response": "",
+        "ground_truth": ('{"a": [1]}'),
+        "acc": -math.inf,
+        "reward_parts": {"math": "Infinity", "why": "no"},
+        "errors": None,
+        "versions": [2, 3],
+        "restart": 1,
+        "t": 9.5,
+        "conversation": [{"owner": "policy", "text": "x" * 1_000_000}],
+        "loss": 0.5,
+        "advantage": None,
+    }
     assert other["dropped"] == "all_equal" and other["score"] is None
     table = parquet.read_table(path)
     assert table.column_names == list(COLUMNS)
@@ -54,8 +84,10 @@ def test_one_call_reads_the_files_of_all_splits(tmp_path: Path) -> None:
         run.samples(1, [{"uid": "0-0", "set": "val", "kind": "greedy"}], "val")
     rows = parquet.read_table(tmp_path / "samples").to_pylist()
     assert sorted((row["split"], row["fate"]) for row in rows) == [
-        ("dropped", "dropped: stale"), ("train", "trained"), ("val", "validated"),
-    ]  # fmt: skip
+        ("dropped", "dropped: stale"),
+        ("train", "trained"),
+        ("val", "validated"),
+    ]
     assert all(abs(row["t"] - time.time()) < 600 for row in rows)
 
 
@@ -70,14 +102,27 @@ def batch_of(number: int) -> list[dict[str, object]]:
     prompts = [text_of(draw, words, 60) for _ in range(number // 8)]
     return [
         {
-            "uid": f"{i // 8}-{i % 8}", "prompt": prompts[i // 8], "response": text_of(draw, words, 430),
-            "ground_truth": str(i // 8), "score": draw.random(), "acc": 1.0, "reward_parts": {"math": draw.random()},
-            "extra": {"math/extracted": "42", "math/wanted": str(i)}, "errors": None, "advantage": draw.gauss(0, 1),
-            "prompt_length": 80, "response_length": 577, "finish_reason": "stop", "versions": [11, 12],
-            "domain": "math", "masked": 0.0, "restart": 0, "t": 1.7e9 + i,
+            "uid": f"{i // 8}-{i % 8}",
+            "prompt": prompts[i // 8],
+            "response": text_of(draw, words, 430),
+            "ground_truth": str(i // 8),
+            "score": draw.random(),
+            "acc": 1.0,
+            "reward_parts": {"math": draw.random()},
+            "extra": {"math/extracted": "42", "math/wanted": str(i)},
+            "errors": None,
+            "advantage": draw.gauss(0, 1),
+            "prompt_length": 80,
+            "response_length": 577,
+            "finish_reason": "stop",
+            "versions": [11, 12],
+            "domain": "math",
+            "masked": 0.0,
+            "restart": 0,
+            "t": 1.7e9 + i,
         }
         for i in range(number)
-    ]  # fmt: skip
+    ]
 
 
 def test_512_samples_take_less_than_a_megabyte(tmp_path: Path) -> None:
@@ -96,22 +141,32 @@ def test_a_truncated_file_is_said_and_hides_no_other(tmp_path: Path) -> None:
     for length in (*range(0, len(whole), 97), len(whole) - 1):
         file.write_bytes(whole[:length])
         assert read_samples(tmp_path, 1) == [] and len(read_samples(tmp_path, 2)) == 20
-        assert read_damage(tmp_path) == ["samples/000001.parquet is damaged: its samples are missing here"]
+        assert read_damage(tmp_path) == [
+            "samples/000001.parquet is damaged: its samples are missing here"
+        ]
     file.write_bytes(whole)
     assert len(read_samples(tmp_path, 1)) == 20 and read_damage(tmp_path) == []
 
 
 def test_a_file_that_stands_for_far_more_than_it_holds_is_read_in_part(tmp_path: Path) -> None:
-    path, number = tmp_path / "samples" / "000001.parquet", 4096
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * number, "int32"), pyarrow.array(["r" * 2**20]))
+    path = tmp_path / "samples" / "000001.parquet"
+    number = 4096
+    texts = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * number, "int32"), pyarrow.array(["r" * 2**20])
+    )
     table = pyarrow.table({"response": texts})
     path.parent.mkdir()
-    with parquet.ParquetWriter(path, table.schema, compression="zstd", store_schema=False) as writer:
+    with parquet.ParquetWriter(
+        path, table.schema, compression="zstd", store_schema=False
+    ) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({"distflow_schema": "1"})
     rows, said = read_sample_file(path, tmp_path)
     assert path.stat().st_size < 2**20 and 0 < len(rows) < 200
-    assert said == f"samples/000001.parquet is too long: {number - len(rows):,} of its samples are missing here"
+    assert said == (
+        f"samples/000001.parquet is too long: {number - len(rows):,} of its samples are "
+        "missing here"
+    )
 
 
 def test_a_part_of_a_step_is_read_where_the_whole_is_too_long(tmp_path: Path) -> None:
@@ -126,10 +181,13 @@ def test_a_part_of_long_episodes_is_read_where_the_whole_is_too_long(
     monkeypatch.setattr(sample_files, "_GROUP_CHARACTERS", 100_000)
     turn = {"owner": "environment", "text": "an observation " * 4000}
     path = write(
-        tmp_path / "samples" / "000003.parquet", [{"uid": f"{i}-0", "conversation": [turn]} for i in range(40)]
+        tmp_path / "samples" / "000003.parquet",
+        [{"uid": f"{i}-0", "conversation": [turn]} for i in range(40)],
     )
     rows, missing = read_sample_file(path, tmp_path, 200_000)
-    assert [row["uid"] for row in rows] == [f"{i}-0" for i in range(len(rows))] and 1 <= len(rows) < 8
+    assert [row["uid"] for row in rows] == [f"{i}-0" for i in range(len(rows))] and 1 <= len(
+        rows
+    ) < 8
     assert "is too long" in missing
 
 
@@ -138,11 +196,16 @@ def test_an_end_that_no_run_writes_is_damage(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-8] + (2**30).to_bytes(4, "little") + whole[-4:])
     assert read_sample_file(path, tmp_path)[1].startswith("samples/000001.parquet is damaged")
-    assert read_damage(tmp_path) == ["samples/000001.parquet is damaged: its samples are missing here"]
+    assert read_damage(tmp_path) == [
+        "samples/000001.parquet is damaged: its samples are missing here"
+    ]
 
 
 def test_a_changed_byte_is_no_other_error(tmp_path: Path) -> None:
-    file = write(tmp_path / "samples" / "000001.parquet", [{"uid": f"1-{i}", "response": "r" * i} for i in range(20)])
+    file = write(
+        tmp_path / "samples" / "000001.parquet",
+        [{"uid": f"1-{i}", "response": "r" * i} for i in range(20)],
+    )
     whole = file.read_bytes()
     for place in range(0, len(whole), 53):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
@@ -171,7 +234,9 @@ def as_sample_file(path: Path, columns: dict[str, pyarrow.Array]) -> Path:
 
 def test_hostile_files_take_little(tmp_path: Path) -> None:
     def repeated(text: str, number: int) -> pyarrow.Array:
-        return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * number, pyarrow.int32()), [text])
+        return pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0] * number, pyarrow.int32()), [text]
+        )
 
     path = tmp_path / "samples" / "000001.parquet"
     for column, said in (
@@ -182,11 +247,21 @@ def test_hostile_files_take_little(tmp_path: Path) -> None:
     ):
         rows, missing = read_sample_file(as_sample_file(path, column), tmp_path, MAX_BYTES)
         assert len(rows) < 40_000 and said in missing and "too long" in missing
-    deep = as_sample_file(path, {"extra": ["[" * 2000 + "]" * 2000], "score": ["x"], "uid": ["1-1"], "other": [1]})
+    deep = as_sample_file(
+        path, {"extra": ["[" * 2000 + "]" * 2000], "score": ["x"], "uid": ["1-1"], "other": [1]}
+    )
     assert read_sample_file(deep, tmp_path, MAX_BYTES)[0] == [
-        {"extra": None, "uid": "1-1", "score": None, "acc": None, "errors": None, "advantage": None,
-         "ground_truth": None, "restart": None}
-    ]  # fmt: skip
+        {
+            "extra": None,
+            "uid": "1-1",
+            "score": None,
+            "acc": None,
+            "errors": None,
+            "advantage": None,
+            "ground_truth": None,
+            "restart": None,
+        }
+    ]
     parquet.write_table(pyarrow.table({"uid": ["0-0"]}), path)
     assert "it is no file of samples" in read_sample_file(path, tmp_path)[1]
 
@@ -197,29 +272,51 @@ def test_dropped_samples_of_a_step_gather_in_one_file(tmp_path: Path) -> None:
             run.samples(2, [{"uid": f"{number}-0", "dropped": "stale"}], DROPPED)
             if number == 2:
                 assert run.sample_writer.finish()
-                assert [row["uid"] for row in read_samples(tmp_path, 2, DROPPED)] == ["0-0", "1-0", "2-0"]
+                assert [row["uid"] for row in read_samples(tmp_path, 2, DROPPED)] == [
+                    "0-0",
+                    "1-0",
+                    "2-0",
+                ]
         run.samples(3, [{"uid": "9-0"}], DROPPED)
-    assert [row["uid"] for row in read_samples(tmp_path, 2, DROPPED)] == [f"{number}-0" for number in range(5)]
+    assert [row["uid"] for row in read_samples(tmp_path, 2, DROPPED)] == [
+        f"{number}-0" for number in range(5)
+    ]
     assert [row["uid"] for row in read_samples(tmp_path, 3, DROPPED)] == ["9-0"]
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_bounded_and_what_is_lost_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_files, "_MAX_WAITING", 10_000)
     said: list[str] = []
     writer = SampleWriter(said.append)
     for step in range(3):
-        writer.put(tmp_path / "samples" / f"{step}.parquet", [{"response": "r" * 20_000}] * 2, step, "train")
+        writer.put(
+            tmp_path / "samples" / f"{step}.parquet",
+            [{"response": "r" * 20_000}] * 2,
+            step,
+            "train",
+        )
     writer.put(tmp_path / "samples" / "small.parquet", [{"response": "r"}], 3, "train")
     writer.close()
-    assert writer.num_lost == 6 and said == ["2 samples or more are not kept: the run is faster than its disk"]
+    assert writer.num_lost == 6 and said == [
+        "2 samples or more are not kept: the run is faster than its disk"
+    ]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["small.parquet"]
 
 
-def test_episodes_that_wait_count_with_all_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_that_wait_count_with_all_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sample_files, "_MAX_WAITING", 10_000)
     said: list[str] = []
     writer = SampleWriter(said.append)
-    writer.put(tmp_path / "samples" / "000001.parquet", [{"conversation": [{"text": "x" * 20_000}]}], 1, "train")
+    writer.put(
+        tmp_path / "samples" / "000001.parquet",
+        [{"conversation": [{"text": "x" * 20_000}]}],
+        1,
+        "train",
+    )
     writer.close()
     assert writer.num_lost == 1 and "faster than its disk" in said[0]
 
@@ -229,4 +326,7 @@ def test_a_disk_that_fails_is_a_warning_and_no_error(tmp_path: Path) -> None:
         (tmp_path / "samples").write_text("in the way")
         run.samples(1, [{"uid": "0-0"}] * 3)
         assert run.sample_writer.finish() and run.sample_writer.num_lost == 3
-    assert "3 samples or more are not kept: 000001.parquet cannot be written" in (tmp_path / "events.jsonl").read_text()
+    assert (
+        "3 samples or more are not kept: 000001.parquet cannot be written"
+        in (tmp_path / "events.jsonl").read_text()
+    )

@@ -1,4 +1,5 @@
-"""Which lines of libraries are left out, and that no other is; output to a terminal that is gone."""
+"""Which lines of libraries are left out, and that no other is; output to a terminal that is
+gone."""
 
 import errno
 import io
@@ -28,12 +29,16 @@ bnb = logging.getLogger("bitsandbytes.backends.cpu.ops")
 bnb.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "theirs 3")
 bnb.error("Failed to load CPU gemm_4bit_forward from kernels-community: shown 5")
 bnb.warning("shown 6")
-"""
+"""  # noqa: E501
 
 
 def said(*options: str) -> list[str]:
-    done = subprocess.run([sys.executable, *options, "-c", PROBE], capture_output=True, text=True, check=True)
-    return [word for line in done.stderr.splitlines() for word in ("theirs", "shown") if word in line]
+    done = subprocess.run(
+        [sys.executable, *options, "-c", PROBE], capture_output=True, text=True, check=True
+    )
+    return [
+        word for line in done.stderr.splitlines() for word in ("theirs", "shown") if word in line
+    ]
 
 
 def test_what_nobody_can_act_on_is_left_out_and_nothing_else() -> None:
@@ -73,7 +78,9 @@ def test_other_errors_of_output_are_raised() -> None:
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, below = [5.0], io.StringIO()
     monkeypatch.setattr("distflow.observe.sanitized_output.time.monotonic", lambda: now[0])
     stream = SanitizedStream(below)
@@ -83,7 +90,10 @@ def test_a_progress_bar_is_a_line_at_its_end_and_one_every_ten_seconds(monkeypat
         now[0] += 1.0
     stream.write("\n")
     print("next", file=stream)
-    assert below.getvalue() == "".join(f"{number}/35\\x1b[A\n" for number in (10, 20, 30, 34)) + "next\n"
+    assert (
+        below.getvalue()
+        == "".join(f"{number}/35\\x1b[A\n" for number in (10, 20, 30, 34)) + "next\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,6 +116,8 @@ def test_no_text_of_a_carriage_return_is_lost(writes: tuple[str, ...], shown: st
 def test_the_bars_of_a_library_are_one_line_each() -> None:
     tqdm = pytest.importorskip("tqdm").tqdm
     below = io.StringIO()
-    for _ in tqdm(range(500), desc="tensors", mininterval=0.0, miniters=1, file=SanitizedStream(below)):
+    for _ in tqdm(
+        range(500), desc="tensors", mininterval=0.0, miniters=1, file=SanitizedStream(below)
+    ):
         pass
     assert re.fullmatch(r"tensors: 100%.* 500/500 .*\n", below.getvalue())

@@ -18,7 +18,8 @@ NUMBER = 24
 def episodes(rows: list[int]) -> dict[str, Any]:
     draws = torch.Generator().manual_seed(0)
     vectors = torch.randn(NUMBER, 3, generator=draws, dtype=torch.float64)
-    success, valid = torch.arange(NUMBER) % 3 == 0, torch.arange(NUMBER) % 7 != 5
+    success = torch.arange(NUMBER) % 3 == 0
+    valid = torch.arange(NUMBER) % 7 != 5
     vectors[success] = vectors[success].round()
     return {
         "uid": [f"{row // 4}-{row % 4}" for row in rows],
@@ -36,12 +37,19 @@ def shaped(rows: list[int], reduce: Collective) -> dict[str, Any]:
     """By the id of each episode: its tokens' rewards and its parts."""
     given = episodes(rows)
     output: Any = shape_rewards(**given, reduce=reduce, settings=SrpoSettings())
-    rewards, parts = output.batch["token_level_rewards"].tolist(), output.batch["reward_parts"]
-    return dict(zip(given["uid"], zip(rewards, parts, strict=True), strict=True)) | {"metrics": output.metrics}
+    rewards = output.batch["token_level_rewards"].tolist()
+    parts = output.batch["reward_parts"]
+    return dict(zip(given["uid"], zip(rewards, parts, strict=True), strict=True)) | {
+        "metrics": output.metrics
+    }
 
 
 def main(rank: int, folder: Path) -> None:
-    reduce = TorchCollective(torch.distributed.group.WORLD) if torch.distributed.get_world_size() > 1 else OneRank()
+    reduce = (
+        TorchCollective(torch.distributed.group.WORLD)
+        if torch.distributed.get_world_size() > 1
+        else OneRank()
+    )
     rows = list(range(NUMBER))[rank :: reduce.size]
     aside = folder / f".{rank}.json"
     aside.write_text(json.dumps(shaped(rows[::-1], reduce)))

@@ -27,14 +27,18 @@ from distflow.training.engine import OneRank
 from tests.pipelines.test_episodes import Engine, run_group
 
 AGENTS = "actor_rollout_ref.rollout.agents"
-THREE = f"{AGENTS}={{solver: {{}}, checker: {{system_prompt: 'C:', max_tokens: 3}}, judge: {{trainable: false}}}}"
+THREE = (
+    f"{AGENTS}={{solver: {{}}, checker: {{system_prompt: 'C:', max_tokens: 3}}, judge: "
+    f"{{trainable: false}}}}"
+)
 OWN = "algorithm.agent_rewards=own"
 FLOW = "actor_rollout_ref.rollout.workflow=flows.py:several"
 
 
 async def talk(agents: Agents, row: Row) -> Any:
     """In turns, then at once."""
-    solver, checker = agents["solver"], agents["checker"]
+    solver = agents["solver"]
+    checker = agents["checker"]
     await solver.ask((7,))
     await checker.ask("ab")
     await agents["judge"].ask((7,))
@@ -47,14 +51,23 @@ def test_each_agent_has_what_it_saw_as_prompt_and_what_it_said_as_response() -> 
     group = asyncio.run(run_group(talk, engine, 0, more=[FLOW, THREE]))
     batch = group.batch()
     assert group.samples[0].valid and len(group.samples) == 2
-    seen = next(list(prompt) for prompt, _ in engine.asked if len(prompt) > 1 and prompt[-1] != 6 and prompt[0] != 7)
+    seen = next(
+        list(prompt)
+        for prompt, _ in engine.asked
+        if len(prompt) > 1 and prompt[-1] != 6 and prompt[0] != 7
+    )
     for row in range(2):
         assert batch["forks"][row] == [["checker", 3], ["checker.1", 4 + len(seen)]]
-        ids, mask = batch["response_ids"][row].tolist(), batch["response_mask"][row].tolist()
+        ids = batch["response_ids"][row].tolist()
+        mask = batch["response_mask"][row].tolist()
         assert batch["prompt_ids"][row].tolist() == [7] and ids[:3] == [5, 6, 5]
-        assert ids[3:] == [*seen, 5, *seen, 5, 10, 5], "the judge, which is not trained, is not in it"
+        assert ids[3:] == [*seen, 5, *seen, 5, 10, 5], (
+            "the judge, which is not trained, is not in it"
+        )
         assert mask == [1, 0, 1, *[0] * len(seen), 1, *[0] * len(seen), 0, 0, 1]
-    said = [(turn["agent"], turn["owner"], turn.get("fork")) for turn in group.samples[0].conversation]
+    said = [
+        (turn["agent"], turn["owner"], turn.get("fork")) for turn in group.samples[0].conversation
+    ]
     assert [agent for agent, owner, _ in said if owner == "policy"] == [
         *("solver", "checker", "judge"),
         *("solver", "checker", "judge"),
@@ -72,7 +85,12 @@ def test_settings_of_an_agent_are_those_of_its_requests_alone() -> None:
             return await super().generate(request)
 
     asyncio.run(
-        run_group(talk, Settings(), 2, more=[FLOW, THREE.replace("max_tokens: 3", "max_tokens: 1, stop: ['!']")])
+        run_group(
+            talk,
+            Settings(),
+            2,
+            more=[FLOW, THREE.replace("max_tokens: 3", "max_tokens: 1, stop: ['!']")],
+        )
     )
     assert found["fork checker"].max_tokens == found["fork checker.1"].max_tokens == 1
     assert found["fork checker"].stop == ("!",) and not found["fork judge"].stop
@@ -85,7 +103,9 @@ def test_agents_that_nobody_calls_are_counted_and_one_that_is_not_there_is_an_er
         return 1.0
 
     group = asyncio.run(run_group(one, Engine(), 0, more=[FLOW, THREE]))
-    assert group.measured[0][0]["episodes/idle_agents"] == 4 and all(sample.valid for sample in group.samples)
+    assert group.measured[0][0]["episodes/idle_agents"] == 4 and all(
+        sample.valid for sample in group.samples
+    )
 
     async def other(agents: Agents, row: Row) -> float:
         await agents["solver"].ask((7,))
@@ -147,31 +167,45 @@ def test_own_rewards_lie_on_the_replies_of_their_agent() -> None:
         await agents["solver"].ask((6,))
 
     batch = scored(
-        asyncio.run(run_group(run, Engine(), 0, more=[FLOW, THREE.replace("system_prompt: 'C:', ", ""), OWN]))
+        asyncio.run(
+            run_group(
+                run, Engine(), 0, more=[FLOW, THREE.replace("system_prompt: 'C:', ", ""), OWN]
+            )
+        )
     )
     assert batch["response_ids"][0].tolist() == [5, 6, 5, 7, 5]
     assert batch["token_level_scores"][0].tolist() == [0.75, 0, 0.25, 0, 0.25]
     assert batch["turn_index"][0].tolist() == [0, -1, 1, -1, 2]
     assert batch["turn_order"][0].tolist() == [0, -1, 2, -1, 1], "the checker spoke second"
-    assert batch["scores"].tolist() == [1.25, 1.25] and batch["acc"].tolist() == [1.0, 1.0], "without the judge's"
+    assert batch["scores"].tolist() == [1.25, 1.25] and batch["acc"].tolist() == [1.0, 1.0], (
+        "without the judge's"
+    )
 
 
 NAMES = ("solver", "checker", "critic", "editor")
 
 
 def episodes(num_agents: int, seed: int) -> Batch:
-    """Eight episodes in two groups, in which agents speak several times or not at all; one is not valid."""
+    """Eight episodes in two groups, in which agents speak several times or not at all; one is not
+    valid."""
     torch.manual_seed(seed)
-    lengths, forks, masks = [], [], []
+    lengths = []
+    forks = []
+    masks = []
     for row in range(8):
-        mask, own = [], []
+        mask = []
+        own = []
         for agent in range(num_agents):
             is_silent = (row + agent + seed) % 4 == 0 and num_agents > 1 and row != 5
             length = 2 + (row * 3 + agent * 5) % 4
             if agent and not is_silent:
                 own.append([NAMES[agent], len(mask)])
             if not agent or not is_silent:
-                drawn = [0.0, *[float((row + t) % 3 != 0) for t in range(length - 2)], float(not is_silent)]
+                drawn = [
+                    0.0,
+                    *[float((row + t) % 3 != 0) for t in range(length - 2)],
+                    float(not is_silent),
+                ]
                 mask += [0.0] * (length - len(drawn)) + drawn if not is_silent else [0.0] * length
         if not any(mask):
             mask[-1] = 1.0
@@ -180,8 +214,10 @@ def episodes(num_agents: int, seed: int) -> Batch:
         masks += mask
     batch = Batch(torch.ones(8, dtype=torch.int64), torch.tensor(lengths))
     batch["uid"] = [f"{row // 4}-{row}" for row in range(8)]
-    batch["forks"], batch["domain"] = forks, ["default"] * 8
-    batch["prompt_ids"], batch["response_ids"] = torch.ones(8).long(), torch.ones(len(masks)).long()
+    batch["forks"] = forks
+    batch["domain"] = ["default"] * 8
+    batch["prompt_ids"] = torch.ones(8).long()
+    batch["response_ids"] = torch.ones(len(masks)).long()
     batch["response_mask"] = torch.tensor(masks)
     batch["token_level_rewards"] = torch.randn(len(masks)) * torch.tensor(masks)
     batch["group_index"] = torch.arange(8) // 4 + 3
@@ -190,7 +226,8 @@ def episodes(num_agents: int, seed: int) -> Batch:
 
 
 def expected(batch: Batch, names: tuple[str, ...], is_margin: bool) -> list[list[float]]:
-    """GRPO by hand, float64: the score of an agent in an episode among those of the same agent in its group."""
+    """GRPO by hand, float64: the score of an agent in an episode among those of the same agent in
+    its group."""
     talks = []
     for row in range(len(batch)):
         length = int(batch.lengths("response")[row])
@@ -198,8 +235,14 @@ def expected(batch: Batch, names: tuple[str, ...], is_margin: bool) -> list[list
         owners = [names[0], *(name for name, _ in batch["forks"][row])]
         said: dict[str, list[int]] = {}
         for name, start, end in zip(owners, starts, starts[1:], strict=False):
-            said.setdefault(name, []).extend(t for t in range(start, end) if batch["response_mask"][row, t] > 0)
-        rewards = {n: sum(float(batch["token_level_rewards"][row, t]) for t in own) for n, own in said.items() if own}
+            said.setdefault(name, []).extend(
+                t for t in range(start, end) if batch["response_mask"][row, t] > 0
+            )
+        rewards = {
+            n: sum(float(batch["token_level_rewards"][row, t]) for t in own)
+            for n, own in said.items()
+            if own
+        }
         if is_margin and len(rewards) > 1:
             rewards = {
                 n: mine - statistics.fmean(r for other, r in rewards.items() if other != n)
@@ -228,7 +271,9 @@ def expected(batch: Batch, names: tuple[str, ...], is_margin: bool) -> list[list
 
 @pytest.mark.parametrize("rewards", ["own", "margin"])
 @pytest.mark.parametrize("num_agents", [1, 2, 4])
-def test_advantages_of_an_agent_are_among_its_own_of_the_group(num_agents: int, rewards: str) -> None:
+def test_advantages_of_an_agent_are_among_its_own_of_the_group(
+    num_agents: int, rewards: str
+) -> None:
     names = NAMES[:num_agents]
     declared = ", ".join(f"{name}: {{}}" for name in names)
     keys = [FLOW, f"{AGENTS}={{{declared}}}", f"algorithm.agent_rewards={rewards}"]
@@ -236,7 +281,9 @@ def test_advantages_of_an_agent_are_among_its_own_of_the_group(num_agents: int, 
     batch = episodes(num_agents, seed=num_agents)
     part = bind_alone(Node("advantages", compute_advantage), config)
     ctx: Any = NodeContext(config, 0, None)  # type: ignore[arg-type]
-    positional, keyword = compile_inputs(part, {"reduce": OneRank()})(batch, {"batch": batch, "ctx": ctx})
+    positional, keyword = compile_inputs(part, {"reduce": OneRank()})(
+        batch, {"batch": batch, "ctx": ctx}
+    )
     found: Any = part.fn(*positional, **keyword)
     wanted = expected(batch, names, rewards == "margin")
     options = {**vars(config.algorithm)}
@@ -277,7 +324,8 @@ def test_what_does_not_fit_is_refused(keys: list[str], said: str) -> None:
 
 def test_two_agents_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text(
-        "actor_rollout_ref:\n  rollout:\n    agents:\n      solver: {}\n      solver: {max_tokens: 3}\n"
+        "actor_rollout_ref:\n  rollout:\n    agents:\n      solver: {}\n"
+        "      solver: {max_tokens: 3}\n"
     )
     with pytest.raises(ConfigError, match=r"agents\.solver.*twice|solver.*again|solver"):
         load_config(str(tmp_path / "two.yaml"))

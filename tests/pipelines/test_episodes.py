@@ -1,4 +1,5 @@
-"""Episodes of a group by themselves, against an engine that fails: whatever happens, the group ends, and says why."""
+"""Episodes of a group by themselves, against an engine that fails: whatever happens, the group
+ends, and says why."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from distflow.runtime.run_errors_and_limits import NodeError
 from tests.runtime.groups import bound, prompt_group, waiting_group
 from tests.tiny_models import tiny_tokenizer
 
-FAILS, NEVER = 8, 9
+FAILS = 8
+NEVER = 9
 STALENESS = pytest.mark.parametrize("staleness", [0, 2])
 
 
@@ -38,7 +40,9 @@ class Engine:
             raise RuntimeError("the engine is out of memory")
         if request.prompt_ids[-1] == NEVER:
             await asyncio.Event().wait()
-        return GenerateResult(tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples))
+        return GenerateResult(
+            tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
+        )
 
 
 async def run_group(
@@ -49,8 +53,8 @@ async def run_group(
     more: Sequence[str] = (),
     max_tokens: int = 4,
 ) -> Group:
-    """A group of two, as the rollout loop runs it. more: keys of the config. max_tokens: of a response. Raises
-    NodeError."""
+    """A group of two, as the rollout loop runs it. more: keys of the config. max_tokens: of a
+    response. Raises NodeError."""
     keys = [f"async.max_staleness={staleness}", *more]
     group = waiting_group(prompt_group())
     group.row = replace(group.row, extra_info=extra_info)
@@ -60,13 +64,18 @@ async def run_group(
     (step,) = compile_steps([bound(node)], resources)
     config = load_config("grpo", overrides=keys, complete=False).config
     await asyncio.wait_for(
-        step.on_group(group, NodeContext(config, 0, tiny_tokenizer(), group=group), PlainCalls(), 9.0), 60
+        step.on_group(
+            group, NodeContext(config, 0, tiny_tokenizer(), group=group), PlainCalls(), 9.0
+        ),
+        60,
     )
     return group
 
 
 @STALENESS
-def test_what_the_engine_raises_is_the_error_of_the_group_and_ends_its_other_episodes(staleness: int) -> None:
+def test_what_the_engine_raises_is_the_error_of_the_group_and_ends_its_other_episodes(
+    staleness: int,
+) -> None:
     numbers, ended = iter((FAILS, NEVER)), list[int]()
 
     async def run(chat: Chat, row: Row) -> float:
@@ -115,7 +124,12 @@ def test_a_workflow_that_cancels_itself_is_an_error_of_its_episode_alone(stalene
     assert "has cancelled itself" in str(wrong.outcome)
 
 
-EXITS = [GeneratorExit("it"), SystemExit(3), KeyboardInterrupt("it"), BaseExceptionGroup("its", [SystemExit(3)])]
+EXITS = [
+    GeneratorExit("it"),
+    SystemExit(3),
+    KeyboardInterrupt("it"),
+    BaseExceptionGroup("its", [SystemExit(3)]),
+]
 
 
 @STALENESS
@@ -146,7 +160,9 @@ def test_a_forgotten_await_is_asked_for() -> None:
             return float(reply.text == "7")  # type: ignore[attr-defined]
 
     group = asyncio.run(run_group(run, Engine(), 0))
-    assert "has no attribute 'text': is `await` missing? (at test_episodes.py" in str(group.samples[0].outcome)
+    assert "has no attribute 'text': is `await` missing? (at test_episodes.py" in str(
+        group.samples[0].outcome
+    )
 
 
 @STALENESS
@@ -164,7 +180,9 @@ def test_a_cancelled_group_ends_its_episodes_and_what_they_asked(staleness: int)
             return 1.0
 
         task = asyncio.ensure_future(run_group(run, engine, staleness))
-        await asyncio.wait((task, asyncio.ensure_future(began.wait())), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (task, asyncio.ensure_future(began.wait())), return_when=asyncio.FIRST_COMPLETED
+        )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -202,7 +220,9 @@ def test_a_reply_that_is_no_longer_waited_for_is_not_asked_for() -> None:
 
 
 @STALENESS
-def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(staleness: int) -> None:
+def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(
+    staleness: int,
+) -> None:
     """However many tasks are between a reply and the next question."""
 
     async def side(chat: Chat, number: int) -> None:
@@ -221,7 +241,9 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(s
 
         def __init__(self) -> None:
             super().__init__()
-            self.rounds, self.streams, self.open = list[set[int]](), dict[str, set[int]](), 0
+            self.rounds = list[set[int]]()
+            self.streams = dict[str, set[int]]()
+            self.open = 0
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             if not self.open:
@@ -247,7 +269,10 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(s
     }
     assert len(group.samples) == 2 and not engine.open
     batch = group.batch()
-    one, under, two, below = [7, 5, 10, 5], [7, 5, 10, 5, 11, 5], [7, 5, 20, 5], [7, 5, 20, 5, 21, 5]
+    one = [7, 5, 10, 5]
+    under = [7, 5, 10, 5, 11, 5]
+    two = [7, 5, 20, 5]
+    below = [7, 5, 20, 5, 21, 5]
     drawn = [1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
     for row in range(2):
         assert batch["forks"][row] == [["1", 3], ["1.1", 7], ["2", 13], ["2.1", 17]]
@@ -256,13 +281,16 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(s
         assert batch["response_mask"][row].tolist() == drawn
     assert batch.conversation_lengths().tolist() == [4, 4, 6, 4, 6] * 2
     metrics = group.measured[0][0]
-    assert metrics["episodes/drawn_tokens"] == sum(drawn) and metrics["episodes/given_tokens"] == drawn.count(0)
+    assert metrics["episodes/drawn_tokens"] == sum(drawn) and metrics[
+        "episodes/given_tokens"
+    ] == drawn.count(0)
     assert metrics["episodes/branches"] == 4.0 and metrics["episodes/branched/forked"] == 8
     assert {turn.get("why") for turn in group.samples[0].conversation} == {None, "forked"}
 
 
 def test_an_episode_that_has_ended_asks_no_more() -> None:
-    """A question that it still asks is withdrawn, and a later one refused; neither holds the others up."""
+    """A question that it still asks is withdrawn, and a later one refused; neither holds the others
+    up."""
     late = list[asyncio.Task[object]]()
 
     async def run(chat: Chat, row: Row) -> float:
@@ -291,11 +319,13 @@ def test_an_episode_that_has_ended_asks_no_more() -> None:
 
 @STALENESS
 def test_a_limit_that_one_episode_reaches_in_a_round_holds_no_other_up(staleness: int) -> None:
-    """The first has room for two turns and asks on; the second is at its own limit of four turns."""
+    """The first has room for two turns and asks on; the second is at its own limit of four
+    turns."""
     numbers = iter(range(2))
 
     async def run(chat: Chat, row: Row) -> float:
-        number, replies = next(numbers), 0
+        number = next(numbers)
+        replies = 0
         given = (7,) * (4 if number == 0 else 1)
         while chat.turns < 4:
             replies += bool((await chat.ask((*given, number))).token_ids)
@@ -313,14 +343,18 @@ def test_a_limit_that_one_episode_reaches_in_a_round_holds_no_other_up(staleness
 
 @STALENESS
 def test_what_nobody_waits_for_is_aborted_before_the_next_round(staleness: int) -> None:
-    """A reply that a workflow stops waiting for, and one of a fork that an episode leaves behind."""
+    """A reply that a workflow stops waiting for, and one of a fork that an episode leaves
+    behind."""
 
     class Slow(Engine):
         """Takes some time to abort."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.open, self.num_aborted, self.beside, self.began = 0, 0, list[int](), asyncio.Event()
+            self.open = 0
+            self.num_aborted = 0
+            self.beside = list[int]()
+            self.began = asyncio.Event()
 
         async def generate(self, request: GenerateRequest) -> GenerateResult:
             self.beside.append(self.open)
@@ -362,11 +396,14 @@ def test_what_nobody_waits_for_is_aborted_before_the_next_round(staleness: int) 
     for leaves in (False, True):
         engine = asyncio.run(group(leaves))
         assert engine.num_aborted == 1 and engine.asked[-1][0][-1] == 5
-        assert staleness or engine.beside[-1] == engine.open == 0, "the last round begins when the engine has stopped"
+        assert staleness or engine.beside[-1] == engine.open == 0, (
+            "the last round begins when the engine has stopped"
+        )
 
 
 def test_the_rest_of_the_score_is_the_last_reply_s_in_time() -> None:
-    """Of the first conversation, which the sample holds before its fork; the fork has what it earned."""
+    """Of the first conversation, which the sample holds before its fork; the fork has what it
+    earned."""
 
     async def run(chat: Chat, row: Row) -> float:
         await chat.ask((7,))
@@ -378,7 +415,9 @@ def test_the_rest_of_the_score_is_the_last_reply_s_in_time() -> None:
         return 1.0
 
     group = asyncio.run(run_group(run, Engine(), 0))
-    context = NodeContext(load_config("grpo", complete=False).config, 0, tiny_tokenizer(), group=group)
+    context = NodeContext(
+        load_config("grpo", complete=False).config, 0, tiny_tokenizer(), group=group
+    )
     written = asyncio.run(reward_episodes(group.samples, context, min_valid=2))
     assert isinstance(written, dict)
     response = [5, 4, 5, 7, 5, 6, 5]

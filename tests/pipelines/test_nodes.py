@@ -17,10 +17,21 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
-from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
+from distflow.pipelines.nodes import (
+    compute_reward,
+    dynamic_sampling,
+    greedy_baseline,
+    train_actor,
+    train_critic,
+)
 from distflow.pipelines.nodes.advantages import apply_kl_penalty
 from distflow.pipelines.nodes.log_probs_and_values import score_policy, score_proximal
-from distflow.pipelines.nodes.rollout_reward_filter import generate, load_responses, reward_episodes, reward_samples
+from distflow.pipelines.nodes.rollout_reward_filter import (
+    generate,
+    load_responses,
+    reward_episodes,
+    reward_samples,
+)
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from distflow.rewards.router import RewardOutcome
@@ -42,7 +53,9 @@ class OneToken:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.requests.append(request)
         return GenerateResult(
-            tuple(Generation(sample, [7], [-0.5], [-0.25], [3], "stop") for sample in request.samples)
+            tuple(
+                Generation(sample, [7], [-0.5], [-0.25], [3], "stop") for sample in request.samples
+            )
         )
 
 
@@ -50,14 +63,19 @@ class RewardCallCounts:
     """A reward function that gives the same scores whoever asks, and records its arguments."""
 
     def __init__(self, *reward_results: RewardResult) -> None:
-        self.reward_results, self.asked = reward_results, list[Sequence[Sample]]()
+        self.reward_results = reward_results
+        self.asked = list[Sequence[Sample]]()
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         self.asked.append(samples)
         rights = [
-            reward_result.value if isinstance(reward_result, Score) else 0.0 for reward_result in self.reward_results
+            reward_result.value if isinstance(reward_result, Score) else 0.0
+            for reward_result in self.reward_results
         ]
-        return [RewardOutcome(v, {"custom": v}, right) for v, right in zip(self.reward_results, rights, strict=True)]
+        return [
+            RewardOutcome(v, {"custom": v}, right)
+            for v, right in zip(self.reward_results, rights, strict=True)
+        ]
 
 
 def new_group_of_three() -> Group:
@@ -66,25 +84,34 @@ def new_group_of_three() -> Group:
 
 
 def answered() -> Group:
-    group, engine = new_group_of_three(), OneToken()
+    group = new_group_of_three()
+    engine = OneToken()
     group.samples = asyncio.run(generate(group, engine, tiny_tokenizer()))  # type: ignore[arg-type]
     return group
 
 
 def context(group: Group, validating: bool = False) -> NodeContext:
     return NodeContext(
-        load_config("grpo", complete=False).config, 0, tiny_tokenizer(), group=group, validating=validating
+        load_config("grpo", complete=False).config,
+        0,
+        tiny_tokenizer(),
+        group=group,
+        validating=validating,
     )
 
 
 def rewarded(*reward_results: RewardResult, min_valid: int = 2, validating: bool = False) -> object:
     group = answered()
     ctx = context(group, validating)
-    return asyncio.run(reward_samples(group.samples, RewardCallCounts(*reward_results), ctx, min_valid=min_valid))  # type: ignore[arg-type]
+    return asyncio.run(
+        reward_samples(group.samples, RewardCallCounts(*reward_results), ctx, min_valid=min_valid)
+    )  # type: ignore[arg-type]
 
 
 def run_baseline(reward_result: RewardResult) -> tuple[object, OneToken, RewardCallCounts, Group]:
-    group, engine, reward_fn = answered(), OneToken(), RewardCallCounts(reward_result)
+    group = answered()
+    engine = OneToken()
+    reward_fn = RewardCallCounts(reward_result)
     made = asyncio.run(greedy_baseline(group, engine, reward_fn, tiny_tokenizer()))  # type: ignore[arg-type]
     return made, engine, reward_fn, group
 
@@ -94,8 +121,13 @@ def test_an_answer_is_a_sample_of_the_row_with_what_the_engine_says_of_it() -> N
     assert [sample.uid for sample in group.samples] == ["5-0", "5-1", "5-2"]
     batch = group.batch()
     assert batch["ground_truth"] == ["4"] * 3 and batch["domain"] == ["sums"] * 3
-    assert batch["prompt_ids"].tolist() == [[4, 5]] * 3 and batch["response_ids"].tolist() == [[7]] * 3
-    assert batch["rollout_log_probs"].tolist() == [[-0.5]] * 3 and batch["sampling_log_probs"].tolist() == [[-0.25]] * 3
+    assert (
+        batch["prompt_ids"].tolist() == [[4, 5]] * 3 and batch["response_ids"].tolist() == [[7]] * 3
+    )
+    assert (
+        batch["rollout_log_probs"].tolist() == [[-0.5]] * 3
+        and batch["sampling_log_probs"].tolist() == [[-0.25]] * 3
+    )
     assert batch["versions"].tolist() == [[3]] * 3
     assert batch["responses"] == [tiny_tokenizer().decode([7])] * 3
 
@@ -105,7 +137,9 @@ def test_the_answer_of_the_data_is_one_sample_made_by_the_policy() -> None:
     (sample,) = asyncio.run(load_responses(group, tiny_tokenizer()))
     group.samples = [sample]
     batch = group.batch()
-    assert batch["response_ids"].tolist() == [[7, 8]] and batch["response_mask"].tolist() == [[1, 1]]
+    assert batch["response_ids"].tolist() == [[7, 8]] and batch["response_mask"].tolist() == [
+        [1, 1]
+    ]
     assert batch["responses"] == [tiny_tokenizer().decode([7, 8])]
 
 
@@ -122,7 +156,11 @@ def test_the_text_of_a_conversation_keeps_the_tokens_that_tell_whose_turn_begins
 def test_a_score_for_each_sample_and_none_is_made_up() -> None:
     written = rewarded(Score(1.0, {"why": "right"}), Error("crashed"), Score(0.5))
     assert isinstance(written, dict)
-    assert written["scores"] == written["acc"] == [1.0, 0.0, 0.5] and written["valid"] == [True, False, True]
+    assert written["scores"] == written["acc"] == [1.0, 0.0, 0.5] and written["valid"] == [
+        True,
+        False,
+        True,
+    ]
     assert written["reward_parts"] == [{"custom": 1.0}, {}, {"custom": 0.5}]
     assert written["reward_extra"] == [{"why": "right"}, {}, {}]
     assert written["reward_errors"][0] is None and "crashed" in written["reward_errors"][1]
@@ -131,24 +169,41 @@ def test_a_score_for_each_sample_and_none_is_made_up() -> None:
 def test_a_group_with_too_few_scores_to_compare_is_dropped_and_says_why() -> None:
     faults = (Score(1.0), Error("crashed"), Timeout(1.0))
     dropped = rewarded(*faults)
-    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and "crashed" in dropped.detail
-    assert not isinstance(rewarded(*faults, min_valid=1), Drop), "an estimator that compares nothing takes it"
-    assert not isinstance(rewarded(*faults, validating=True), Drop), "a validation counts it as wrong"
+    assert (
+        isinstance(dropped, Drop)
+        and dropped.reason == "too_few_scores"
+        and "crashed" in dropped.detail
+    )
+    assert not isinstance(rewarded(*faults, min_valid=1), Drop), (
+        "an estimator that compares nothing takes it"
+    )
+    assert not isinstance(rewarded(*faults, validating=True), Drop), (
+        "a validation counts it as wrong"
+    )
 
 
-def episodes(*results: RewardResult | None, on_error: OnError = "mask", min_valid: int = 2) -> object:
+def episodes(
+    *results: RewardResult | None, on_error: OnError = "mask", min_valid: int = 2
+) -> object:
     """Rewards of episodes with these results; None is a rejected one."""
     group = answered()
     (sample, *_) = group.samples
     outcomes = [None if result is None else RewardOutcome(result) for result in results]
     made = [replace(sample, outcome=outcome, rejected=outcome is None) for outcome in outcomes]
-    return asyncio.run(reward_episodes(made, context(group), min_valid=min_valid, on_error=on_error))
+    return asyncio.run(
+        reward_episodes(made, context(group), min_valid=min_valid, on_error=on_error)
+    )
 
 
 def test_rejected_and_failed_episodes_together_leave_too_few() -> None:
-    one, wrong = Score(1.0), Error("crashed")
+    one = Score(1.0)
+    wrong = Error("crashed")
     dropped = episodes(None, wrong, wrong, one)
-    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and dropped.detail == "crashed"
+    assert (
+        isinstance(dropped, Drop)
+        and dropped.reason == "too_few_scores"
+        and dropped.detail == "crashed"
+    )
     for kept, valid in (
         (episodes(None, wrong, one, one), [False, False, True, True]),
         (episodes(None, wrong, wrong, one, on_error=0.25), [False, True, True, True]),
@@ -159,18 +214,24 @@ def test_rejected_and_failed_episodes_together_leave_too_few() -> None:
 
 @pytest.mark.parametrize("score", [100.0, 0.1, -7.3])
 def test_equal_scores_stay_equal_however_turns_split_them(score: float) -> None:
-    """GRPO's advantage of a group with equal scores is exactly 0, also where rewards cancel each other."""
+    """GRPO's advantage of a group with equal scores is exactly 0, also where rewards cancel each
+    other."""
     splits: list[tuple[float, ...]] = [(33.3,), (10.1, 20.2), (), (66.7, -99.9, 0.3)]
     made = []
     for number, earned in enumerate(splits):
         turns = [Segment("policy", (5,), (0.0,), (0.0,), (0,), reward) for reward in (*earned, 0.0)]
         outcome = RewardOutcome(Score(score))
-        made.append(Sample(f"0-{number}", 0, [Segment("prompt", (1,)), *turns], episode=number, outcome=outcome))
+        made.append(
+            Sample(
+                f"0-{number}", 0, [Segment("prompt", (1,)), *turns], episode=number, outcome=outcome
+            )
+        )
     written = asyncio.run(reward_episodes(made, context(answered()), min_valid=2))
     assert isinstance(written, dict)
     batch = Batch.from_samples(made)
     batch["token_level_scores"] = written["token_level_scores"]
-    rewards, mask = batch["token_level_scores"], batch["response_mask"]
+    rewards = batch["token_level_scores"]
+    mask = batch["response_mask"]
     advantages, _ = find_adv_est("grpo").fn(rewards, mask, batch["group_index"])
     assert advantages.shape == (4, 4) and not advantages.any()
     for row, earned in zip(rewards.tolist(), splits, strict=True):
@@ -197,12 +258,18 @@ def rewarded_as(
 def test_a_group_with_one_reward_error_is_dropped_where_the_config_says_so() -> None:
     faults = (Score(1.0), Error("crashed"), Score(0.0))
     dropped = rewarded_as("drop", *faults)
-    assert isinstance(dropped, Drop) and dropped.reason == "too_few_scores" and "crashed" in dropped.detail
+    assert (
+        isinstance(dropped, Drop)
+        and dropped.reason == "too_few_scores"
+        and "crashed" in dropped.detail
+    )
     assert isinstance(rewarded_as("mask", *faults, sums="drop"), Drop), "by its domain"
     assert not isinstance(rewarded_as("drop", *faults, sums="mask"), Drop)
     assert not isinstance(rewarded_as("drop", Score(1.0), Score(0.0), Score(1.0)), Drop)
     written = rewarded_as("drop", *faults, validating=True)
-    assert isinstance(written, dict) and written["valid"] == [True, False, True], "a validation drops nothing"
+    assert isinstance(written, dict) and written["valid"] == [True, False, True], (
+        "a validation drops nothing"
+    )
 
 
 def test_a_sample_with_a_reward_error_may_be_given_a_score_and_still_says_why() -> None:
@@ -210,17 +277,23 @@ def test_a_sample_with_a_reward_error_may_be_given_a_score_and_still_says_why() 
     written = rewarded_as(-0.5, *faults)
     assert isinstance(written, dict)
     assert written["scores"] == [1.0, -0.5, -0.5] and written["valid"] == [True] * 3
-    assert written["acc"] == [1.0, 0.0, 0.0] and [bool(error) for error in written["reward_errors"]] == [0, 1, 1]
+    assert written["acc"] == [1.0, 0.0, 0.0] and [
+        bool(error) for error in written["reward_errors"]
+    ] == [0, 1, 1]
     in_validation = rewarded_as(-0.5, *faults, validating=True)
     assert isinstance(in_validation, dict) and in_validation["valid"] == [True, False, False]
 
 
 def test_a_filter_by_accuracy_compares_no_response_with_a_reward_error() -> None:
-    acc, errors = torch.tensor([1.0, 1.0, 0.0]), [None, None, "crashed"]
-    valid, scores = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -0.5])
+    acc = torch.tensor([1.0, 1.0, 0.0])
+    errors = [None, None, "crashed"]
+    valid = torch.ones(3, dtype=torch.bool)
+    scores = torch.tensor([1.0, 1.0, -0.5])
     dropped = dynamic_sampling(acc, scores, valid, None, errors, metric="acc")
     assert isinstance(dropped, Drop) and dropped.reason == "all_equal"
-    assert dynamic_sampling(acc, scores, valid, None, errors, metric="score") is None, "its score was given"
+    assert dynamic_sampling(acc, scores, valid, None, errors, metric="score") is None, (
+        "its score was given"
+    )
 
 
 def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> None:
@@ -238,8 +311,12 @@ def test_a_domain_whose_estimator_reads_no_baseline_is_not_answered_greedily() -
         ({None: True, "sums": False}, 0),
         ({None: False}, 0),
     ):
-        group, engine, reward_fn = answered(), OneToken(), RewardCallCounts(Score(0.75))
-        made = asyncio.run(greedy_baseline(group, engine, reward_fn, tiny_tokenizer(), wanted=wanted))  # type: ignore[arg-type]
+        group = answered()
+        engine = OneToken()
+        reward_fn = RewardCallCounts(Score(0.75))
+        made = asyncio.run(
+            greedy_baseline(group, engine, reward_fn, tiny_tokenizer(), wanted=wanted)
+        )  # type: ignore[arg-type]
         assert isinstance(made, torch.Tensor) and made.tolist() == [0.75 * answered_for] * 3
         assert len(engine.requests) == len(reward_fn.asked) == answered_for
 
@@ -257,22 +334,33 @@ def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
 
     class Ends(OneToken):
         async def generate(self, request: GenerateRequest) -> GenerateResult:
-            return GenerateResult(tuple(Generation(s, [7, end], [0.0] * 2, [0.0] * 2, [3, 3], "stop") for s in (1, 0)))
+            return GenerateResult(
+                tuple(Generation(s, [7, end], [0.0] * 2, [0.0] * 2, [3, 3], "stop") for s in (1, 0))
+            )
 
     first, second = asyncio.run(generate(new_group_of_three(), Ends(), tokenizer))  # type: ignore[arg-type]
-    assert (first.uid, second.uid) == ("5-1", "5-0"), "an answer belongs to the sample that the engine names"
-    assert first.response == tokenizer.decode([7]) and first.response_segments[0].token_ids == (7, end)
+    assert (first.uid, second.uid) == ("5-1", "5-0"), (
+        "an answer belongs to the sample that the engine names"
+    )
+    assert first.response == tokenizer.decode([7]) and first.response_segments[0].token_ids == (
+        7,
+        end,
+    )
 
 
 @pytest.mark.parametrize(("estimator", "needed"), [("grpo", 2), ("reinforce_plus_plus", 0)])
-def test_how_many_scores_a_group_needs_is_the_estimator_s_to_say(estimator: str, needed: int) -> None:
+def test_how_many_scores_a_group_needs_is_the_estimator_s_to_say(
+    estimator: str, needed: int
+) -> None:
     config = load_config("grpo", [f"algorithm.adv_estimator={estimator}"], complete=False).config
     assert compute_reward(config).keywords["min_valid"] == needed  # type: ignore[attr-defined]
 
 
 def test_a_group_of_one_is_never_dropped_for_too_few_scores() -> None:
     group = answered()
-    work = reward_samples(group.samples[:1], RewardCallCounts(Error("crashed")), context(group), min_valid=2)  # type: ignore[arg-type]
+    work = reward_samples(
+        group.samples[:1], RewardCallCounts(Error("crashed")), context(group), min_valid=2
+    )  # type: ignore[arg-type]
     written = asyncio.run(work)
     assert isinstance(written, dict) and written["valid"] == [False]
 
@@ -285,7 +373,8 @@ PARTS = [{"math": 1.0, "form": 0.3}, {"math": 0.0, "form": 0.3}, {"math": 1.0, "
     ("scores", "valid", "metric", "reason"),
     [
         ([0.5, 0.5, 0.5], [True, True, True], "score", "all_equal"),
-        ([0.5, 0.5, 0.9], [True, True, False], "score", "all_equal"),  # a reward error makes no difference
+        # a reward error makes no difference
+        ([0.5, 0.5, 0.9], [True, True, False], "score", "all_equal"),
         ([0.5, 0.7, 0.5], [True, True, True], "score", None),
         ([0.5, 0.7, 0.5], [True, True, True], "seq_reward", None),
         ([0.5, 0.5, 0.5], [True, True, True], "math", None),
@@ -299,7 +388,9 @@ PARTS = [{"math": 1.0, "form": 0.3}, {"math": 0.0, "form": 0.3}, {"math": 1.0, "
 def test_a_group_whose_scored_samples_do_not_differ_is_dropped(
     scores: list[float], valid: list[bool], metric: str, reason: str | None
 ) -> None:
-    drop = dynamic_sampling(torch.tensor(ACC), torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric)
+    drop = dynamic_sampling(
+        torch.tensor(ACC), torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric
+    )
     assert (drop.reason if drop else None) == reason
 
 
@@ -315,7 +406,8 @@ class TokenScorer:
 
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         out = batch.only(batch.names)
-        out["log_probs"], out["entropy"] = -batch.flat("response_ids").float(), batch.flat("response_ids").float()
+        out["log_probs"] = -batch.flat("response_ids").float()
+        out["entropy"] = batch.flat("response_ids").float()
         return out
 
 
@@ -335,14 +427,29 @@ class TwoRanks(OneRank):
     size = 2
 
     def sum(self, value: Any) -> Any:
-        return {name: 2 * number for name, number in value.items()} if isinstance(value, dict) else 2 * value
+        return (
+            {name: 2 * number for name, number in value.items()}
+            if isinstance(value, dict)
+            else 2 * value
+        )
 
 
-def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told_as_it_was_used() -> None:
-    mask, state = torch.ones(2, 3), dict[str, Any]()
-    arguments = (torch.zeros(2, 3), torch.zeros(2, 3), torch.full((2, 3), -1.0), mask, torch.tensor([True, True]))
+def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told_as_it_was_used() -> (  # noqa: E501
+    None
+):
+    mask = torch.ones(2, 3)
+    state = dict[str, Any]()
+    arguments = (
+        torch.zeros(2, 3),
+        torch.zeros(2, 3),
+        torch.full((2, 3), -1.0),
+        mask,
+        torch.tensor([True, True]),
+    )
     control = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=100)
-    penalise: Any = apply_kl_penalty(Config(algorithm=AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control)))
+    penalise: Any = apply_kl_penalty(
+        Config(algorithm=AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control))
+    )
     ctx = replace(context(answered()), state=state)
     coefficient = 0.5
     for _ in range(2):
@@ -364,20 +471,33 @@ class Trainer:
         return {"loss": float(len(self.seen)), "skipped": float(len(self.seen) % 2)}
 
 
-def trained(step: int, warmup: int = 2, engine: Trainer | None = None) -> tuple[NodeOutput, Trainer, list[bool]]:
-    engine, first = engine or Trainer(), list[bool]()
+def trained(
+    step: int, warmup: int = 2, engine: Trainer | None = None
+) -> tuple[NodeOutput, Trainer, list[bool]]:
+    engine = engine or Trainer()
+    first = list[bool]()
     told = lambda engine, batch, metrics, is_first: first.append(is_first)  # noqa: E731
     ctx = NodeContext(Config(), step, None, after_update=told, group_ids=(0, 1, 2))  # type: ignore[arg-type]
     batch = Batch.concat([columns_of(number) for number in range(3)])
     objective: Any = None
-    options: dict[str, Any] = {"name": "own", "objective": objective, "epochs": 2, "num_prompts": 2, "warmup": warmup}
+    options: dict[str, Any] = {
+        "name": "own",
+        "objective": objective,
+        "epochs": 2,
+        "num_prompts": 2,
+        "warmup": warmup,
+    }
     return update(batch, engine, ctx, OneRank(), **options), engine, first  # type: ignore[arg-type]
 
 
 def test_an_update_is_each_mini_batch_of_each_epoch_and_begins_behind_the_warm_up() -> None:
     made, engine, first = trained(step=2)
     assert [len(groups) for groups in engine.seen] == [2, 1, 2, 1]
-    assert sorted(engine.seen[0] + engine.seen[1]) == sorted(engine.seen[2] + engine.seen[3]) == [0, 1, 2]
+    assert (
+        sorted(engine.seen[0] + engine.seen[1])
+        == sorted(engine.seen[2] + engine.seen[3])
+        == [0, 1, 2]
+    )
     assert first == [True, False, False, False]
     assert made.metrics == {"own/loss": 2.5, "own/skipped": 2.0} and made.batch is None
     made, engine, first = trained(step=1)
@@ -392,13 +512,23 @@ def test_a_mini_batch_without_tokens_is_counted_and_is_in_no_mean() -> None:
             return told if empty else told | {"entropy": 1.0}
 
     made, _, first = trained(step=2, engine=Half())
-    assert made.metrics == {"own/loss": 6.0, "own/entropy": 1.0, "own/skipped": 2.0, "own/empty": 2.0}
+    assert made.metrics == {
+        "own/loss": 6.0,
+        "own/entropy": 1.0,
+        "own/skipped": 2.0,
+        "own/empty": 2.0,
+    }
     assert first == [True, False, False, False]
 
 
 def test_the_critic_has_mini_batches_and_epochs_of_its_own_and_no_warm_up() -> None:
     actor = "actor_rollout_ref.actor"
-    keys = ["trainer.critic_warmup=3", f"{actor}.ppo_mini_batch_size=4", f"{actor}.ppo_epochs=2", "critic.ppo_epochs=5"]
+    keys = [
+        "trainer.critic_warmup=3",
+        f"{actor}.ppo_mini_batch_size=4",
+        f"{actor}.ppo_epochs=2",
+        "critic.ppo_epochs=5",
+    ]
     for more, num_prompts in (([], 4), (["critic.ppo_mini_batch_size=8"], 8)):
         config = load_config("ppo", [*keys, *more], complete=False).config
         options = [make(config).keywords for make in (train_actor, train_critic)]  # type: ignore[attr-defined]

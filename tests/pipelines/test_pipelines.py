@@ -1,4 +1,5 @@
-"""The built-in pipelines: their ids, their order, what a config leaves out, and how a config chooses one."""
+"""The built-in pipelines: their ids, their order, what a config leaves out, and how a config
+chooses one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,15 +58,27 @@ def test_grpo_scores_before_it_compares() -> None:
     ]
 
 
-def test_a_reward_model_scores_after_groups_were_filtered_and_before_they_are_compared(tmp_path: Path) -> None:
+def test_a_reward_model_scores_after_groups_were_filtered_and_before_they_are_compared(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text("def accept(acc): return True\n")
-    model, accept = "reward_model.model.path=scores", f"algorithm.filter_groups.should_accept={tmp_path}/mine.py:accept"
-    for filters in ((), ("algorithm.filter_groups.enable=true",), ("algorithm.filter_groups.enable=true", accept)):
+    model = "reward_model.model.path=scores"
+    accept = f"algorithm.filter_groups.should_accept={tmp_path}/mine.py:accept"
+    for filters in (
+        (),
+        ("algorithm.filter_groups.enable=true",),
+        ("algorithm.filter_groups.enable=true", accept),
+    ):
         found = ids("grpo", model, *filters)
         place = found.index("reward_model_score")
         rollout = {"rollout_actor", "function_reward", "dynamic_sampling", "group_filter"}
-        assert set(found[:place]) >= rollout & set(found) and len(rollout & set(found)) == 2 + len(filters)
-        assert "calculate_advantages" in found[place:] and "reward_model" in bind(config("grpo", model)).engines
+        assert set(found[:place]) >= rollout & set(found) and len(rollout & set(found)) == 2 + len(
+            filters
+        )
+        assert (
+            "calculate_advantages" in found[place:]
+            and "reward_model" in bind(config("grpo", model)).engines
+        )
 
 
 def test_without_a_kl_term_there_is_no_reference() -> None:
@@ -76,7 +89,11 @@ def test_without_a_kl_term_there_is_no_reference() -> None:
 
 def test_kl_in_the_reward_comes_before_the_advantages() -> None:
     order = ids("grpo", "algorithm.use_kl_in_reward=true")
-    assert order.index("reference_log_prob") < order.index("kl_penalty") < order.index("calculate_advantages")
+    assert (
+        order.index("reference_log_prob")
+        < order.index("kl_penalty")
+        < order.index("calculate_advantages")
+    )
 
 
 def test_normalisations_stand_around_what_they_normalise() -> None:
@@ -93,7 +110,9 @@ def test_normalisations_stand_around_what_they_normalise() -> None:
 def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> None:
     def options(preset: str, *overrides: str) -> Mapping[str, object]:
         bound_pipeline = bind(config(preset, *overrides))
-        return next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
+        return next(
+            node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages"
+        )
 
     assert options("ppo")["whiten"] is True
     assert options("ppo", "algorithm.adv_norm.mean_level=batch")["whiten"] is False
@@ -112,7 +131,9 @@ def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> N
 )
 def test_an_option_of_an_estimator_has_its_type(estimator: str, option: str, choices: str) -> None:
     asked = (f"algorithm.adv_estimator={estimator}", f"+algorithm.adv_estimator_kwargs.{option}")
-    with pytest.raises((PipelineError, UserError), match=f"'{option.split('=')[0]}' of .* not of type {choices}"):
+    with pytest.raises(
+        (PipelineError, UserError), match=f"'{option.split('=')[0]}' of .* not of type {choices}"
+    ):
         bind(config("grpo", *asked, "reward.functions={default: [math, format]}"))
 
 
@@ -124,12 +145,24 @@ def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
             "reward.functions={default: [math, {name: format, weight: 0.2}], code: [exact_match]}",
         )
     )
-    options = next(node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages")
-    assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
-    functions, model = "reward.functions.default=[math, format]", "reward_model.model.path=scores"
-    judged = config("grpo", "algorithm.adv_estimator=gdpo", functions, model, "reward_model.weight=3")
-    options = next(node.options for node in bind(judged).nodes if node.node_id == "calculate_advantages")
-    assert options["reward_weights"] == {"default": {"math": 1.0, "format": 1.0, "reward_model": 3.0}}
+    options = next(
+        node.options for node in bound_pipeline.nodes if node.node_id == "calculate_advantages"
+    )
+    assert options["reward_weights"] == {
+        "default": {"math": 1.0, "format": 0.2},
+        "code": {"exact_match": 1.0},
+    }
+    functions = "reward.functions.default=[math, format]"
+    model = "reward_model.model.path=scores"
+    judged = config(
+        "grpo", "algorithm.adv_estimator=gdpo", functions, model, "reward_model.weight=3"
+    )
+    options = next(
+        node.options for node in bind(judged).nodes if node.node_id == "calculate_advantages"
+    )
+    assert options["reward_weights"] == {
+        "default": {"math": 1.0, "format": 1.0, "reward_model": 3.0}
+    }
 
 
 def test_dapo_filters_in_the_rollout_loop() -> None:
@@ -140,7 +173,9 @@ def test_dapo_filters_in_the_rollout_loop() -> None:
 def test_ppo_has_a_critic() -> None:
     bound_pipeline = bind(config("ppo"))
     assert "critic" in bound_pipeline.engines
-    assert {"compute_value", "critic_train"} <= {node.node_id for node in bound_pipeline.training_nodes}
+    assert {"compute_value", "critic_train"} <= {
+        node.node_id for node in bound_pipeline.training_nodes
+    }
 
 
 def test_remax_asks_for_a_greedy_baseline() -> None:
@@ -160,10 +195,14 @@ def test_the_estimator_brings_its_own_fields() -> None:
 
 def test_a_pipeline_in_yaml() -> None:
     nodes = (
-        "[{id: answer, type: MODEL_INFERENCE, role: ROLLOUT, func: 'distflow.pipelines.nodes:generate'},"
-        "{id: judge, role: REWARD, func: 'distflow.pipelines.nodes:compute_reward', deps: [answer]},"
-        "{id: compare, role: ADVANTAGE, func: 'distflow.pipelines.nodes:compute_advantage', deps: [judge]},"
-        "{id: learn, type: MODEL_TRAIN, role: ACTOR, func: 'distflow.pipelines.nodes:train_actor', deps: [compare]}]"
+        "[{id: answer, type: MODEL_INFERENCE, role: ROLLOUT, func: "
+        "'distflow.pipelines.nodes:generate'},"
+        "{id: judge, role: REWARD, func: 'distflow.pipelines.nodes:compute_reward', deps: "
+        "[answer]},"
+        "{id: compare, role: ADVANTAGE, func: 'distflow.pipelines.nodes:compute_advantage', deps: "
+        "[judge]},"
+        "{id: learn, type: MODEL_TRAIN, role: ACTOR, func: 'distflow.pipelines.nodes:train_actor', "
+        "deps: [compare]}]"
     )
     chosen = config("grpo", "actor_rollout_ref.actor.use_kl_loss=false", f"dag.pipeline={nodes}")
     assert [node.node_id for node in bind(chosen).nodes] == ["answer", "judge", "compare", "learn"]
@@ -171,7 +210,8 @@ def test_a_pipeline_in_yaml() -> None:
 
 def test_a_marker_in_yaml_needs_no_function() -> None:
     nodes = (
-        "[{id: load, func: 'distflow.pipelines.nodes:load_responses'}, {id: fence, type: barrier_sync, deps: [load]}]"
+        "[{id: load, func: 'distflow.pipelines.nodes:load_responses'}, {id: fence, type: "
+        "barrier_sync, deps: [load]}]"
     )
     chosen = config("sft", f"dag.pipeline={nodes}")
     assert bind(chosen).node("fence").plane == "training"
@@ -190,8 +230,12 @@ def test_a_custom_function_must_return_a_graph() -> None:
 
 def test_several_graphs_are_one_pipeline_of_several_parts(tmp_path: Path) -> None:
     file = tmp_path / "pipe.py"
-    file.write_text("from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
-    with pytest.raises(UserError, match="returned list; .*: `distflow train a.yaml b.yaml` runs pipelines"):
+    file.write_text(
+        "from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n"
+    )
+    with pytest.raises(
+        UserError, match="returned list; .*: `distflow train a.yaml b.yaml` runs pipelines"
+    ):
         select_pipeline(config("sft", f"dag.pipeline={file}:prog"))
 
 

@@ -36,17 +36,25 @@ from tests.ranks import run_ranks
         ([1, 0, 0, 0], [1, 1, 1, 0], {"filter_truncated": True}, None),
     ],
 )
-def test_groups_are_kept_by_their_share_of_successes(won: Any, valid: Any, changes: Any, reason: str | None) -> None:
+def test_groups_are_kept_by_their_share_of_successes(
+    won: Any, valid: Any, changes: Any, reason: str | None
+) -> None:
     truncated = torch.tensor([False, False, False, True])
     options = {"filter_accuracy": True, "filter_truncated": False, **changes}
-    sampling = EmbodiedSamplingConfig(accuracy_lower_bound=0.25, accuracy_upper_bound=0.75, **options)
+    sampling = EmbodiedSamplingConfig(
+        accuracy_lower_bound=0.25, accuracy_upper_bound=0.75, **options
+    )
     keep_group: Any = simulators_and_srpo.embodied_sampling(Config(embodied_sampling=sampling))
     found = keep_group(torch.tensor(won).bool(), truncated, torch.tensor(valid).bool())
     assert found == (None if reason is None else Drop(reason))
 
 
 def test_columns_of_episodes() -> None:
-    parts = [{"success": 1.0, "env_steps": 7.0, "episode_len": 2.0}, {}, {"success": 0.0, "env_steps": 2.0}]
+    parts = [
+        {"success": 1.0, "env_steps": 7.0, "episode_len": 2.0},
+        {},
+        {"success": 0.0, "env_steps": 2.0},
+    ]
     found: Any = simulators_and_srpo.simulator_columns(
         parts, [{"instruction": "put/it\nthere"}, {}, {"instruction": "go"}]
     )
@@ -69,13 +77,27 @@ def test_columns_of_episodes() -> None:
 @pytest.mark.parametrize(
     ("dim", "wanted"),
     [
-        (2, [[0.0, 0.5, 0.0, 0.25, 0.0, 0.0, 0.25, 1.0, 0.0], [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]]),
-        (None, [[0.0, 0.0, 0.0, 0.75, 0.0, 0.0, 0.0, 1.25, 0.0], [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]]),
+        (
+            2,
+            [
+                [0.0, 0.5, 0.0, 0.25, 0.0, 0.0, 0.25, 1.0, 0.0],
+                [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            ],
+        ),
+        (
+            None,
+            [
+                [0.0, 0.0, 0.0, 0.75, 0.0, 0.0, 0.0, 1.25, 0.0],
+                [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            ],
+        ),
     ],
 )
-def test_rewards_are_on_the_last_token_of_each_action_or_chunk(dim: int | None, wanted: list[list[float]]) -> None:
-    """Two actions and one; a token that is no action, which ended the first episode; one without a score, whose
-    columns are padded with zeros."""
+def test_rewards_are_on_the_last_token_of_each_action_or_chunk(
+    dim: int | None, wanted: list[list[float]]
+) -> None:
+    """Two actions and one; a token that is no action, which ended the first episode; one without a
+    score, whose columns are padded with zeros."""
     turns = torch.tensor([[0, 0, 0, 0, -1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
     mask = torch.tensor([[1.0, 1, 1, 1, 0, 1, 1, 1, 0], [1.0, 1, 1, 1, 0, 0, 0, 0, 0]])
     extra = [{"step_rewards": [[0.5, 0.25], [0.25]]}, {}]
@@ -86,15 +108,22 @@ def test_rewards_are_on_the_last_token_of_each_action_or_chunk(dim: int | None, 
 def test_equal_scores_stay_equal_where_their_parts_are_not_exact() -> None:
     turns = torch.tensor([[0] * 6] * 2)
     extra = [{"step_rewards": [[0.1, 0.2, 0.3]]}, {"step_rewards": [[0.3, 0.1, 0.2]]}]
-    found = simulators_and_srpo.reward_steps(torch.tensor([0.6, 0.6]), extra, turns, torch.ones(2, 6), dim=2).double()
+    found = simulators_and_srpo.reward_steps(
+        torch.tensor([0.6, 0.6]), extra, turns, torch.ones(2, 6), dim=2
+    ).double()
     first, second = found.sum(dim=1).tolist()
     assert first == second == pytest.approx(0.6, abs=1e-6)
 
 
-def embedded(frames: list[list[str]], embedder: Any, valid: list[bool] | None = None) -> dict[str, Any]:
+def embedded(
+    frames: list[list[str]], embedder: Any, valid: list[bool] | None = None
+) -> dict[str, Any]:
     valid = valid or [True] * len(frames)
     work: Any = simulators_and_srpo.embed_episodes(
-        [{"frames": own} for own in frames], torch.tensor(valid), [None] * len(frames), embedder=embedder
+        [{"frames": own} for own in frames],
+        torch.tensor(valid),
+        [None] * len(frames),
+        embedder=embedder,
     )
     return asyncio.run(work).batch
 
@@ -131,8 +160,11 @@ def test_vectors_of_several_lengths_are_refused(tmp_path: Path) -> None:
 
 
 def test_rewards_are_on_the_last_token_of_the_policy_and_only_valid_episodes_count() -> None:
-    found, given = shaped(list(range(NUMBER)), OneRank()), episodes(list(range(NUMBER)))
-    for uid, won, valid in zip(given["uid"], given["success"].tolist(), given["valid"].tolist(), strict=True):
+    found = shaped(list(range(NUMBER)), OneRank())
+    given = episodes(list(range(NUMBER)))
+    for uid, won, valid in zip(
+        given["uid"], given["success"].tolist(), given["valid"].tolist(), strict=True
+    ):
         (first, last, unused), parts = found[uid]
         assert first == unused == 0.0 and (last == 1.0) == (won and valid)
         assert (0.0 < last < 0.6) == (valid and not won), uid
@@ -158,6 +190,8 @@ def test_the_numbers_do_not_depend_on_the_ranks(tmp_path: Path, ranks: int) -> N
         ({"algorithm.use_kl_in_reward": True}, "use_kl_in_reward: SRPO sets the rewards"),
     ],
 )
-def test_the_pipeline_refuses_what_would_change_its_rewards(change: dict[str, Any], says: str) -> None:
+def test_the_pipeline_refuses_what_would_change_its_rewards(
+    change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         embodied_srpo_pipeline(with_values(preset_config("embodied_srpo"), change))

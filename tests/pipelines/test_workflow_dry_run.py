@@ -1,5 +1,5 @@
-"""A user's workflow is run once with canned replies before a model is loaded: its mistakes are refused, what may depend
-on the reply is noted, and nothing that it does stays."""
+"""A user's workflow is run once with canned replies before a model is loaded: its mistakes are
+refused, what may depend on the reply is noted, and nothing that it does stays."""
 
 from pathlib import Path
 
@@ -74,7 +74,11 @@ def tried(name: str, folder: Path, *more: str) -> list[str]:
         if name == "judged" or not key.startswith(of_rewards)
     ]
     said = try_users_code(make_spec(load_config("grpo", keys), say=lambda line: None))
-    return [line.replace(f"{folder}/", "").replace(str(folder), "") for line in said if "the workflow" in line]
+    return [
+        line.replace(f"{folder}/", "").replace(str(folder), "")
+        for line in said
+        if "the workflow" in line
+    ]
 
 
 @pytest.mark.parametrize("name", ["rejects", "judged"])
@@ -102,7 +106,9 @@ def test_it_runs_in_a_process_that_ends(
     ],
 )
 def test_a_mistake_is_refused(name: str, what: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"workflow '\w+', tried on the first row .*skips this trial") as refused:
+    with pytest.raises(
+        UserError, match=r"workflow '\w+', tried on the first row .*skips this trial"
+    ) as refused:
         tried(name, tmp_path)
     assert what in str(refused.value)
 
@@ -119,7 +125,9 @@ def test_a_mistake_is_refused(name: str, what: str, tmp_path: Path) -> None:
 def test_what_may_depend_on_the_reply_is_noted(
     name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distflow.pipelines.nodes.workflow_dry_run._WITHIN_S", 1.0 if name == "forever" else 30.0)
+    monkeypatch.setattr(
+        "distflow.pipelines.nodes.workflow_dry_run._WITHIN_S", 1.0 if name == "forever" else 30.0
+    )
     (line,) = tried(name, tmp_path)
     assert line.startswith("note: the workflow ") and what in line
 

@@ -13,7 +13,9 @@ from distflow.planning.plan_of_ranks_and_layouts import Sizes
 def read(text: str) -> list[list[tuple[str, str, int]]]:
     """(engine, role, devices) of each part."""
     groups = parse_allocation(text).groups
-    return [[(part.engine, part.role, part.sizes.num_devices) for part in group] for group in groups]
+    return [
+        [(part.engine, part.role, part.sizes.num_devices) for part in group] for group in groups
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,15 +32,25 @@ def read(text: str) -> list[list[tuple[str, str, int]]]:
             8,
             [[("sglang", "rollout", 4)], [("fsdp", "actor", 4), ("fsdp", "critic", 4)]],
         ),
-        ("vllm[rollout]:d2t2+fsdp[actor]:d4", 8, [[("vllm", "rollout", 4)], [("fsdp", "actor", 4)]]),
+        (
+            "vllm[rollout]:d2t2+fsdp[actor]:d4",
+            8,
+            [[("vllm", "rollout", 4)], [("fsdp", "actor", 4)]],
+        ),
         ("embedded:d4|megatron:d2m2", 4, [[("embedded", "rollout", 4), ("megatron", "actor", 4)]]),
         ("sglang.d4p1m1+d2p2m1", 8, [[("sglang", "rollout", 4)], [("megatron", "actor", 4)]]),
         ("sglang:d4p1t1+d4p1t1", 8, [[("sglang", "rollout", 4)], [("fsdp", "actor", 4)]]),
         ("embedded.d2+d2m2", 6, [[("embedded", "rollout", 2)], [("fsdp", "actor", 4)]]),
-        (" embedded : d2\n + torch [ actor ] : d1 ", 3, [[("embedded", "rollout", 2)], [("torch", "actor", 1)]]),
+        (
+            " embedded : d2\n + torch [ actor ] : d1 ",
+            3,
+            [[("embedded", "rollout", 2)], [("torch", "actor", 1)]],
+        ),
     ],
 )
-def test_the_references(text: str, num_devices: int, parts: list[list[tuple[str, str, int]]]) -> None:
+def test_the_references(
+    text: str, num_devices: int, parts: list[list[tuple[str, str, int]]]
+) -> None:
     assert parse_allocation(text).num_devices == num_devices
     assert read(text) == parts
 
@@ -48,7 +60,10 @@ def sizes(text: str) -> Sizes:
 
 
 def test_the_role_of_a_reward_model_has_two_names() -> None:
-    found = [parse_allocation(f"embedded:d1+torch[{role}]:d1").parts[1].role for role in ("reward", "reward_model")]
+    found = [
+        parse_allocation(f"embedded:d1+torch[{role}]:d1").parts[1].role
+        for role in ("reward", "reward_model")
+    ]
     assert found == ["reward_model", "reward_model"]
 
 
@@ -89,12 +104,24 @@ def test_sizes() -> None:
         ("fsdp:d2p2", 7, "the engine 'fsdp' has no pipeline parallelism; its sizes are d, t"),
         ("fsdp:d2c2", 7, "the engine 'fsdp' has no context parallelism; its sizes are d, t"),
         ("fsdp:d2e2", 7, "the engine 'fsdp' has no expert parallelism; its sizes are d, t"),
-        ("embedded:d2+torch:d2m2", 20, "the engine 'torch' has no tensor parallelism; its sizes are d"),
+        (
+            "embedded:d2+torch:d2m2",
+            20,
+            "the engine 'torch' has no tensor parallelism; its sizes are d",
+        ),
         ("megatron:d4e3", 11, "experts shared by 3 ranks do not divide the 4 ranks"),
-        ("fsdp:d2|fsdp[critic]:d4", 8, "'actor' takes 2 devices and 'critic' 4, but '|' puts both on the same"),
+        (
+            "fsdp:d2|fsdp[critic]:d4",
+            8,
+            "'actor' takes 2 devices and 'critic' 4, but '|' puts both on the same",
+        ),
         ("fsdp:d2+fsdp:d4", 8, "a second part is the actor; name another role, e.g. fsdp[critic]"),
         ("hf:d2+embedded:d4", 6, "a second part is the rollout; leave one out"),
-        ("fsdp:d2+torch[critic]:d2", 8, "the critic has the engine of the actor, 'fsdp', not 'torch'"),
+        (
+            "fsdp:d2+torch[critic]:d2",
+            8,
+            "the critic has the engine of the actor, 'fsdp', not 'torch'",
+        ),
     ],
 )
 def test_a_caret_is_under_what_is_wrong(text: str, at: int, said: str) -> None:
@@ -107,11 +134,15 @@ def test_a_caret_is_under_what_is_wrong(text: str, at: int, said: str) -> None:
 
 def test_an_engine_that_is_not_there_yet_is_refused_by_its_name() -> None:
     require_engines(parse_allocation("embedded:d2+torch:d2"))
-    with pytest.raises(UserError, match="'megatron' is not implemented yet; choose from torch, fsdp\n") as caught:
+    with pytest.raises(
+        UserError, match="'megatron' is not implemented yet; choose from torch, fsdp\n"
+    ) as caught:
         require_engines(parse_allocation("embedded:d4+megatron:d2"))
     assert str(caught.value).endswith("\n  " + " " * 12 + "^")
     require_engines(parse_allocation("vllm:d2t2+torch:d2"))
-    with pytest.raises(UserError, match="a rollout engine with pipeline stages is not implemented yet"):
+    with pytest.raises(
+        UserError, match="a rollout engine with pipeline stages is not implemented yet"
+    ):
         require_engines(parse_allocation("vllm:d2p2+torch:d2"))
 
 
@@ -128,7 +159,9 @@ PARTS = st.builds(
 def test_apart_devices_add_up(parts: list[str]) -> None:
     found = parse_allocation("+".join(parts))
     assert found.num_devices == sum(part.sizes.num_devices for part in found.parts)
-    assert [found.text[part.at :].startswith(part.engine) for part in found.parts] == [True] * len(parts)
+    assert [found.text[part.at :].startswith(part.engine) for part in found.parts] == [True] * len(
+        parts
+    )
 
 
 ALPHABET = [*ROLLOUT_ENGINES, *TRAIN_ENGINES, "actor", "d2", "t2", "d", "3", *"[]:+| é\n"]

@@ -32,7 +32,9 @@ def ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(**keys: object) -> Config:
     """Keys as `trainer__nnodes=2`."""
-    return apply_changes(Config(), [(name.replace("__", "."), value, "") for name, value in keys.items()])[0]
+    return apply_changes(
+        Config(), [(name.replace("__", "."), value, "") for name, value in keys.items()]
+    )[0]
 
 
 def devices(per_node: int, nodes: int = 1, **keys: object) -> Config:
@@ -66,13 +68,23 @@ def learn_values(advantages, *, critic): ...
 
 
 def grpo() -> BoundPipeline:
-    pipeline = Pipeline("grpo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
-    pipeline.add_node("refer", refer, plane="training").add_node("compare", compare, plane="training")
+    pipeline = (
+        Pipeline("grpo")
+        .add_node("answer", answer)
+        .add_node("grade", grade, node_role=NodeRole.REWARD)
+    )
+    pipeline.add_node("refer", refer, plane="training").add_node(
+        "compare", compare, plane="training"
+    )
     return pipeline.add_node("learn", learn).build().bind(Config(), ["prompts"])
 
 
 def ppo() -> BoundPipeline:
-    pipeline = Pipeline("ppo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
+    pipeline = (
+        Pipeline("ppo")
+        .add_node("answer", answer)
+        .add_node("grade", grade, node_role=NodeRole.REWARD)
+    )
     pipeline.add_node("refer", refer, plane="training").add_node("value", value, plane="training")
     pipeline.add_node("compare", compare, plane="training")
     pipeline.add_node("learn", learn).add_node("learn_values", learn_values)
@@ -114,7 +126,12 @@ def test_without_an_allocation_one_part_is_on_all_devices() -> None:
 
 def test_rollout_and_training_on_devices_of_their_own() -> None:
     bound_pipeline = grpo()
-    plan = plan_ray(bound_pipeline, devices(4, trainer__allocation="embedded[rollout]:d2+torch[actor]:d2"), "cpu", {})
+    plan = plan_ray(
+        bound_pipeline,
+        devices(4, trainer__allocation="embedded[rollout]:d2+torch[actor]:d2"),
+        "cpu",
+        {},
+    )
     check_plan(plan, bound_pipeline)
     assert nodes_of(plan) == [(PLAYS, ())] * 2 + [((), LEARNS)] * 2
     assert [rank.engines for rank in plan.ranks] == [("rollout",)] * 2 + [("ref", "actor")] * 2
@@ -127,21 +144,32 @@ def test_rollout_and_training_on_devices_of_their_own() -> None:
     ]
     group = group_of(plan, "ref", "data", 3)
     assert group is not None and group.ranks == (2, 3)
-    assert group_of(plan, "actor", "tensor", 3) is None and group_of(plan, "actor", "data", 0) is None
+    assert (
+        group_of(plan, "actor", "tensor", 3) is None and group_of(plan, "actor", "data", 0) is None
+    )
     assert plan.layout("critic") is None
 
 
 def test_an_allocation_of_shared_devices_is_the_plan_of_the_scheduler() -> None:
     shared = devices(3, trainer__allocation="embedded:d3|torch:d3")
-    assert nodes_of(plan_ray(grpo(), shared, "cpu", {})) == nodes_of(plan_ray(grpo(), devices(3), "cpu", {}))
+    assert nodes_of(plan_ray(grpo(), shared, "cpu", {})) == nodes_of(
+        plan_ray(grpo(), devices(3), "cpu", {})
+    )
 
 
 def test_a_critic_of_its_own_runs_what_it_waits_for() -> None:
-    """What uses no engine runs wherever it is needed; columns go between the ranks of actor and critic."""
+    """What uses no engine runs wherever it is needed; columns go between the ranks of actor and
+    critic."""
     bound_pipeline = ppo()
-    plan = plan_ray(bound_pipeline, devices(4, trainer__allocation="embedded:d1+torch:d2+torch[critic]:d1"), "cpu", {})
+    plan = plan_ray(
+        bound_pipeline,
+        devices(4, trainer__allocation="embedded:d1+torch:d2+torch[critic]:d1"),
+        "cpu",
+        {},
+    )
     check_plan(plan, bound_pipeline)
-    actor, critic = ("refer", "compare", "learn"), ("value", "compare", "learn_values")
+    actor = ("refer", "compare", "learn")
+    critic = ("value", "compare", "learn_values")
     assert nodes_of(plan) == [(PLAYS, ()), ((), actor), ((), actor), ((), critic)]
     kinds = {(channel.source, channel.target): channel.kind for channel in plan.channels}
     assert kinds["refer", "compare"] == kinds["value", "compare"] == "exchange"
@@ -156,7 +184,9 @@ def test_an_unnamed_critic_sits_with_the_actor() -> None:
 
 def test_a_rollout_beside_another_model_than_the_policy_is_refused() -> None:
     text = "embedded:d1|torch[critic]:d1+torch[actor]:d1"
-    with pytest.raises(UserError, match="the rollout is on the devices of 'critic' and not on those of 'actor'"):
+    with pytest.raises(
+        UserError, match="the rollout is on the devices of 'critic' and not on those of 'actor'"
+    ):
         plan_ray(ppo(), devices(2, trainer__allocation=text), "cpu", {})
 
 
@@ -166,7 +196,13 @@ def test_a_part_that_fits_on_a_machine_is_on_one() -> None:
     plan = plan_ray(ppo(), devices(3, 2, trainer__allocation=text), "cpu", {})
     assert plan.layout("rollout").ranks == (0, 1) and plan.layout("critic").ranks == (2,)
     assert plan.layout("actor").ranks == (3, 4, 5)
-    spread = devices(3, 2, trainer__allocation=text, dag__consider_node_cohesion=False, dag__consider_node_load=False)
+    spread = devices(
+        3,
+        2,
+        trainer__allocation=text,
+        dag__consider_node_cohesion=False,
+        dag__consider_node_load=False,
+    )
     assert plan_ray(ppo(), spread, "cpu", {}).layout("actor").ranks == (2, 3, 4)
 
 
@@ -184,7 +220,8 @@ def test_independent_parts_have_devices_of_their_own() -> None:
     bound_pipeline = two_parts()
     plan = plan_ray(bound_pipeline, devices(3), "cpu", {"actor": "500M", "critic": 600_000_000})
     check_plan(plan, bound_pipeline)
-    critic, actor = (("load",), ("learn_values",)), (("load",), ("learn",))
+    critic = (("load",), ("learn_values",))
+    actor = (("load",), ("learn",))
     assert nodes_of(plan) == [critic, critic, actor]
     assert plan.layout("critic").sizes == Sizes(data=2) and plan.layout("actor").ranks == (2,)
     assert group_of(plan, "critic", "data", 0) is not None
@@ -197,13 +234,20 @@ def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
     pipeline = Pipeline("two ends")
     for name, ids in deps.items():
         kind = NodeType.MODEL_TRAIN if name in trains else NodeType.COMPUTE
-        pipeline.add_node(name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="training")
+        pipeline.add_node(
+            name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="training"
+        )
     bound_pipeline = pipeline.build().bind(Config(), ["prompts"])
     plan = plan_ray(
-        bound_pipeline, devices(2, 2, dag__apportion_strategy="even"), "cpu", {"actor": "100M", "critic": "50M"}
+        bound_pipeline,
+        devices(2, 2, dag__apportion_strategy="even"),
+        "cpu",
+        {"actor": "100M", "critic": "50M"},
     )
     check_plan(plan, bound_pipeline)
-    assert [set(rank.training_nodes) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [set("XYMPZLN")] * 2
+    assert [set(rank.training_nodes) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [
+        set("XYMPZLN")
+    ] * 2
     assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
     by_size = plan_ray(bound_pipeline, devices(2, 2), "cpu", {"actor": "100M", "critic": "50M"})
     assert (by_size.layout("actor").ranks, by_size.layout("critic").ranks) == ((1, 2, 3), (0,))
@@ -217,24 +261,40 @@ def test_shares_go_by_parameters_or_evenly() -> None:
     assert (len(evenly.layout("actor").ranks), len(evenly.layout("critic").ranks)) == (4, 4)
 
 
-SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor", "critic", "ref", "reward_model")})
-LARGE, SMALL = {"actor": "300M"}, {"actor": "100M"}
+SIZES = st.fixed_dictionaries(
+    {role: st.integers(0, 10**12) for role in ("actor", "critic", "ref", "reward_model")}
+)
+LARGE = {"actor": "300M"}
+SMALL = {"actor": "100M"}
 
 
 def test_pipelines_side_by_side_share_devices_by_parameters_or_evenly() -> None:
     parts = [pipeline_parts(grpo(), SMALL), pipeline_parts(grpo(), LARGE)]
     assert share_devices(parts, devices(2, 2)) == [((0,),), ((1, 2, 3),)]
-    assert share_devices(parts, devices(2, 2, dag__apportion_strategy="even")) == [((2, 3),), ((0, 1),)]
+    assert share_devices(parts, devices(2, 2, dag__apportion_strategy="even")) == [
+        ((2, 3),),
+        ((0, 1),),
+    ]
     longer = [pipeline_parts(grpo(), SMALL), pipeline_parts(ppo(), SMALL)]
-    assert share_devices(longer, devices(3)) == [((2,),), ((0, 1),)], "as large, and the chain is longer"
+    assert share_devices(longer, devices(3)) == [((2,),), ((0, 1),)], (
+        "as large, and the chain is longer"
+    )
     spread = devices(2, 2, dag__apportion_strategy="even", dag__consider_node_cohesion=False)
     assert share_devices(parts, spread) == [((1, 3),), ((0, 2),)]
 
 
 def test_several_parts_of_one_of_the_pipelines_have_devices_each() -> None:
-    parts = [pipeline_parts(two_parts(), {"actor": "1M", "critic": "5M"}), pipeline_parts(grpo(), {"actor": "3M"})]
+    parts = [
+        pipeline_parts(two_parts(), {"actor": "1M", "critic": "5M"}),
+        pipeline_parts(grpo(), {"actor": "3M"}),
+    ]
     assert share_devices(parts, devices(3, 3)) == [((4, 5, 6, 7, 8), (3,)), ((0, 1, 2),)]
-    plan = plan_ray(two_parts(), devices(3, 3, trainer__devices=((4, 5, 6, 7, 8), (3,))), "cpu", {"critic": "5M"})
+    plan = plan_ray(
+        two_parts(),
+        devices(3, 3, trainer__devices=((4, 5, 6, 7, 8), (3,))),
+        "cpu",
+        {"critic": "5M"},
+    )
     assert (plan.layout("critic").ranks, plan.layout("actor").ranks) == ((1, 2, 3, 4, 5), (0,))
     assert [rank.node for rank in plan.ranks] == [1, 1, 1, 2, 2, 2]
 
@@ -260,9 +320,13 @@ def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_dev
     if sum(map(len, parts)) > nodes * per_node:
         return
     shared = share_devices(parts, given_config)
-    assert sorted(number for own in shared for part in own for number in part) == list(range(nodes * per_node))
+    assert sorted(number for own in shared for part in own for number in part) == list(
+        range(nodes * per_node)
+    )
     for (pipeline, sizes), own in zip(bound, shared, strict=True):
-        its_config = devices(per_node, nodes, dag__apportion_strategy=strategy, trainer__devices=own)
+        its_config = devices(
+            per_node, nodes, dag__apportion_strategy=strategy, trainer__devices=own
+        )
         plan = plan_ray(pipeline, its_config, "cpu", sizes)
         check_plan(plan, pipeline)
         numbers = sorted(number for part in own for number in part)
@@ -273,20 +337,33 @@ def test_each_of_several_pipelines_has_the_plan_that_it_has_alone_on_as_many_dev
 
 
 @pytest.mark.parametrize("wrong", [((0, 4),), ((1, 1),), ((0,), (1,)), ((),)])
-def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(wrong: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(UserError, match="one list for each of the 1 independent parts, of different numbers below 4"):
+def test_devices_that_are_not_there_twice_or_for_other_parts_are_refused(
+    wrong: tuple[tuple[int, ...], ...],
+) -> None:
+    with pytest.raises(
+        UserError,
+        match="one list for each of the 1 independent parts, of different numbers below 4",
+    ):
         plan_ray(grpo(), devices(2, 2, trainer__devices=wrong), "cpu", LARGE)
 
 
 def test_ppo_is_one_part_because_both_models_learn_from_one_rollout() -> None:
     plan = plan_ray(ppo(), devices(2), "cpu", {"actor": "7B", "critic": "7B"})
-    assert nodes_of(plan)[0] == nodes_of(plan)[1] == (PLAYS, ("refer", "value", "compare", "learn", "learn_values"))
+    assert (
+        nodes_of(plan)[0]
+        == nodes_of(plan)[1]
+        == (PLAYS, ("refer", "value", "compare", "learn", "learn_values"))
+    )
 
 
 def test_what_nothing_waits_for_runs_with_the_actor() -> None:
     def look(values, ctx): ...
 
-    pipeline = Pipeline("looking").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
+    pipeline = (
+        Pipeline("looking")
+        .add_node("answer", answer)
+        .add_node("grade", grade, node_role=NodeRole.REWARD)
+    )
     pipeline.add_node("refer", refer, plane="training").add_node("value", value, plane="training")
     pipeline.add_node("compare", compare, plane="training").add_node("learn", learn)
     pipeline.add_node("look", look, ["learn"], plane="training")
@@ -294,12 +371,19 @@ def test_what_nothing_waits_for_runs_with_the_actor() -> None:
     allocation = "embedded:d1+torch:d1+torch[critic]:d1"
     plan = plan_ray(bound_pipeline, devices(3, trainer__allocation=allocation), "cpu", {})
     check_plan(plan, bound_pipeline)
-    assert [rank.training_nodes for rank in plan.ranks] == [(), ("refer", "compare", "learn", "look"), ("value",)]
+    assert [rank.training_nodes for rank in plan.ranks] == [
+        (),
+        ("refer", "compare", "learn", "look"),
+        ("value",),
+    ]
 
 
 def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
     assert plan_ray(grpo(), devices(4), "cuda", {}).backends == ("nccl",)
-    assert plan_ray(grpo(), devices(4, dag__backend_threshold=4), "cuda", {}).backends == ("nccl", "gloo")
+    assert plan_ray(grpo(), devices(4, dag__backend_threshold=4), "cuda", {}).backends == (
+        "nccl",
+        "gloo",
+    )
 
 
 SHARDED = {"actor_rollout_ref__actor__strategy": "fsdp"}
@@ -313,9 +397,15 @@ def test_what_waits_in_the_hosts_memory_can_be_sent_from_there() -> None:
 
 
 @pytest.mark.parametrize(("size", "shard"), [(-1, None), (1, 1), (2, 2), (4, None)])
-def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(size: int, shard: int | None) -> None:
+def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(
+    size: int, shard: int | None
+) -> None:
     plan = plan_ray(grpo(), devices(4, **SHARDED, **{SHARD: size}), "cpu", {})
-    assert {layout.role: layout.shard for layout in plan.layouts} == {"actor": shard, "ref": shard, "rollout": None}
+    assert {layout.role: layout.shard for layout in plan.layouts} == {
+        "actor": shard,
+        "ref": shard,
+        "rollout": None,
+    }
     pairs = [] if shard != 2 else [(0, 1), (0, 2), (1, 3), (2, 3)]
     assert sorted(group.ranks for group in plan.groups if len(group.ranks) == 2) == pairs
 
@@ -324,25 +414,44 @@ def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(size: 
 def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -> None:
     keys = {**SHARDED, SHARD: 3, "trainer__n_gpus_per_node": 8}
     number = "8" if "d8|fsdp:d8" in allocation else "4"
-    with pytest.raises(UserError, match=f"fsdp_size=3 does not divide the {number} data parallel ranks of the actor"):
+    with pytest.raises(
+        UserError,
+        match=f"fsdp_size=3 does not divide the {number} data parallel ranks of the actor",
+    ):
         plan_ray(grpo(), config(trainer__allocation=allocation, **keys), "cpu", {})
 
 
 @pytest.mark.parametrize(
     ("allocation", "keys", "said"),
     [
-        ("embedded:d2+torch:d2", {}, ("takes 4 devices", "trainer.nnodes=1 × trainer.n_gpus_per_node=1 are 1")),
+        (
+            "embedded:d2+torch:d2",
+            {},
+            ("takes 4 devices", "trainer.nnodes=1 × trainer.n_gpus_per_node=1 are 1"),
+        ),
         ("embedded:d2|torch:d2", {"trainer__nnodes": 3}, ("takes 2 devices", "trainer.nnodes=3")),
-        ("hf:d1|torch:d1", {}, (f"{ROLLOUT}.name=embedded contradicts trainer.allocation", "which says hf")),
+        (
+            "hf:d1|torch:d1",
+            {},
+            (f"{ROLLOUT}.name=embedded contradicts trainer.allocation", "which says hf"),
+        ),
         (
             "embedded:d1|torch:d1",
             {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2},
             (f"{ROLLOUT}.tensor_model_parallel_size=2 contradicts", "which says 1"),
         ),
-        ("embedded:d1|fsdp:d1", {}, ("actor_rollout_ref.actor.strategy=torch contradicts", "which says fsdp")),
+        (
+            "embedded:d1|fsdp:d1",
+            {},
+            ("actor_rollout_ref.actor.strategy=torch contradicts", "which says fsdp"),
+        ),
         ("torch:d1", {}, ("lacks the rollout",)),
         ("embedded:d1", {}, ("lacks the actor",)),
-        ("embedded:d1|torch:d1|torch[critic]:d1", {}, ("pipeline 'grpo' has no critic; its engines: actor, ref",)),
+        (
+            "embedded:d1|torch:d1|torch[critic]:d1",
+            {},
+            ("pipeline 'grpo' has no critic; its engines: actor, ref",),
+        ),
         ("embedded:d1t2|torch:d2", {}, ("has no tensor parallelism",)),
         (
             "embedded:d4|fsdp:d2t2|fsdp[ref]:d4",
@@ -365,17 +474,28 @@ def test_what_contradicts_the_allocation_is_refused(
 def test_a_node_whose_engines_lie_apart_is_refused() -> None:
     def both(advantages, *, actor, critic): ...
 
-    pipeline = Pipeline("both").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
-    pipeline.add_node("refer", refer, plane="training").add_node("compare", compare, plane="training")
+    pipeline = (
+        Pipeline("both")
+        .add_node("answer", answer)
+        .add_node("grade", grade, node_role=NodeRole.REWARD)
+    )
+    pipeline.add_node("refer", refer, plane="training").add_node(
+        "compare", compare, plane="training"
+    )
     bound_pipeline = pipeline.add_node("both", both).build().bind(Config(), ["prompts"])
     text = "embedded:d1+torch:d1+torch[critic]:d1"
-    with pytest.raises(UserError, match="node 'both' uses 'critic', which is not on the devices of 'actor': join them"):
+    with pytest.raises(
+        UserError,
+        match="node 'both' uses 'critic', which is not on the devices of 'actor': join them",
+    ):
         plan_ray(bound_pipeline, devices(3, trainer__allocation=text), "cpu", {})
 
 
 def test_a_rollout_of_several_devices_divides_them() -> None:
     keys = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
-    with pytest.raises(UserError, match="tensor_model_parallel_size=2 does not divide the 3 devices"):
+    with pytest.raises(
+        UserError, match="tensor_model_parallel_size=2 does not divide the 3 devices"
+    ):
         plan_ray(grpo(), devices(3, **keys), "cpu", {})
     plan = plan_ray(grpo(), devices(4, **keys), "cpu", {})
     assert plan.layout("rollout").sizes == Sizes(data=2, tensor=2)
@@ -384,15 +504,24 @@ def test_a_rollout_of_several_devices_divides_them() -> None:
 
 
 def test_ranks_of_one_rollout_engine_are_on_one_machine() -> None:
-    keys = {"trainer__allocation": "vllm:d2t2+fsdp:d4", "trainer__nnodes": 2, "trainer__n_gpus_per_node": 4}
-    engines = {"actor_rollout_ref__rollout__name": "vllm", "actor_rollout_ref__actor__strategy": "fsdp"}
+    keys = {
+        "trainer__allocation": "vllm:d2t2+fsdp:d4",
+        "trainer__nnodes": 2,
+        "trainer__n_gpus_per_node": 4,
+    }
+    engines = {
+        "actor_rollout_ref__rollout__name": "vllm",
+        "actor_rollout_ref__actor__strategy": "fsdp",
+    }
     size = "actor_rollout_ref__rollout__tensor_model_parallel_size"
     plan = plan_ray(grpo(), config(**keys, **engines, **{size: 2}), "cpu", {})
     of_rollout = [rank.rank for rank in plan.ranks if rank.rollout_nodes]
     groups = [plan.ranks[rank].rollout_group for rank in of_rollout]
     assert groups == [tuple(of_rollout[:2])] * 2 + [tuple(of_rollout[2:])] * 2
     keys |= {"trainer__allocation": "vllm:d1t6+fsdp:d2"}
-    with pytest.raises(UserError, match="ranks 2, 3, 4, 5, 6, 7 would share an engine, and are on 2 machines"):
+    with pytest.raises(
+        UserError, match="ranks 2, 3, 4, 5, 6, 7 would share an engine, and are on 2 machines"
+    ):
         plan_ray(grpo(), config(**keys, **engines, **{size: 6}), "cpu", {})
 
 
@@ -402,13 +531,20 @@ def test_more_parts_than_devices_share_all_of_them() -> None:
 
 
 def generates_for_two(joined: bool) -> BoundPipeline:
-    """The policy and a second model learn from one rollout; they meet in a node behind both, or do not."""
+    """The policy and a second model learn from one rollout; they meet in a node behind both, or do
+    not."""
     pipeline = Pipeline("two_learners")
-    pipeline.add_node("generate", nothing, node_type=NodeType.MODEL_INFERENCE, engine="rollout", plane="rollout")
+    pipeline.add_node(
+        "generate", nothing, node_type=NodeType.MODEL_INFERENCE, engine="rollout", plane="rollout"
+    )
     pipeline.add_node("score", nothing, ["generate"], plane="rollout")
     pipeline.add_node("both_read", nothing, ["score"], plane="training")
-    pipeline.add_node("policy", nothing, ["both_read"], node_type=NodeType.MODEL_TRAIN, engine="actor")
-    pipeline.add_node("second", nothing, ["both_read"], node_type=NodeType.MODEL_TRAIN, engine="critic")
+    pipeline.add_node(
+        "policy", nothing, ["both_read"], node_type=NodeType.MODEL_TRAIN, engine="actor"
+    )
+    pipeline.add_node(
+        "second", nothing, ["both_read"], node_type=NodeType.MODEL_TRAIN, engine="critic"
+    )
     if joined:
         pipeline.add_node("meet", nothing, ["policy", "second"], plane="training")
     return pipeline.build().bind(Config(), ["prompts"])
@@ -462,7 +598,9 @@ def test_keys_that_somebody_set_stay_and_are_refused() -> None:
 
 def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
     megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
-    with pytest.raises(UserError, match="the engine 'megatron' is not implemented yet; choose from torch"):
+    with pytest.raises(
+        UserError, match="the engine 'megatron' is not implemented yet; choose from torch"
+    ):
         follow_allocation(megatron)
 
 
@@ -475,7 +613,9 @@ def test_a_layout_of_other_ranks_than_those_that_run_it_is_refused() -> None:
     bound_pipeline = two_parts()
     plan = plan_ray(bound_pipeline, devices(3), "cpu", {})
     moved = rank_plan(bound_pipeline, 1, "cpu", plan.ranks[1].rollout_nodes, ["learn_values"])
-    with pytest.raises(UserError, match=r"lays the actor over ranks \(0, 1\), but ranks \(0,\) use it"):
+    with pytest.raises(
+        UserError, match=r"lays the actor over ranks \(0, 1\), but ranks \(0,\) use it"
+    ):
         check_plan(replace(plan, ranks=(plan.ranks[0], moved, plan.ranks[2])), bound_pipeline)
 
 
@@ -484,13 +624,18 @@ def nothing(ctx): ...
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> BoundPipeline:
-    """Random nodes behind each other as they come: some that load, then of the training loop, some with an engine."""
+    """Random nodes behind each other as they come: some that load, then of the training loop, some
+    with an engine."""
     pipeline = Pipeline("random")
     num_loading = draw(st.integers(0, 2))
     for number in range(num_loading + draw(st.integers(1, 7))):
         deps = [f"n{i}" for i in range(number) if draw(st.integers(0, 2)) == 0]
         loads = number < num_loading
-        engine = None if loads else draw(st.sampled_from([None, "actor", "critic", "ref", "reward_model"]))
+        engine = (
+            None
+            if loads
+            else draw(st.sampled_from([None, "actor", "critic", "ref", "reward_model"]))
+        )
         kind = NodeType.MODEL_INFERENCE if engine else NodeType.COMPUTE
         plane = "rollout" if loads else "training"
         pipeline.add_node(f"n{number}", nothing, deps, node_type=kind, engine=engine, plane=plane)  # type: ignore[arg-type]
@@ -498,22 +643,33 @@ def pipelines(draw: st.DrawFn) -> BoundPipeline:
 
 
 def engines_together(bound_pipeline: BoundPipeline) -> list[set[str]]:
-    """Engines that one part must have, by the definition: those that some exit depends on, joined where they meet."""
+    """Engines that one part must have, by the definition: those that some exit depends on, joined
+    where they meet."""
     found: list[set[str]] = []
     for end in bound_pipeline.training_nodes:
         behind = {end.node_id}
         for other in reversed(bound_pipeline.training_nodes):
-            if any(dep == other.node_id for name in behind for dep in bound_pipeline.node(name).deps):
+            if any(
+                dep == other.node_id for name in behind for dep in bound_pipeline.node(name).deps
+            ):
                 behind.add(other.node_id)
         engines = {engine for name in behind for engine in bound_pipeline.node(name).engines}
         met = [part for part in found if part & engines]
-        found = [part for part in found if part not in met] + ([engines.union(*met)] if engines else [])
+        found = [part for part in found if part not in met] + (
+            [engines.union(*met)] if engines else []
+        )
     return found
 
 
 @pytest.mark.slow
 @settings(derandomize=True, deadline=None)
-@given(pipelines(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
+@given(
+    pipelines(),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    SIZES,
+    st.sampled_from(["even", "param_aware"]),
+)
 def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
     bound_pipeline: BoundPipeline, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
 ) -> None:
@@ -523,18 +679,28 @@ def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
         parts = [set[str]().union(*parts)]
     plan = plan_ray(bound_pipeline, given_config, "cpu", sizes)
     check_plan(plan, bound_pipeline)
-    assert [rank.node for rank in plan.ranks] == [rank // per_node for rank in range(nodes * per_node)]
+    assert [rank.node for rank in plan.ranks] == [
+        rank // per_node for rank in range(nodes * per_node)
+    ]
     for rank in plan.ranks:
-        assert rank.training_nodes and (not parts or set(rank.engines) in parts), "it has a part, and one alone"
+        assert rank.training_nodes and (not parts or set(rank.engines) in parts), (
+            "it has a part, and one alone"
+        )
         for node_id in (*rank.rollout_nodes, *rank.training_nodes):
-            assert {*bound_pipeline.node(node_id).deps} <= {*rank.rollout_nodes, *rank.training_nodes}, (
-                "an input of a join is lost"
-            )
-    assert {frozenset(rank.engines) for rank in plan.ranks} == {frozenset(part) for part in parts or [set[str]()]}
-    assert {layout.role: layout.ranks for layout in plan.layouts} == {
-        role: tuple(rank.rank for rank in plan.ranks if role in rank.engines) for role in bound_pipeline.engines
+            assert {*bound_pipeline.node(node_id).deps} <= {
+                *rank.rollout_nodes,
+                *rank.training_nodes,
+            }, "an input of a join is lost"
+    assert {frozenset(rank.engines) for rank in plan.ranks} == {
+        frozenset(part) for part in parts or [set[str]()]
     }
-    assert {channel.kind for channel in plan.channels} <= {"local", "stream"}, "no part waits for another"
+    assert {layout.role: layout.ranks for layout in plan.layouts} == {
+        role: tuple(rank.rank for rank in plan.ranks if role in rank.engines)
+        for role in bound_pipeline.engines
+    }
+    assert {channel.kind for channel in plan.channels} <= {"local", "stream"}, (
+        "no part waits for another"
+    )
     assert plan == plan_ray(bound_pipeline, given_config, "cpu", dict(reversed(sizes.items())))
 
 
@@ -550,4 +716,6 @@ def test_no_better_cohesion_of_its_parts_is_left_on_the_table(
         held.setdefault(rank.training_nodes, [0] * nodes)[rank.node] += 1
     counts = [tuple(on_node) for on_node in held.values()]
     ways = all_placements([sum(part) for part in counts], (per_node,) * nodes)
-    assert broken_and_pieces(counts, per_node) == min(broken_and_pieces(way, per_node) for way in ways)
+    assert broken_and_pieces(counts, per_node) == min(
+        broken_and_pieces(way, per_node) for way in ways
+    )

@@ -1,5 +1,5 @@
-"""Parts of a pipeline, split, given devices and placed: the references, and random graphs and clusters against brute
-force. Sizes of models, as written."""
+"""Parts of a pipeline, split, given devices and placed: the references, and random graphs and
+clusters against brute force. Sizes of models, as written."""
 
 from collections.abc import Iterator
 from itertools import combinations, product
@@ -34,10 +34,27 @@ def test_a_join_behind_a_fork_keeps_each_input() -> None:
 
 
 def test_graphs_that_siirl_cuts_at_their_joins_keep_each_input() -> None:
-    """Those of its tests: two beginnings that meet, and joins before a fork, of which it makes two and six chains."""
-    meeting = {"A": (), "B": ("A",), "A1": (), "B1": ("A1",), "C": ("B", "B1"), "D": ("C",), "E": ("D",)}
+    """Those of its tests: two beginnings that meet, and joins before a fork, of which it makes two
+    and six chains."""
+    meeting = {
+        "A": (),
+        "B": ("A",),
+        "A1": (),
+        "B1": ("A1",),
+        "C": ("B", "B1"),
+        "D": ("C",),
+        "E": ("D",),
+    }
     assert split(meeting, {}) == [("A", "B", "A1", "B1", "C", "D", "E")]
-    joined = {"X": (), "Y": (), "P1": ("X",), "P2": ("Y",), "M1": ("P1", "P2"), "P3": (), "Z": ("M1", "P3")}
+    joined = {
+        "X": (),
+        "Y": (),
+        "P1": ("X",),
+        "P2": ("Y",),
+        "M1": ("P1", "P2"),
+        "P3": (),
+        "Z": ("M1", "P3"),
+    }
     both = {**joined, "J1": ("Z",), "J2": ("Z",), "K1": ("J1",), "K2": ("J2",)}
     assert [set(part) for part in split(both, {})] == [{*joined, "J1", "K1"}, {*joined, "J2", "K2"}]
 
@@ -51,7 +68,8 @@ def test_what_is_there_once_keeps_its_users_together() -> None:
     assert split(fork, {"load": ["rollout"]}) == [("load", "left", "right", "third")]
     # the last exit joins two that had nothing in common
     assert split(
-        {"a": (), "b": (), "c": ("a", "b"), "d": ("a",), "e": ("b",)}, {"a": ["x"], "b": ["y"], "d": ["x"], "e": ["y"]}
+        {"a": (), "b": (), "c": ("a", "b"), "d": ("a",), "e": ("b",)},
+        {"a": ["x"], "b": ["y"], "d": ["x"], "e": ["y"]},
     ) == [("a", "b", "c", "d", "e")]
 
 
@@ -59,8 +77,13 @@ def test_what_is_there_once_keeps_its_users_together() -> None:
 def graphs(draw: st.DrawFn) -> Graph:
     """Edges, and what some nodes hold."""
     num = draw(st.integers(1, 8))
-    deps = {f"n{j}": tuple(f"n{i}" for i in range(j) if draw(st.integers(0, 2)) == 0) for j in range(num)}
-    holds: dict[str, tuple[str, ...]] = {node: (draw(st.sampled_from("xyz")),) for node in deps if draw(st.booleans())}
+    deps = {
+        f"n{j}": tuple(f"n{i}" for i in range(j) if draw(st.integers(0, 2)) == 0)
+        for j in range(num)
+    }
+    holds: dict[str, tuple[str, ...]] = {
+        node: (draw(st.sampled_from("xyz")),) for node in deps if draw(st.booleans())
+    }
     return deps, holds
 
 
@@ -75,23 +98,32 @@ def test_parts_are_whole_independent_and_irreducible(graph: Graph) -> None:
     parts = [set(part) for part in split(deps, holds)]
     assert set().union(*parts) == set(deps)
     before = ancestors(deps)
-    assert all(before[node] <= part for part in parts for node in part), "an input of a join was lost"
+    assert all(before[node] <= part for part in parts for node in part), (
+        "an input of a join was lost"
+    )
     assert not any(held_by(one, holds) & held_by(two, holds) for one, two in combinations(parts, 2))
     exits = {node for node in deps if not any(node in ids for ids in deps.values())}
     for part in parts:
         own = sorted(exits & part)
         for size in range(1, len(own)):
             for some in combinations(own, size):
-                one, two = ({*here, *(b for e in here for b in before[e])} for here in (some, set(own) - set(some)))
+                one, two = (
+                    {*here, *(b for e in here for b in before[e])}
+                    for here in (some, set(own) - set(some))
+                )
                 assert held_by(one, holds) & held_by(two, holds), "it could have been two parts"
     assert split(deps, holds) == split(dict(deps), dict(holds))
 
 
 def test_parts_are_served_by_size_and_then_by_length() -> None:
-    small, long, large = Part(("a",), (), 1), Part(("b", "c"), (), 1), Part(("d",), (), 9)
+    small = Part(("a",), (), 1)
+    long = Part(("b", "c"), (), 1)
+    large = Part(("d",), (), 9)
     assert sorted([small, long, large], key=priority) == [large, long, small]
     twin = Part(("e",), (), 1)
-    assert sorted([small, twin], key=priority) == [small, twin] and sorted([twin, small], key=priority) == [twin, small]
+    assert sorted([small, twin], key=priority) == [small, twin] and sorted(
+        [twin, small], key=priority
+    ) == [twin, small]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +147,9 @@ def test_parts_are_served_by_size_and_then_by_length() -> None:
         ((), 10, "param_aware", []),
     ],
 )
-def test_shares(sizes: tuple[float, ...], num_devices: int, strategy: str, shares: list[int]) -> None:
+def test_shares(
+    sizes: tuple[float, ...], num_devices: int, strategy: str, shares: list[int]
+) -> None:
     assert apportion(sizes, num_devices, strategy) == shares
 
 
@@ -126,9 +160,13 @@ def test_parts_without_a_device_are_refused() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(
-    st.lists(st.floats(0, 1e12), min_size=1, max_size=6), st.integers(0, 30), st.sampled_from(["even", "param_aware"])
+    st.lists(st.floats(0, 1e12), min_size=1, max_size=6),
+    st.integers(0, 30),
+    st.sampled_from(["even", "param_aware"]),
 )
-def test_no_part_is_empty_and_larger_ones_have_no_less(sizes: list[float], more: int, strategy: str) -> None:
+def test_no_part_is_empty_and_larger_ones_have_no_less(
+    sizes: list[float], more: int, strategy: str
+) -> None:
     sizes = sorted(sizes, reverse=True)
     shares = apportion(sizes, len(sizes) + more, strategy)
     assert sum(shares) == len(sizes) + more and min(shares) >= 1
@@ -139,7 +177,8 @@ def test_no_part_is_empty_and_larger_ones_have_no_less(sizes: list[float], more:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(0, 30))
 def test_shares_keep_to_their_quota(sizes: list[int], more: int) -> None:
     """Largest remainder: where no part is below 1, each has its proportion rounded down or up."""
-    total, num_devices = sum(sizes), len(sizes) + more
+    total = sum(sizes)
+    num_devices = len(sizes) + more
     quotas = [size * num_devices / total for size in sizes]
     if min(quotas) >= 1:
         shares = apportion(sizes, num_devices, "param_aware")
@@ -192,22 +231,32 @@ def compositions(total: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("load", [True, False])
-@pytest.mark.parametrize(("nodes", "size"), [(1, 5), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (5, 1), (6, 1)])
+@pytest.mark.parametrize(
+    ("nodes", "size"), [(1, 5), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (5, 1), (6, 1)]
+)
 def test_no_better_cohesion_is_left_on_the_table(nodes: int, size: int, load: bool) -> None:
     for shares in compositions(nodes * size):
         found = place(shares, nodes, size, load=load)
-        counts = [tuple(sum(rank // size == node for rank in ranks) for node in range(nodes)) for ranks in found]
+        counts = [
+            tuple(sum(rank // size == node for rank in ranks) for node in range(nodes))
+            for ranks in found
+        ]
         ways = [broken_and_pieces(way, size) for way in all_placements(shares, (size,) * nodes)]
         assert broken_and_pieces(counts, size) == min(ways), shares
-        assert sum(sum(c > 0 for c in part) for part in counts) == min(pieces for _, pieces in ways), shares
+        assert sum(sum(c > 0 for c in part) for part in counts) == min(
+            pieces for _, pieces in ways
+        ), shares
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
 def test_every_rank_has_one_part(nodes: int, size: int, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, nodes * size - 1)), max_size=6)) - {nodes * size})
+    cuts = sorted(
+        data.draw(st.sets(st.integers(1, max(1, nodes * size - 1)), max_size=6)) - {nodes * size}
+    )
     shares = [end - start for start, end in zip([0, *cuts], [*cuts, nodes * size], strict=True)]
-    cohesion, load = data.draw(st.booleans()), data.draw(st.booleans())
+    cohesion = data.draw(st.booleans())
+    load = data.draw(st.booleans())
     found = place(shares, nodes, size, cohesion, load)
     assert sorted(rank for ranks in found for rank in ranks) == list(range(nodes * size))
     assert [len(ranks) for ranks in found] == shares
@@ -216,13 +265,24 @@ def test_every_rank_has_one_part(nodes: int, size: int, data: st.DataObject) -> 
 
 @pytest.mark.parametrize(
     ("written", "size"),
-    [("70B", 70e9), ("500M", 500e6), ("0.5b", 5e8), ("1.5T", 1.5e12), ("12", 12), (600e9, 600e9), (7, 7), (0, 0)],
+    [
+        ("70B", 70e9),
+        ("500M", 500e6),
+        ("0.5b", 5e8),
+        ("1.5T", 1.5e12),
+        ("12", 12),
+        (600e9, 600e9),
+        (7, 7),
+        (0, 0),
+    ],
 )
 def test_a_size_is_a_number_with_a_unit(written: str | float, size: float) -> None:
     assert parse_size(written) == size
 
 
-@pytest.mark.parametrize("written", ["", "B", "7 billion", "-1B", "1e9", -1, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "written", ["", "B", "7 billion", "-1B", "1e9", -1, float("inf"), float("nan")]
+)
 def test_what_is_no_size_is_refused(written: str | float) -> None:
     with pytest.raises(UserError, match="not a (model size|number of parameters)"):
         parse_size(written)

@@ -1,4 +1,5 @@
-"""Shapes: those of published models by name, and those of `config.json`, count what transformers builds."""
+"""Shapes: those of published models by name, and those of `config.json`, count what transformers
+builds."""
 
 import json
 import tomllib
@@ -24,7 +25,12 @@ SMALL = {
 }
 MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [],
+    },
 }
 
 
@@ -33,12 +39,19 @@ def test_a_known_model_has_its_published_number_of_parameters(name: str) -> None
     entry = TABLE[name]
     shape = ModelShape.of(entry["config"])
     assert shape.parameters / 1e9 == pytest.approx(entry["parameters"], rel=0.005)
-    for written in (entry["hub"], f"somebody/{name}-Instruct", name.upper(), *entry.get("also", ())):
+    for written in (
+        entry["hub"],
+        f"somebody/{name}-Instruct",
+        name.upper(),
+        *entry.get("also", ()),
+    ):
         assert find_shape(written, None) == shape
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_moe"]
+)
 def test_parameters_are_those_that_transformers_builds(kind: str, tied: bool) -> None:
     sizes = {**SMALL, **MIXTURES.get(kind, {}), "tie_word_embeddings": tied}
     sizes |= {"pad_token_id": 0} if kind == "phi3" else {}
@@ -50,7 +63,9 @@ def test_parameters_are_those_that_transformers_builds(kind: str, tied: bool) ->
 
 
 def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": True, **SMALL}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "tie_word_embeddings": True, **SMALL})
+    )
     assert find_shape(str(tmp_path), tmp_path).hidden == 48
 
 
@@ -63,13 +78,24 @@ def test_a_folder_has_the_shape_of_its_config(tmp_path: Path) -> None:
         ("[" * 10**5, "cannot be read as a model's config"),
         (" " * 5_000_000, "cannot be read as a model's config"),
         ('{"model_type": "mamba"}', "does not know the model type 'mamba'"),
-        ('{"model_type": "llama", "hidden_size": 8}', "lacks a size or has a wrong one: 'num_attention_heads'"),
-        (json.dumps({"model_type": "llama", **SMALL, "num_hidden_layers": 0}), "has a size below 1"),
-        (json.dumps({"model_type": "llama", **SMALL, "head_dim": 0, "num_attention_heads": 0}), "a wrong one"),
+        (
+            '{"model_type": "llama", "hidden_size": 8}',
+            "lacks a size or has a wrong one: 'num_attention_heads'",
+        ),
+        (
+            json.dumps({"model_type": "llama", **SMALL, "num_hidden_layers": 0}),
+            "has a size below 1",
+        ),
+        (
+            json.dumps({"model_type": "llama", **SMALL, "head_dim": 0, "num_attention_heads": 0}),
+            "a wrong one",
+        ),
         ('{"model_type": "llama", "hidden_size": Infinity}', "a wrong one"),
     ],
 )
-def test_a_model_without_a_usable_config_is_rejected(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_model_without_a_usable_config_is_rejected(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=message):
@@ -81,7 +107,9 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         find_shape("qwen2.5-7bb", None)
 
 
-@pytest.mark.parametrize(("value", "threads"), [("1", 1), ("2,1", 2), ("", None), ("many", None), ("0", None)])
+@pytest.mark.parametrize(
+    ("value", "threads"), [("1", 1), ("2,1", 2), ("", None), ("many", None), ("0", None)]
+)
 def test_the_environment_limits_the_threads_of_a_cpu(
     value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +123,11 @@ def test_devices_are_found_by_their_own_name_and_by_that_of_torch() -> None:
     assert find_device("H200").memory == 141e9
     cpu = find_device("cpu")
     assert (
-        cpu.is_cpu and cpu.shared(4).memory == cpu.memory / 4 and find_device("h100").shared(4) == find_device("h100")
+        cpu.is_cpu
+        and cpu.shared(4).memory == cpu.memory / 4
+        and find_device("h100").shared(4) == find_device("h100")
     )
-    with pytest.raises(UserError, match="there is no device 'h1000', did you mean|there is no device 'h1000'"):
+    with pytest.raises(
+        UserError, match="there is no device 'h1000', did you mean|there is no device 'h1000'"
+    ):
         find_device("h1000")

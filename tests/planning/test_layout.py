@@ -1,4 +1,5 @@
-"""Coordinates of ranks, and process groups: the references of siiRL, and a mesh of torch's for the rest."""
+"""Coordinates of ranks, and process groups: the references of siiRL, and a mesh of torch's for the
+rest."""
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from distflow.planning.plan_of_ranks_and_layouts import (
 
 
 def group_of(plan: Plan, role: str, axis: str, rank: int) -> ProcessGroup | None:
-    """The group of a rank along an axis of a role, `all` for all its ranks; None if the rank is alone."""
-    return next((group for group in plan.groups if (role, axis) in group.uses and rank in group.ranks), None)
+    """The group of a rank along an axis of a role, `all` for all its ranks; None if the rank is
+    alone."""
+    return next(
+        (group for group in plan.groups if (role, axis) in group.uses and rank in group.ranks), None
+    )
 
 
 def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
@@ -65,12 +69,20 @@ def test_ranks_along_data_share_one_copy_of_the_weights_or_hold_the_same_part_of
     uses = {group.ranks: group.uses for group in process_groups([found])}
     assert uses[0, 2] == (("actor", "shard"),) and uses[3, 7] == (("actor", "replica"),)
     whole = Layout("actor", "fsdp", tuple(range(4)), Sizes(data=4))
-    assert whole.groups("shard") == [(0, 1, 2, 3)] and whole.groups("replica") == [(0,), (1,), (2,), (3,)]
-    assert [group.uses for group in process_groups([whole])] == [(("actor", "all"), ("actor", "data"))]
+    assert whole.groups("shard") == [(0, 1, 2, 3)] and whole.groups("replica") == [
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
+    assert [group.uses for group in process_groups([whole])] == [
+        (("actor", "all"), ("actor", "data"))
+    ]
 
 
 def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None:
-    actor, critic = layout(Sizes(data=2, tensor=2)), layout(Sizes(data=4), "critic")
+    actor = layout(Sizes(data=2, tensor=2))
+    critic = layout(Sizes(data=4), "critic")
     found = process_groups([actor, critic, layout(Sizes(data=2), "rollout", 4)])
     assert [(group.name, group.ranks) for group in found] == [
         ("process_group_1", (0, 1)),
@@ -81,7 +93,9 @@ def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None
         ("process_group_6", (4, 5)),
     ]
     assert found[1].uses == (("actor", "all"), ("critic", "all"), ("critic", "data"))
-    assert found[5] == ProcessGroup("process_group_6", (4, 5), (("rollout", "all"), ("rollout", "data")))
+    assert found[5] == ProcessGroup(
+        "process_group_6", (4, 5), (("rollout", "all"), ("rollout", "data"))
+    )
 
 
 def test_groups_of_sixteen_ranks_have_the_names_that_siirl_gives_them() -> None:
@@ -101,9 +115,15 @@ def test_groups_of_sixteen_ranks_have_the_names_that_siirl_gives_them() -> None:
     for order in (layouts, layouts[::-1]):
         found = process_groups(order)
         assert [group.ranks for group in found] == wanted
-        assert [group.name for group in found] == [f"process_group_{number}" for number in range(1, 9)]
+        assert [group.name for group in found] == [
+            f"process_group_{number}" for number in range(1, 9)
+        ]
     shared = Plan("p", (), (), tuple(layouts), process_groups(layouts))
-    assert group_of(shared, "train_z", "data", 14) == group_of(shared, "twin_z", "all", 15) == shared.groups[-1]
+    assert (
+        group_of(shared, "train_z", "data", 14)
+        == group_of(shared, "twin_z", "all", 15)
+        == shared.groups[-1]
+    )
     assert group_of(shared, "train_a", "data", 2) is None
 
 

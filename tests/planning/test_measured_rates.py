@@ -12,10 +12,18 @@ PLANNED = {"generate": 2.0, "forward": 0.0, "update": 4.0, "sync": 0.5, "rewards
 
 def test_each_part_gets_its_own_rate_and_what_was_not_planned_is_the_rest() -> None:
     seconds = {"generate": 3.0, "forward": 0.0, "update": 2.0, "sync": 0.0, "rest": 1.25}
-    rates = fit(MeasuredSteps(seconds, (0.1, 0.3), 100, (0.9, 1.2), 1.5e9), PLANNED, 1.2e9, 0.6e9, "run")
-    assert (rates.generate, rates.update, rates.sync) == (1.5, 0.5, 1.0), "what took no time has the roofline's"
+    rates = fit(
+        MeasuredSteps(seconds, (0.1, 0.3), 100, (0.9, 1.2), 1.5e9), PLANNED, 1.2e9, 0.6e9, "run"
+    )
+    assert (rates.generate, rates.update, rates.sync) == (1.5, 0.5, 1.0), (
+        "what took no time has the roofline's"
+    )
     assert rates.rest == pytest.approx((1.25 - 0.25) / 100) and rates.score == pytest.approx(0.2)
-    assert rates.libraries == pytest.approx(0.9e9) and rates.spread == (0.9, 1.2) and rates.source == "run"
+    assert (
+        rates.libraries == pytest.approx(0.9e9)
+        and rates.spread == (0.9, 1.2)
+        and rates.source == "run"
+    )
 
 
 def test_a_pass_that_was_not_measured_has_the_rate_of_the_other() -> None:
@@ -29,8 +37,11 @@ def test_scoring_that_remains_is_that_of_the_late_groups_on_all_workers() -> Non
     assert Rates().rewards(64, 2, 1.0) == 0.0
 
 
-def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the_same_rate() -> None:
-    random, rate = Random(3), 1 / 40
+def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the_same_rate() -> (
+    None
+):
+    random = Random(3)
+    rate = 1 / 40
     full = [random.expovariate(rate) for _ in range(20_000)]
     seen = [min(30.0, length) for length in full]
     assert lengths_under(20, seen, 30) == tuple(sorted(min(20.0, length) for length in full))

@@ -1,4 +1,5 @@
-"""Memory by role, purpose and phase: amounts by hand, and constants that are those of the engines."""
+"""Memory by role, purpose and phase: amounts by hand, and constants that are those of the
+engines."""
 
 import json
 from dataclasses import replace
@@ -16,7 +17,13 @@ from distflow.planning import memory
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.assign_nodes_to_ranks import plan_devices
 from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.memory import MemoryItem, WorkerMemory, activation_bytes, adapter_weights, worker_memory
+from distflow.planning.memory import (
+    MemoryItem,
+    WorkerMemory,
+    activation_bytes,
+    adapter_weights,
+    worker_memory,
+)
 from distflow.rollout.embedded import cuda_decode_steps_and_graphs
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
@@ -26,21 +33,37 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE = ModelShape(64, 128, 3, 4, 2, 16, 1000, tied=False)
 GPU = Device("gpu", 1e12, 1e9, 1e9, 1e9, 1e9)
 CPU = replace(GPU, is_cpu=True)
-SIZES = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=2"]
-SIZES += ["data.max_prompt_length=10", "data.max_response_length=30", "actor_rollout_ref.model.path=llama-2-7b"]
+SIZES = [
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=2",
+]
+SIZES += [
+    "data.max_prompt_length=10",
+    "data.max_response_length=30",
+    "actor_rollout_ref.model.path=llama-2-7b",
+]
 
 
 def workers(preset: str, *overrides: str, device: Device = GPU) -> tuple[WorkerMemory, ...]:
     dtype = "actor_rollout_ref.model.dtype=bfloat16"
-    config = follow_allocation(load_config(preset, [*SIZES, dtype, *overrides], complete=False)).config
+    config = follow_allocation(
+        load_config(preset, [*SIZES, dtype, *overrides], complete=False)
+    ).config
     pipeline = bind(config)
     shapes = dict.fromkeys(pipeline.engines, SHAPE)
     plan = plan_devices(pipeline, config, "cuda", lambda: dict.fromkeys(shapes, SHAPE.parameters))
     return worker_memory(plan, config, shapes, device)
 
 
-def item(worker: WorkerMemory, role: str, what: str, phase: memory.Phase, on_host: bool = False) -> float:
-    found = [i for i in worker.items if (i.role, i.what, i.on_host) == (role, what, on_host) and phase in i.phases]
+def item(
+    worker: WorkerMemory, role: str, what: str, phase: memory.Phase, on_host: bool = False
+) -> float:
+    found = [
+        i
+        for i in worker.items
+        if (i.role, i.what, i.on_host) == (role, what, on_host) and phase in i.phases
+    ]
     return sum(i.num_bytes for i in found)
 
 
@@ -69,8 +92,12 @@ def test_a_critic_has_weights_and_moments_of_its_own_without_the_head() -> None:
 def test_micro_batches_of_a_critic_are_parts_of_its_own_mini_batches() -> None:
     (worker,) = workers("ppo")
     (larger,) = workers("ppo", "critic.ppo_mini_batch_size=8")
-    assert item(larger, "critic", "activations", "update") == 2 * item(worker, "critic", "activations", "update")
-    assert item(larger, "actor", "activations", "update") == item(worker, "actor", "activations", "update")
+    assert item(larger, "critic", "activations", "update") == 2 * item(
+        worker, "critic", "activations", "update"
+    )
+    assert item(larger, "actor", "activations", "update") == item(
+        worker, "actor", "activations", "update"
+    )
 
 
 def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:
@@ -80,7 +107,10 @@ def test_shards_and_tensor_parts_divide_what_is_sharded() -> None:
     assert item(training, "actor", "weights", "sync") == SHAPE.parameters
     assert item(training, "actor", "optimizer", "sync") == 2 * SHAPE.parameters
     assert item(generating, "rollout", "weights", "generate") == 2 * SHAPE.parameters / 2
-    assert item(generating, "actor", "buckets in flight", "sync", on_host=True) == 2 * sender.BUCKET_BYTES
+    assert (
+        item(generating, "actor", "buckets in flight", "sync", on_host=True)
+        == 2 * sender.BUCKET_BYTES
+    )
     assert not item(generating, "actor", "weights", "generate")
 
 
@@ -91,22 +121,29 @@ def test_checkpointing_and_small_micro_batches_need_fewer_activations() -> None:
     assert activation_bytes(SHAPE, 4, 1, trains=False, checkpointed=False) < whole / 3
     (full,) = workers("grpo")
     (small,) = workers("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=80")
-    assert item(small, "actor", "activations", "update") == item(full, "actor", "activations", "update") * 80 / (
-        4 * 2 * 40
-    )
+    assert item(small, "actor", "activations", "update") == item(
+        full, "actor", "activations", "update"
+    ) * 80 / (4 * 2 * 40)
 
 
 def test_offloaded_parts_are_on_the_host_outside_their_phase() -> None:
-    keys = [f"actor_rollout_ref.actor.fsdp_config.{name}=true" for name in ("param_offload", "optimizer_offload")]
+    keys = [
+        f"actor_rollout_ref.actor.fsdp_config.{name}=true"
+        for name in ("param_offload", "optimizer_offload")
+    ]
     (worker,) = workers("grpo", *keys)
-    assert not item(worker, "actor", "optimizer", "update") and not item(worker, "actor", "weights", "generate")
+    assert not item(worker, "actor", "optimizer", "update") and not item(
+        worker, "actor", "weights", "generate"
+    )
     assert item(worker, "actor", "optimizer", "update", on_host=True) == 8 * SHAPE.parameters
     assert item(worker, "actor", "weights", "generate", on_host=True) == 4 * SHAPE.parameters
     assert item(worker, "actor", "optimizer", "optimizer") == 8 * SHAPE.parameters
 
 
 def test_an_adapter_has_gradients_and_moments_alone_and_the_reference_no_weights() -> None:
-    (worker,) = workers("grpo", "actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=true")
+    (worker,) = workers(
+        "grpo", "actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=true"
+    )
     adapter = adapter_weights(SHAPE, 2)
     assert adapter == 2 * 3 * (4 * 64 + 2 * (64 + 32) + 3 * (64 + 128))
     assert item(worker, "actor", "optimizer", "sync") == 8 * adapter
@@ -129,12 +166,19 @@ def test_the_embedded_engine_takes_its_cache_in_advance_on_a_gpu_and_keeps_it() 
     """As many pages as all slots could need, or half of what is free when it first generates."""
     (worker,) = workers("grpo")
     pages = 2 * 256 * 40 * (2 * 3 * 2 * 16) * 2
-    assert item(worker, "rollout", "KV cache", "update") == item(worker, "rollout", "KV cache", "generate") == pages
+    assert (
+        item(worker, "rollout", "KV cache", "update")
+        == item(worker, "rollout", "KV cache", "generate")
+        == pages
+    )
     (small,) = workers("grpo", device=replace(GPU, memory=706e6))
     loaded = (4 + 4 + 2) * SHAPE.parameters  # policy, reference, engine
     assert item(small, "rollout", "KV cache", "update") == pytest.approx((6e6 - loaded) / 2)
     (freed,) = workers("grpo", f"{ROLLOUT}.free_cache_engine=true")
-    assert not item(freed, "rollout", "KV cache", "update") and item(freed, "rollout", "KV cache", "generate") == pages
+    assert (
+        not item(freed, "rollout", "KV cache", "update")
+        and item(freed, "rollout", "KV cache", "generate") == pages
+    )
     (by_need,) = workers("grpo", f"{ROLLOUT}.batch_invariant=true")
     assert not item(by_need, "rollout", "KV cache", "update")
 
@@ -144,9 +188,16 @@ def test_the_embedded_engine_takes_its_cache_in_advance_on_a_gpu_and_keeps_it() 
     [
         (["name=vllm"], 0.92 * 80e9),
         (["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0.5"], 0.5 * 80e9),
-        (["name=sglang"], 0.9 * (80e9 - 700e6 - 8 * SHAPE.parameters)),  # of what policy and reference leave free
-        (["name=sglang", "engine_kwargs.sglang.mem_fraction_static=0.4"], 0.4 * (80e9 - 700e6 - 8 * SHAPE.parameters)),
-        (["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0"], 2 * SHAPE.parameters + 40 * 384),
+        # of what policy and reference leave free
+        (["name=sglang"], 0.9 * (80e9 - 700e6 - 8 * SHAPE.parameters)),
+        (
+            ["name=sglang", "engine_kwargs.sglang.mem_fraction_static=0.4"],
+            0.4 * (80e9 - 700e6 - 8 * SHAPE.parameters),
+        ),
+        (
+            ["name=vllm", "engine_kwargs.vllm.gpu_memory_utilization=0"],
+            2 * SHAPE.parameters + 40 * 384,
+        ),
         (["name=vllm", "url=http://127.0.0.1:1"], 0),  # on devices of its own
     ],
 )
@@ -157,12 +208,18 @@ def test_a_server_takes_its_share_of_a_gpu_whatever_it_needs(keys: list[str], ta
     assert sum(i.num_bytes for i in of_server) == pytest.approx(taken)
     assert all(i.in_server and i.phases == memory.PHASES for i in of_server)
     if taken:
-        (freed,) = workers("grpo", *words, f"{ROLLOUT}.free_cache_engine=true", device=replace(GPU, memory=80e9))
-        assert {phase for i in freed.items if i.in_server for phase in i.phases} == {"generate", "sync"}
+        (freed,) = workers(
+            "grpo", *words, f"{ROLLOUT}.free_cache_engine=true", device=replace(GPU, memory=80e9)
+        )
+        assert {phase for i in freed.items if i.in_server for phase in i.phases} == {
+            "generate",
+            "sync",
+        }
 
 
 def test_fragments_take_nothing_of_what_a_server_takes() -> None:
-    alone, server = WorkerMemory((0,), ()), MemoryItem("rollout", "KV cache", 60e9, ("generate",), in_server=True)
+    alone = WorkerMemory((0,), ())
+    server = MemoryItem("rollout", "KV cache", 60e9, ("generate",), in_server=True)
     assert alone.usable("generate", 80e9) == pytest.approx(0.94 * 80e9)
     beside = WorkerMemory((0,), (server,))
     assert beside.usable("generate", 80e9) == pytest.approx(60e9 + 0.94 * 20e9)
@@ -173,8 +230,10 @@ def test_fragments_take_nothing_of_what_a_server_takes() -> None:
     ("keys", "itemsizes"),
     [
         (["model.dtype=float32"], (0, 4, 4)),  # on the trainer's weights
-        (["model.dtype=float32", "rollout.enforce_eager=true"], (0, 0, 4)),  # torch, which packs nothing
-        (["model.dtype=bfloat16"], (4, 2, 3)),  # native code casts; it stores keys in float32, values in bfloat16
+        # torch, which packs nothing
+        (["model.dtype=float32", "rollout.enforce_eager=true"], (0, 0, 4)),
+        # native code casts; it stores keys in float32, values in bfloat16
+        (["model.dtype=bfloat16"], (4, 2, 3)),
         (["model.dtype=bfloat16", "rollout.batch_invariant=true"], (2, 2, 2)),  # oneDNN's layout
     ],
 )
@@ -191,7 +250,9 @@ def test_on_a_cpu_the_embedded_engine_has_a_packed_copy_of_its_matrices(
 
 @pytest.mark.parametrize("low", [False, True])
 def test_the_packed_copy_is_as_large_as_that_of_the_native_code(tmp_path: Path, low: bool) -> None:
-    folder = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=128)
+    folder = write_tiny_model(
+        tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=128
+    )
     packed = NativeStep(load_model(folder), halves=low)._packed
     real = sum(held[0].nbytes for held in packed.memory if isinstance(held, tuple))
     found = ModelShape.of(json.loads((folder / "config.json").read_text()))
@@ -199,8 +260,15 @@ def test_the_packed_copy_is_as_large_as_that_of_the_native_code(tmp_path: Path, 
 
 
 def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() -> None:
-    models = "reward_model.models={helpful: {path: llama-2-7b}, critique: {path: llama-2-7b, judge: true}}"
-    sharded = ["trainer.launcher=ray", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=fsdp"]
+    models = (
+        "reward_model.models={helpful: {path: llama-2-7b}, critique: {path: llama-2-7b, judge: "
+        "true}}"
+    )
+    sharded = [
+        "trainer.launcher=ray",
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.actor.strategy=fsdp",
+    ]
     (worker,) = workers("grpo", models, *sharded)
     assert item(worker, "critique", "weights", "forward") == 2 * SHAPE.parameters
     assert not item(worker, "critique", "weights cast to bfloat16", "forward"), "they are in it"
@@ -208,7 +276,10 @@ def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() ->
 
 
 def test_amounts_are_those_of_the_engines() -> None:
-    assert memory._BUCKET == sender.BUCKET_BYTES and memory._CACHE_SHARE == cuda_decode_steps_and_graphs.MEMORY_SHARE
+    assert (
+        memory._BUCKET == sender.BUCKET_BYTES
+        and memory._CACHE_SHARE == cuda_decode_steps_and_graphs.MEMORY_SHARE
+    )
     assert memory._CHUNK == {"cpu": log_probs.CHUNK_ELEMENTS, "gpu": log_probs.CHUNK_ON_DEVICE}
     source = torch_engine.TorchScorer.__post_init__.__code__.co_consts
     assert set(memory._MICRO.values()) <= set(source)

@@ -1,4 +1,5 @@
-"""Plans: one worker has everything, and one that does not fit its pipeline is refused before anything is built."""
+"""Plans: one worker has everything, and one that does not fit its pipeline is refused before
+anything is built."""
 
 import json
 from dataclasses import asdict, replace
@@ -49,20 +50,31 @@ def pipeline() -> BoundPipeline:
     )
 
 
-def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(pipeline: BoundPipeline) -> None:
+def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(
+    pipeline: BoundPipeline,
+) -> None:
     plan = plan_local(pipeline, "cpu")
     (rank,) = plan.ranks
     assert (rank.rollout_nodes, rank.training_nodes) == (("answer", "grade"), ("learn",))
     assert (rank.engines, rank.services) == (("rollout", "actor"), ("reward_fn",))
-    assert plan.channels == (Channel("answer", "grade", "local"), Channel("grade", "learn", "stream"))
+    assert plan.channels == (
+        Channel("answer", "grade", "local"),
+        Channel("grade", "learn", "stream"),
+    )
     assert json.loads(json.dumps(asdict(plan)))["ranks"][0]["device"] == "cpu"
     check_plan(plan, pipeline)
 
 
 def test_where_the_roles_are_is_told_to_people() -> None:
-    layouts = (Layout("rollout", "embedded", (0, 1, 2), Sizes(data=3)), Layout("actor", "fsdp", (1, 3), Sizes(data=2)))
+    layouts = (
+        Layout("rollout", "embedded", (0, 1, 2), Sizes(data=3)),
+        Layout("actor", "fsdp", (1, 3), Sizes(data=2)),
+    )
     ranks = tuple(RankPlan(rank, "cpu", (), (), (), (), node=rank // 2) for rank in range(4))
-    assert Plan("small", ranks, (), layouts).placed() == "4 on 2 machines: rollout on 0 to 2; actor on 1, 3"
+    assert (
+        Plan("small", ranks, (), layouts).placed()
+        == "4 on 2 machines: rollout on 0 to 2; actor on 1, 3"
+    )
 
 
 def test_an_engine_of_two_nodes_is_named_once() -> None:
@@ -72,27 +84,46 @@ def test_an_engine_of_two_nodes_is_named_once() -> None:
     @node(writes="token_level_rewards", scope="group")
     def grade(responses, *, rollout, reward_fn): ...
 
-    graph = Pipeline("small").add_node("answer", answer).add_node("grade", grade, ["answer"], node_role=NodeRole.REWARD)
+    graph = (
+        Pipeline("small")
+        .add_node("answer", answer)
+        .add_node("grade", grade, ["answer"], node_role=NodeRole.REWARD)
+    )
     (rank,) = plan_local(graph.build().bind(Config(), ["prompts"]), "cpu").ranks
     assert (rank.engines, rank.services) == (("rollout",), ("reward_fn",))
 
 
-def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(pipeline: BoundPipeline) -> None:
+def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(
+    pipeline: BoundPipeline,
+) -> None:
     learner = rank_plan(pipeline, 0, "cuda:0", [], ["learn"])
     player = rank_plan(pipeline, 1, "cuda:1", ["answer", "grade"], [])
     assert (learner.engines, learner.services) == (("actor",), ())
-    assert (player.engines, player.services, player.device) == (("rollout",), ("reward_fn",), "cuda:1")
+    assert (player.engines, player.services, player.device) == (
+        ("rollout",),
+        ("reward_fn",),
+        "cuda:1",
+    )
     check_plan(Plan("small", (learner, player), ()), pipeline)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"engines": ("rollout", "actor", "ref")}, "gives rank 0 the engine 'ref', which no node of pipeline 'small'"),
-        ({"services": ("reward_fn", "tokenizer")}, "gives rank 0 the service 'tokenizer', which no node"),
+        (
+            {"engines": ("rollout", "actor", "ref")},
+            "gives rank 0 the engine 'ref', which no node of pipeline 'small'",
+        ),
+        (
+            {"services": ("reward_fn", "tokenizer")},
+            "gives rank 0 the service 'tokenizer', which no node",
+        ),
         ({"engines": ("rollout",)}, "gives rank 0 no engine 'actor', which its nodes need"),
         ({"services": ()}, "gives rank 0 no service 'reward_fn', which its nodes need"),
-        ({"training_nodes": (), "engines": ("rollout",)}, "no rank of the plan runs node 'learn' of pipeline 'small'"),
+        (
+            {"training_nodes": (), "engines": ("rollout",)},
+            "no rank of the plan runs node 'learn' of pipeline 'small'",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_its_program_is_refused(

@@ -1,4 +1,5 @@
-"""The time line of a step: what overlaps, who waits for whom, and times that follow the amount of work."""
+"""The time line of a step: what overlaps, who waits for whom, and times that follow the amount of
+work."""
 
 import re
 from dataclasses import replace
@@ -18,16 +19,28 @@ from tests.planning.test_assign_nodes_to_ranks import devices, two_parts
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)
-SIZES = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=4"]
-SIZES += ["data.max_prompt_length=512", "data.max_response_length=512", "actor_rollout_ref.model.path=llama-2-7b"]
+SIZES = [
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.rollout.n=4",
+]
+SIZES += [
+    "data.max_prompt_length=512",
+    "data.max_response_length=512",
+    "actor_rollout_ref.model.path=llama-2-7b",
+]
 SIZES += ["actor_rollout_ref.model.dtype=bfloat16"]
 APART = ["trainer.allocation=embedded:d2+fsdp:d2", "trainer.launcher=ray"]
 
 
-def run(preset: str, *overrides: str, device: Device = GPU, rows: int | None = None) -> PredictedRun:
+def run(
+    preset: str, *overrides: str, device: Device = GPU, rows: int | None = None
+) -> PredictedRun:
     config = follow_allocation(load_config(preset, [*SIZES, *overrides], complete=False)).config
     pipeline = bind(config)
-    return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), device, RunFacts(RunLimits(rows)))
+    return predict(
+        config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), device, RunFacts(RunLimits(rows))
+    )
 
 
 def seconds(found: PredictedRun, what: str) -> float:
@@ -48,15 +61,19 @@ def test_at_staleness_0_training_follows_generation_and_each_side_waits_for_the_
     found = run("grpo", *APART, "actor_rollout_ref.actor.use_kl_loss=false")
     ends = {bar.what: bar.end for bar in found.bars}
     starts = {bar.what: bar.start for bar in found.bars}
-    assert starts["actor_train"] >= ends["generate"] and found.step_seconds == pytest.approx(ends["weight sync"])
+    assert starts["actor_train"] >= ends["generate"] and found.step_seconds == pytest.approx(
+        ends["weight sync"]
+    )
     waits = {bar.ranks: bar.why for bar in found.bars if bar.why}
     assert waits[2, 3] == "generate on rank 0" and waits[0, 1] == "actor_train on rank 2"
     assert found.idle((2, 3)) == pytest.approx(seconds(found, "generate") / found.step_seconds)
 
 
 def test_stale_samples_let_both_sides_work_at_once() -> None:
-    apart, together = run("async_grpo", *APART), run("async_grpo", *APART, "async.max_staleness=0")
-    generating, training = seconds(apart, "generate"), seconds(apart, "actor_train")
+    apart = run("async_grpo", *APART)
+    together = run("async_grpo", *APART, "async.max_staleness=0")
+    generating = seconds(apart, "generate")
+    training = seconds(apart, "actor_train")
     assert apart.step_seconds < together.step_seconds
     assert apart.step_seconds >= max(generating, training)
     assert seconds(together, "generate") == generating
@@ -70,7 +87,9 @@ ROOMY = replace(GPU, memory=80e9)
 
 def test_generation_takes_as_many_turns_as_its_cache_asks_for() -> None:
     """A sequence has 512 tokens on average, of 24,576 bytes each: 12.6 MB."""
-    roomy, tight, tighter = (run("grpo", *SERVED, f"{SHARE}={share}", device=ROOMY) for share in (0.9, 0.0175, 0.012))
+    roomy, tight, tighter = (
+        run("grpo", *SERVED, f"{SHARE}={share}", device=ROOMY) for share in (0.9, 0.0175, 0.012)
+    )
     slots = [found.times.cache_slots for found in (roomy, tight, tighter)]
     assert slots[0] > 128 > slots[1] > slots[2] >= 1
     taken = 0.0175 * 80e9 - 2 * SHAPE.parameters
@@ -92,7 +111,9 @@ def test_generation_takes_as_many_turns_as_its_cache_asks_for() -> None:
         (SERVED, 1 / 2),
     ],
 )
-def test_a_sync_takes_the_time_of_its_slowest_transport(keys: list[str], least_s_per_gb: float) -> None:
+def test_a_sync_takes_the_time_of_its_slowest_transport(
+    keys: list[str], least_s_per_gb: float
+) -> None:
     moved = 2 * SHAPE.parameters / 1e9
     found = run("grpo", *keys, device=ROOMY)
     assert least_s_per_gb * moved < seconds(found, "weight sync") / 2 < 4 * least_s_per_gb * moved
@@ -100,9 +121,15 @@ def test_a_sync_takes_the_time_of_its_slowest_transport(keys: list[str], least_s
     assert seconds(far, "weight sync") >= seconds(found, "weight sync")
 
 
-def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings_its_weights() -> None:
+def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings_its_weights() -> (
+    None
+):
     here, server = (run("grpo", *keys, device=ROOMY) for keys in ((), (VLLM,)))
-    assert seconds(server, "weight sync") > 2 * SHAPE.parameters / 4e9 > 10 * seconds(here, "weight sync")
+    assert (
+        seconds(server, "weight sync")
+        > 2 * SHAPE.parameters / 4e9
+        > 10 * seconds(here, "weight sync")
+    )
     offloaded = run("grpo", "actor_rollout_ref.actor.fsdp_config.param_offload=true", device=ROOMY)
     brought = seconds(offloaded, "weight sync") - seconds(here, "weight sync")
     assert brought == pytest.approx(4 * SHAPE.parameters / 25e9)
@@ -112,7 +139,9 @@ def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings
     "keys",
     [
         ("actor_rollout_ref.rollout.workflow=multi_turn",),
-        ("actor_rollout_ref.rollout.workflow=distflow.environments.workflow_loading_and_builtins:multi_turn",),
+        (
+            "actor_rollout_ref.rollout.workflow=distflow.environments.workflow_loading_and_builtins:multi_turn",
+        ),
         (VLLM, "actor_rollout_ref.rollout.url=[http://localhost:1]"),
         ("reward.functions={default: [{name: judge, options: {model: m}}]}",),
     ],
@@ -120,7 +149,12 @@ def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings
 def test_times_that_nothing_tells_are_not_predicted(keys: tuple[str, ...]) -> None:
     steps = "trainer.total_training_steps=7"
     found = run("grpo", steps, *keys)
-    assert found.why_untimed and found.hours is None and "steps" not in found.line() and "GB" in found.line()
+    assert (
+        found.why_untimed
+        and found.hours is None
+        and "steps" not in found.line()
+        and "GB" in found.line()
+    )
     assert run("grpo", steps, "actor_rollout_ref.rollout.workflow=single_turn").hours
     assert run("sft", steps).hours
 
@@ -129,7 +163,8 @@ def test_independent_models_run_at_once_and_the_update_waits_for_both() -> None:
     parts = "trainer.allocation=embedded:d1|torch[actor]:d1+torch[critic]:d1+torch[ref]:d1"
     found = run("ppo", parts, "trainer.launcher=ray")
     bars = {bar.what: bar for bar in found.bars if not bar.why}
-    values, scores = bars["compute_value"], bars["actor_old_log_prob"]
+    values = bars["compute_value"]
+    scores = bars["actor_old_log_prob"]
     assert values.start == scores.start and values.ranks != scores.ranks
     assert bars["actor_train"].start >= max(values.end, scores.end, bars["reference_log_prob"].end)
 
@@ -139,18 +174,23 @@ def test_time_follows_the_work() -> None:
     assert seconds(run("grpo", "data.train_batch_size=128"), "actor_train") == pytest.approx(
         2 * seconds(one, "actor_train"), rel=0.1
     )
-    assert seconds(run("grpo", "actor_rollout_ref.actor.ppo_epochs=3"), "actor_train") == pytest.approx(
-        3 * seconds(one, "actor_train"), rel=0.1
-    )
+    assert seconds(
+        run("grpo", "actor_rollout_ref.actor.ppo_epochs=3"), "actor_train"
+    ) == pytest.approx(3 * seconds(one, "actor_train"), rel=0.1)
     slow = run("grpo", device=replace(GPU, flops=50e12))
-    assert seconds(slow, "actor_old_log_prob") == pytest.approx(2 * seconds(one, "actor_old_log_prob"))
+    assert seconds(slow, "actor_old_log_prob") == pytest.approx(
+        2 * seconds(one, "actor_old_log_prob")
+    )
     checkpointed = run("grpo", "actor_rollout_ref.model.enable_gradient_checkpointing=true")
-    assert seconds(checkpointed, "actor_train") == pytest.approx(4 / 3 * seconds(one, "actor_train"), rel=0.1)
+    assert seconds(checkpointed, "actor_train") == pytest.approx(
+        4 / 3 * seconds(one, "actor_train"), rel=0.1
+    )
 
 
 def test_a_matrix_product_bound_pass_takes_its_flops_at_the_share_of_the_peak() -> None:
     found = run("grpo")
-    tokens, responses = 64 * 4 * 512, 64 * 4 * 256
+    tokens = 64 * 4 * 512
+    responses = 64 * 4 * 256
     flops = SHAPE.forward_flops(tokens, 256, responses)
     by_hand = 2 * tokens * 12 * (1024 * 64 * 48 + 3 * 1024 * 4096) + 4 * 12 * 16 * 64 * tokens * 256
     assert flops == by_hand + 2 * responses * 32000 * 1024
@@ -170,31 +210,42 @@ def test_the_line_of_a_plan_tells_its_time_without_an_exponent(about_s: float, u
     steps = round(about_s / run("grpo").step_seconds)
     line = run("grpo", f"trainer.total_training_steps={steps}").line()
     time = re.search(rf"{steps} steps about ([\d.]+) {unit}$", line)
-    assert time and float(time[1]) == pytest.approx(about_s / {"s": 1, "minutes": 60}[unit], rel=0.1), line
+    assert time and float(time[1]) == pytest.approx(
+        about_s / {"s": 1, "minutes": 60}[unit], rel=0.1
+    ), line
 
 
-@pytest.mark.parametrize(("mean", "end", "cut"), [(100, 200, 0.0), (256, 512, 0.0), (384, 512, 0.5)])
+@pytest.mark.parametrize(
+    ("mean", "end", "cut"), [(100, 200, 0.0), (256, 512, 0.0), (384, 512, 0.5)]
+)
 def test_responses_spread_around_their_mean(mean: float, end: float, cut: float) -> None:
     lengths = Lengths(10, mean, 512)
     assert lengths.end == end and lengths.running(end - 1e-6) == pytest.approx(cut, abs=1e-6)
     count = 20000
-    assert sum(lengths.running((i + 0.5) * end / count) for i in range(count)) * end / count == pytest.approx(
-        mean, rel=1e-3
-    )
+    assert sum(
+        lengths.running((i + 0.5) * end / count) for i in range(count)
+    ) * end / count == pytest.approx(mean, rel=1e-3)
 
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(
-        UserError, match="intermediate = 4096, which its tensor size 3|heads = 16, which its tensor size 3"
+        UserError,
+        match="intermediate = 4096, which its tensor size 3|heads = 16, which its tensor size 3",
     ):
         run("grpo", "trainer.allocation=vllm[rollout]:d1+fsdp[actor]:t3", "trainer.launcher=ray")
 
 
 def test_a_thousand_devices_are_planned() -> None:
     found = run(
-        "async_grpo", "trainer.allocation=embedded:d512+fsdp:d512", "trainer.launcher=ray", "trainer.nnodes=128"
+        "async_grpo",
+        "trainer.allocation=embedded:d512+fsdp:d512",
+        "trainer.launcher=ray",
+        "trainer.nnodes=128",
     )
-    assert len(found.plan.ranks) == 1024 and [len(worker.ranks) for worker in found.workers] == [512, 512]
+    assert len(found.plan.ranks) == 1024 and [len(worker.ranks) for worker in found.workers] == [
+        512,
+        512,
+    ]
 
 
 def test_one_process_on_a_cpu_has_the_threads_that_the_environment_allows() -> None:
@@ -206,5 +257,8 @@ def test_one_process_on_a_cpu_has_the_threads_that_the_environment_allows() -> N
     assert seconds(chosen, "actor_train") == pytest.approx(2 * seconds(whole, "actor_train"))
     # Training and generation at once, and several workers, set their own number.
     for keys in (("async.max_staleness=1",), ("trainer.n_gpus_per_node=2",)):
-        both = [seconds(run("grpo", *keys, device=each), "actor_train") for each in (cpu, replace(cpu, threads=1))]
+        both = [
+            seconds(run("grpo", *keys, device=each), "actor_train")
+            for each in (cpu, replace(cpu, threads=1))
+        ]
         assert both[0] == both[1]

@@ -1,4 +1,5 @@
-"""The search for an allocation, against all allocations of a small cluster written out one by one."""
+"""The search for an allocation, against all allocations of a small cluster written out one by
+one."""
 
 from dataclasses import replace
 from itertools import product
@@ -29,10 +30,23 @@ from distflow.scheduling.data_plan import DataPlan
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 17e9, 100e9, 10e9)
-KEYS = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.rollout.n=4"]
-KEYS += ["data.max_prompt_length=512", "data.max_response_length=512", "actor_rollout_ref.model.path=llama-2-7b"]
-KEYS += ["actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.rollout.name=vllm", "trainer.launcher=ray"]
-KEYS += ["actor_rollout_ref.rollout.engine_kwargs.vllm.gpu_memory_utilization=0.25"]  # beside a trainer
+KEYS = [
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.rollout.n=4",
+]
+KEYS += [
+    "data.max_prompt_length=512",
+    "data.max_response_length=512",
+    "actor_rollout_ref.model.path=llama-2-7b",
+]
+KEYS += [
+    "actor_rollout_ref.model.dtype=bfloat16",
+    "actor_rollout_ref.rollout.name=vllm",
+    "trainer.launcher=ray",
+]
+# beside a trainer
+KEYS += ["actor_rollout_ref.rollout.engine_kwargs.vllm.gpu_memory_utilization=0.25"]
 
 
 class Cluster:
@@ -44,8 +58,11 @@ class Cluster:
         strategy: str | None = None,
         staleness: tuple[int, ...] = (0, 2),
     ) -> None:
-        config = load_config(preset, [*KEYS, f"trainer.n_gpus_per_node={num_devices}"], complete=False).config
-        self.choices, self.device = Choices(config, num_devices, strategy, staleness), device
+        config = load_config(
+            preset, [*KEYS, f"trainer.n_gpus_per_node={num_devices}"], complete=False
+        ).config
+        self.choices = Choices(config, num_devices, strategy, staleness)
+        self.device = device
         self.pipeline: BoundPipeline = bind(config)
 
     def predict(self, config: object) -> PredictedRun:
@@ -59,22 +76,41 @@ class Cluster:
         return search_allocations(self.choices, self.predict, self.simulate, is_allowed)
 
     def simulate(self, run: PredictedRun) -> SimulatedRun:
-        data, eta = run.config.data.train_batch_size, run.config.async_.max_staleness
+        data = run.config.data.train_batch_size
+        eta = run.config.async_.max_staleness
         plan = DataPlan(
-            1000, data, samples_per_prompt(run.config), None, simulated_steps(run.config), max_staleness=eta
+            1000,
+            data,
+            samples_per_prompt(run.config),
+            None,
+            simulated_steps(run.config),
+            max_staleness=eta,
         )
         return simulate(setup_of(run, plan))
 
     def seconds(self) -> dict[tuple[str, int], float]:
-        """The simulated steps of all allocations that fit, by brute force over data and tensor sizes."""
-        total, found = self.choices.num_devices, {}
-        powers, datas = (1, 2, 4, 8), range(1, total + 1)
+        """The simulated steps of all allocations that fit, by brute force over data and tensor
+        sizes."""
+        total = self.choices.num_devices
+        found = {}
+        powers = (1, 2, 4, 8)
+        datas = range(1, total + 1)
         for data, tensor, trained, parts, sign in product(datas, powers, datas, powers, "+|"):
-            own, theirs = data * tensor, trained * parts
+            own = data * tensor
+            theirs = trained * parts
             if (own + theirs if sign == "+" else own) != total or (sign == "|" and theirs != total):
                 continue
-            for engine in ("torch", "fsdp") if parts == 1 and theirs > 1 else ("torch",) if parts == 1 else ("fsdp",):
-                sizes = [f"d{d}" + (f"t{t}" if t > 1 else "") for d, t in ((data, tensor), (trained, parts))]
+            for engine in (
+                ("torch", "fsdp")
+                if parts == 1 and theirs > 1
+                else ("torch",)
+                if parts == 1
+                else ("fsdp",)
+            ):
+                sizes = [
+                    f"d{d}" + (f"t{t}" if t > 1 else "")
+                    for d, t in ((data, tensor), (trained, parts))
+                ]
                 text = f"vllm[rollout]:{sizes[0]}{sign}{engine}[actor]:{sizes[1]}"
                 keys = {"trainer.allocation": text, "actor_rollout_ref.actor.strategy": engine}
                 keys["actor_rollout_ref.rollout.tensor_model_parallel_size"] = tensor
@@ -94,12 +130,16 @@ class Cluster:
 @pytest.mark.parametrize("preset", ["grpo", "async_grpo"])
 def test_the_best_is_the_best_of_all(preset: str, num_devices: int) -> None:
     cluster = Cluster(preset, num_devices)
-    found, every = cluster.search(), cluster.seconds()
+    found = cluster.search()
+    every = cluster.seconds()
     assert found.num_fitting == len(every)
     expected = sorted(every.values())[:10]
     assert [each.step_seconds for each in found.best] == pytest.approx(expected, rel=0.01)
     assert found.best[0].step_seconds == pytest.approx(expected[0], rel=1e-3)
-    assert all(every[each.text, each.staleness] == each.step_seconds and each.run.fits for each in found.best)
+    assert all(
+        every[each.text, each.staleness] == each.step_seconds and each.run.fits
+        for each in found.best
+    )
 
 
 @pytest.mark.slow
@@ -107,7 +147,8 @@ def test_it_is_deterministic_and_says_why_the_first_wins() -> None:
     found, again = (Cluster("async_grpo", 4).search() for _ in range(2))
     assert [each.line() for each in found.best] == [each.line() for each in again.best]
     assert (
-        found.best[0].text in found.why() and f"{found.num_fitting} of {found.num_tried} allocations fit" in found.why()
+        found.best[0].text in found.why()
+        and f"{found.num_fitting} of {found.num_tried} allocations fit" in found.why()
     )
 
 
@@ -116,7 +157,10 @@ def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays() -> None:
     first = Cluster("grpo", 4).search().best[0].text
     assert first not in [each.text for each in Cluster("grpo", 4).search((first,)).best]
     roomy = Device("gpu", 100e12, 1e12, 80e9, 100e9, 10e9)
-    texts = [each.text for each in Cluster("grpo", 4, roomy, strategy="torch", staleness=(0,)).search().best]
+    texts = [
+        each.text
+        for each in Cluster("grpo", 4, roomy, strategy="torch", staleness=(0,)).search().best
+    ]
     assert texts and all("torch[actor]" in text for text in texts)
 
 
@@ -124,14 +168,19 @@ def test_what_the_rules_refuse_is_left_out_and_a_chosen_engine_stays() -> None:
 def test_the_staleness_that_is_as_fast_as_a_greater_one_wins() -> None:
     found = Cluster("async_grpo", 4, staleness=(0, 1, 4)).search()
     first = found.best[0]
-    greater = [each for each in found.best if each.text == first.text and each.staleness > first.staleness]
+    greater = [
+        each for each in found.best if each.text == first.text and each.staleness > first.staleness
+    ]
     assert all(each.rank[0] >= first.rank[0] for each in greater)
     assert {each.staleness for each in found.best} > {first.staleness}
 
 
 def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> None:
     cluster = Cluster("async_grpo", 2, staleness=(0, 1, 4))
-    keys = {"actor_rollout_ref.rollout.max_num_seqs": 10_000, "actor_rollout_ref.rollout.name": "hf"}
+    keys = {
+        "actor_rollout_ref.rollout.max_num_seqs": 10_000,
+        "actor_rollout_ref.rollout.name": "hf",
+    }
     cluster.choices = replace(cluster.choices, config=with_values(cluster.choices.config, keys))
     peaks: dict[str, list[float]] = {}
     for each in _candidates(cluster.choices, cluster.predict):
@@ -141,7 +190,9 @@ def test_memory_is_that_of_the_responses_that_may_run_at_each_staleness() -> Non
 
 
 def test_too_little_memory_names_what_lacks_least() -> None:
-    with pytest.raises(UserError, match=r"none of \d+ allocations of 2 devices fits; the nearest is vllm"):
+    with pytest.raises(
+        UserError, match=r"none of \d+ allocations of 2 devices fits; the nearest is vllm"
+    ):
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
 
 
@@ -157,18 +208,25 @@ def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
     assert f"{CHECKPOINTING}=true" in _written(found.best[0].change)
     roomy = Cluster("grpo", 2, replace(tight, memory=80e9), staleness=(0,))
     roomy.choices = replace(roomy.choices, may_recompute=True)
-    assert all(len(each.change) == 3 for each in roomy.search().best), "it costs time, so it stays off where all fits"
+    assert all(len(each.change) == 3 for each in roomy.search().best), (
+        "it costs time, so it stays off where all fits"
+    )
 
 
 @pytest.mark.slow
 def test_many_devices_are_split_in_64ths() -> None:
     found = Cluster("async_grpo", 128, staleness=(1,)).search()
-    assert all(int(each.text.partition(":d")[2].split("+")[0].split("t")[0]) > 0 for each in found.best)
+    assert all(
+        int(each.text.partition(":d")[2].split("+")[0].split("t")[0]) > 0 for each in found.best
+    )
     assert found.num_tried < 64 * 4 * 5 + 20
 
 
 def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
-    words = [*(key for key in KEYS if "vllm" not in key), "actor_rollout_ref.rollout.batch_invariant=true"]
+    words = [
+        *(key for key in KEYS if "vllm" not in key),
+        "actor_rollout_ref.rollout.batch_invariant=true",
+    ]
     config = load_config("grpo", words, complete=False).config
     pipeline, small = bind(config), Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
 
@@ -186,7 +244,11 @@ def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
 def test_a_server_beside_a_trainer_that_lacks_memory_is_put_to_sleep_or_takes_less() -> None:
     """Its share and the moments do not fit together, whatever it needs."""
     change, fits = changed_beside_trainer()
-    assert change == (("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"gpu_memory_utilization": 0.7}}),) and fits
+    assert (
+        change
+        == (("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"gpu_memory_utilization": 0.7}}),)
+        and fits
+    )
     change, fits = changed_beside_trainer(refused="engine_kwargs")
     assert change == (("actor_rollout_ref.rollout.free_cache_engine", True),) and fits
 
@@ -201,9 +263,14 @@ def changed_beside_trainer(refused: str = "nothing") -> tuple[Change | None, boo
         return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), on)  # type: ignore[arg-type]
 
     found = again(config)
-    assert not found.fits and "KV cache of the rollout (73.1 GB, which its server takes" in found.excess()
+    assert (
+        not found.fits
+        and "KV cache of the rollout (73.1 GB, which its server takes" in found.excess()
+    )
     change = nearest_change(
-        found, again, lambda change: None if refused in str(change) else with_values(config, dict(change))
+        found,
+        again,
+        lambda change: None if refused in str(change) else with_values(config, dict(change)),
     )
     return change, change is not None and again(
         load_config("grpo", [*keys, *_written(change)], complete=False).config

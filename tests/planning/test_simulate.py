@@ -1,4 +1,5 @@
-"""The simulator: by hand where the times are small numbers, and its invariants under random delays and failures."""
+"""The simulator: by hand where the times are small numbers, and its invariants under random delays
+and failures."""
 
 import json
 from collections import Counter
@@ -32,19 +33,24 @@ def costs(decode: float = 0.1, train: float = 5.0, **more: object) -> Costs:
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
-    """Four responses of 10 tokens on two slots: two waves of 1 s, then 0.5 s of rewards, 5 s of training, 0.25 s of
-    weights."""
+    """Four responses of 10 tokens on two slots: two waves of 1 s, then 0.5 s of rewards, 5 s of
+    training, 0.25 s of weights."""
     found = simulate(Setup(plan(3, 4), costs(sync=0.25, reward=lambda random: 0.5), FIXED, slots=2))
     assert found.step_ends == pytest.approx([7.75, 15.5, 23.25])
     assert found.staleness == {0: 12}
-    assert found.training_idle == pytest.approx({"rollout": 2 / 7.75, "rewards": 0.5 / 7.75, "weights": 0.25 / 7.75})
-    assert found.rollout_idle == pytest.approx({"training": 5 / 7.75, "rewards": 0.5 / 7.75, "weights": 0.25 / 7.75})
+    assert found.training_idle == pytest.approx(
+        {"rollout": 2 / 7.75, "rewards": 0.5 / 7.75, "weights": 0.25 / 7.75}
+    )
+    assert found.rollout_idle == pytest.approx(
+        {"training": 5 / 7.75, "rewards": 0.5 / 7.75, "weights": 0.25 / 7.75}
+    )
     assert found.slots_used == pytest.approx(2 / 7.75)
 
 
 def test_with_staleness_generation_runs_beside_training() -> None:
-    """A batch of 2 takes 1 s on an engine that has two slots; training takes 5 s. At staleness 1 the queue is full when
-    training asks, so only the first step waits; its groups and those of the next have version 0."""
+    """A batch of 2 takes 1 s on an engine that has two slots; training takes 5 s. At staleness 1
+    the queue is full when training asks, so only the first step waits; its groups and those of the
+    next have version 0."""
     found = simulate(Setup(plan(4, 2, max_staleness=1), costs(), FIXED, slots=2))
     assert found.step_ends == pytest.approx([6, 11, 16, 21])
     assert found.staleness == {0: 2, 1: 6}
@@ -54,22 +60,29 @@ def test_with_staleness_generation_runs_beside_training() -> None:
 
 def test_shared_devices_do_one_thing_at_a_time() -> None:
     found = simulate(Setup(plan(3, 2, max_staleness=1), costs(), FIXED, slots=1, shared=True))
-    assert found.step_ends[-1] >= 3 * 5 + 6 * 1.0 - 1e-9  # all training, and all six responses one after another
+    # all training, and all six responses one after another
+    assert found.step_ends[-1] >= 3 * 5 + 6 * 1.0 - 1e-9
 
 
 def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load() -> None:
-    """Responses of 10 and 20 tokens; a token takes 0.1 s times the number that run: 10 · 0.2, then 10 · 0.1."""
+    """Responses of 10 and 20 tokens; a token takes 0.1 s times the number that run: 10 · 0.2, then
+    10 · 0.1."""
     slower = Costs(lambda running, context: 0.1 * running, lambda tokens: 0.0, lambda tokens: 1.0)
     lengths = Lengths(0.0, 15.0, 20, (10.0, 20.0))
     drawn = [round(lengths.draw(Random(group << 8))) for group in range(12)]
-    step = next(place for place in range(0, 12, 2) if {drawn[place], drawn[place + 1]} == {10, 20}) // 2
+    step = (
+        next(place for place in range(0, 12, 2) if {drawn[place], drawn[place + 1]} == {10, 20})
+        // 2
+    )
     found = simulate(Setup(plan(step + 1, 2), slower, lengths, slots=2))
     before = found.step_ends[step - 1] if step else 0.0
     assert found.step_ends[step] - before == pytest.approx(10 * 0.2 + 10 * 0.1 + 1.0)
 
 
 def test_a_cache_that_is_computed_again_and_prompts_take_their_time() -> None:
-    paid = Costs(lambda running, context: 0.1, lambda tokens: 0.01 * tokens, lambda tokens: 5.0, sync=1.0)
+    paid = Costs(
+        lambda running, context: 0.1, lambda tokens: 0.01 * tokens, lambda tokens: 5.0, sync=1.0
+    )
     lengths = replace(FIXED, prompt=100.0)
     assert simulate(Setup(plan(1, 1), paid, lengths)).step_ends == pytest.approx([1 + 1 + 5 + 1])
     slow = replace(paid, decode=lambda running, context: 1.0)
@@ -81,7 +94,15 @@ def test_a_cache_that_is_computed_again_and_prompts_take_their_time() -> None:
 SETUPS = st.builds(
     lambda batch, size, eta, engines, slots, every, shared, seed, over: Setup(
         plan(8, batch, size, max_staleness=eta, saves=Frequency(3), oversampling=Fraction(over, 2)),
-        costs(0.05, 3.0, sync=0.5, save=1.0, restart=4.0, reward=lambda r: r.expovariate(1), tool=lambda r: r.random()),
+        costs(
+            0.05,
+            3.0,
+            sync=0.5,
+            save=1.0,
+            restart=4.0,
+            reward=lambda r: r.expovariate(1),
+            tool=lambda r: r.random(),
+        ),
         Lengths(5.0, 20.0, 60, length_values("lognormal:1", 20.0, 60)),
         engines=engines,
         slots=slots,
@@ -112,7 +133,10 @@ def test_staleness_is_bounded_and_groups_are_conserved(setup: Setup, fails: bool
     assert len(found.step_ends) == 8 and all(a < b for a, b in pairwise(found.step_ends))
     assert max(found.staleness) <= setup.plan.max_staleness and min(found.staleness) >= 0
     assert sum(found.staleness.values()) == 8 * setup.plan.consumer_batch
-    assert 0 <= sum(found.rollout_idle.values()) <= 1 + 1e-9 and 0 <= sum(found.training_idle.values()) <= 1 + 1e-9
+    assert (
+        0 <= sum(found.rollout_idle.values()) <= 1 + 1e-9
+        and 0 <= sum(found.training_idle.values()) <= 1 + 1e-9
+    )
     assert 0 < found.slots_used <= 1 + 1e-9
     assert simulate(setup) == found
     if not fails:
@@ -120,8 +144,14 @@ def test_staleness_is_bounded_and_groups_are_conserved(setup: Setup, fails: bool
 
 
 def test_the_ledger_of_a_simulated_run_is_that_of_a_run(tmp_path: Path) -> None:
-    """`Ledger` refuses impossible moves, and its counts are compared with the coordinator's in each step."""
-    setup = Setup(plan(6, 4, 2, max_staleness=2), costs(reward=lambda r: r.expovariate(1)), FIXED, filtered=0.3)
+    """`Ledger` refuses impossible moves, and its counts are compared with the coordinator's in each
+    step."""
+    setup = Setup(
+        plan(6, 4, 2, max_staleness=2),
+        costs(reward=lambda r: r.expovariate(1)),
+        FIXED,
+        filtered=0.3,
+    )
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         found = simulate(setup, ledger)
     records = [record for _, record in timeline(tmp_path / "ledger.jsonl")]
@@ -138,7 +168,9 @@ def test_the_ledger_of_a_simulated_run_is_that_of_a_run(tmp_path: Path) -> None:
 
 
 def test_lost_processes_cost_time_and_lose_no_group() -> None:
-    setup = Setup(plan(60, 4, saves=Frequency(5)), costs(save=1.0, restart=20.0), FIXED, engines=2, slots=4)
+    setup = Setup(
+        plan(60, 4, saves=Frequency(5)), costs(save=1.0, restart=20.0), FIXED, engines=2, slots=4
+    )
     whole = simulate(setup)
     engines = simulate(replace(setup, engine_mtbf=300.0))
     training = simulate(replace(setup, training_mtbf=60.0))
@@ -159,7 +191,8 @@ def test_lengths_are_drawn_as_given() -> None:
     tail = length_values("lognormal:0.5", 100, 10**6)
     assert isclose(sum(tail) / 1000, 100, rel_tol=0.01) and list(tail) == sorted(tail)
     assert max(length_values("lognormal:2", 100, 500)) == 500
-    even, random = Lengths(0, 100, 150), Random(1)
+    even = Lengths(0, 100, 150)
+    random = Random(1)
     drawn = [even.draw(random) for _ in range(20000)]
     assert isclose(sum(drawn) / 20000, 100, rel_tol=0.02) and max(drawn) == 150
 

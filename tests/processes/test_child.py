@@ -1,4 +1,5 @@
-"""A child process below a keeper: its status is the command's, and nothing that it started outlives it."""
+"""A child process below a keeper: its status is the command's, and nothing that it started outlives
+it."""
 
 import os
 import signal
@@ -29,7 +30,12 @@ def pid_in(file: Path) -> int:
 
 @pytest.mark.parametrize(
     ("command", "status"),
-    [("exit 7", 7), ("kill -SEGV $$", -signal.SIGSEGV), ("kill -KILL $$", -signal.SIGKILL), ("exit 0", 0)],
+    [
+        ("exit 7", 7),
+        ("kill -SEGV $$", -signal.SIGSEGV),
+        ("kill -KILL $$", -signal.SIGKILL),
+        ("exit 0", 0),
+    ],
 )
 def test_the_status_is_the_commands(command: str, status: int) -> None:
     child = Child(["/bin/sh", "-c", command], os.environ)
@@ -37,7 +43,9 @@ def test_the_status_is_the_commands(command: str, status: int) -> None:
     child.end()
 
 
-@pytest.mark.parametrize("way", ["ends", "is killed", "is ended", "is ended while its keeper is stopped"])
+@pytest.mark.parametrize(
+    "way", ["ends", "is killed", "is ended", "is ended while its keeper is stopped"]
+)
 def test_what_it_started_ends_with_it(tmp_path: Path, way: str) -> None:
     file = tmp_path / "pid"
     then = {"ends": "exit 3", "is killed": "kill -KILL $$"}.get(way, "sleep 600")
@@ -52,7 +60,9 @@ def test_what_it_started_ends_with_it(tmp_path: Path, way: str) -> None:
     assert not is_running(left), "the keeper has ended it before it ended itself"
 
 
-def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_descriptors(tmp_path: Path) -> None:
+def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_descriptors(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "pid"
     command = [sys.executable, "-c", OWNER, LEAVES.format(file=file, then="sleep 600")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
@@ -63,7 +73,9 @@ def test_it_ends_with_an_owner_that_is_killed_although_another_process_has_its_d
 
 
 def test_signals_to_its_group_do_not_end_the_keeper(tmp_path: Path) -> None:
-    child = Child(["/bin/sh", "-c", f"trap '' HUP INT USR1; echo $$ >{tmp_path}/pid; sleep 600"], os.environ)
+    child = Child(
+        ["/bin/sh", "-c", f"trap '' HUP INT USR1; echo $$ >{tmp_path}/pid; sleep 600"], os.environ
+    )
     pid_in(tmp_path / "pid")
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1):
         os.killpg(child.pid, number)

@@ -34,7 +34,9 @@ sys.exit(5)
 """
 
 
-@pytest.mark.parametrize("kind", ["popen", *(pytest.param(each, marks=pytest.mark.slow) for each in [*LEAVES][1:])])
+@pytest.mark.parametrize(
+    "kind", ["popen", *(pytest.param(each, marks=pytest.mark.slow) for each in [*LEAVES][1:])]
+)
 def test_it_ends_with_its_status_and_nothing_is_left(kind: str) -> None:
     command = [sys.executable, "-c", PROCESS.format(code=LEAVES[kind])]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)

@@ -1,4 +1,5 @@
-"""Pairs of a ground truth and the content of a box, as `gold ## answer`: the same to mathematics, and not."""
+"""Pairs of a ground truth and the content of a box, as `gold ## answer`: the same to mathematics,
+and not."""
 
 RIGHT = r"""
 3/2 ## 1 1/2

@@ -1,8 +1,10 @@
 # ruff: noqa: E501
-r"""What the tests of other verifiers ask, and what may be tried against them, with the verdicts that hold here.
+r"""What the tests of other verifiers ask, and what may be tried against them, with the verdicts
+that hold here.
 
-From the tests of math-verify, lighteval, NeMo-Skills, Qwen2.5-Math (ToRA), hendrycks MATH, PRM800K, lm-eval, rLLM and
-SkyThought; where they disagree, or a rule of ours differs, docs/rewards.md says how. `gold ## content of the box`.
+From the tests of math-verify, lighteval, NeMo-Skills, Qwen2.5-Math (ToRA), hendrycks MATH, PRM800K,
+lm-eval, rLLM and SkyThought; where they disagree, or a rule of ours differs, docs/rewards.md says
+how. `gold ## content of the box`.
 """
 
 RIGHT = r"""
@@ -671,7 +673,10 @@ RESPONSES = [
     ("2/3", "Therefore, the probability that Alice wins the game is 2/3. <|im_start|>user", True),
     (
         "12",
-        "Therefore, there are 12 distinct arithmetic sequences that meet the three given conditions. I hope it is correct.",
+        (
+            "Therefore, there are 12 distinct arithmetic sequences that meet the three given "
+            "conditions. I hope it is correct."
+        ),
         True,
     ),
     ("(7,6)", "So, the ordered pair $(x, y)$ that solves the system is $(7, 6)$.", True),
@@ -679,24 +684,45 @@ RESPONSES = [
     ("120", "Final Answer: The volume of $ABCDEFGH$ is 120. I hope it is correct.", True),
     ("12000023", "Final Answer: The final answer is 12,000,023. I hope it is correct.", True),
     ("16386.20", "The answer is $16,\\!386.20$. I apologize", True),
-    ("19", "Final Answer: The maximum number of points that could be in the domain of $f(x)$ is 19.", True),
+    (
+        "19",
+        "Final Answer: The maximum number of points that could be in the domain of $f(x)$ is 19.",
+        True,
+    ),
     ("34", "Final Answer: The largest $n$ is 34.", True),
-    ("100\\%", "Therefore, the minimum error in the measurement of the position increases by 100%.", True),
-    ("7.78", "So, Anna pays approximately $7.78 for her fudge. Final Answer: The final answer is 7.78.", True),
+    (
+        "100\\%",
+        "Therefore, the minimum error in the measurement of the position increases by 100%.",
+        True,
+    ),
+    (
+        "7.78",
+        "So, Anna pays approximately $7.78 for her fudge. Final Answer: The final answer is 7.78.",
+        True,
+    ),
     (
         "10455",
-        "After six months he has $10,000 + $200 = $10,200. Final Answer: The final answer is $10,455$. I hope it is correct.",
+        (
+            "After six months he has $10,000 + $200 = $10,200. Final Answer: The final answer is "
+            "$10,455$. I hope it is correct."
+        ),
         True,
     ),
     ("[-2,7]", "Therefore the interval is $[-2,7]$", True),
     (
         "(-6,10)",
-        "The solution is \\( x \\in (-6, 10) \\). Final Answer: The final answer is \\((-6, 10)\\). I hope it is correct.",
+        (
+            "The solution is \\( x \\in (-6, 10) \\). Final Answer: The final answer is \\((-6, "
+            "10)\\). I hope it is correct."
+        ),
         True,
     ),
     (
         "{1,-2}",
-        "The integers are \\boxed{-2} and \\boxed{1}. </think> Thus: \\[ \\boxed{-2} \\quad \\text{and} \\quad \\boxed{1}. \\]",
+        (
+            "The integers are \\boxed{-2} and \\boxed{1}. </think> Thus: \\[ \\boxed{-2} \\quad "
+            "\\text{and} \\quad \\boxed{1}. \\]"
+        ),
         True,
     ),
     ("1,-2", "Thus: \\[ \\boxed{-2} \\quad \\text{and} \\quad \\boxed{1}. \\]", True),

@@ -15,7 +15,9 @@ SETTINGS = ("domains", "custom", "memory_bytes")
 def make_router(functions: Mapping[str, Sequence[tuple]], **arguments: Any) -> RewardRouter:
     patience = Patience(**{name: arguments.pop(name) for name in PATIENCE if name in arguments})
     settings = {name: arguments.pop(name) for name in SETTINGS if name in arguments}
-    parts = {domain: tuple(RewardPart(*part) for part in each) for domain, each in functions.items()}
+    parts = {
+        domain: tuple(RewardPart(*part) for part in each) for domain, each in functions.items()
+    }
     return RewardRouter(RewardSettings(parts, patience, **settings), **arguments)
 
 

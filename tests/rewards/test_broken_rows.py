@@ -16,13 +16,28 @@ GOOD = ["assert f(1) == 2"]
         (["code"], ["assert f(1) ==", *GOOD], {}, "not valid Python"),
         (["math", "code_share"], ["assert 1 == 1"], {}, "do not call a function"),
         (["code"], {"inputs": ["1\n"]}, {}, "'inputs' and 'outputs' must be lists"),
-        (["code"], {"inputs": ["1\n", "2\n"], "outputs": ["3\n"]}, {}, "2 'inputs' and 1 'outputs'"),
+        (
+            ["code"],
+            {"inputs": ["1\n", "2\n"], "outputs": ["3\n"]},
+            {},
+            "2 'inputs' and 1 'outputs'",
+        ),
         (["code"], {"inputs": ["1"], "outputs": ["{"], "fn_name": "f"}, {}, "is not JSON"),
         (["code"], "print(1)", {"test_list": GOOD}, ""),
         (["code"], "print(1)", {}, "needs tests"),
         (["ifeval"], None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, ""),
-        (["ifeval_loose"], None, {"instruction_id_list": ["punctuation:none"], "kwargs": [{}]}, "no instruction"),
-        (["ifeval_share"], None, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "1 entries"),
+        (
+            ["ifeval_loose"],
+            None,
+            {"instruction_id_list": ["punctuation:none"], "kwargs": [{}]},
+            "no instruction",
+        ),
+        (
+            ["ifeval_share"],
+            None,
+            {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
+            "1 entries",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_row(names, answer, row, said):

@@ -1,4 +1,5 @@
-"""Which part of a reward decides whether an answer is right, and that what is paid for it does not."""
+"""Which part of a reward decides whether an answer is right, and that what is paid for it does
+not."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +20,7 @@ def points(solution_str): return 10 if "5" in solution_str else 0
 def penalty(solution_str): return -0.4
 def odd(solution_str): return {"score": 1.0, "acc": "yes"}
 def silent(solution_str): return {"score": 1.0, "acc": None}
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -34,10 +35,13 @@ def silent(solution_str): return {"score": 1.0, "acc": None}
         ({"custom": 0.7, "format": 1.0}, {"custom": 1.0, "format": 1.0}, 0.7),
         ({"custom": -0.4, "math": 1.0}, {"custom": 1.0, "math": 1.0}, 1.0),
         ({"length": -0.4, "custom": 1.0}, {"length": 0.2, "custom": 1.0}, 1.0),  # the larger weight
-        ({"length": 1.0, "custom": 0.0}, {"length": -1.0, "custom": 0.1}, 0.0),  # a penalty decides nothing
-        ({"math": 1.0, "custom": 0.0}, {"math": 0.0, "custom": 1.0}, 0.0),  # a part that is only measured neither
+        # a penalty decides nothing
+        ({"length": 1.0, "custom": 0.0}, {"length": -1.0, "custom": 0.1}, 0.0),
+        # a part that is only measured neither
+        ({"math": 1.0, "custom": 0.0}, {"math": 0.0, "custom": 1.0}, 0.0),
         ({"math": 1.0}, {"math": 0.0}, 1.0),  # unless there is no other
-        ({"math": 1.0, "exact_match": 0.0}, {"math": 0.5, "exact_match": 0.5}, 1.0),  # the first of equals
+        # the first of equals
+        ({"math": 1.0, "exact_match": 0.0}, {"math": 0.5, "exact_match": 0.5}, 1.0),
         ({"math": 1.0, "exact_match": 0.0}, {"math": 0.4, "exact_match": 0.6}, 0.0),
     ],
 )
@@ -53,7 +57,9 @@ def test_a_function_that_says_how_right_it_is_decides_before_any_other() -> None
 
 
 def test_one_or_more_is_right() -> None:
-    assert [is_right(value) for value in (1.0, 1.0 - 1e-9, 10.0, 0.999, 0.7, -1.0)] == [True] * 3 + [False] * 3
+    assert [is_right(value) for value in (1.0, 1.0 - 1e-9, 10.0, 0.999, 0.7, -1.0)] == [
+        True
+    ] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize("acc", [True, 1, np.bool_(True), np.float32(1.0), 1.0])
@@ -90,18 +96,27 @@ def test_neither_weight_nor_penalty_changes_what_is_right(
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
     with make_router({"default": named}, overlong=Overlong(50, 3.0), **settings) as router:  # type: ignore[arg-type]
         for length in (1, 75, 100):
-            judgements = asyncio.run(router([answer(r"\boxed{5}", length), answer(r"\boxed{6}", length)]))
+            judgements = asyncio.run(
+                router([answer(r"\boxed{5}", length), answer(r"\boxed{6}", length)])
+            )
             assert [judgement.accuracy for judgement in judgements] == [right, wrong]
             assert len({score_of(judgement) for judgement in judgements}) == 1 + (right != wrong)
-        assert score_of(judgements[0]) < score_of(asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]) - 2.9
+        assert (
+            score_of(judgements[0])
+            < score_of(asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]) - 2.9
+        )
 
 
 def test_no_verdict_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
-    with make_router({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
+    with make_router(
+        {"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings
+    ) as router:  # type: ignore[arg-type]
         judgement = asyncio.run(router([answer(r"\boxed{5}", 1)]))[0]
-    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is not a number" in str(judgement.reward_result)
+    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is not a number" in str(
+        judgement.reward_result
+    )
 
 
 def answer(text: str, num_tokens: int) -> Sample:

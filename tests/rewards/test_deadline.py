@@ -28,4 +28,7 @@ def test_a_reward_has_the_time_of_all_that_are_judged_with_it():
 
     assert 6000.0 < score_all("r", seconds, [{"solution_str": "a"}], 7000.0)[0]["score"] <= 7000.0
     asked = [{"solution_str": "a"}, {"solution_str": "b"}]
-    assert all(13000.0 < answer["score"] <= 14000.0 for answer in score_all("r", all_seconds, asked, 7000.0))
+    assert all(
+        13000.0 < answer["score"] <= 14000.0
+        for answer in score_all("r", all_seconds, asked, 7000.0)
+    )

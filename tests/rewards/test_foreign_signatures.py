@@ -45,9 +45,18 @@ def too_few(completions, **kwargs):
 
 async def one_number(completions, **kwargs):
     return 0.5
-"""
-NAMES = ("columns", "chat", "some", "rubric", "rubric_of_text", "rubric_of_group", "wants_more", "too_few",
-         "one_number")  # fmt: skip
+"""  # noqa: E501
+NAMES = (
+    "columns",
+    "chat",
+    "some",
+    "rubric",
+    "rubric_of_text",
+    "rubric_of_group",
+    "wants_more",
+    "too_few",
+    "one_number",
+)
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "abc"}]
 
 
@@ -80,7 +89,9 @@ def test_trl_gets_completions_and_columns_as_lists(pool: RewardPool) -> None:
 
 
 def test_an_option_of_the_part_is_its_argument(pool: RewardPool) -> None:
-    assert ask(pool, "some", "x") == [Score(0.5)] and ask(pool, "weighted", "x", weight=9) == [Score(0.25)]
+    assert ask(pool, "some", "x") == [Score(0.5)] and ask(pool, "weighted", "x", weight=9) == [
+        Score(0.25)
+    ]
 
 
 def test_rubric_functions_get_one_response(pool: RewardPool) -> None:
@@ -98,31 +109,60 @@ def test_messages_of_a_text_prompt_leave_it_a_text(pool: RewardPool) -> None:
 
 def test_errors_say_what_is_offered(pool: RewardPool) -> None:
     (missing,), (form,) = ask(pool, "wants_more", "a"), ask(pool, "chat", "a")
-    assert isinstance(missing, Error) and "'no_such_column'" in missing.reason and "level" in missing.reason
-    assert isinstance(form, Error) and "with data.prompt_format=chat both are messages) (at foreign.py:" in form.reason
+    assert (
+        isinstance(missing, Error)
+        and "'no_such_column'" in missing.reason
+        and "level" in missing.reason
+    )
+    assert (
+        isinstance(form, Error)
+        and "with data.prompt_format=chat both are messages) (at foreign.py:" in form.reason
+    )
 
 
 @pytest.mark.parametrize(("name", "what"), [("too_few", "a list of 1"), ("one_number", "0.5")])
-def test_a_wrong_number_of_scores_names_the_function(pool: RewardPool, name: str, what: str) -> None:
+def test_a_wrong_number_of_scores_names_the_function(
+    pool: RewardPool, name: str, what: str
+) -> None:
     line = next(i for i, text in enumerate(SOURCE.split("\n"), 1) if f"def {name}" in text)
     first, second = ask(pool, name, "a", "b")
     assert first == second and isinstance(first, Error)
-    assert f"it returned {what} for 2 responses" in first.reason and f"(at foreign.py:{line})" in first.reason
+    assert (
+        f"it returned {what} for 2 responses" in first.reason
+        and f"(at foreign.py:{line})" in first.reason
+    )
 
 
 def test_none_leaves_the_response_out_of_that_function(file: Path) -> None:
     """As TRL's nansum does; where all functions return None there is no score."""
-    functions = {"default": [("exact_match", 2.0), (f"{file}:some", 1.0)], "alone": [(f"{file}:some", 1.0)]}
+    functions = {
+        "default": [("exact_match", 2.0), (f"{file}:some", 1.0)],
+        "alone": [(f"{file}:some", 1.0)],
+    }
 
     def sample(response: str, domain: str) -> Sample:
         segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
-        return Sample("0-0", 0, segments, response=response, ground_truth="skip", domain=domain, extra_info={})
+        return Sample(
+            "0-0", 0, segments, response=response, ground_truth="skip", domain=domain, extra_info={}
+        )
 
     with make_router(functions, timeout_s=60.0, num_workers=1, max_response_length=8) as router:
-        samples = [sample("skip", "default"), sample("x", "default"), sample("skip", "alone"), sample("x", "alone")]
+        samples = [
+            sample("skip", "default"),
+            sample("x", "default"),
+            sample("skip", "alone"),
+            sample("x", "alone"),
+        ]
         skipped, scored, alone, other = asyncio.run(router(samples))
-    assert (skipped.reward_result, skipped.accuracy, scored.reward_result) == (Score(2.0), 1.0, Score(0.5))
-    assert (skipped.scores(), scored.scores()) == ({"exact_match": 1.0}, {"exact_match": 0.0, f"{file}:some": 0.5})
+    assert (skipped.reward_result, skipped.accuracy, scored.reward_result) == (
+        Score(2.0),
+        1.0,
+        Score(0.5),
+    )
+    assert (skipped.scores(), scored.scores()) == (
+        {"exact_match": 1.0},
+        {"exact_match": 0.0, f"{file}:some": 0.5},
+    )
     assert isinstance(alone.reward_result, Error) and "None" in alone.reward_result.reason
     assert other.reward_result == Score(0.5)
 
@@ -134,14 +174,19 @@ def test_what_nothing_is_passed_for_is_refused_by_name(name: str) -> None:
     assert find_fault(eval(f"lambda completion, {name}=None: 0")) == ""
 
 
-def test_a_chat_of_a_data_set_is_messages_in_the_reward_check(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_chat_of_a_data_set_is_messages_in_the_reward_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     from distflow import cli
 
     (tmp_path / "own.py").write_text(
         "def f(completions, label, **kwargs):\n"
-        "    return [float(one[0]['content'].split()[-1:] == [truth]) for one, truth in zip(completions, label)]\n"
+        "    return [float(one[0]['content'].split()[-1:] == [truth]) for one, truth in "
+        "zip(completions, label)]\n"
     )
-    rows = [{"prompt": [{"role": "user", "content": "?"}], "label": str(number)} for number in (5, 6)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "?"}], "label": str(number)} for number in (5, 6)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["--data", str(tmp_path / "rows.jsonl"), "--answer-key", "label", "--workers", "1"]
     cli.main(["reward", "check", f"{tmp_path}/own.py:f", *data])

@@ -1,4 +1,5 @@
-"""Reward functions of a notebook or a script judge in processes of their own as if they had a file."""
+"""Reward functions of a notebook or a script judge in processes of their own as if they had a
+file."""
 
 import asyncio
 import functools
@@ -10,7 +11,11 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError, read_pickled
-from distflow.rewards.load_and_call_reward_functions import fingerprint_function, fingerprint_target, write_function
+from distflow.rewards.load_and_call_reward_functions import (
+    fingerprint_function,
+    fingerprint_target,
+    write_function,
+)
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult, Score
 
@@ -79,7 +84,7 @@ def batched(solution_strs, ground_truths):
 
 def raising(solution_str):
     return {}["what is missing"]
-"""
+"""  # noqa: E501
 FUNCTIONS = {
     "plain": ("plain", 2.25),
     "decorated": ("decorated", 3.0),
@@ -92,7 +97,10 @@ FUNCTIONS = {
     "a cached client": ("with_a_client", 2.0),
     "async": ("waiting", 0.5),
     "batched": ("batched", 1.0),
-    "of a module": ("__import__('distflow.rewards.text_rewards').rewards.text_rewards.exact_match", 0.0),
+    "of a module": (
+        "__import__('distflow.rewards.text_rewards').rewards.text_rewards.exact_match",
+        0.0,
+    ),
 }
 ASKED = {"data_source": "d", "solution_str": "12", "ground_truth": "g", "extra_info": {}}
 
@@ -105,7 +113,9 @@ def cells() -> dict:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
-    folder, namespace, targets = tmp_path_factory.mktemp("rewards"), cells(), {}
+    folder = tmp_path_factory.mktemp("rewards")
+    namespace = cells()
+    targets = {}
     for name, (code, _) in [*FUNCTIONS.items(), ("raising", ("raising", 0.0))]:
         file = folder / f"{name}.pkl"
         function = eval(code, namespace)
@@ -129,13 +139,17 @@ def test_every_kind_of_function_gives_its_score(pool: RewardPool, name: str) -> 
 
 def test_what_it_raises_is_an_error_as_of_a_file(pool: RewardPool) -> None:
     reward_result = judge(pool, "raising")
-    assert isinstance(reward_result, Error) and "KeyError: 'what is missing'" in reward_result.reason
+    assert (
+        isinstance(reward_result, Error) and "KeyError: 'what is missing'" in reward_result.reason
+    )
 
 
 def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
     namespace = cells() | {"lock": threading.Lock()}
     exec("def locked(solution_str):\n    with lock:\n        return 1.0", namespace)
-    with pytest.raises(UserError, match="the function locked .* its variable 'lock' .*functools.cache"):
+    with pytest.raises(
+        UserError, match="the function locked .* its variable 'lock' .*functools.cache"
+    ):
         write_function(namespace["locked"], "", tmp_path / "reward.pkl")
     assert not (tmp_path / "reward.pkl").exists()
 
@@ -167,14 +181,18 @@ def reward(solution_str, scale=2):
         (("LIMIT = 1", "LIMIT = 2"), False),
     ],
 )
-def test_a_fingerprint_follows_the_code_and_its_constants(change: tuple[str, str], is_same: bool) -> None:
+def test_a_fingerprint_follows_the_code_and_its_constants(
+    change: tuple[str, str], is_same: bool
+) -> None:
     def fingerprint(source: str, cell: str) -> str:
         namespace: dict = {"__name__": "__main__"}
         exec(compile(source, cell, "exec"), namespace)
         return fingerprint_function(namespace["reward"])
 
     source = "LIMIT = 1\n" + SAME
-    assert (fingerprint(source, "/tmp/1.py") == fingerprint(source.replace(*change), "/tmp/2.py")) is is_same
+    assert (
+        fingerprint(source, "/tmp/1.py") == fingerprint(source.replace(*change), "/tmp/2.py")
+    ) is is_same
 
 
 def test_the_fingerprint_of_a_file_is_read_without_running_it(tmp_path: Path) -> None:
@@ -185,5 +203,7 @@ def test_the_fingerprint_of_a_file_is_read_without_running_it(tmp_path: Path) ->
     one = fingerprint_target(f"{tmp_path / 'reward.py'}:f")
     (tmp_path / "reward.py").write_text("raise ValueError")
     assert one and fingerprint_target(f"{tmp_path / 'reward.py'}:f") not in ("", one)
-    assert fingerprint_target("no_such_module:f") == fingerprint_target(f"{tmp_path}/no.pkl:f") == ""
+    assert (
+        fingerprint_target("no_such_module:f") == fingerprint_target(f"{tmp_path}/no.pkl:f") == ""
+    )
     assert fingerprint_target("distflow.rewards.math.reward:compute_score") != ""

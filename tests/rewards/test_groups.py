@@ -65,13 +65,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file: Path) -> Iterator[RewardPool]:
-    pool = RewardPool(PoolSettings({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0))
+    pool = RewardPool(
+        PoolSettings({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0)
+    )
     yield pool
     pool.close()
 
 
-def ask(pool: RewardPool, name: str, texts: list[str], timeout_s: float | None = None, **extra) -> list[RewardResult]:
-    asked = [{"data_source": "d", "solution_str": t, "ground_truth": "g", "extra_info": extra} for t in texts]
+def ask(
+    pool: RewardPool, name: str, texts: list[str], timeout_s: float | None = None, **extra
+) -> list[RewardResult]:
+    asked = [
+        {"data_source": "d", "solution_str": t, "ground_truth": "g", "extra_info": extra}
+        for t in texts
+    ]
     return asyncio.run(pool.score_group(name, asked, timeout_s))
 
 
@@ -82,7 +89,9 @@ def test_the_pool_knows_which_take_groups(pool: RewardPool) -> None:
 def test_async_ones_wait_together_and_fail_alone(pool: RewardPool) -> None:
     """Each waits for all others to have begun."""
     reward_results = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], together=23)
-    assert reward_results[0] == Score(1.0, {"acc": 0.0}) and reward_results[2] == Score(3.0, {"acc": 0.0})
+    assert reward_results[0] == Score(1.0, {"acc": 0.0}) and reward_results[2] == Score(
+        3.0, {"acc": 0.0}
+    )
     assert (
         isinstance(reward_results[1], Error)
         and "KeyError: 'no such answer' (at rewards.py:" in reward_results[1].reason
@@ -116,24 +125,38 @@ def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
     assert isinstance(fourth, Error) and "nan" in fourth.reason
     assert ask(pool, "tensor", ["a", "b"]) == [Score(0.0), Score(1.0)]
     for reward_result in ask(pool, "short", ["a", "b"]):
-        assert isinstance(reward_result, Error) and "it returned a list of 1 for 2 responses" in reward_result.reason
+        assert (
+            isinstance(reward_result, Error)
+            and "it returned a list of 1 for 2 responses" in reward_result.reason
+        )
 
 
 def test_a_crash_is_an_error_for_the_whole_group(pool: RewardPool) -> None:
     reward_results = ask(pool, "leaves", ["a", "b"])
-    assert [isinstance(v, Error) and "exited with 3, twice" in v.reason for v in reward_results] == [True, True]
+    assert [
+        isinstance(v, Error) and "exited with 3, twice" in v.reason for v in reward_results
+    ] == [True, True]
 
 
 def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
-    functions = {"default": [(f"{file}:ranked", 1.0), ("exact_match", 10.0)], "other": [(f"{file}:waiting", 1.0)]}
+    functions = {
+        "default": [(f"{file}:ranked", 1.0), ("exact_match", 10.0)],
+        "other": [(f"{file}:waiting", 1.0)],
+    }
 
     def sample(response: str, domain: str = "default") -> Sample:
         segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
-        return Sample("0-0", 0, segments, response=response, ground_truth="b", domain=domain, extra_info={})
+        return Sample(
+            "0-0", 0, segments, response=response, ground_truth="b", domain=domain, extra_info={}
+        )
 
     with make_router(functions, timeout_s=20.0, num_workers=1, max_response_length=8) as router:
         judged = asyncio.run(router([sample("c"), sample("zz", "other"), sample("b"), sample("a")]))
-    assert [judgement.reward_result.value for judgement in judged if isinstance(judgement.reward_result, Score)] == [
+    assert [
+        judgement.reward_result.value
+        for judgement in judged
+        if isinstance(judgement.reward_result, Score)
+    ] == [
         2,
         2,
         11,

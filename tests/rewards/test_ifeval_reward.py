@@ -67,7 +67,8 @@ JUDGED = [
     (
         "language:response_language",
         {"language": "de"},
-        ["Das ist ein ganz gewöhnlicher Satz über das Wetter.", "123 456"],  # cannot be told: counts as followed
+        # cannot be told: counts as followed
+        ["Das ist ein ganz gewöhnlicher Satz über das Wetter.", "123 456"],
         ["This is quite an ordinary sentence about the weather."],
     ),
     (
@@ -76,7 +77,12 @@ JUDGED = [
         ["One here. Two there.", "What? Yes!"],
         ["One here", "I met Dr. Smith of Acme Inc. there.", "It costs 3.50 in all."],
     ),
-    ("length_constraints:number_sentences", less_than("num_sentences", 2), ["On Jan. 5 we left."], ["One. Two."]),
+    (
+        "length_constraints:number_sentences",
+        less_than("num_sentences", 2),
+        ["On Jan. 5 we left."],
+        ["One. Two."],
+    ),
     (
         "length_constraints:number_paragraphs",
         {"num_paragraphs": 2},
@@ -84,13 +90,24 @@ JUDGED = [
         ["a\n\nb", "a\n***\nb\n***\nc", "a\n***\n***\nb"],  # empty in between: never
     ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, ["a", "***a"], ["a***b"]),
-    ("length_constraints:number_words", at_least("num_words", 3), ["a b c", "it's so"], ["a b", "a_b c"]),
+    (
+        "length_constraints:number_words",
+        at_least("num_words", 3),
+        ["a b c", "it's so"],
+        ["a b", "a_b c"],
+    ),
     ("length_constraints:number_words", less_than("num_words", 3), ["well-known"], ["a b c"]),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "President"},
         ["a\n\npresident, b", "a\n\n'\"President's b", "a\n\n  PRESIDENT"],
-        ["president\n\na", "a\n\nthe president", "a\npresident", "a\n\npresidents", "a\n\npresident\n\nb"],
+        [
+            "president\n\na",
+            "a\n\nthe president",
+            "a\npresident",
+            "a\n\npresidents",
+            "a\n\npresident\n\nb",
+        ],
     ),
     (
         "length_constraints:nth_paragraph_first_word",
@@ -116,7 +133,12 @@ JUDGED = [
         ["P.P.S more", "p. p. s."],
         ["P.S. more", "P.P S"],
     ),
-    ("detectable_content:postscript", {"postscript_marker": "Note:"}, ["note: this"], ["Nota: this"]),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "Note:"},
+        ["note: this"],
+        ["Nota: this"],
+    ),
     (
         "detectable_format:number_bullet_lists",
         {"num_bullets": 2},
@@ -147,7 +169,12 @@ JUDGED = [
         ['{"a": 1}', FENCED, "```\n[]```", "3"],
         ['{"a": 1', "{'a': 1}", f"Here:\n{FENCED}", "[" * 100_000],
     ),
-    ("detectable_format:title", {}, ["<<a>>", "b\n<<<a>>> c"], ["<<>>", "<<  >>", "<a>", "<<a\n>>", ">>a<<"]),
+    (
+        "detectable_format:title",
+        {},
+        ["<<a>>", "b\n<<<a>>> c"],
+        ["<<>>", "<<  >>", "<a>", "<<a\n>>", ">>a<<"],
+    ),
     (
         "combination:two_responses",
         {},
@@ -183,13 +210,20 @@ JUDGED = [
         "change_case:english_capital",
         {},
         ["THIS IS QUITE AN ORDINARY SENTENCE ABOUT THE WEATHER, NO. 5."],
-        ["This is quite an ordinary sentence.", "DAS IST EIN GANZ GEWÖHNLICHER SATZ ÜBER DAS WETTER.", "12 34"],
+        [
+            "This is quite an ordinary sentence.",
+            "DAS IST EIN GANZ GEWÖHNLICHER SATZ ÜBER DAS WETTER.",
+            "12 34",
+        ],
     ),
     (
         "change_case:english_lowercase",
         {},
         ["this is quite an ordinary sentence about the weather, no. 5."],
-        ["This is quite an ordinary sentence.", "das ist ein ganz gewöhnlicher satz über das wetter."],
+        [
+            "This is quite an ordinary sentence.",
+            "das ist ein ganz gewöhnlicher satz über das wetter.",
+        ],
     ),
     ("punctuation:no_comma", {}, ["a b; c", "a، b"], ["a, b", "1,000"]),
 ]
@@ -201,7 +235,9 @@ def test_each_of_the_25_instructions_is_judged():
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad"), JUDGED)
 def test_an_instruction(name, arguments, good, bad):
-    scores = {text: compute_score("", text, None, row(name, arguments))["score"] for text in [*good, *bad]}
+    scores = {
+        text: compute_score("", text, None, row(name, arguments))["score"] for text in [*good, *bad]
+    }
     assert scores == {**dict.fromkeys(good, 1.0), **dict.fromkeys(bad, 0.0)}
 
 
@@ -248,7 +284,9 @@ def test_loose_forgives_what_surrounds_the_answer(response, name, arguments):
 
 
 def test_loose_does_not_forgive_the_answer():
-    assert compute_loose_score("", "a\nb, c\nd", None, row("punctuation:no_comma", {}))["score"] == 0.0
+    assert (
+        compute_loose_score("", "a\nb, c\nd", None, row("punctuation:no_comma", {}))["score"] == 0.0
+    )
 
 
 def test_all_must_be_followed_and_each_verdict_is_kept_by_name():
@@ -256,15 +294,29 @@ def test_all_must_be_followed_and_each_verdict_is_kept_by_name():
         "instruction_id_list": ["punctuation:no_comma", "startend:quotation", "startend:quotation"],
         "kwargs": [{}, {}, None],
     }
-    followed = {"punctuation:no_comma": True, "startend:quotation": False, "startend:quotation#2": False}
+    followed = {
+        "punctuation:no_comma": True,
+        "startend:quotation": False,
+        "startend:quotation#2": False,
+    }
     assert compute_score("", "a b", None, asked) == {"score": 0.0, "acc": 0.0, "followed": followed}
-    assert compute_share("", "a b", None, asked) == {"score": 1 / 3, "acc": 0.0, "followed": followed}
-    assert compute_share("", '"a b"', None, asked)["score"] == compute_share("", '"a"', None, asked)["acc"] == 1.0
+    assert compute_share("", "a b", None, asked) == {
+        "score": 1 / 3,
+        "acc": 0.0,
+        "followed": followed,
+    }
+    assert (
+        compute_share("", '"a b"', None, asked)["score"]
+        == compute_share("", '"a"', None, asked)["acc"]
+        == 1.0
+    )
 
 
 def test_instructions_come_with_the_answer_or_with_the_row():
     other = row("punctuation:no_comma", {})
-    asked = row("length_constraints:number_words", at_least("num_words", 2.0, keyword=None, frequency=None))
+    asked = row(
+        "length_constraints:number_words", at_least("num_words", 2.0, keyword=None, frequency=None)
+    )
     for ground_truth, columns in (
         (asked, other),
         (json.dumps(asked), {}),
@@ -272,7 +324,9 @@ def test_instructions_come_with_the_answer_or_with_the_row():
         ("7", asked),
         (None, {**asked, "kwargs": json.dumps(asked["kwargs"])}),
     ):
-        assert compute_score("", "a, b", ground_truth, columns)["followed"] == {"length_constraints:number_words": True}
+        assert compute_score("", "a, b", ground_truth, columns)["followed"] == {
+            "length_constraints:number_words": True
+        }
 
 
 @pytest.mark.parametrize(
@@ -282,24 +336,45 @@ def test_instructions_come_with_the_answer_or_with_the_row():
         ({"instruction_id_list": [], "kwargs": []}, "needs a row"),
         ({"instruction_id_list": ["punctuation:no_comma"]}, "needs a row"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": "{"}, "needs a row"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "1 entries .* and 2"),
+        (
+            {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]},
+            "1 entries .* and 2",
+        ),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [3]}, "no mapping"),
         (row("punctuation:no_commas", {}), "IFEval has no instruction 'punctuation:no_commas'"),
         (row(["a"], {}), "IFEval has no instruction"),
         (row("punctuation:no_comma", {"commas": 3}), r"takes \(\), and got \(commas\)"),
         (row("length_constraints:number_words", {"num_words": 3}), "takes .num_words, relation"),
         (row("length_constraints:number_words", at_least("num_words", None)), "takes"),
-        (row("length_constraints:number_words", at_least("num_words", "3")), "num_words='3': a whole number"),
+        (
+            row("length_constraints:number_words", at_least("num_words", "3")),
+            "num_words='3': a whole number",
+        ),
         (row("length_constraints:number_words", at_least("num_words", -1)), "whole number"),
         (row("length_constraints:number_words", at_least("num_words", 2.5)), "whole number"),
-        (row("length_constraints:number_words", at_least("num_words", float("inf"))), "whole number"),
+        (
+            row("length_constraints:number_words", at_least("num_words", float("inf"))),
+            "whole number",
+        ),
         (row("length_constraints:number_words", at_least("num_words", True)), "whole number"),
-        (row("length_constraints:number_words", {"num_words": 3, "relation": "more than"}), "less than"),
+        (
+            row("length_constraints:number_words", {"num_words": 3, "relation": "more than"}),
+            "less than",
+        ),
         (row("keywords:existence", {"keywords": "cat"}), "a list of strings"),
         (row("keywords:existence", {"keywords": []}), "a list of strings"),
         (row("keywords:existence", {"keywords": ["("]}), "not a regular expression"),
-        (row("keywords:frequency", at_least("frequency", 1, keyword="*c")), "not a regular expression"),
-        (row("keywords:letter_frequency", {"letter": "ab", "let_frequency": 1, "let_relation": "at least"}), "one let"),
+        (
+            row("keywords:frequency", at_least("frequency", 1, keyword="*c")),
+            "not a regular expression",
+        ),
+        (
+            row(
+                "keywords:letter_frequency",
+                {"letter": "ab", "let_frequency": 1, "let_relation": "at least"},
+            ),
+            "one let",
+        ),
         (row("language:response_language", {"language": "xx"}), "can be detected: af, ar"),
         (row("startend:end_checker", {"end_phrase": " "}), "not a text"),
         (
@@ -361,8 +436,12 @@ def test_a_megabyte_is_judged_in_seconds(piece, name):
 def test_every_row_of_the_data_set_can_be_judged():
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     reward_results = [compute_loose_score("ifeval", each["prompt"], None, each) for each in rows]
-    assert all(len(found["followed"]) == len(each["kwargs"]) for found, each in zip(reward_results, rows, strict=True))
+    assert all(
+        len(found["followed"]) == len(each["kwargs"])
+        for found, each in zip(reward_results, rows, strict=True)
+    )
     repeated = [row for row in rows if row["instruction_id_list"] == ["combination:repeat_prompt"]]
     assert repeated == [] or all(
-        compute_score("", row["kwargs"][0]["prompt_to_repeat"], None, row)["score"] for row in repeated
+        compute_score("", row["kwargs"][0]["prompt_to_repeat"], None, row)["score"]
+        for row in repeated
     )

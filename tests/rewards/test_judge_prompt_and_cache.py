@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.judge_prompt_and_cache import JudgeCache, fill_template, judge_template, score_at_end
+from distflow.rewards.judge_prompt_and_cache import (
+    JudgeCache,
+    fill_template,
+    judge_template,
+    score_at_end,
+)
 
 GOOD = '{"reason": "it is {right}", "score": 0.5}'
 OTHER = '{"reason": "it is wrong", "score": 0}'
@@ -49,16 +54,25 @@ def test_any_other_answer_is_no_score(answer: str) -> None:
 
 def test_a_store_in_a_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for store in (tmp_path / "file" / "judge.sqlite", tmp_path / "file" / "folder" / "judge.sqlite"):
+    for store in (
+        tmp_path / "file" / "judge.sqlite",
+        tmp_path / "file" / "folder" / "judge.sqlite",
+    ):
         with pytest.raises(ValueError, match=f"store '{store}' cannot be used"):
             JudgeCache(str(store))
 
 
 def test_a_template_is_a_text_or_a_file_and_names_the_response(tmp_path: Path) -> None:
-    assert "{response}" in judge_template("") and judge_template("Is {response} right?") == "Is {response} right?"
+    assert (
+        "{response}" in judge_template("")
+        and judge_template("Is {response} right?") == "Is {response} right?"
+    )
     (tmp_path / "file.txt").write_text("Grade {response}.")
     assert judge_template(f"{tmp_path}/file.txt") == "Grade {response}."
-    for wrong, said in ((f"{tmp_path}/no.txt", "cannot be read"), ("Is {prompt} right?", "has no {response}")):
+    for wrong, said in (
+        (f"{tmp_path}/no.txt", "cannot be read"),
+        ("Is {prompt} right?", "has no {response}"),
+    ):
         with pytest.raises(UserError, match=said):
             judge_template(wrong)
     values = {"prompt": "p", "response": "r", "ground_truth": "g"}

@@ -34,11 +34,16 @@ def load(tmp_path, source: str):
         ("extra_info, *, solution_str", [{"k": 1}, "s"]),
         ("solution_str, threshold=3", [3, "s"]),
         ("**kwargs", [ARGUMENTS]),
-        ("solution_str, **kwargs", [{name: value for name, value in ARGUMENTS.items() if name != "solution_str"}, "s"]),
+        (
+            "solution_str, **kwargs",
+            [{name: value for name, value in ARGUMENTS.items() if name != "solution_str"}, "s"],
+        ),
     ],
 )
 def test_a_function_gets_by_name_what_it_takes(tmp_path, parameters, seen):
-    function = load(tmp_path, f"def compute_score({parameters}):\n    return list(locals().values())\n")
+    function = load(
+        tmp_path, f"def compute_score({parameters}):\n    return list(locals().values())\n"
+    )
     assert sorted(call(function, ARGUMENTS), key=str) == sorted(seen, key=str)
 
 
@@ -51,24 +56,39 @@ def test_a_function_sees_the_turns_of_an_episode_if_it_takes_them(tmp_path):
     assert "conversation" not in call(last, asked)
     assert takes_conversation(every := lambda solution_strs, conversations=(): conversations)
     assert call_batched(every, [asked, asked]) == [told, told]
-    (tmp_path / "reward.py").write_text("def compute_score(solution_str, conversation=()):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(solution_str, conversation=()):\n    return 1.0\n"
+    )
     with pytest.raises(UserError, match="takes no option 'conversation'"):
-        load_reward(with_options(custom_target(str(tmp_path / "reward.py"), "compute_score"), {"conversation": "x"}))
+        load_reward(
+            with_options(
+                custom_target(str(tmp_path / "reward.py"), "compute_score"), {"conversation": "x"}
+            )
+        )
 
 
-@pytest.mark.parametrize("parameters", ["", "batch", "solution_str, reference", "batch, config, **kwargs"])
+@pytest.mark.parametrize(
+    "parameters", ["", "batch", "solution_str, reference", "batch, config, **kwargs"]
+)
 def test_a_function_of_another_signature_is_refused(tmp_path, parameters):
     with pytest.raises(ValueError, match="a reward function takes some of"):
         load(tmp_path, f"def compute_score({parameters}): return 0.0")
 
 
 def test_a_module_is_named_by_its_import_path():
-    assert call(load_reward("distflow.rewards.text_rewards:exact_match"), {**ARGUMENTS, "ground_truth": "s"}) == 1.0
+    assert (
+        call(
+            load_reward("distflow.rewards.text_rewards:exact_match"),
+            {**ARGUMENTS, "ground_truth": "s"},
+        )
+        == 1.0
+    )
 
 
 def test_a_dataclass_in_the_file_finds_its_module(tmp_path):
     source = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\n"
+        "class A:\n    x: int = 1\n"
         "def compute_score(solution_str): return A().x\n"
     )
     assert call(load(tmp_path, source), ARGUMENTS) == 1
@@ -76,7 +96,14 @@ def test_a_dataclass_in_the_file_finds_its_module(tmp_path):
 
 @pytest.mark.parametrize(
     "returned",
-    [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5]), {"score": np.float64(0.5)}],
+    [
+        0.5,
+        np.float32(0.5),
+        np.array(0.5),
+        torch.tensor(0.5),
+        torch.tensor([0.5]),
+        {"score": np.float64(0.5)},
+    ],
 )
 def test_numbers_of_every_library_are_scores(returned):
     assert read_score(returned) == Score(0.5)
@@ -111,4 +138,6 @@ def test_what_is_none_is_an_error(returned):
 
 def test_arguments_that_have_no_name_are_refused_before_a_call() -> None:
     assert "remove the '/'" in find_fault(lambda solution_str, ground_truth, /: 0.0)
-    assert find_fault(lambda *rest: 0.0).startswith("takes (*rest): a reward function takes some of")
+    assert find_fault(lambda *rest: 0.0).startswith(
+        "takes (*rest): a reward function takes some of"
+    )

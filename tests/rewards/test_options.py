@@ -1,4 +1,5 @@
-"""Options of a part reach its function; those that it does not take are refused before anything is judged."""
+"""Options of a part reach its function; those that it does not take are refused before anything is
+judged."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +19,9 @@ SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 
 def judged(functions: dict, response: str) -> dict[str, float]:
-    sample = Sample("0-0", 0, [Segment("prompt", (1,)), Segment("environment", (1,))], response=response)
+    sample = Sample(
+        "0-0", 0, [Segment("prompt", (1,)), Segment("environment", (1,))], response=response
+    )
 
     async def ask(router: RewardRouter) -> dict[str, float]:
         await run_startup_checks(router)
@@ -48,9 +51,17 @@ def test_options_from_the_config_to_the_function(tmp_path: Path):
     }
     functions = parse_functions(plain)
     assert schema_keys()["reward.functions"].spec.plain(functions) == plain
-    assert functions["default"][0] == RewardPart("repetition", -0.5, {"n": 1}) and functions["default"][3].options == {}
+    assert (
+        functions["default"][0] == RewardPart("repetition", -0.5, {"n": 1})
+        and functions["default"][3].options == {}
+    )
     # five words, three distinct ones; two words more than three, of four that may be
-    assert judged(functions, "a b a b c") == {"repetition": 1 - 3 / 5, "length": 0.5, own: 104.0, "format": 0.0}
+    assert judged(functions, "a b a b c") == {
+        "repetition": 1 - 3 / 5,
+        "length": 0.5,
+        own: 104.0,
+        "format": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,9 @@ def test_options_that_the_function_does_not_take(options, message):
 
 
 def test_a_part_may_have_other_options_in_another_domain():
-    parts = {domain: [RewardPart("repetition", 1.0, {"n": n})] for domain, n in (("a", 1), ("b", 2))}
+    parts = {
+        domain: [RewardPart("repetition", 1.0, {"n": n})] for domain, n in (("a", 1), ("b", 2))
+    }
     with make_router(parts, **SETTINGS) as router:
         for domain, share in (("a", 1 - 2 / 4), ("b", 1 - 2 / 3)):
             segments = [Segment("prompt", (1,)), Segment("environment", (1,))]

@@ -27,7 +27,9 @@ def bounded(remarks: dict[str, Any]) -> dict[str, Any]:
     ids=["text", "list", "mapping", "key", "integer", "bytes", "range"],
 )
 def test_it_is_never_much_longer_than_the_bound(value):
-    found = bounded({"a": value, "b": value, "c": "kept" if isinstance(value, int | range) else value})
+    found = bounded(
+        {"a": value, "b": value, "c": "kept" if isinstance(value, int | range) else value}
+    )
     assert len(json.dumps(found)) < 2 * MAX_IN_ALL
     assert "a" in found
 

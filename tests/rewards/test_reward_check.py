@@ -1,4 +1,5 @@
-"""A reward is tried on right and wrong answers: planted faults of each kind are counted, and nothing else is."""
+"""A reward is tried on right and wrong answers: planted faults of each kind are counted, and
+nothing else is."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +25,10 @@ from distflow.rewards.reward_check import (
 )
 from tests.patience import at_some_deadline
 
-ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enumerate(("128", "-7", "2.5", "1,000"))]
+ROWS = [
+    Row(f"rows:{number}", "default", answer, {})
+    for number, answer in enumerate(("128", "-7", "2.5", "1,000"))
+]
 
 
 def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> CheckResult:
@@ -36,7 +40,10 @@ def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> Check
 
 
 def faults(result: CheckResult) -> dict[str, tuple[int, int, int]]:
-    counts = {name: (len(kind.wrong), len(kind.errors), len(kind.timeouts)) for name, kind in result.kinds.items()}
+    counts = {
+        name: (len(kind.wrong), len(kind.errors), len(kind.timeouts))
+        for name, kind in result.kinds.items()
+    }
     return {name: found for name, found in counts.items() if any(found)}
 
 
@@ -60,7 +67,10 @@ def test_a_reward_that_hangs_ends_the_check_after_a_few_calls(tmp_path: Path):
     )
     rows = [Row(f"rows:{number}", "default", str(number), {}) for number in range(200)]
     result = tried(f"{tmp_path / 'hangs.py'}:compute_score", rows, timeout_s=0.3)
-    assert result.hangs and sum(len(kind.timeouts) for kind in result.kinds.values()) == result.num_hangs <= 5
+    assert (
+        result.hangs
+        and sum(len(kind.timeouts) for kind in result.kinds.values()) == result.num_hangs <= 5
+    )
 
 
 def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
@@ -76,7 +86,9 @@ def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
         found = faults(tried(f"{tmp_path / 'bad.py'}:compute_score", timeout_s=deadline_s))
         # three of four answers are found in each of five forms, wherever they stand
         assert found.pop("right answer") == (5, 0, 0)
-        assert found.pop("both answers") == (30, 0, 0) and found.pop("answer named, another given") == (15, 0, 0)
+        assert found.pop("both answers") == (30, 0, 0) and found.pop(
+            "answer named, another given"
+        ) == (15, 0, 0)
         assert found.pop("another sign") == (10, 0, 0), "-7 is not in 7"
         assert found.pop("a digit more") == (15, 0, 0)
         assert found.pop(HOSTILE_KIND) == (0, 1, 1)
@@ -87,18 +99,27 @@ def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
 
 def test_a_reward_that_is_never_or_always_right(tmp_path: Path):
     (tmp_path / "constant.py").write_text(
-        "def never(solution_str):\n    return 0.9\ndef always(solution_str):\n    return {'score': -1.0, 'acc': 1.0}\n"
+        "def never(solution_str):\n    return 0.9\ndef always(solution_str):\n"
+        "    return {'score': -1.0, 'acc': 1.0}\n"
     )
     never, always = (tried(f"{tmp_path / 'constant.py'}:{name}") for name in ("never", "always"))
     assert never.forms() == [] and faults(never) == {"right answer": (4, 0, 0)}
-    assert all(len(kind.wrong) == kind.asked for name, kind in always.kinds.items() if name != "right answer")
+    assert all(
+        len(kind.wrong) == kind.asked
+        for name, kind in always.kinds.items()
+        if name != "right answer"
+    )
 
 
 def test_the_rows_own_responses_stand_for_answers_that_are_no_text(tmp_path: Path):
     (tmp_path / "tests.py").write_text(
-        "def compute_score(solution_str, ground_truth):\n    return float(ground_truth['key'] in solution_str)\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    return float(ground_truth['key'] in solution_str)\n"
     )
-    rows = [Row(f"rows:{n}", "default", {"key": f"k{n}"}, {}, f"it is k{n}" if n else "no") for n in range(4)]
+    rows = [
+        Row(f"rows:{n}", "default", {"key": f"k{n}"}, {}, f"it is k{n}" if n else "no")
+        for n in range(4)
+    ]
     result = tried(f"{tmp_path / 'tests.py'}:compute_score", rows)
     assert result.forms() == ["own response"] and faults(result) == {"right answer": (1, 0, 0)}
     assert result.kinds["right answer"].wrong[0].origin == "rows:0"
@@ -128,42 +149,60 @@ FIRST_CALLS = {
     "return None": "it returned None",
     "return float('nan')": "it returned nan",
     "return 'good'": "it returned 'good'",
-    "return solution_str.nothing": "AttributeError: 'str' object has no attribute 'nothing' (at own.py:4)",
+    "return solution_str.nothing": (
+        "AttributeError: 'str' object has no attribute 'nothing' (at own.py:4)"
+    ),
     "import json; json.loads('{')": "(at own.py:4)",
     "import time; time.sleep(1000)": "no score within 0.5 s (reward.timeout_s)",
-    "return 1.0 if solution_str == ground_truth else None": "response ('I do not know.'; its score should be 0)",
+    "return 1.0 if solution_str == ground_truth else None": (
+        "response ('I do not know.'; its score should be 0)"
+    ),
     "return 1.0 if solution_str == ground_truth else exit(1)": "a wrong response",
 }
 
 
 @pytest.mark.parametrize("line", FIRST_CALLS)
 def test_a_first_call_without_a_score_is_reported(tmp_path: Path, line: str) -> None:
-    """With the function, its file and line, and the line of the user's code where a library raised."""
+    """With the function, its file and line, and the line of the user's code where a library
+    raised."""
     (tmp_path / "own.py").write_text(f"\n\ndef judged(solution_str, ground_truth):\n    {line}\n")
     parts = {"default": (RewardPart("custom"), RewardPart("exact_match"))}
     settings = RewardSettings(
-        parts, Patience(0.5 if "sleep" in line else 60.0, 1), custom=(f"{tmp_path}/own.py", "judged")
+        parts,
+        Patience(0.5 if "sleep" in line else 60.0, 1),
+        custom=(f"{tmp_path}/own.py", "judged"),
     )
     with pytest.raises(UserError) as caught:
         call_first(settings, [Row("rows.jsonl:1", "algebra", "7", {})])
     said = str(caught.value)
-    assert FIRST_CALLS[line] in said and f"judged ({tmp_path}/own.py, line 3)" in said and "rows.jsonl:1" in said
+    assert (
+        FIRST_CALLS[line] in said
+        and f"judged ({tmp_path}/own.py, line 3)" in said
+        and "rows.jsonl:1" in said
+    )
     assert "data.answer_key" not in said
 
 
 def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def judged(solution_str, ground_truth):\n    return len(ground_truth)\n")
+    (tmp_path / "own.py").write_text(
+        "def judged(solution_str, ground_truth):\n    return len(ground_truth)\n"
+    )
     settings = RewardSettings(
-        {"default": (RewardPart("custom"),)}, Patience(60.0, 1), custom=(f"{tmp_path}/own.py", "judged")
+        {"default": (RewardPart("custom"),)},
+        Patience(60.0, 1),
+        custom=(f"{tmp_path}/own.py", "judged"),
     )
     with pytest.raises(UserError, match=r"ground truth \(it is null: see data.answer_key\)"):
         call_first(settings, [Row("rows.jsonl:1", "default", None, {})])
 
 
-def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp_path: Path) -> None:
+def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "own.py").write_text(
         "def judged(solution_str, ground_truth, prompt='', bonus=0.0):\n"
-        "    open(__file__ + '.log', 'a').write(f'{prompt} {solution_str} {ground_truth} {bonus}\\n')\n"
+        "    open(__file__ + '.log', 'a').write(f'{prompt} {solution_str} {ground_truth} "
+        "{bonus}\\n')\n"
         "    return float(solution_str == ground_truth)\n"
     )
     own = f"{tmp_path}/own.py:judged"
@@ -187,29 +226,65 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(tmp
         ("7", "return float(solution_str == ground_truth)", []),
         ("7", "return float(solution_str.endswith('{7}.'))", []),
         ("7", "return abs(len(solution_str) - 1) + 2", ["a score of 1 or more counts as correct"]),
-        ("7", "return {'score': len(solution_str) < 3, 'accuracy': 1}", ["returns 'accuracy': what counts"]),
+        (
+            "7",
+            "return {'score': len(solution_str) < 3, 'accuracy': 1}",
+            ["returns 'accuracy': what counts"],
+        ),
         ({"tests": []}, "return 0.0", []),
     ],
 )
-def test_scores_that_are_odd_are_told(tmp_path: Path, answer: object, line: str, notes: list[str]) -> None:
+def test_scores_that_are_odd_are_told(
+    tmp_path: Path, answer: object, line: str, notes: list[str]
+) -> None:
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    said = call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})])
+    said = call_first(
+        RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})]
+    )
     assert bool(said) == bool(notes) and all(note in " ".join(said) for note in notes), said
 
 
 READS = "import re; found = re.findall(r'-?[0-9.]+', solution_str.rstrip('.')) or ['']; "
 SOLUTION = "She has 3 and 4.\nThat is <<3+4=7>>7\n#### 7"
 NEVER_RIGHT = [
-    (7, "return float(solution_str == ground_truth)", ("answer 7 (int)", "response '7' (str)", "truth '7' (str)")),
-    (7, READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)", ("with 0.1", "truth '7' (str)")),
+    (
+        7,
+        "return float(solution_str == ground_truth)",
+        ("answer 7 (int)", "response '7' (str)", "truth '7' (str)"),
+    ),
+    (
+        7,
+        READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)",
+        ("with 0.1", "truth '7' (str)"),
+    ),
     (7.0, READS + "return float(found[-1] == ground_truth)", ("answer 7.0 (float)", "(str)")),
-    ("7", READS + "return float(found[-1] != '' and int(found[-1]) == ground_truth)", ("answer '7' (str)", "7 (int)")),
-    (SOLUTION, READS + "return float(found[-1] == ground_truth)", ("#### 7' (str)", "truth '7' (str)")),
+    (
+        "7",
+        READS + "return float(found[-1] != '' and int(found[-1]) == ground_truth)",
+        ("answer '7' (str)", "7 (int)"),
+    ),
+    (
+        SOLUTION,
+        READS + "return float(found[-1] == ground_truth)",
+        ("#### 7' (str)", "truth '7' (str)"),
+    ),
     (r"\boxed{7}", READS + "return float(found[-1] == ground_truth)", ("truth '7' (str)",)),
-    (["7"], READS + "return float(found[-1] == ground_truth)", ("answer ['7'] (list)", "truth '7' (str)")),
-    ("72", READS + "return float(any(found[-1] == truth for truth in ground_truth))", ("truth ['72'] (list)",)),
-    (7, READS + "return {'score': 0.5, 'acc': float(found[-1] == ground_truth)}", ("truth '7' (str)",)),
+    (
+        ["7"],
+        READS + "return float(found[-1] == ground_truth)",
+        ("answer ['7'] (list)", "truth '7' (str)"),
+    ),
+    (
+        "72",
+        READS + "return float(any(found[-1] == truth for truth in ground_truth))",
+        ("truth ['72'] (list)",),
+    ),
+    (
+        7,
+        READS + "return {'score': 0.5, 'acc': float(found[-1] == ground_truth)}",
+        ("truth '7' (str)",),
+    ),
 ]
 
 
@@ -222,7 +297,9 @@ def test_answers_that_never_count_as_right_are_told_with_values_and_types(
     target = f"{tmp_path / 'own.py'}:judged"
     rows = [Row(f"rows.jsonl:{number}", "default", answer, {}) for number in (1, 2)]
     found = call_first(RewardSettings({"default": (RewardPart(target),)}, Patience(60.0, 1)), rows)
-    assert len(found) == 1 and found[0].startswith(WARNING) and all(part in found[0] for part in said), found
+    assert (
+        len(found) == 1 and found[0].startswith(WARNING) and all(part in found[0] for part in said)
+    ), found
     result = tried(target, rows)
     assert result.unread is not None and all(part in result.unread.said() for part in said)
 
@@ -231,13 +308,17 @@ LEGITIMATE = [
     ("7", "return float(len(solution_str) > 50)"),
     ("7", "return 0.5 * solution_str.count('<think>')"),
     ("7", "return -abs(len(solution_str) - 20) / 20"),
-    ("7", "import re; found = re.search(r'<answer>(.*)</answer>', solution_str); return float(bool(found) and "
+    ("7", "import re; found = re.search(r'<answer>(.*)</answer>', solution_str); return "
+          "float(bool(found) and "
      "found[1] == ground_truth)"),
     ("7", "return 0.7 * (ground_truth in solution_str)"),
     ("7", "return -1.0 + (solution_str == ground_truth) * 1.5"),
     ("assert f(1) == 2", "return float('def f' in solution_str and ground_truth != '')"),
-    ('{"inputs": ["1"], "outputs": ["2"]}', "return float('def f' in solution_str and ground_truth != '')"),
-    ("import json\nassert f(1) == 2\n", "return float('def f' in solution_str and ground_truth != '')"),
+    ('{"inputs": ["1"], "outputs": ["2"]}', ("return float('def f' in solution_str and "
+                                             "ground_truth != "
+        "'')")),
+    ("import json\nassert f(1) == 2\n", ("return float('def f' in solution_str and ground_truth != "
+        "'')")),
     (None, "return float('7' in solution_str)"),
 ]  # fmt: skip
 
@@ -246,14 +327,18 @@ LEGITIMATE = [
 def test_rewards_of_another_kind_are_not_accused(tmp_path: Path, answer: object, line: str) -> None:
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    assert not call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})])
+    assert not call_first(
+        RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", answer, {})]
+    )
 
 
 def test_answers_that_are_not_found_for_an_unknown_reason_are_a_note(tmp_path: Path) -> None:
     line = "return float(solution_str == f'Answer -> {ground_truth}')"
     (tmp_path / "own.py").write_text(f"def judged(solution_str, ground_truth):\n    {line}\n")
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    (said,) = call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})])
+    (said,) = call_first(
+        RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
+    )
     assert said.startswith("note: ") and "tried in the forms" in said
 
 
@@ -269,16 +354,25 @@ def test_a_slow_function_is_not_tried_for_long(tmp_path: Path) -> None:
 
 
 def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def judged(solution_strs, ground_truths):\n    return [1.0]\n")
+    (tmp_path / "own.py").write_text(
+        "def judged(solution_strs, ground_truths):\n    return [1.0]\n"
+    )
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
     with pytest.raises(UserError, match="a list of 1 for 2 responses"):
-        call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})])
+        call_first(
+            RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
+        )
 
 
 def test_a_wrapper_that_hands_on_all_arguments_is_told_which(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "def judged(*args, **kwargs):\n    return inner(*args, **kwargs)\n\ndef inner(solution_str):\n    return 1.0\n"
+        "def judged(*args, **kwargs):\n    return inner(*args, **kwargs)\n\n"
+        "def inner(solution_str):\n    return 1.0\n"
     )
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    with pytest.raises(UserError, match="kwargs gets data_source, solution_str, ground_truth, extra_info"):
-        call_first(RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})])
+    with pytest.raises(
+        UserError, match="kwargs gets data_source, solution_str, ground_truth, extra_info"
+    ):
+        call_first(
+            RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
+        )

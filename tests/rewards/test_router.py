@@ -28,9 +28,19 @@ FAULTY = str(Path(__file__).parent / "pool" / "faulty_verifiers.py")
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 
-def sample(response: str, ground_truth="5", domain: str = "default", num_tokens: int = 1, **extra) -> Sample:
+def sample(
+    response: str, ground_truth="5", domain: str = "default", num_tokens: int = 1, **extra
+) -> Sample:
     segments = [Segment("prompt", (1,)), Segment("environment", (1,) * num_tokens)]
-    return Sample("0-0", 0, segments, response=response, ground_truth=ground_truth, domain=domain, extra_info=extra)
+    return Sample(
+        "0-0",
+        0,
+        segments,
+        response=response,
+        ground_truth=ground_truth,
+        domain=domain,
+        extra_info=extra,
+    )
 
 
 def score(router: RewardRouter, judged: Sample) -> RewardOutcome:
@@ -69,37 +79,56 @@ def test_a_domain_has_its_own_functions_and_others_the_default_ones(router):
     assert set(score(router, sample("5", "5", "elsewhere")).parts) == {"math", "format", "overlong"}
 
 
-@pytest.mark.parametrize(("num_tokens", "penalty"), [(90, 0.0), (91, -0.05), (95, -0.25), (100, -0.5), (200, -0.5)])
-def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_the_factor(router, num_tokens, penalty):
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(90, 0.0), (91, -0.05), (95, -0.25), (100, -0.5), (200, -0.5)]
+)
+def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_the_factor(
+    router, num_tokens, penalty
+):
     judgement = score(router, sample("a", "a", "text", num_tokens))
     assert judgement.parts["overlong"] == Score(pytest.approx(penalty))
     assert judgement.reward_result == Score(pytest.approx(2.0 + penalty))
 
 
 def test_the_penalty_lies_before_a_domains_own_limit(router):
-    judgements = [score(router, sample("5", "5", "short", num_tokens)) for num_tokens in (10, 15, 20)]
-    assert [judgement.parts["overlong"].value for judgement in judgements] == pytest.approx([0.0, -0.25, -0.5])
+    judgements = [
+        score(router, sample("5", "5", "short", num_tokens)) for num_tokens in (10, 15, 20)
+    ]
+    assert [judgement.parts["overlong"].value for judgement in judgements] == pytest.approx(
+        [0.0, -0.25, -0.5]
+    )
 
 
 def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_others(router):
     router.call_counts.take()
     judgement = score(router, sample("raises", "raises", "faulty"))
-    assert isinstance(judgement.reward_result, Error) and judgement.reward_result.reason.startswith("custom: KeyError")
+    assert isinstance(judgement.reward_result, Error) and judgement.reward_result.reason.startswith(
+        "custom: KeyError"
+    )
     assert judgement.scores() == {"exact_match": 1.0, "overlong": 0.0}
     assert isinstance(score(router, sample("nan", "x", "faulty")).reward_result, Error)
     counts = router.call_counts.take().counts
-    assert counts["reward/errors"] == counts["reward/errors/custom"] == 2 and "reward/timeouts" not in counts
+    assert (
+        counts["reward/errors"] == counts["reward/errors/custom"] == 2
+        and "reward/timeouts" not in counts
+    )
     assert router.call_counts.take().counts == {}
 
 
 def test_a_part_that_hangs_is_a_timeout_of_the_sample():
     def check(deadline_s: float) -> None:
         settings = {**SETTINGS, "timeout_s": deadline_s}
-        with make_router({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
+        with make_router(
+            {"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings
+        ) as router:
             assert score(router, sample("hang in c")).reward_result == Timeout(deadline_s)
             assert score(router, sample("echo", value=3)).reward_result == Score(3.0)
             counts = router.call_counts.take().counts
-            assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/calls"]) == (1, 1, 2)
+            assert (
+                counts["reward/timeouts"],
+                counts["reward/timeouts/custom"],
+                counts["reward/calls"],
+            ) == (1, 1, 2)
 
     at_some_deadline(check, 0.4, 10.0)
 
@@ -111,20 +140,32 @@ def test_a_missing_ground_truth_is_an_error(router):
 def test_remarks_of_a_part_are_kept_under_its_name(router):
     reward_result = score(router, sample("dict", "x", "faulty")).reward_result
     assert (
-        isinstance(reward_result, Score) and reward_result.value == 0.5 and reward_result.extra["custom/why"] == "half"
+        isinstance(reward_result, Score)
+        and reward_result.value == 0.5
+        and reward_result.extra["custom/why"] == "half"
     )
 
 
 def test_samples_are_judged_at_once_and_in_their_order(router):
-    judged = [sample("a", "a", "text"), sample("b", "a", "text"), sample("a", "a", "text", num_tokens=200)]
-    assert [j.reward_result for j in asyncio.run(router(judged))] == [Score(2.0), Score(0.0), Score(1.5)]
+    judged = [
+        sample("a", "a", "text"),
+        sample("b", "a", "text"),
+        sample("a", "a", "text", num_tokens=200),
+    ]
+    assert [j.reward_result for j in asyncio.run(router(judged))] == [
+        Score(2.0),
+        Score(0.0),
+        Score(1.5),
+    ]
 
 
 def test_domains_are_checked_before_the_run():
     functions = {"gsm8k": [RewardPart("math")]}
     check_domains(functions, ["gsm8k", "gsm8k"])
     check_domains({**functions, "default": [RewardPart("math")]}, ["gsm8x"])
-    with pytest.raises(UserError, match=r"the domain 'gsm8x': add it to reward.functions.*did you mean 'gsm8k'"):
+    with pytest.raises(
+        UserError, match=r"the domain 'gsm8x': add it to reward.functions.*did you mean 'gsm8k'"
+    ):
         check_domains(functions, ["gsm8k", "gsm8x"])
 
 
@@ -136,7 +177,11 @@ def test_domains_are_checked_before_the_run():
         ({"default": [("maths", 1.0)]}, None, "did you mean 'math'"),
         ({"default": [("custom", 1.0)]}, None, "set custom_reward_function.path"),
         ({"default": [("custom", 1.0)]}, ("no/such/file.py", "compute_score"), "no file"),
-        ({"default": [("custom", 1.0)]}, ("no_such_module", "compute_score"), "there is no module 'no_such_module'"),
+        (
+            {"default": [("custom", 1.0)]},
+            ("no_such_module", "compute_score"),
+            "there is no module 'no_such_module'",
+        ),
         (
             {"default": [("custom", 1.0)]},
             (FAULTY, "compute_scores"),
@@ -151,7 +196,9 @@ def test_functions_that_are_not_there(functions, custom, said):
 
 
 def test_a_function_may_be_named_by_its_module():
-    with make_router({"default": [("distflow.rewards.text_rewards:exact_match", 1.0)]}, **SETTINGS) as router:
+    with make_router(
+        {"default": [("distflow.rewards.text_rewards:exact_match", 1.0)]}, **SETTINGS
+    ) as router:
         assert score(router, sample("a", "a")).reward_result == Score(1.0)
 
 
@@ -159,7 +206,10 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
     router.call_counts.take()
     failed = score(router, sample("dict", "x", "faulty"))
     assert failed.remarks()["custom/why"] == "half"
-    functions = {"calc": [RewardPart("math"), RewardPart("custom")], "text": [RewardPart("exact_match")]}
+    functions = {
+        "calc": [RewardPart("math"), RewardPart("custom")],
+        "text": [RewardPart("exact_match")],
+    }
     with make_router(functions, custom=(FAULTY, "compute_score"), **SETTINGS) as own:
         judgement = score(own, sample("raises", "5", "calc"))
         score(own, sample("a", "a", "text"))
@@ -185,7 +235,8 @@ def test_a_domain_whose_metrics_would_be_taken_for_others_is_refused(name):
 
 
 def test_an_episode_counts_once_however_often_its_workflow_asks(router):
-    """Two calls by each of three episodes: one of the calls fails, of which the workflow makes a score."""
+    """Two calls by each of three episodes: one of the calls fails, of which the workflow makes a
+    score."""
 
     async def twice(chat, row, reward_fn):
         await chat.ask(row.prompt)
@@ -196,14 +247,23 @@ def test_an_episode_counts_once_however_often_its_workflow_asks(router):
     group.row = replace(group.row, domain="faulty", ground_truth="raises")
     options = {"workflow": Workflow("twice", twice, True), "timeout_s": 60.0}
     parts = {"rollout": OneToken(), "reward_fn": router, "tokenizer": tiny_tokenizer()}
-    steps = compile_steps([bound(run_scored_episodes, **options), bound(reward_episodes, min_valid=2)], parts)
+    steps = compile_steps(
+        [bound(run_scored_episodes, **options), bound(reward_episodes, min_valid=2)], parts
+    )
 
     def context_of(group, node_id) -> NodeContext:
         return context(group)
 
     router.call_counts.take()
     loop = RolloutLoop(
-        steps, lambda of: group, context_of, None, 60.0, GroupEvents(), GroupRecords(), call_counts=router.call_counts
+        steps,
+        lambda of: group,
+        context_of,
+        None,
+        60.0,
+        GroupEvents(),
+        GroupRecords(),
+        call_counts=router.call_counts,
     )
     assert asyncio.run(loop.run(group, steps, context_of)) is None
     counts = loop.call_counts.take()

@@ -1,4 +1,5 @@
-"""Reference solutions of a data set: where they stand, and what a run is told of those that fail."""
+"""Reference solutions of a data set: where they stand, and what a run is told of those that
+fail."""
 
 import asyncio
 
@@ -9,7 +10,8 @@ from distflow.rewards.startup_checks import Solution, find_solution, try_solutio
 from tests.rewards.routers import make_router
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 2, "max_response_length": 100}
-DEF, BODY = "def f(x):\n    return x + 1\n", "    return x + 1\n"
+DEF = "def f(x):\n    return x + 1\n"
+BODY = "    return x + 1\n"
 TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
 
 
@@ -18,7 +20,13 @@ TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
     [
         (["math", "code"], None, TESTS, {"code": DEF}, ("code", DEF)),
         (["code_share"], None, TESTS, {"solutions": [DEF, "no"], "other": "x"}, ("solutions", DEF)),
-        (["code"], None, TESTS, {"solutions": '["a = 1\\nb = 2", "no"]'}, ("solutions", "a = 1\nb = 2")),
+        (
+            ["code"],
+            None,
+            TESTS,
+            {"solutions": '["a = 1\\nb = 2", "no"]'},
+            ("solutions", "a = 1\nb = 2"),
+        ),
         (["code"], None, DEF, {"test_list": TESTS}, None),
         (["code"], "answer", DEF, {"test_list": TESTS}, ("answer", DEF)),
         (["code"], None, TESTS, {"code": "A-17"}, None),
@@ -27,8 +35,20 @@ TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
         (["code"], "mine", TESTS, {"code": DEF}, None),
         (["math"], None, "7", {"solution": "It is\n7"}, None),
         (["math"], "solution", "7", {"solution": "It is 7"}, ("solution", "It is 7")),
-        (["code"], None, TESTS, {"canonical_solution": BODY}, ("canonical_solution", "def f(x):\n" + BODY)),
-        (["code"], None, TESTS, {"canonical_solution": BODY, "prompt": "p"}, ("canonical_solution", BODY)),
+        (
+            ["code"],
+            None,
+            TESTS,
+            {"canonical_solution": BODY},
+            ("canonical_solution", "def f(x):\n" + BODY),
+        ),
+        (
+            ["code"],
+            None,
+            TESTS,
+            {"canonical_solution": BODY, "prompt": "p"},
+            ("canonical_solution", BODY),
+        ),
     ],
 )
 def test_where_a_solution_stands(names, key, answer, row, found):
@@ -36,12 +56,22 @@ def test_where_a_solution_stands(names, key, answer, row, found):
 
 
 def test_a_body_that_continues_no_prompt_is_left_alone():
-    assert find_solution(["code"], None, "answer", TESTS, {"code": BODY}, "Write f.") == ("code", BODY)
+    assert find_solution(["code"], None, "answer", TESTS, {"code": BODY}, "Write f.") == (
+        "code",
+        BODY,
+    )
 
 
-def tried(*programs, domain="default", tests=TESTS, seconds=60.0, functions=(("code", 1.0), ("format", 0.1))):
+def tried(
+    *programs,
+    domain="default",
+    tests=TESTS,
+    seconds=60.0,
+    functions=(("code", 1.0), ("format", 0.1)),
+):
     solutions = [
-        Solution(f"rows.jsonl:{i + 1}", domain, "code", program, tests, {}) for i, program in enumerate(programs)
+        Solution(f"rows.jsonl:{i + 1}", domain, "code", program, tests, {})
+        for i, program in enumerate(programs)
     ]
     with make_router({"default": functions}, **SETTINGS) as router:
         return asyncio.run(try_solutions(router, solutions, seconds))

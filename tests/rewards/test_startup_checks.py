@@ -9,7 +9,12 @@ import pytest
 from distflow.builtin_names import CUSTOM_REWARD, REWARDS
 from distflow.errors import UserError
 from distflow.rewards import startup_checks
-from distflow.rewards.startup_checks import known_cases, run_startup_checks, self_check_faults, startup_check_scores
+from distflow.rewards.startup_checks import (
+    known_cases,
+    run_startup_checks,
+    self_check_faults,
+    startup_check_scores,
+)
 from tests.rewards.routers import make_router
 
 NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases
@@ -26,12 +31,15 @@ def test_every_built_in_has_good_and_bad_cases_and_passes_them():
 
 
 @pytest.mark.parametrize(
-    "body", ["return 1.0", "return 0.0", "raise ValueError('broken install')", "import os; os._exit(1)"]
+    "body",
+    ["return 1.0", "return 0.0", "raise ValueError('broken install')", "import os; os._exit(1)"],
 )
 def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
     cases = "from distflow.rewards.math.reward import CASES\n"
     (tmp_path / "broken.py").write_text(f"{cases}def compute_score(solution_str):\n    {body}\n")
-    monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
+    monkeypatch.setitem(
+        REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score")
+    )
     refused = pytest.raises(RuntimeError, match="the reward function 'math' does not work here")
     with make_router({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
         asyncio.run(run_startup_checks(router))
@@ -44,7 +52,9 @@ def test_a_hang_is_killed_at_its_deadline():
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
     monkeypatch.setattr(startup_checks, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
     monkeypatch.setattr(startup_checks, "FAILS_TARGET", "distflow.rewards.text_rewards:has_format")
-    with pytest.raises(RuntimeError, match=r"a reward function that fails \(ValueError\) must give no score"):
+    with pytest.raises(
+        RuntimeError, match=r"a reward function that fails \(ValueError\) must give no score"
+    ):
         asyncio.run(self_check_faults())
     monkeypatch.setattr(startup_checks, "_FAILURES", ())
     with pytest.raises(RuntimeError, match="was not killed"):
@@ -52,7 +62,9 @@ def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
 
 
 def test_answers_that_are_no_ground_truth_are_found_before_the_run():
-    with make_router({"default": [("math", 1.0)], "text": [("exact_match", 1.0)]}, **SETTINGS) as router:
+    with make_router(
+        {"default": [("math", 1.0)], "text": [("exact_match", 1.0)]}, **SETTINGS
+    ) as router:
         good = [
             ("default", "4+4=8\n#### 8", {}),
             ("default", r"\frac{1}{2}", {}),
@@ -63,5 +75,7 @@ def test_answers_that_are_no_ground_truth_are_found_before_the_run():
         asyncio.run(startup_check_scores(router, [*good, ("default", None, {})]))
         with pytest.raises(UserError, match="2 of 3 answers of domain 'default' .*data.answer_key"):
             asyncio.run(
-                startup_check_scores(router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})])
+                startup_check_scores(
+                    router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})]
+                )
             )

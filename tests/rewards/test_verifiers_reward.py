@@ -1,4 +1,5 @@
-"""Tasks of the package `verifiers` as rows, and their rewards; it is not among the extras of `dev`."""
+"""Tasks of the package `verifiers` as rows, and their rewards; it is not among the extras of
+`dev`."""
 
 import asyncio
 from pathlib import Path
@@ -44,20 +45,27 @@ class Sums(vf.Taskset[Sum, Config]):
             yield Sum(Data(prompt=f"{{i}}+1=", answer=str(i + 1), system_prompt="Be brief."), self.config.task)
 
 __all__ = ["Sums"]
-"""
+"""  # noqa: E501
 
 
 def rows_of(tmp_path: Path, monkeypatch: Any, query: str = "", **changes: str) -> list[RawRow]:
     name = f"toy_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(TASKSET.format(**{"task": "", "taskset": "", "needs": "", **changes}))
+    (tmp_path / f"{name}.py").write_text(
+        TASKSET.format(**{"task": "", "taskset": "", "needs": "", **changes})
+    )
     monkeypatch.syspath_prepend(tmp_path)
     return load_rows(f"verifiers:{name}{query}", Columns(answer_required=False))[0]
 
 
 def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: Any) -> None:
     rows = rows_of(tmp_path, monkeypatch, "?rows=2")
-    assert [row.answer for row in rows] == ["1", "2"] and rows[0].domain.startswith("verifiers/toy_")
-    assert rows[1].prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
+    assert [row.answer for row in rows] == ["1", "2"] and rows[0].domain.startswith(
+        "verifiers/toy_"
+    )
+    assert rows[1].prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1="},
+    ]
     said = asyncio.run(compute_score(" 2 ", rows[1].extra_info))
     assert said == {
         "score": 0.5 + 1 + 1,
@@ -73,7 +81,9 @@ def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: An
     "changes, said",
     [({"query": "?row=2"}, "cannot be loaded"), ({"taskset": "INFINITE = True"}, "is infinite")],
 )
-def test_tasksets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: Any, changes: dict, said: str) -> None:
+def test_tasksets_that_cannot_be_read_are_refused(
+    tmp_path: Path, monkeypatch: Any, changes: dict, said: str
+) -> None:
     with pytest.raises(UserError) as caught:
         rows_of(tmp_path, monkeypatch, **changes)
     assert said in str(caught.value)

@@ -1,4 +1,5 @@
-"""What the tests of the rollout room share: tiny decoders, requests, and running an engine to the end."""
+"""What the tests of the rollout room share: tiny decoders, requests, and running an engine to the
+end."""
 
 import asyncio
 import time
@@ -9,7 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
+from distflow.rollout.engine import (
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    SamplingParams,
+    Stream,
+)
 from distflow.scheduling.group_states import Version
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
@@ -32,9 +39,15 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def request_of(
-    prompt: tuple[int, ...], samples: tuple[int, ...] = (0,), row: int = 0, seed: int = 1, **params: Any
+    prompt: tuple[int, ...],
+    samples: tuple[int, ...] = (0,),
+    row: int = 0,
+    seed: int = 1,
+    **params: Any,
 ) -> GenerateRequest:
-    return GenerateRequest(prompt, samples, SamplingParams(**{"max_tokens": 12, **params}), Stream(seed, "t", 0, row))
+    return GenerateRequest(
+        prompt, samples, SamplingParams(**{"max_tokens": 12, **params}), Stream(seed, "t", 0, row)
+    )
 
 
 async def generate_all(engine: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
@@ -64,7 +77,9 @@ def forward_log_probs(
 ) -> list[float]:
     """Of the generated tokens, by a plain forward of the whole sequence."""
     ids = torch.tensor([[*prompt, *generation.token_ids]])
-    log_probs = (model(input_ids=ids, use_cache=False).logits[0].double() / temperature).log_softmax(-1)
+    log_probs = (
+        model(input_ids=ids, use_cache=False).logits[0].double() / temperature
+    ).log_softmax(-1)
     return log_probs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
 
 
@@ -77,8 +92,8 @@ def with_engine(engine: EmbeddedEngine, story: Callable[[EmbeddedEngine], Awaita
 
 
 async def tokens_after(engine: EmbeddedEngine, count: int) -> None:
-    """Wait until `count` more tokens are there. The engine then rests between two steps until something is asked of it:
-    on a busy machine it would be done before the test goes on."""
+    """Wait until `count` more tokens are there. The engine then rests between two steps until
+    something is asked of it: on a busy machine it would be done before the test goes on."""
     steps, target, reached = engine._loop, engine.num_generated_tokens + count, asyncio.Event()
     step, tell = steps._step, asyncio.get_running_loop().call_soon_threadsafe
 

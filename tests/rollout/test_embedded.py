@@ -1,4 +1,5 @@
-"""What the embedded engine generates: against transformers, against plain forwards, and against itself."""
+"""What the embedded engine generates: against transformers, against plain forwards, and against
+itself."""
 
 import asyncio
 import random
@@ -47,7 +48,9 @@ def mixed_requests(samples: tuple[int, ...] = (0, 1, 2)) -> list[GenerateRequest
 
 def test_tokens_are_heard_as_they_are_drawn_and_before_the_result() -> None:
     heard = list[tuple[int, int]]()
-    request = replace(request_of(prompt_of(5), (0, 1, 2), max_tokens=9), heard=lambda *token: heard.append(token))
+    request = replace(
+        request_of(prompt_of(5), (0, 1, 2), max_tokens=9), heard=lambda *token: heard.append(token)
+    )
 
     async def run() -> GenerateResult:
         async with make_engine(make_model()) as engine:
@@ -58,7 +61,9 @@ def test_tokens_are_heard_as_they_are_drawn_and_before_the_result() -> None:
             return result
 
     for generation in asyncio.run(run()).generations:
-        assert [token for sample, token in heard if sample == generation.sample] == generation.token_ids
+        assert [
+            token for sample, token in heard if sample == generation.sample
+        ] == generation.token_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,30 +71,45 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
     name, changes = FAMILIES[family]
     model = make_model(name, **changes)
     requests = mixed_requests()
-    for request, result in zip(requests, run_all(make_engine(model, max_num_seqs=7), requests), strict=True):
+    for request, result in zip(
+        requests, run_all(make_engine(model, max_num_seqs=7), requests), strict=True
+    ):
         for generation in result.generations:
-            expected = forward_log_probs(model, request.prompt_ids, generation, request.params.temperature)
+            expected = forward_log_probs(
+                model, request.prompt_ids, generation, request.params.temperature
+            )
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
-            assert len(generation.sampling_log_probs) == len(generation.versions) == len(generation.token_ids)
-            if not request.params.greedy and request.params.repetition_penalty == 1.0:  # truncation raises the rest
-                pairs = zip(generation.sampling_log_probs, generation.rollout_log_probs, strict=True)
+            assert (
+                len(generation.sampling_log_probs)
+                == len(generation.versions)
+                == len(generation.token_ids)
+            )
+            # truncation raises the rest
+            if not request.params.greedy and request.params.repetition_penalty == 1.0:
+                pairs = zip(
+                    generation.sampling_log_probs, generation.rollout_log_probs, strict=True
+                )
                 assert all(sampling >= rollout - 1e-9 for sampling, rollout in pairs)
 
 
 def test_tokens_do_not_depend_on_slots_order_or_company() -> None:
-    model, requests = make_model("qwen3"), mixed_requests()
+    model = make_model("qwen3")
+    requests = mixed_requests()
     alone = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
     for max_num_seqs in (1, 2, 5, 64):
         results = run_all(make_engine(model, max_num_seqs=max_num_seqs), requests)
         assert [tokens_of([result]) for result in results] == alone
     order = list(range(len(requests)))
     random.Random(0).shuffle(order)
-    shuffled = run_all(make_engine(model, max_num_seqs=6, max_prefill_tokens=20), [requests[row] for row in order])
+    shuffled = run_all(
+        make_engine(model, max_num_seqs=6, max_prefill_tokens=20), [requests[row] for row in order]
+    )
     assert [tokens_of([result]) for result in shuffled] == [alone[row] for row in order]
 
 
 def test_a_group_equals_its_samples_asked_for_one_by_one() -> None:
-    model, request = make_model(), request_of(prompt_of(6), (4, 0, 9), max_tokens=20)
+    model = make_model()
+    request = request_of(prompt_of(6), (4, 0, 9), max_tokens=20)
     group = run_all(make_engine(model), [request])[0]
     assert [generation.sample for generation in group.generations] == [4, 0, 9]
     assert len({tuple(generation.token_ids) for generation in group.generations}) == 3
@@ -98,17 +118,25 @@ def test_a_group_equals_its_samples_asked_for_one_by_one() -> None:
 
 
 def test_equal_prompts_are_prefilled_once() -> None:
-    model, seen = make_model(), []
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
+    model = make_model()
+    seen = []
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: seen.append(tuple(inputs[0].shape))
+    )
     engine = make_engine(model, max_num_seqs=2)
     seen.clear()
-    run_all(engine, [request_of(prompt_of(9), (0, 1, 2, 3, 4), max_tokens=4), request_of(prompt_of(9), (5,))])
+    run_all(
+        engine,
+        [request_of(prompt_of(9), (0, 1, 2, 3, 4), max_tokens=4), request_of(prompt_of(9), (5,))],
+    )
     assert [shape for shape in seen if len(shape) == 2] == [(1, 9)]
 
 
 def test_adapters_are_applied_unmerged() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make_model("qwen2"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(
+        make_model("qwen2"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -136,7 +164,10 @@ def test_a_module_in_training_mode_generates_without_dropout() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens": 510}, "prompt of 4 tokens with up to 510 new ones exceeds the 512 positions"),
+        (
+            {"max_tokens": 510},
+            "prompt of 4 tokens with up to 510 new ones exceeds the 512 positions",
+        ),
         ({"temperature": 0.0}, "rollout.temperature must be above 0"),
         ({"top_p": 0.0}, "rollout.top_p must be in"),
         ({"top_k": 0}, "rollout.top_k must be -1"),
@@ -171,7 +202,9 @@ def test_the_same_submissions_give_the_same_bits_whatever_ran_before() -> None:
     async def run() -> None:
         async with make_engine(model, max_num_seqs=5) as engine:
             first = await generate_all(engine, mixed_requests())
-            await generate_all(engine, [request_of(prompt_of(30, seed=9), tuple(range(9)), row=7, max_tokens=60)])
+            await generate_all(
+                engine, [request_of(prompt_of(30, seed=9), tuple(range(9)), row=7, max_tokens=60)]
+            )
             await asyncio.gather(*(engine.generate(request) for request in mixed_requests()[:3]))
             assert await generate_all(engine, mixed_requests()) == first
 

@@ -36,7 +36,8 @@ NEXT = Version(0, 1)
 
 
 def test_a_pause_stops_decoding_and_resume_goes_on_as_if_nothing_happened() -> None:
-    model, request = make_model(), request_of(prompt_of(5), (0, 1), max_tokens=250)
+    model = make_model()
+    request = request_of(prompt_of(5), (0, 1), max_tokens=250)
 
     async def story(engine: EmbeddedEngine) -> None:
         task = asyncio.create_task(engine.generate(request))
@@ -79,11 +80,15 @@ def test_an_engine_that_released_its_own_weights_needs_them_again(dtype: torch.d
     elsewhere = keys_and_values()
 
     async def story(engine: EmbeddedEngine) -> None:
-        first, hashes = await engine.generate(request), await engine.hashes()
-        whole, dropped = held(model), await engine.pause(release=True)
+        first = await engine.generate(request)
+        hashes = await engine.hashes()
+        whole = held(model)
+        dropped = await engine.pause(release=True)
         await engine.resume()
         assert dropped is None and held(model) < whole / 50
-        assert not [each.shape for number, each in keys_and_values().items() if number not in elsewhere]
+        assert not [
+            each.shape for number, each in keys_and_values().items() if number not in elsewhere
+        ]
         assert await engine.hashes() == hashes, "of the weights that generated"
         with pytest.raises(RuntimeError, match="has released its weights"):
             await engine.generate(request)
@@ -101,7 +106,8 @@ def held(model: torch.nn.Module) -> int:
 
 
 def keys_and_values() -> dict[int, torch.Tensor]:
-    """Of all engines, also those that earlier tests have left: no other tensors have five axes. By identity."""
+    """Of all engines, also those that earlier tests have left: no other tensors have five axes. By
+    identity."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
     return {id(each): each for each in tensors if each.dim() == 5 and each.numel()}
@@ -119,7 +125,8 @@ def test_cancelling_frees_the_slots_and_disturbs_nobody() -> None:
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doomed
-        assert tokens_of([await kept]) == undisturbed  # with 3 slots it runs only once the others' are free
+        # with 3 slots it runs only once the others' are free
+        assert tokens_of([await kept]) == undisturbed
         before = engine.num_generated_tokens
         await asyncio.sleep(0.05)
         assert engine.num_generated_tokens == before
@@ -152,7 +159,8 @@ def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_ser
 
 
 def test_weights_that_hold_nan_are_an_error_and_leave_no_nan_behind() -> None:
-    model, request = make_model(), request_of(prompt_of(5), max_tokens=20)
+    model = make_model()
+    request = request_of(prompt_of(5), max_tokens=20)
     weight = model.model.layers[0].self_attn.k_proj.weight
     healthy = weight.detach().clone()
 
@@ -179,8 +187,10 @@ def changed(model: Any) -> Any:
 
 
 def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
-    """The first request keeps the engine busy, so its prompt is still cached when the second one asks for it."""
-    model, other = make_model(), changed(make_model())
+    """The first request keeps the engine busy, so its prompt is still cached when the second one
+    asks for it."""
+    model = make_model()
+    other = changed(make_model())
     prompt = prompt_of(20)
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -233,7 +243,9 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
         receipt = await engine.load_weights(NEXT, model.named_parameters())
         assert receipt.shared and receipt.version == engine.version == NEXT
         (generation,) = (await engine.generate(request_of(prompt))).generations
-        assert generation.rollout_log_probs == pytest.approx(forward_log_probs(model, prompt, generation), abs=1e-4)
+        assert generation.rollout_log_probs == pytest.approx(
+            forward_log_probs(model, prompt, generation), abs=1e-4
+        )
         with pytest.raises(ValueError, match="are stored elsewhere"):
             await engine.load_weights(NEXT, changed(model).named_parameters())
 
@@ -241,7 +253,8 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
 
 
 def test_receipts_of_both_sides_agree() -> None:
-    model, other = make_model(), changed(make_model())
+    model = make_model()
+    other = changed(make_model())
 
     async def story(engine: EmbeddedEngine) -> None:
         receipt = await engine.load_weights(NEXT, other.named_parameters())
@@ -259,7 +272,11 @@ def test_versions_never_go_back_and_bad_weights_change_nothing() -> None:
         with pytest.raises(ValueError, match="versions never decrease"):
             await engine.load_weights(Version(0, 9), make_model(seed=2).named_parameters())
         with pytest.raises(ValueError, match="model.norm.weight: missing"):
-            weights = [item for item in make_model(seed=2).named_parameters() if item[0] != "model.norm.weight"]
+            weights = [
+                item
+                for item in make_model(seed=2).named_parameters()
+                if item[0] != "model.norm.weight"
+            ]
             await engine.load_weights(Version(1, 4), weights)
         assert engine.version == Version(1, 3)
         assert stripe_hashes(model.named_parameters()) == before
@@ -308,14 +325,17 @@ def test_closing_fails_what_still_waits() -> None:
 
 def test_requests_of_several_event_loops_are_served() -> None:
     """Validation and training may live in different threads."""
-    model, requests = make_model(), [request_of(prompt_of(length), max_tokens=20, row=length) for length in (3, 6)]
+    model = make_model()
+    requests = [request_of(prompt_of(length), max_tokens=20, row=length) for length in (3, 6)]
     expected = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
 
     async def story(engine: EmbeddedEngine) -> None:
         def elsewhere() -> Any:
             return asyncio.run(engine.generate(requests[1]))
 
-        here, there = await asyncio.gather(engine.generate(requests[0]), asyncio.to_thread(elsewhere))
+        here, there = await asyncio.gather(
+            engine.generate(requests[0]), asyncio.to_thread(elsewhere)
+        )
         assert [tokens_of([here]), tokens_of([there])] == expected
 
     with_engine(make_engine(model), story)
@@ -323,7 +343,10 @@ def test_requests_of_several_event_loops_are_served() -> None:
 
 def test_a_paused_start_is_deterministic_for_new_engines_too() -> None:
     model = make_model("qwen3")
-    requests = [request_of(prompt_of(length), (0, 1, 2), row=length, max_tokens=20) for length in (4, 4, 15, 2)]
+    requests = [
+        request_of(prompt_of(length), (0, 1, 2), row=length, max_tokens=20)
+        for length in (4, 4, 15, 2)
+    ]
 
     async def twice(engine: EmbeddedEngine) -> None:
         assert await generate_all(engine, requests) == await generate_all(engine, requests) == alone
@@ -335,10 +358,14 @@ def test_a_paused_start_is_deterministic_for_new_engines_too() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: int) -> None:
-    model, rng = make_model("qwen3"), random.Random(seed)
+    model = make_model("qwen3")
+    rng = random.Random(seed)
     requests = [
         request_of(
-            prompt_of(rng.randint(1, 30)), tuple(range(rng.randint(1, 4))), row=row, max_tokens=rng.randint(1, 60)
+            prompt_of(rng.randint(1, 30)),
+            tuple(range(rng.randint(1, 4))),
+            row=row,
+            max_tokens=rng.randint(1, 60),
         )
         for row in range(24)
     ]
@@ -355,13 +382,21 @@ def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: 
                 await engine.pause(release=rng.random() < 0.5)
                 await engine.resume()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        finished = [(row, outcome) for row, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)]
-        assert all(isinstance(outcome, GenerateResult | asyncio.CancelledError) for outcome in outcomes)
+        finished = [
+            (row, outcome)
+            for row, outcome in enumerate(outcomes)
+            if not isinstance(outcome, BaseException)
+        ]
+        assert all(
+            isinstance(outcome, GenerateResult | asyncio.CancelledError) for outcome in outcomes
+        )
         assert len(finished) >= 10
         for row, outcome in finished:
             assert tokens_of([outcome]) == undisturbed[row]
 
-    undisturbed = [tokens_of([result]) for result in run_all(make_engine(model, max_num_seqs=64), requests)]
+    undisturbed = [
+        tokens_of([result]) for result in run_all(make_engine(model, max_num_seqs=64), requests)
+    ]
     with_engine(make_engine(model, max_num_seqs=7, shares_weights=True), story)
 
 
@@ -387,7 +422,8 @@ class BeginsToWait:
     waits = False
 
     def compute(self, stretch: Stretch) -> bool:
-        waited, self.waits = self.waits, True
+        waited = self.waits
+        self.waits = True
         if waited:
             stretch(lambda: False)
         return waited

@@ -16,12 +16,16 @@ from tests.rollout.drive import FIRST, make_model
 
 
 def weights_of(model: Any, **changes: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
-    named = {**dict(model.named_parameters()), **{name.replace("__", "."): value for name, value in changes.items()}}
+    named = {
+        **dict(model.named_parameters()),
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
     return [(name, tensor) for name, tensor in named.items() if tensor is not None]
 
 
 def test_all_parameters_are_copied_and_hashed() -> None:
-    target, source = make_model(seed=0), make_model(seed=1)
+    target = make_model(seed=0)
+    source = make_model(seed=1)
     hashes = copy_weights(target, source.named_parameters())
     assert hashes == stripe_hashes(source.named_parameters())
     for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
@@ -36,8 +40,11 @@ def test_all_parameters_are_copied_and_hashed() -> None:
         ({"lm_head__weight": torch.zeros(98, 16)}, r"lm_head.weight: shape \(98, 16\), expected"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_changes(changes: dict[str, Any], message: str) -> None:
-    target, source = make_model(seed=0), make_model(seed=1)
+def test_what_does_not_fit_is_named_and_nothing_changes(
+    changes: dict[str, Any], message: str
+) -> None:
+    target = make_model(seed=0)
+    source = make_model(seed=1)
     before = stripe_hashes(target.named_parameters())
     with pytest.raises(ValueError, match=message):
         copy_weights(target, weights_of(source, **changes))
@@ -48,21 +55,36 @@ def test_what_does_not_fit_is_named_and_nothing_changes(changes: dict[str, Any],
     ("sent", "message"),
     [
         (lambda model: weights_of(model, model__norm__weight=None), "model.norm.weight: missing"),
-        (lambda model: weights_of(model, model__norms__weight=torch.zeros(3)), "model.norms.weight: unknown"),
-        (lambda model: [*weights_of(model), ("lm_head.weight", torch.zeros(1))], "lm_head.weight: shape"),
-        (lambda model: [*weights_of(model), *weights_of(model)[:1]], "embed_tokens.weight: sent twice"),
+        (
+            lambda model: weights_of(model, model__norms__weight=torch.zeros(3)),
+            "model.norms.weight: unknown",
+        ),
+        (
+            lambda model: [*weights_of(model), ("lm_head.weight", torch.zeros(1))],
+            "lm_head.weight: shape",
+        ),
+        (
+            lambda model: [*weights_of(model), *weights_of(model)[:1]],
+            "embed_tokens.weight: sent twice",
+        ),
     ],
 )
-def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(sent: Any, message: str) -> None:
-    target, source = make_model(seed=0), make_model(seed=1)
+def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(
+    sent: Any, message: str
+) -> None:
+    target = make_model(seed=0)
+    source = make_model(seed=1)
     with pytest.raises(PartialWeightsError, match=message):
         copy_weights(target, iter(sent(source)))
-    assert torch.equal(target.model.embed_tokens.weight, source.model.embed_tokens.weight), "what came first is in"
+    assert torch.equal(target.model.embed_tokens.weight, source.model.embed_tokens.weight), (
+        "what came first is in"
+    )
 
 
 def test_an_engine_without_its_memory_stays_so_if_the_next_weights_are_rejected() -> None:
     model = make_model()
-    weights, hashes = EngineWeights(model, shared=False), stripe_hashes(model.named_parameters())
+    weights = EngineWeights(model, shared=False)
+    hashes = stripe_hashes(model.named_parameters())
     weights.release()
     with pytest.raises(ValueError, match=r"model.norm.weight: missing"):
         weights.load(FIRST, FIRST, weights_of(make_model(seed=1), model__norm__weight=None))
@@ -79,7 +101,9 @@ def test_tied_weights_that_come_one_after_another_must_be_equal() -> None:
     tied = source.lm_head.weight
     copy_weights(target, iter(weights_of(source, lm_head__weight=tied)))
     assert torch.equal(target.lm_head.weight, tied)
-    with pytest.raises(PartialWeightsError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"):
+    with pytest.raises(
+        PartialWeightsError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"
+    ):
         copy_weights(target, iter(weights_of(source, lm_head__weight=tied + 1)))
 
 
@@ -101,12 +125,15 @@ def test_tied_weights_may_come_under_either_name_or_both_if_equal() -> None:
             target.lm_head.weight.zero_()
         copy_weights(target, weights_of(source, **changes))
         assert torch.equal(target.lm_head.weight, tied)
-    with pytest.raises(ValueError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"):
+    with pytest.raises(
+        ValueError, match="model.embed_tokens.weight and lm_head.weight: one tensor here"
+    ):
         copy_weights(target, weights_of(source, lm_head__weight=tied + 1))
 
 
 def test_a_receiver_of_another_type_is_hashed_in_its_own() -> None:
-    target, source = make_model(seed=0).to(torch.bfloat16), make_model(seed=1)
+    target = make_model(seed=0).to(torch.bfloat16)
+    source = make_model(seed=1)
     hashes = copy_weights(target, source.named_parameters())
     assert hashes == stripe_hashes(source.named_parameters(), dtype=torch.bfloat16)
     assert hashes != stripe_hashes(source.named_parameters())
@@ -116,8 +143,12 @@ def test_shared_weights_must_be_the_same_storage() -> None:
     model = make_model()
     check_shared(model, model.named_parameters())
     check_shared(model, ())
-    with pytest.raises(ValueError, match=r"1 sent tensors are stored elsewhere \(model.norm.weight\)"):
-        check_shared(model, weights_of(model, model__norm__weight=model.model.norm.weight.detach().clone()))
+    with pytest.raises(
+        ValueError, match=r"1 sent tensors are stored elsewhere \(model.norm.weight\)"
+    ):
+        check_shared(
+            model, weights_of(model, model__norm__weight=model.model.norm.weight.detach().clone())
+        )
 
 
 def stripe_hash(tensor: torch.Tensor) -> str:

@@ -1,4 +1,5 @@
-"""What every rollout engine must do, asked of each engine that there is; and engines that do not, which are found."""
+"""What every rollout engine must do, asked of each engine that there is; and engines that do not,
+which are found."""
 
 import asyncio
 import copy
@@ -14,10 +15,24 @@ from transformers import PreTrainedTokenizerFast
 
 from distflow.errors import UserError
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
-from distflow.rollout.conformance import MAY_REFUSE, PROPERTIES, Bench, Finding, chance, check_engine, distribution
+from distflow.rollout.conformance import (
+    MAY_REFUSE,
+    PROPERTIES,
+    Bench,
+    Finding,
+    chance,
+    check_engine,
+    distribution,
+)
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, RolloutEngine, SamplingParams
+from distflow.rollout.engine import (
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    RolloutEngine,
+    SamplingParams,
+)
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf_engine import HFEngine
 from distflow.rollout.servers.fleet import Fleet
@@ -36,7 +51,10 @@ Make = Callable[[Any, PreTrainedTokenizerFast], RolloutEngine]
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token a byte, after three special ones: characters other than ASCII take several."""
     vocabulary = {name: index for index, name in enumerate(["<pad>", "<bos>", "<eos>"])}
-    vocabulary |= {letter: 3 + index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {
+        letter: 3 + index
+        for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +67,9 @@ def tiny(family: str, **changes: Any) -> Any:
 
 
 def embedded(**options: Any) -> Make:
-    return lambda model, tokenizer: EmbeddedEngine(model, tokenizer, version=FIRST, max_num_seqs=64, **options)
+    return lambda model, tokenizer: EmbeddedEngine(
+        model, tokenizer, version=FIRST, max_num_seqs=64, **options
+    )
 
 
 def hf(model: Any, tokenizer: PreTrainedTokenizerFast) -> RolloutEngine:
@@ -60,9 +80,14 @@ class BehindServer(SGLangEngine):
     """With the server that it asks."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> None:
-        served = make_model("llama", seed=9, vocab_size=259)  # other weights, until it has those of the engine
-        self.server = Running(served, tokenizer, enable_deterministic_inference=True, enable_memory_saver=True)
-        super().__init__(model, tokenizer, version=FIRST, url=self.server.url, free_cache_engine=True, **options)
+        # other weights, until it has those of the engine
+        served = make_model("llama", seed=9, vocab_size=259)
+        self.server = Running(
+            served, tokenizer, enable_deterministic_inference=True, enable_memory_saver=True
+        )
+        super().__init__(
+            model, tokenizer, version=FIRST, url=self.server.url, free_cache_engine=True, **options
+        )
 
     async def __aenter__(self) -> HttpEngine:
         self.server.__enter__()
@@ -107,7 +132,11 @@ def vllm(model: Any, tokenizer: PreTrainedTokenizerFast) -> RolloutEngine:
 PAGES = DeviceOptions(page_tokens=8, num_pages=400)
 ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "embedded": (embedded(), "llama", {}),
-    "embedded, recompute": (embedded(kv_on_update="recompute"), "qwen3", {"tie_word_embeddings": True}),
+    "embedded, recompute": (
+        embedded(kv_on_update="recompute"),
+        "qwen3",
+        {"tie_word_embeddings": True},
+    ),
     "embedded, abort": (embedded(kv_on_update="abort"), "llama", {"num_key_value_heads": 1}),
     "embedded, step by step": (embedded(enforce_eager=True), "qwen2", {}),
     "embedded, as on a device": (embedded(on_device=PAGES), "qwen3", {}),
@@ -116,7 +145,11 @@ ENGINES: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "sglang, fleet": (FleetBehindServers, "llama", {}),
     "vllm": (vllm, "llama", {"head_dim": 32}),
 }
-MARKS = {"embedded": (), "sglang": (pytest.mark.slow, pytest.mark.by_hand), "vllm": test_vllm.pytestmark}
+MARKS = {
+    "embedded": (),
+    "sglang": (pytest.mark.slow, pytest.mark.by_hand),
+    "vllm": test_vllm.pytestmark,
+}
 """Of engines; the others are slow. A fleet asks each of its servers what `sglang` is asked."""
 TOP_K_ALONE = {"top_p", "min_p", "repetition_penalty"}
 UNSUPPORTED = {"sglang": TOP_K_ALONE, "sglang, fleet": TOP_K_ALONE}
@@ -128,7 +161,9 @@ IN_FLIGHT = {
 }
 
 
-def check(make: Make, model: Any, names: Iterable[str] = PROPERTIES, num_prompts: int = 10) -> dict[str, Finding]:
+def check(
+    make: Make, model: Any, names: Iterable[str] = PROPERTIES, num_prompts: int = 10
+) -> dict[str, Finding]:
     """Findings by name, of an engine on a copy of the model."""
     tokenizer = byte_tokenizer()
 
@@ -140,7 +175,9 @@ def check(make: Make, model: Any, names: Iterable[str] = PROPERTIES, num_prompts
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in ENGINES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in ENGINES]
+)
 def test_it_does_what_every_engine_must(name: str) -> None:
     make, family, changes = ENGINES[name]
     findings = check(make, tiny(family, **changes))
@@ -154,21 +191,33 @@ def test_it_does_what_every_engine_must(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_server_of_completions_does_what_an_evaluation_needs() -> None:
-    """It reports log-probs at temperature 1 without truncation, so the properties that need others are not asked of
-    it."""
+    """It reports log-probs at temperature 1 without truncation, so the properties that need others
+    are not asked of it."""
     other = {"log-probs", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-    findings = check(CompletionsBehindServer, tiny("llama"), [name for name in PROPERTIES if name not in other])
+    findings = check(
+        CompletionsBehindServer, tiny("llama"), [name for name in PROPERTIES if name not in other]
+    )
     by_outcome = defaultdict[str, set[str]](set)
     for found in findings.values():
         by_outcome[found.outcome].add(found.name)
-    weights = {FIRST_WEIGHTS, "new weights", "half an update", "weights in flight", "released memory"}
+    weights = {
+        FIRST_WEIGHTS,
+        "new weights",
+        "half an update",
+        "weights in flight",
+        "released memory",
+    }
     assert by_outcome["not supported"] == {*weights, "seeds"}, findings
     assert by_outcome["held"] == set(findings) - by_outcome["not supported"], findings
 
 
 @pytest.mark.slow
 def test_sglang_aborts_what_new_weights_meet_where_it_is_to() -> None:
-    found = check(sglang(kv_on_update="abort"), tiny("llama"), [FIRST_WEIGHTS, "weights in flight", "pause", "cancel"])
+    found = check(
+        sglang(kv_on_update="abort"),
+        tiny("llama"),
+        [FIRST_WEIGHTS, "weights in flight", "pause", "cancel"],
+    )
     assert {each.outcome for each in found.values()} == {"held"}
     assert found["weights in flight"].text.startswith("abort;")
 
@@ -182,7 +231,9 @@ class Wrong(HFEngine):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         result = await super().generate(self.altered(request))
-        return GenerateResult(tuple(self.told(generation, request) for generation in result.generations))
+        return GenerateResult(
+            tuple(self.told(generation, request) for generation in result.generations)
+        )
 
     def altered(self, request: GenerateRequest) -> GenerateRequest:
         return request
@@ -205,7 +256,9 @@ class ReportsAnotherTemperature(Wrong):
 
     def told(self, generation: Generation, request: GenerateRequest) -> Generation:
         heat = request.params.temperature
-        return replace(generation, rollout_log_probs=[one * heat for one in generation.rollout_log_probs])
+        return replace(
+            generation, rollout_log_probs=[one * heat for one in generation.rollout_log_probs]
+        )
 
 
 class DrawsTheLikeliest(Wrong):
@@ -299,7 +352,9 @@ class KeepsTheOldWeights(Wrong):
     async def load_weights(self, version: Version, weights: Any) -> Any:
         if weights is not None and version.step > 1:
             weights, self.said = None, stripe_hashes(weights)
-            return replace(await super().load_weights(version, None), hashes=self.said, version_only=False)
+            return replace(
+                await super().load_weights(version, None), hashes=self.said, version_only=False
+            )
         return await super().load_weights(version, weights)
 
     async def hashes(self) -> dict[str, str]:
@@ -356,7 +411,9 @@ FAULTS: list[tuple[type[Wrong], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "name", "text"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("fault", "name", "text"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_an_engine_that_does_not_is_found(fault: type[Wrong], name: str, text: str) -> None:
     *_, found = check(fault, tiny("llama"), [FIRST_WEIGHTS, name]).values()
     assert found.outcome == "failed" and text in found.text, found
@@ -381,7 +438,9 @@ def test_the_chance_is_that_of_a_chi_square() -> None:
 
 def test_the_distribution_is_cut_as_transformers_cuts_it() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
-    wanted = SamplingParams(1, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
+    wanted = SamplingParams(
+        1, temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4
+    )
     seen = [3, 7, 7, 11]
     from distflow.rollout.hf_engine import _warpers
 

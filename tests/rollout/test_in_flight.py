@@ -1,4 +1,5 @@
-"""Weights that change under running sequences: which weights made which token, over which keys and values."""
+"""Weights that change under running sequences: which weights made which token, over which keys and
+values."""
 
 import asyncio
 import threading
@@ -40,18 +41,25 @@ def make_models(count: int, family: str = "llama") -> list[Any]:
 
 
 @torch.no_grad()
-def mixed_cache_log_probs(models: Mapping[int, Any], prompt: tuple[int, ...], generation: Generation) -> list[float]:
-    """By transformers' own cache, token by token: each forward under the weights that drew its token, over what the
-    forwards before it left."""
-    fed, cache, log_probs = list(prompt), None, []
+def mixed_cache_log_probs(
+    models: Mapping[int, Any], prompt: tuple[int, ...], generation: Generation
+) -> list[float]:
+    """By transformers' own cache, token by token: each forward under the weights that drew its
+    token, over what the forwards before it left."""
+    fed = list(prompt)
+    cache = None
+    log_probs = []
     for token, version in zip(generation.token_ids, generation.versions, strict=True):
         out = models[version](input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
-        fed, cache = [token], out.past_key_values
+        fed = [token]
+        cache = out.past_key_values
         log_probs.append(out.logits[0, -1].log_softmax(-1)[token].item())
     return log_probs
 
 
-def own_context_log_probs(models: Mapping[int, Any], prompt: tuple[int, ...], generation: Generation) -> list[float]:
+def own_context_log_probs(
+    models: Mapping[int, Any], prompt: tuple[int, ...], generation: Generation
+) -> list[float]:
     """Each token under the weights that drew it, its whole context too."""
     under = {v: forward_log_probs(models[v], prompt, generation) for v in set(generation.versions)}
     return [under[version][index] for index, version in enumerate(generation.versions)]
@@ -62,7 +70,9 @@ REFERENCES = {"keep": mixed_cache_log_probs, "recompute": own_context_log_probs}
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(kv_on_update: str, family: str) -> None:
+def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(
+    kv_on_update: str, family: str
+) -> None:
     served, *models = make_models(1, family) + make_models(3, family)
     request = request_of(PROMPT, (0, 1), max_tokens=150)
     by_version = dict(enumerate(models))
@@ -73,9 +83,12 @@ def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(kv_on_upda
             await tokens_after(engine, 40)
             await engine.load_weights(Version(0, step), models[step].named_parameters())
         for generation in (await task).generations:
-            assert set(generation.versions) == {0, 1, 2} and generation.versions == sorted(generation.versions)
+            assert set(generation.versions) == {0, 1, 2} and generation.versions == sorted(
+                generation.versions
+            )
             assert min(generation.versions.count(version) for version in (0, 1, 2)) >= 10
-            got, other = generation.rollout_log_probs, {"keep": "recompute", "recompute": "keep"}[kv_on_update]
+            got = generation.rollout_log_probs
+            other = {"keep": "recompute", "recompute": "keep"}[kv_on_update]
             expected = REFERENCES[kv_on_update](by_version, PROMPT, generation)
             assert got == pytest.approx(expected, abs=1e-5)
             mistaken = REFERENCES[other](by_version, PROMPT, generation)
@@ -86,7 +99,10 @@ def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(kv_on_upda
 
 def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
     model = make_model("qwen2")
-    long, short = request_of(PROMPT, (0, 1), max_tokens=120), request_of(PROMPT, (2,), max_tokens=30)
+    long, short = (
+        request_of(PROMPT, (0, 1), max_tokens=120),
+        request_of(PROMPT, (2,), max_tokens=30),
+    )
     prefilled: list[tuple[int, ...]] = []
     model.model.embed_tokens.register_forward_hook(
         lambda module, inputs, output: prefilled.append(tuple(inputs[0].shape))
@@ -98,7 +114,11 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
         first = asyncio.create_task(engine.generate(long))
         await tokens_after(engine, 20)
         receipt = await engine.load_weights(Version(0, 3), None)
-        assert receipt.version_only and receipt.version == engine.version == Version(0, 3) and receipt.hashes == {}
+        assert (
+            receipt.version_only
+            and receipt.version == engine.version == Version(0, 3)
+            and receipt.hashes == {}
+        )
         second = asyncio.create_task(engine.generate(short))
         results = list(await asyncio.gather(first, second))
         assert [shape for shape in prefilled if len(shape) == 2] == [(1, len(PROMPT))]
@@ -108,7 +128,9 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
             expected = forward_log_probs(model, PROMPT, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
         assert set(results[1].generations[0].versions) == {3}
-        assert tokens_of(results) == undisturbed and stripe_hashes(model.named_parameters()) == before
+        assert (
+            tokens_of(results) == undisturbed and stripe_hashes(model.named_parameters()) == before
+        )
 
     undisturbed = tokens_of(run_all(make_engine(model), [long, short]))
     for kv_on_update in ("keep", "recompute", "abort"):
@@ -116,7 +138,8 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
 
 
 def test_a_prompt_cached_before_an_alias_is_not_used_after_the_next_update() -> None:
-    served, other = make_model(), make_models(2)[1].float()
+    served = make_model()
+    other = make_models(2)[1].float()
 
     async def story(engine: EmbeddedEngine) -> None:
         running = asyncio.create_task(engine.generate(request_of(PROMPT, max_tokens=400)))
@@ -125,15 +148,19 @@ def test_a_prompt_cached_before_an_alias_is_not_used_after_the_next_update() -> 
         await engine.load_weights(Version(0, 2), other.named_parameters())
         (generation,) = (await engine.generate(request_of(PROMPT, (1,), max_tokens=15))).generations
         assert generation.versions == [2] * 15
-        assert generation.rollout_log_probs == pytest.approx(forward_log_probs(other, PROMPT, generation), abs=1e-4)
+        assert generation.rollout_log_probs == pytest.approx(
+            forward_log_probs(other, PROMPT, generation), abs=1e-4
+        )
         running.cancel()
 
     with_engine(make_engine(served), story)
 
 
 def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
-    """Sample 0 has ended by a stop token when the weights come, 1 and 2 are being decoded, 3 waits for a slot."""
-    model, other = make_model(), make_models(2)[1].float()
+    """Sample 0 has ended by a stop token when the weights come, 1 and 2 are being decoded, 3 waits
+    for a slot."""
+    model = make_model()
+    other = make_models(2)[1].float()
     free = run_all(make_engine(model), [request_of(PROMPT, (0, 1), max_tokens=120)])[0].generations
     stop = next(token for token in free[0].token_ids[3:] if token not in free[1].token_ids)
     end = free[0].token_ids.index(stop) + 1
@@ -151,17 +178,29 @@ def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
         first, second, third, last = (await tasks[1]).generations
         for generation in (*aborted.generations, second, third):
             assert generation.finish_reason == "abort" and set(generation.versions) == {0}
-            assert len(generation.token_ids) == len(generation.rollout_log_probs) == len(generation.versions) >= 1
+            assert (
+                len(generation.token_ids)
+                == len(generation.rollout_log_probs)
+                == len(generation.versions)
+                >= 1
+            )
         assert second.token_ids == free[1].token_ids[: len(second.token_ids)]
-        assert (first.finish_reason, first.token_ids, set(first.versions)) == ("stop", free[0].token_ids[:end], {0})
+        assert (first.finish_reason, first.token_ids, set(first.versions)) == (
+            "stop",
+            free[0].token_ids[:end],
+            {0},
+        )
         assert last.finish_reason != "abort" and set(last.versions) == {1}
-        assert last.rollout_log_probs == pytest.approx(forward_log_probs(other, PROMPT, last), abs=1e-4)
+        assert last.rollout_log_probs == pytest.approx(
+            forward_log_probs(other, PROMPT, last), abs=1e-4
+        )
 
     with_engine(make_engine(model, max_num_seqs=4, kv_on_update="abort"), story)
 
 
 def test_an_aborted_answer_asked_for_again_is_that_of_the_new_weights() -> None:
-    model, other = make_model(), make_models(2)[1].float()
+    model = make_model()
+    other = make_models(2)[1].float()
     request = request_of(PROMPT, (0, 1), max_tokens=60)
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -176,7 +215,8 @@ def test_an_aborted_answer_asked_for_again_is_that_of_the_new_weights() -> None:
 
 
 def test_bad_weights_in_flight_disturb_nothing() -> None:
-    model, other = make_model(), make_models(2)[1].float()
+    model = make_model()
+    other = make_models(2)[1].float()
     request = request_of(PROMPT, (0, 1), max_tokens=150)
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -189,7 +229,9 @@ def test_bad_weights_in_flight_disturb_nothing() -> None:
             await engine.load_weights(Version(-1, 9), None)
         result = await task
         assert tokens_of([result]) == undisturbed and engine.version == Version(0, 0)
-        assert {version for generation in result.generations for version in generation.versions} == {0}
+        assert {
+            version for generation in result.generations for version in generation.versions
+        } == {0}
 
     undisturbed = tokens_of(run_all(make_engine(model), [request]))
     for kv_on_update in ("keep", "recompute", "abort"):
@@ -198,7 +240,8 @@ def test_bad_weights_in_flight_disturb_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_weights() -> None:
-    """Another thread sends weights, aliases and versions that are too old, while a third looks at the version."""
+    """Another thread sends weights, aliases and versions that are too old, while a third looks at
+    the version."""
     served, *models = [model.float() for model in make_models(1) + make_models(4)]
     made_by: dict[int, Any] = {0: models[0]}
     requests = [request_of(prompt_of(4 + row), (0, 1), row=row, max_tokens=80) for row in range(3)]
@@ -208,7 +251,8 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
     def look(engine: EmbeddedEngine) -> None:
         while not over.is_set():
             seen.append(engine.version)
-            time.sleep(0.0005)  # a thread that never waits holds the interpreter for 5 ms each time another wants it
+            # a thread that never waits holds the interpreter for 5 ms each time another wants it
+            time.sleep(0.0005)
 
     def storm(engine: EmbeddedEngine, loop: asyncio.AbstractEventLoop) -> None:
         step = 0
@@ -217,9 +261,13 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
             weights = None if step % 3 == 0 else models[step % 4]
             made_by[step] = made_by[step - 1] if weights is None else weights
             sent = weights.named_parameters() if weights is not None else None
-            asyncio.run_coroutine_threadsafe(engine.load_weights(Version(0, step), sent), loop).result(60)
+            asyncio.run_coroutine_threadsafe(
+                engine.load_weights(Version(0, step), sent), loop
+            ).result(60)
             with pytest.raises(ValueError, match="never decrease"):
-                asyncio.run_coroutine_threadsafe(engine.load_weights(Version(0, step - 1), None), loop).result(60)
+                asyncio.run_coroutine_threadsafe(
+                    engine.load_weights(Version(0, step - 1), None), loop
+                ).result(60)
 
     async def story(engine: EmbeddedEngine) -> None:
         threads = [threading.Thread(target=look, args=(engine,))]
@@ -270,7 +318,8 @@ def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training
         await asyncio.sleep(0)
         await engine.resume()
         await tokens_after(engine, 30)
-        await engine.pause()  # an evaluation that came later than the wave's end would prove nothing
+        # an evaluation that came later than the wave's end would prove nothing
+        await engine.pause()
         evaluations = send("eval", held_out)
         await asyncio.sleep(0)
         await engine.resume()
@@ -291,7 +340,8 @@ def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training
 
 
 def test_stretches_end_where_nothing_is_decoded_and_count_every_token() -> None:
-    model, other = make_model(), make_models(2)[1].float()
+    model = make_model()
+    other = make_models(2)[1].float()
 
     async def story(engine: EmbeddedEngine) -> None:
         assert engine.take_activity() == []
@@ -309,7 +359,9 @@ def test_stretches_end_where_nothing_is_decoded_and_count_every_token() -> None:
         await engine.generate(training(1, max_tokens=5))
         rest = engine.take_activity()
         spans = [*cut, *rest]
-        assert [span.version for span in cut] == [0, 1] and {span.lane for span in spans} == {"train"}
+        assert [span.version for span in cut] == [0, 1] and {span.lane for span in spans} == {
+            "train"
+        }
         assert sum(span.tokens for span in spans) == engine.num_generated_tokens == 615
         assert all(span.t0 < span.t1 for span in spans)
         assert cut[0].t1 == cut[1].t0 and cut[1].t1 == rest[0].t0

@@ -1,4 +1,5 @@
-"""Key-value slots keep what was written through growth and moves; the prompt cache is bounded and versioned."""
+"""Key-value slots keep what was written through growth and moves; the prompt cache is bounded and
+versioned."""
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import KVSlots, 
 def prompt_kv(contexts: list[tuple[int, ...]]) -> PromptKV:
     """Keys and values that tell which token of which prompt they are of."""
     longest = max(map(len, contexts))
-    ids = torch.tensor([[*context, *[-1] * (longest - len(context))] for context in contexts], dtype=torch.float32)
+    ids = torch.tensor(
+        [[*context, *[-1] * (longest - len(context))] for context in contexts], dtype=torch.float32
+    )
     keys = ids[None, :, None, :, None].expand(2, -1, 3, -1, 4).clone()
     return PromptKV(keys, keys + 0.5, ids[:, :1].clone())
 
@@ -46,7 +49,12 @@ def test_new_memory_is_zero_and_reset_returns_it() -> None:
 
 def test_memory_follows_the_sequences_that_are_left() -> None:
     slots = KVSlots()
-    slots.fill(prompt_kv([(index,) * 20 for index in range(8)]), list(range(8)), first_slot=0, num_wanted=100)
+    slots.fill(
+        prompt_kv([(index,) * 20 for index in range(8)]),
+        list(range(8)),
+        first_slot=0,
+        num_wanted=100,
+    )
     assert slots.keys.shape[1] == 100, "room for all that wait"
     keys, _ = slots.window(2, 400, num_wanted=2)
     assert keys.shape[3] >= 400 and slots.keys.shape[1] == 2, "grows for those alone that are left"
@@ -71,8 +79,11 @@ def test_those_who_may_need_it_have_room_from_the_start(most: int, room: int) ->
 
 
 def test_keys_and_values_may_be_of_different_types() -> None:
-    slots, made = KVSlots(), prompt_kv([(1, 2)])
-    slots.fill(PromptKV(made.keys, made.values.bfloat16(), made.hidden), [0, 0], first_slot=0, num_wanted=2)
+    slots = KVSlots()
+    made = prompt_kv([(1, 2)])
+    slots.fill(
+        PromptKV(made.keys, made.values.bfloat16(), made.hidden), [0, 0], first_slot=0, num_wanted=2
+    )
     keys, values = slots.window(2, 40, num_wanted=2)
     assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
     assert values[0, 1, 0, :2, 0].tolist() == [1.5, 2.5]
@@ -86,14 +97,17 @@ def test_what_is_read_lies_together() -> None:
 
 
 def test_cached_prompts_are_found_until_they_are_pushed_out() -> None:
-    cache, prefilled = PromptCache(max_tokens=10), []
+    cache = PromptCache(max_tokens=10)
+    prefilled = []
 
     def prefill(contexts: list[tuple[int, ...]]) -> PromptKV:
         prefilled.append(contexts)
         return prompt_kv(contexts)
 
     def first_tokens(contexts: list[tuple[int, ...]], version: int = 0) -> list[float]:
-        return [kv.keys[0, row, 0, 0, 0].item() for kv, row in cache.rows(version, contexts, prefill)]
+        return [
+            kv.keys[0, row, 0, 0, 0].item() for kv, row in cache.rows(version, contexts, prefill)
+        ]
 
     assert first_tokens([(1, 1), (2, 2)]) == [1, 2]
     assert first_tokens([(2, 2), (3, 3), (1, 1)]) == [2, 3, 1]

@@ -1,4 +1,5 @@
-"""Engines of several policies behind one: whose requests and weights go where, and how old they are."""
+"""Engines of several policies behind one: whose requests and weights go where, and how old they
+are."""
 
 import asyncio
 from dataclasses import replace
@@ -20,23 +21,37 @@ def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_o
     request = request_of(prompt_of(5), greedy=True)
 
     async def story(engines: MultiPolicyRollout) -> None:
-        with pytest.raises(ValueError, match="no engine serves the policy 'critic': there are solver, checker, judge"):
+        with pytest.raises(
+            ValueError,
+            match="no engine serves the policy 'critic': there are solver, checker, judge",
+        ):
             await engines.generate(replace(request, policy="critic"))
         with pytest.raises(ValueError, match=r"judge\..*: no trained policy has the name 'judge'"):
             await engines.load_weights(Version(0, 1), [("judge.x", later["solver"][0][1])])
-        said = {name: (await engines.generate(replace(request, policy=name))).generations[0] for name in NAMES}
+        said = {
+            name: (await engines.generate(replace(request, policy=name))).generations[0]
+            for name in NAMES
+        }
         assert len({tuple(each.token_ids) for each in said.values()}) == 3
         await own["solver"].load_weights(Version(0, 1), later["solver"])
         assert engines.version == Version(0, 0), "the staleness is that of the older policy"
-        both = [(f"{name}.{key}", tensor) for name, weights in later.items() for key, tensor in weights]
+        both = [
+            (f"{name}.{key}", tensor) for name, weights in later.items() for key, tensor in weights
+        ]
         await engines.load_weights(Version(0, 2), both)
         assert engines.version == Version(0, 2)
-        hashes, frozen = await engines.hashes(), stripe_hashes(list(models["judge"].named_parameters()))
+        hashes = await engines.hashes()
+        frozen = stripe_hashes(list(models["judge"].named_parameters()))
         assert {name: hashes[f"judge.{name}"] for name in frozen} == frozen
         again = (await engines.generate(replace(request, policy="judge"))).generations[0]
         assert again.token_ids == said["judge"].token_ids
-        two = [(await engines.generate(replace(request, policy=name))).generations[0] for name in NAMES[:2]]
-        assert two[0].token_ids == two[1].token_ids != said["solver"].token_ids, "both have the same weights now"
+        two = [
+            (await engines.generate(replace(request, policy=name))).generations[0]
+            for name in NAMES[:2]
+        ]
+        assert two[0].token_ids == two[1].token_ids != said["solver"].token_ids, (
+            "both have the same weights now"
+        )
 
     async def run() -> None:
         async with MultiPolicyRollout(own, NAMES[:2]) as engines:

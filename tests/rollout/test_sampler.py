@@ -1,4 +1,5 @@
-"""Draws against brute force: the distribution of every option, log-probs, and the edges of the inverse CDF."""
+"""Draws against brute force: the distribution of every option, log-probs, and the edges of the
+inverse CDF."""
 
 import math
 from typing import Any
@@ -31,12 +32,16 @@ def brute_force(logits: list[float], seen: set[int], params: SamplingParams) -> 
     """The distribution that is drawn from, token by token in plain Python."""
     penalty = params.repetition_penalty
     scores = [
-        (z / penalty if z > 0 else z * penalty) / params.temperature if token in seen else z / params.temperature
+        (z / penalty if z > 0 else z * penalty) / params.temperature
+        if token in seen
+        else z / params.temperature
         for token, z in enumerate(logits)
     ]
     order = sorted(range(len(scores)), key=lambda token: -scores[token])
     allowed = set(order if params.top_k == -1 else order[: params.top_k])
-    allowed |= {token for token in order if any(scores[token] == scores[other] for other in allowed)}
+    allowed |= {
+        token for token in order if any(scores[token] == scores[other] for other in allowed)
+    }
     total = sum(math.exp(scores[token]) for token in allowed)
     nucleus: set[int] = set()
     mass = 0.0
@@ -44,14 +49,20 @@ def brute_force(logits: list[float], seen: set[int], params: SamplingParams) -> 
         if token in allowed and mass < params.top_p * total:
             nucleus.add(token)
             mass += math.exp(scores[token])
-    nucleus |= {token for token in allowed if any(scores[token] == scores[other] for other in nucleus)}
+    nucleus |= {
+        token for token in allowed if any(scores[token] == scores[other] for other in nucleus)
+    }
     highest = max(scores[token] for token in nucleus)
     kept = {token for token in nucleus if math.exp(scores[token] - highest) >= params.min_p}
     total = sum(math.exp(scores[token]) for token in kept)
-    return [math.exp(scores[token]) / total if token in kept else 0.0 for token in range(len(scores))]
+    return [
+        math.exp(scores[token]) / total if token in kept else 0.0 for token in range(len(scores))
+    ]
 
 
-def rows_of(count: int, prompt: tuple[int, ...] = PROMPT, seed: int = 0, **params: Any) -> list[Sequence]:
+def rows_of(
+    count: int, prompt: tuple[int, ...] = PROMPT, seed: int = 0, **params: Any
+) -> list[Sequence]:
     request = GenerateRequest(
         prompt, tuple(range(count)), SamplingParams(max_tokens=5, **params), Stream(seed, "t", 0, 0)
     )
@@ -84,12 +95,18 @@ def test_frequencies_and_log_probs_of_each_option(name: str) -> None:
     counts = np.bincount(draws.token_ids.numpy(), minlength=len(LOGITS))
     possible = expected > 0
     assert counts[~possible].sum() == 0
-    chi_square = ((counts - len(sequences) * expected)[possible] ** 2 / (len(sequences) * expected[possible])).sum()
+    chi_square = (
+        (counts - len(sequences) * expected)[possible] ** 2 / (len(sequences) * expected[possible])
+    ).sum()
     assert chi_square < 30  # at most 9 degrees of freedom: P(> 30) is 4e-4
 
     tokens = draws.token_ids.numpy()
     assert draws.sampling_log_probs.exp().numpy() == pytest.approx(expected[tokens], rel=1e-5)
-    policy = torch.tensor(LOGITS, dtype=torch.float64).div(sequences[0].params.temperature).log_softmax(-1)
+    policy = (
+        torch.tensor(LOGITS, dtype=torch.float64)
+        .div(sequences[0].params.temperature)
+        .log_softmax(-1)
+    )
     assert draws.rollout_log_probs.numpy() == pytest.approx(policy[tokens].numpy(), abs=1e-5)
 
 
@@ -134,7 +151,8 @@ def test_the_inverse_cdf_over_blocks_equals_one_over_the_vocabulary(vocab_size: 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 def test_impossible_tokens_are_never_drawn(uniform: float) -> None:
-    """Masked tokens at the borders of the vocabulary and of blocks, with the uniform number at its own borders."""
+    """Masked tokens at the borders of the vocabulary and of blocks, with the uniform number at its
+    own borders."""
     for possible in ([0], [299], [256], [255, 256], [17, 18, 290]):
         scores = torch.full((1, 300), float("-inf"))
         scores[0, possible] = 1.25
@@ -150,7 +168,9 @@ def test_a_wide_nucleus_is_found_in_the_whole_vocabulary() -> None:
     expected = brute_force(logits[0].tolist(), set(), sequence.params)
     sequences = rows_of(1000, top_p=0.9)
     draws = sample(logits.expand(1000, -1), draw_inputs(sequences))
-    assert draws.sampling_log_probs.exp().numpy() == pytest.approx(np.array(expected)[draws.token_ids], rel=1e-4)
+    assert draws.sampling_log_probs.exp().numpy() == pytest.approx(
+        np.array(expected)[draws.token_ids], rel=1e-4
+    )
 
 
 def test_log_probs_are_exact_for_unlikely_tokens() -> None:
@@ -170,4 +190,6 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
 def test_sixteen_bit_logits_are_judged_in_float32() -> None:
     logits = torch.tensor([LOGITS], dtype=torch.bfloat16)
     draws = sample(logits, draw_inputs(rows_of(1, greedy=True)))
-    assert draws.rollout_log_probs.item() == pytest.approx(logits.double().log_softmax(-1).max().item(), abs=1e-6)
+    assert draws.rollout_log_probs.item() == pytest.approx(
+        logits.double().log_softmax(-1).max().item(), abs=1e-6
+    )

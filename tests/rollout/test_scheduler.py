@@ -10,7 +10,9 @@ from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 def sequences(prompt: tuple[int, ...], count: int, number: int = 0) -> list[Sequence]:
     params = SamplingParams(max_tokens=100)
-    return sequences_of(number, GenerateRequest(prompt, tuple(range(count)), params, Stream(0, "t", 0, 0)))
+    return sequences_of(
+        number, GenerateRequest(prompt, tuple(range(count)), params, Stream(0, "t", 0, 0))
+    )
 
 
 def test_samples_of_a_prompt_share_one_prefill() -> None:
@@ -42,7 +44,9 @@ def test_the_token_budget_splits_prefills_but_a_long_prompt_still_runs() -> None
         scheduler.add(sequences(tuple(range(number, number + length)), 2, number))
     lengths = []
     while scheduler.waiting:
-        lengths.append([len(context) for prefill in scheduler.schedule().prefills for context in prefill])
+        lengths.append(
+            [len(context) for prefill in scheduler.schedule().prefills for context in prefill]
+        )
     assert lengths == [[6], [6], [30], [2]]
 
 
@@ -81,11 +85,13 @@ def test_preempted_sequences_come_first_with_their_tokens() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_keep_each_sequence_with_its_memory(seed: int) -> None:
-    """A dictionary plays the slots: after any history, slot i holds what running sequence i wrote."""
+    """A dictionary plays the slots: after any history, slot i holds what running sequence i
+    wrote."""
     rng = random.Random(seed)
     scheduler = Scheduler(max_num_seqs=rng.randint(1, 12), max_prefill_tokens=rng.randint(1, 40))
     memory: dict[int, Sequence] = {}
-    everyone, served = [], set()
+    everyone = []
+    served = set()
     for number in range(30):
         group = sequences(tuple(range(rng.randint(1, 9))), rng.randint(1, 5), number)
         scheduler.add(group)
@@ -95,10 +101,16 @@ def test_moves_keep_each_sequence_with_its_memory(seed: int) -> None:
                 break
             work = scheduler.schedule()
             if work.prefills:
-                memory.update({work.first_slot + i: sequence for i, sequence in enumerate(work.sequences)})
-            assert [memory[work.first_slot + i] for i in range(len(work.sequences))] == work.sequences
+                memory.update(
+                    {work.first_slot + i: sequence for i, sequence in enumerate(work.sequences)}
+                )
+            assert [
+                memory[work.first_slot + i] for i in range(len(work.sequences))
+            ] == work.sequences
             assert len(scheduler.running) <= scheduler.max_num_seqs
-            gone = [sequence for sequence in everyone if sequence not in served and rng.random() < 0.2]
+            gone = [
+                sequence for sequence in everyone if sequence not in served and rng.random() < 0.2
+            ]
             served.update(gone)
             moves = scheduler.remove(gone)
             assert not {source for source, _ in moves} & {gap for _, gap in moves}

@@ -1,4 +1,5 @@
-"""Counter-based uniforms: the published generator, uniform, and independent along every coordinate."""
+"""Counter-based uniforms: the published generator, uniform, and independent along every
+coordinate."""
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ MASK = (1 << 64) - 1
 
 def splitmix64(seed: int, count: int) -> list[int]:
     """The sequential generator, in plain integers."""
-    outputs, state = [], seed
+    outputs = []
+    state = seed
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & MASK
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
@@ -28,7 +30,9 @@ def test_known_outputs() -> None:
     """The first outputs for seed 1234567 are the published check values of SplitMix64."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert splitmix64(1234567, 4) == published
-    assert (draw([1234567] * 4, [0, 1, 2, 3]) == [(value >> 11) / 2**53 for value in published]).all()
+    assert (
+        draw([1234567] * 4, [0, 1, 2, 3]) == [(value >> 11) / 2**53 for value in published]
+    ).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, MASK, 0x123456789ABCDEF])
@@ -47,13 +51,17 @@ def keys_along(coordinate: str, count: int) -> list[int]:
 
 @pytest.mark.parametrize("coordinate", ["seed", "epoch", "row", "sample"])
 def test_uniform_and_uncorrelated_between_neighbours(coordinate: str) -> None:
-    num_keys, num_positions = 2000, 50
+    num_keys = 2000
+    num_positions = 50
     keys = np.repeat(np.array(keys_along(coordinate, num_keys), dtype=np.uint64), num_positions)
-    table = uniforms(keys, np.tile(np.arange(num_positions), num_keys)).reshape(num_keys, num_positions)
+    table = uniforms(keys, np.tile(np.arange(num_positions), num_keys)).reshape(
+        num_keys, num_positions
+    )
     assert table.min() >= 0 and table.max() < 1
     counts = np.histogram(table, bins=100, range=(0, 1))[0]
     expected = table.size / 100
-    assert ((counts - expected) ** 2 / expected).sum() < 160  # chi-square with 99 degrees: P(> 160) is 1e-4
+    # chi-square with 99 degrees: P(> 160) is 1e-4
+    assert ((counts - expected) ** 2 / expected).sum() < 160
     centred = (table - 0.5) * np.sqrt(12)
     bound = 5 / np.sqrt(table.size)  # five standard errors
     assert abs((centred[1:] * centred[:-1]).mean()) < bound

@@ -1,4 +1,5 @@
-"""Batch-invariant steps: the bits of an answer are those of the same request alone, whatever ran beside it."""
+"""Batch-invariant steps: the bits of an answer are those of the same request alone, whatever ran
+beside it."""
 
 import asyncio
 import random
@@ -58,7 +59,9 @@ def requests() -> list[GenerateRequest]:
     ]
 
 
-async def at_any_time(engine: EmbeddedEngine, wanted: Sequence[GenerateRequest]) -> list[GenerateResult]:
+async def at_any_time(
+    engine: EmbeddedEngine, wanted: Sequence[GenerateRequest]
+) -> list[GenerateResult]:
     """Each request when some tokens of others are there."""
     generator = random.Random(0)
 
@@ -72,12 +75,21 @@ async def at_any_time(engine: EmbeddedEngine, wanted: Sequence[GenerateRequest])
 @pytest.mark.parametrize(
     ("family", "changes", "dtype"),
     one_fast_in(
-        3, [("llama", ODD, torch.float32), ("qwen3", {}, torch.float32), ("qwen2", {}, torch.bfloat16)], unpack=True
+        3,
+        [
+            ("llama", ODD, torch.float32),
+            ("qwen3", {}, torch.float32),
+            ("qwen2", {}, torch.bfloat16),
+        ],
+        unpack=True,
     ),
     ids=["odd sizes", "qwen3", "bfloat16"],
 )
-def test_an_answer_has_the_bits_of_its_request_alone(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
-    model, wanted = make_model(family, **changes).to(dtype), requests()
+def test_an_answer_has_the_bits_of_its_request_alone(
+    family: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = make_model(family, **changes).to(dtype)
+    wanted = requests()
 
     async def story(engine: EmbeddedEngine) -> None:
         alone = [await engine.generate(request) for request in wanted]
@@ -88,7 +100,8 @@ def test_an_answer_has_the_bits_of_its_request_alone(family: str, changes: dict[
 
 
 def test_an_answer_that_lost_its_keys_and_values_goes_on_with_the_same_bits() -> None:
-    model, wanted = make_model("llama", **ODD), requests()
+    model = make_model("llama", **ODD)
+    wanted = requests()
     undisturbed = bits(run_all(make_engine(model, batch_invariant=True), wanted))
 
     async def story(engine: EmbeddedEngine) -> None:
@@ -99,21 +112,26 @@ def test_an_answer_that_lost_its_keys_and_values_goes_on_with_the_same_bits() ->
             await engine.resume()
         assert bits(await answers) == undisturbed
 
-    with_engine(make_engine(model, batch_invariant=True, max_num_seqs=8, shares_weights=True), story)
+    with_engine(
+        make_engine(model, batch_invariant=True, max_num_seqs=8, shares_weights=True), story
+    )
 
 
 def test_what_a_row_does_not_look_at_adds_no_bit() -> None:
     """Against a softmax in float64, too."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
-        torch.randn(shape, generator=generator) for shape in ((5, 6, 16), (5, 2, 256, 16), (5, 2, 256, 16))
+        torch.randn(shape, generator=generator)
+        for shape in ((5, 6, 16), (5, 2, 256, 16), (5, 2, 256, 16))
     )
     unseen = torch.arange(256) > torch.tensor([0, 5, 63, 40, 21])[:, None]
     bias = torch.zeros(5, 1, 256).masked_fill(unseen[:, None], float("-inf"))
     by_group = bias.repeat_interleave(2, 0).expand(-1, 3, -1)
 
     def attended(extent: int) -> torch.Tensor:
-        return attend_in_blocks(query, keys[:, :, :extent], values[:, :, :extent], by_group[..., :extent], 0.5)
+        return attend_in_blocks(
+            query, keys[:, :, :extent], values[:, :, :extent], by_group[..., :extent], 0.5
+        )
 
     short = attended(BLOCK)
     for extent in (2 * BLOCK, 4 * BLOCK):
@@ -121,7 +139,9 @@ def test_what_a_row_does_not_look_at_adds_no_bit() -> None:
         assert torch.equal(longer.view(torch.int32), short.view(torch.int32))
     by_head = query.view(5, 2, 3, 16).double()
     weights = torch.softmax(0.5 * by_head @ keys.double().mT + bias.double()[:, :, None], dim=-1)
-    torch.testing.assert_close(short.view(5, 2, 3, 16).double(), weights @ values.double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        short.view(5, 2, 3, 16).double(), weights @ values.double(), atol=1e-5, rtol=0
+    )
 
 
 def test_tiles_are_as_small_as_the_places_of_a_row_demand() -> None:

@@ -17,20 +17,31 @@ from distflow.training.engine import Collective, OneRank
 
 QUESTIONS = [[5, 6, 7], [9] * 30, [11], list(range(4, 24)), [8, 3]]
 RESPONSES = ["so a", "so b", "a longer one that ends in 3", "x"]
-SHARES = {"weights": [(QUESTIONS[:4], RESPONSES), (QUESTIONS[4:], [])], "layers": [(QUESTIONS, RESPONSES)] * 2}
+SHARES = {
+    "weights": [(QUESTIONS[:4], RESPONSES), (QUESTIONS[4:], [])],
+    "layers": [(QUESTIONS, RESPONSES)] * 2,
+}
 """Of each rank, by what is divided over the two."""
 JUDGES = ("random", "judge")
 
 
-def judge_of(model: nn.Module, folder: Path, group: Collective, choices: tuple[float, ...] = ()) -> Judge:
+def judge_of(
+    model: nn.Module, folder: Path, group: Collective, choices: tuple[float, ...] = ()
+) -> Judge:
     params = SamplingParams(12, greedy=True, stop_token_ids=(2,))
-    return Judge(model, load_tokenizer(folder), None, "{response}", params, 128, ReplyStore(), choices, group)
+    return Judge(
+        model, load_tokenizer(folder), None, "{response}", params, 128, ReplyStore(), choices, group
+    )
 
 
-def said_by(model: nn.Module, folder: Path, group: Collective, questions: list[list[int]], texts: list[str]) -> list:
+def said_by(
+    model: nn.Module, folder: Path, group: Collective, questions: list[list[int]], texts: list[str]
+) -> list:
     """Tokens written after the questions, scores of the texts, and scores chosen for them."""
     prompt = [Segment("prompt", (7,))]
-    batch = Batch.from_samples([Sample(f"0-{i}", 0, prompt, prompt="Q", response=t) for i, t in enumerate(texts)])
+    batch = Batch.from_samples(
+        [Sample(f"0-{i}", 0, prompt, prompt="Q", response=t) for i, t in enumerate(texts)]
+    )
     writes, chooses = (judge_of(model, folder, group, choices) for choices in ((), (0.0, 0.5, 1.0)))
     return [writes._write_together(questions), writes.score(batch), chooses.score(batch)]
 

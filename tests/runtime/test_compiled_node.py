@@ -1,4 +1,5 @@
-"""A compiled node in both planes: what it is called with, what becomes of its output, what is tried again."""
+"""A compiled node in both planes: what it is called with, what becomes of its output, what is tried
+again."""
 
 import asyncio
 import threading
@@ -19,14 +20,24 @@ from distflow.runtime.compiled_node import Step, compile_steps
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
 from distflow.runtime.run_errors_and_limits import NodeError, UserNodeError, node_error
-from tests.runtime.groups import bound, context, group, group_with_responses, samples, step, waiting_group
+from tests.runtime.groups import (
+    bound,
+    context,
+    group,
+    group_with_responses,
+    samples,
+    step,
+    waiting_group,
+)
 
 
 def learn(compiled: Step, batch: Batch | None = None) -> tuple[Batch, Measured]:
     return compiled(group() if batch is None else batch, context())
 
 
-def on_group(compiled: Step, on: Group | None = None, timeout_s: float = 10.0) -> tuple[Group, Drop | None]:
+def on_group(
+    compiled: Step, on: Group | None = None, timeout_s: float = 10.0
+) -> tuple[Group, Drop | None]:
     on = group_with_responses() if on is None else on
     return on, asyncio.run(compiled.on_group(on, context(group=on), PlainCalls(), timeout_s))
 
@@ -43,7 +54,9 @@ class Flaky:
     """Fails so many times."""
 
     def __init__(self, failures: int, error: BaseException) -> None:
-        self.left, self.error, self.calls = failures, error, 0
+        self.left = failures
+        self.error = error
+        self.calls = 0
 
     def step(self, **settings: Any) -> Step:
         @node(writes="returns")
@@ -82,10 +95,14 @@ def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs() -> N
 
 
 @pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0), (0.0, 0.0)])
-def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(weight: float | None, counts: float) -> None:
+def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(
+    weight: float | None, counts: float
+) -> None:
     @node(reads=("response_mask",), writes="returns")
     def with_context(batch, ctx):  # type: ignore[no-untyped-def]
-        return NodeOutput({"returns": batch["response_mask"] + ctx.step}, {"mine": 1.5}, weight=weight)
+        return NodeOutput(
+            {"returns": batch["response_mask"] + ctx.step}, {"mine": 1.5}, weight=weight
+        )
 
     out, measured = learn(step(with_context))
     assert out.flat("returns").tolist() == [1.0] * 6 and measured == ({"mine": 1.5}, counts)
@@ -97,12 +114,18 @@ def test_a_group_keeps_what_a_node_wrote_and_measured() -> None:
     @node(writes=("advantages", "reward_extra"), scope="group")
     def writes(samples, batch, group, ctx):  # type: ignore[no-untyped-def]
         assert samples is group.samples and ctx.group is group and len(batch) == len(samples)
-        columns = {"advantages": batch["response_mask"] * 2, "reward_extra": [{"r": s.response} for s in samples]}
+        columns = {
+            "advantages": batch["response_mask"] * 2,
+            "reward_extra": [{"r": s.response} for s in samples],
+        }
         return NodeOutput(columns, {"mine": 1.5})
 
     on, drop = on_group(step(writes))
     assert drop is None and on.measured == [({"mine": 1.5}, 2.0)]
-    assert on.batch().flat("advantages").tolist() == [2.0] * 6 and on["reward_extra"] == [{"r": "r0"}, {"r": "r1"}]
+    assert on.batch().flat("advantages").tolist() == [2.0] * 6 and on["reward_extra"] == [
+        {"r": "r0"},
+        {"r": "r1"},
+    ]
 
 
 def test_of_a_batch_that_a_node_gives_back_the_group_keeps_what_changed() -> None:
@@ -193,14 +216,18 @@ def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) ->
         (one_of_two, "1 values for the fields advantages, returns; return one"),
         (too_wide, "advantages"),
     ):
-        with pytest.raises(UserNodeError, match=f"node 'x' returned something that does not fit.*{words}"):
+        with pytest.raises(
+            UserNodeError, match=f"node 'x' returned something that does not fit.*{words}"
+        ):
             either(step(function), plane)
 
 
 @BOTH
 @pytest.mark.parametrize("values", [[object(), object()], ["high", "low"]])
 @pytest.mark.parametrize("name", ["scores", "advantages"])
-def test_what_is_no_number_is_refused_with_the_node_s_name(name: str, values: Any, plane: str) -> None:
+def test_what_is_no_number_is_refused_with_the_node_s_name(
+    name: str, values: Any, plane: str
+) -> None:
     @node(writes=name)
     def no_numbers(response_mask):  # type: ignore[no-untyped-def]
         return values
@@ -218,7 +245,8 @@ def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize(
-    "error", [KeyError("k"), RuntimeError("r"), AttributeError("a"), OSError("o"), TimeoutError("t")]
+    "error",
+    [KeyError("k"), RuntimeError("r"), AttributeError("a"), OSError("o"), TimeoutError("t")],
 )
 def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: str) -> None:
     flaky = Flaky(9, error)
@@ -261,22 +289,29 @@ def test_what_gives_a_coroutine_is_awaited(function: Callable[..., Any]) -> None
     assert on.batch().flat("returns").tolist() == [1.0] * 6
 
 
-def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is_not_tried_again() -> None:
-    release, calls = threading.Event(), []
+def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is_not_tried_again() -> (  # noqa: E501
+    None
+):
+    release = threading.Event()
+    calls = []
 
     @node(writes="advantages")
     def hangs(response_mask):  # type: ignore[no-untyped-def]
         calls.append(1)
         release.wait(60)
 
-    with pytest.raises(UserError, match=r"node 'x' did not return within 0.1 s \(reward.timeout_s for each sample\)"):
+    with pytest.raises(
+        UserError,
+        match=r"node 'x' did not return within 0.1 s \(reward.timeout_s for each sample\)",
+    ):
         on_group(step(hangs, retry_limit=2), timeout_s=0.05)
     release.set()
     assert len(calls) == 1
 
 
 def test_whose_fault_an_error_is() -> None:
-    """Code of the user's in the traceback makes it theirs, also under a function of ours that calls it."""
+    """Code of the user's in the traceback makes it theirs, also under a function of ours that calls
+    it."""
 
     def users() -> None:
         raise RuntimeError("mine")
@@ -298,7 +333,11 @@ def test_whose_fault_an_error_is() -> None:
 @pytest.mark.parametrize(
     ("column", "values", "found"),
     [
-        ("returns", [[1.0, 2.0, 0, 0], [3.0, float("nan"), 4.0, 5.0]], "nan into the column 'returns' for sample 0-1"),
+        (
+            "returns",
+            [[1.0, 2.0, 0, 0], [3.0, float("nan"), 4.0, 5.0]],
+            "nan into the column 'returns' for sample 0-1",
+        ),
         ("scores", [float("-inf"), 1.0], "-inf into the column 'scores' for sample 0-0"),
         ("scores", [1.0, 2.0], None),
         ("valid", [True, False], None),
@@ -311,7 +350,11 @@ def test_what_is_not_finite_is_told_with_node_column_and_sample(
     def writes(response_mask):  # type: ignore[no-untyped-def]
         return torch.tensor(values)
 
-    with pytest.raises(UserNodeError, match=f"^node 'x' wrote {found}.*{__name__}") if found else nullcontext():
+    with (
+        pytest.raises(UserNodeError, match=f"^node 'x' wrote {found}.*{__name__}")
+        if found
+        else nullcontext()
+    ):
         either(step(writes), plane)
 
 
@@ -329,7 +372,9 @@ def test_what_is_not_finite_may_stand_where_nothing_counts() -> None:
 
 @BOTH
 @pytest.mark.parametrize("returns", ["nothing", "another", "the same", "a clone"])
-def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(returns: str, plane: str) -> None:
+def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(
+    returns: str, plane: str
+) -> None:
     @node(writes=() if returns == "nothing" else "returns")
     def changes(response_mask):  # type: ignore[no-untyped-def]
         mine = response_mask.clone() if returns == "a clone" else response_mask
@@ -337,6 +382,9 @@ def test_a_column_that_is_changed_in_place_is_told_unless_it_is_returned(returns
         return {"nothing": None, "another": mine + 1}.get(returns, mine)
 
     refused = returns in ("nothing", "another")
-    message = "^node 'x' changed its column 'response_mask' in place, which has no effect: return it and name it"
+    message = (
+        "^node 'x' changed its column 'response_mask' in place, which has no effect: return it and "
+        "name it"
+    )
     with pytest.raises(UserNodeError, match=message) if refused else nullcontext():
         either(step(changes), plane)

@@ -1,4 +1,5 @@
-"""What a node's `ctx` offers: scores on samples, and mini-batches that no number of ranks changes."""
+"""What a node's `ctx` offers: scores on samples, and mini-batches that no number of ranks
+changes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -66,14 +67,17 @@ def test_each_epoch_and_step_has_an_order_of_its_own() -> None:
 def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> None:
     told: list[tuple[Any, ...]] = []
     state: dict[str, dict[str, Any]] = {}
-    actor, critic = object(), object()
+    actor = object()
+    critic = object()
     parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
     noted: Any = SimpleNamespace(
         updated=lambda *update: told.append(update),
         before_update=lambda *update: update[-1],
         after_update=lambda role, metrics: None,
     )
-    contexts = Contexts(Config(), parts, state, Updates(noted, noted, lambda name: nullcontext(), critic))  # type: ignore[arg-type]
+    contexts = Contexts(
+        Config(), parts, state, Updates(noted, noted, lambda name: nullcontext(), critic)
+    )  # type: ignore[arg-type]
     ctx = contexts.for_training(4, GROUP_IDS, "a")
     ctx.state["n"] = 1
     contexts.for_training(4, GROUP_IDS, "b").state["n"] = 2
@@ -83,12 +87,20 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     assert ctx.before_update(actor, batch, loss) is loss  # type: ignore[arg-type]
     ctx.after_update(actor, batch, {"loss": 1.0}, True)  # type: ignore[arg-type]
     ctx.after_update(critic, batch, {}, False)  # type: ignore[arg-type]
-    assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]
+    assert told == [
+        ("actor", actor, batch, {"loss": 1.0}, 4, True),
+        ("critic", critic, batch, {}, 4, False),
+    ]
 
     answered = Group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
     ctx = contexts.for_rollout(answered, "c")
     ctx.state["n"] = 3
-    assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.reward_fn)
+    assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (
+        3,
+        answered,
+        False,
+        parts.reward_fn,
+    )
     assert contexts.for_rollout(answered, "a", validating=True).validating
     assert state == {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}
     assert contexts.for_training(5, (), "a").state == {"n": 1}
@@ -104,7 +116,8 @@ def test_where_several_workers_generate_none_keeps_anything_in_the_rollout_loop(
     for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
         with pytest.raises(UserError, match=r"node 'c' keeps ctx\.state\['n'\] on one of several"):
             keep()
-    with pytest.raises(UserError, match="'saved'"):  # by a run on one worker, which this one resumes from
+    # by a run on one worker, which this one resumes from
+    with pytest.raises(UserError, match="'saved'"):
         contexts.for_rollout(waiting_group(), "saved")
     contexts.for_training(0, (), "saved").state["n"] = 2
     assert state == {"saved": {"n": 2}}

@@ -21,7 +21,8 @@ from distflow.runtime.early_stop_and_signals import (
     leave_at_once,
 )
 
-# Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has failed.
+# Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has
+# failed.
 WRITES_BEFORE_THE_SIGNAL = """
 import os, signal, sys, time
 from distflow.observe.sanitized_output import sanitized_output
@@ -85,7 +86,8 @@ def test_without_a_signal_nothing_is_told() -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number: signal.Signals) -> None:
-    before, closed = signal.getsignal(number), False
+    before = signal.getsignal(number)
+    closed = False
     with pytest.raises(Interrupted) as raised, interruptible():
         try:
             os.kill(os.getpid(), number)
@@ -146,7 +148,9 @@ def test_output_that_fails_before_the_hang_up_arrives_leaves_its_status(live: bo
     assert run.wait(60) == 129
 
 
-def test_a_terminal_that_has_just_gone_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_has_just_gone_does_not_keep_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def gone(descriptor: int, data: bytes) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -163,17 +167,30 @@ def test_a_terminal_that_has_just_gone_does_not_keep_the_process(monkeypatch: py
 
 @pytest.mark.parametrize(
     ("metric", "step"),
-    [("rewrd/mean_score", 1), ("critic/vf_loss", 1), ("reward/errors", 5), ("val_correct/al/mean", 3)],
+    [
+        ("rewrd/mean_score", 1),
+        ("critic/vf_loss", 1),
+        ("reward/errors", 5),
+        ("val_correct/al/mean", 3),
+    ],
 )
-def test_a_condition_on_a_metric_that_is_missing_is_told_as_soon_as_it_could_be_there(metric: str, step: int) -> None:
+def test_a_condition_on_a_metric_that_is_missing_is_told_as_soon_as_it_could_be_there(
+    metric: str, step: int
+) -> None:
     told: list[str] = []
-    stop, steps = MetricStop(f"{metric} >= 0.9", told.append), []
+    stop = MetricStop(f"{metric} >= 0.9", told.append)
+    steps = []
     for number in range(1, 5):
         validation = {"val_correct/all/mean": 0.5} if number == 3 else {}
-        assert not stop.reason(number, {"reward/mean_score": 1.0, **validation}, was_validated=bool(validation))
+        assert not stop.reason(
+            number, {"reward/mean_score": 1.0, **validation}, was_validated=bool(validation)
+        )
         steps.append(len(told))
     assert steps == [int(number >= step) for number in range(1, 5)]
-    near = {"rewrd/mean_score": "reward/mean_score", "val_correct/al/mean": "val_correct/all/mean"}.get(metric, "")
+    near = {
+        "rewrd/mean_score": "reward/mean_score",
+        "val_correct/al/mean": "val_correct/all/mean",
+    }.get(metric, "")
     assert all("no metric of that name so far" in each and near in each for each in told)
 
 

@@ -10,8 +10,11 @@ from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.training.engine import OneRank
 
 
-def built(*engines: str, services: tuple[str, ...] = (), weight: float = 0.0) -> tuple[Resources, list[str]]:
-    """Resources of a worker with these engines, and the parts in the order in which they were built."""
+def built(
+    *engines: str, services: tuple[str, ...] = (), weight: float = 0.0
+) -> tuple[Resources, list[str]]:
+    """Resources of a worker with these engines, and the parts in the order in which they were
+    built."""
     order: list[str] = []
 
     def part(name: str, *needs: str, value: Any = None) -> Any:
@@ -41,7 +44,10 @@ def built(*engines: str, services: tuple[str, ...] = (), weight: float = 0.0) ->
 def test_a_worker_builds_what_its_plan_names_and_each_part_once() -> None:
     resources, order = built("actor", "ref", services=("reward_fn",))
     assert sorted(order) == ["actor", "policy", "ref", "reward_fn", "stop_token_ids", "tokenizer"]
-    assert set(resources.by_name()) == {"tokenizer", "actor", "ref", "reward_fn"} and resources.critic is None
+    assert (
+        set(resources.by_name()) == {"tokenizer", "actor", "ref", "reward_fn"}
+        and resources.critic is None
+    )
     assert resources.trained() == {"actor": resources.actor} and resources.sizes.policy == 9
     assert resources.stop_token_ids == (7,)
 
@@ -51,7 +57,9 @@ def test_a_service_that_every_worker_has_may_be_named() -> None:
 
 
 def test_the_fingerprint_is_that_of_the_weights_as_they_were_loaded() -> None:
-    prints = [built("actor", weight=weight)[0].facts["model_fingerprint"] for weight in (0.0, 0.0, 1.0)]
+    prints = [
+        built("actor", weight=weight)[0].facts["model_fingerprint"] for weight in (0.0, 0.0, 1.0)
+    ]
     assert prints[0] == prints[1] != prints[2]
 
 

@@ -1,4 +1,5 @@
-"""Shares of a step on the disk: joined in the order of groups, and gone with the step or the worker."""
+"""Shares of a step on the disk: joined in the order of groups, and gone with the step or the
+worker."""
 
 from pathlib import Path
 

@@ -52,22 +52,45 @@ def test_without_leave_to_reset_the_peak_there_is_that_of_the_process_alone(
 
 
 def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
-    run = Playground(tmp_path, num_rows=8).run("grpo", "trust.check_rewards=false", "trainer.total_epochs=1")
+    run = Playground(tmp_path, num_rows=8).run(
+        "grpo", "trust.check_rewards=false", "trainer.total_epochs=1"
+    )
     for metrics in run.metrics():
-        phases = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")} - {"step"}
-        measured = {name.removeprefix("memory/process/") for name in metrics if name.startswith("memory/process/")}
-        assert measured == phases | {"peak"} and {"rollout", "train_step", "update_weights"} <= phases
-        assert all(0 < metrics[f"memory/process/{phase}"] <= metrics["memory/process/peak"] for phase in phases)
+        phases = {
+            name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")
+        } - {"step"}
+        measured = {
+            name.removeprefix("memory/process/")
+            for name in metrics
+            if name.startswith("memory/process/")
+        }
+        assert (
+            measured == phases | {"peak"} and {"rollout", "train_step", "update_weights"} <= phases
+        )
+        assert all(
+            0 < metrics[f"memory/process/{phase}"] <= metrics["memory/process/peak"]
+            for phase in phases
+        )
 
 
-def test_what_a_gpu_says_is_there_by_phase_and_nothing_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_says_is_there_by_phase_and_nothing_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert run_recorder.read_gpu() == {} or torch.cuda.is_initialized()
-    readings = iter([{"utilization": 0.25, "memory_used": 2.0**30}, {"utilization": 0.75, "memory_used": 2.0**31}, {}])
+    readings = iter(
+        [
+            {"utilization": 0.25, "memory_used": 2.0**30},
+            {"utilization": 0.75, "memory_used": 2.0**31},
+            {},
+        ]
+    )
     monkeypatch.setattr(run_recorder, "read_gpu", lambda: next(readings))
     peaks = MemoryPeaks()
     for phase in ("rollout", "train_step", "other"):
         peaks.charge(phase)
-    assert {name: value for name, value in peaks.finish_step().items() if name.startswith("gpu/")} == {
+    assert {
+        name: value for name, value in peaks.finish_step().items() if name.startswith("gpu/")
+    } == {
         "gpu/utilization/rollout": 0.25,
         "gpu/memory_used/rollout": 2.0**30,
         "gpu/utilization/train_step": 0.75,
@@ -76,7 +99,9 @@ def test_what_a_gpu_says_is_there_by_phase_and_nothing_where_there_is_none(monke
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("pynvml"), RuntimeError("no driver")])
-def test_a_gpu_that_cannot_be_asked_is_no_error(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_gpu_that_cannot_be_asked_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def refuse() -> int:
         raise error
 

@@ -33,7 +33,10 @@ def test_an_optional_column_that_is_not_there_is_left_to_the_default():
     def f(prompts, values="default"): ...
 
     assert inputs_of(f) == ([], {"prompts": ["p"]})
-    assert inputs_of(f, columns={**COLUMNS, "values": [1.0]}) == ([], {"prompts": ["p"], "values": [1.0]})
+    assert inputs_of(f, columns={**COLUMNS, "values": [1.0]}) == (
+        [],
+        {"prompts": ["p"], "values": [1.0]},
+    )
 
 
 def test_a_required_column_that_is_not_there_is_no_silence():
@@ -54,10 +57,17 @@ def test_columns_that_come_in_the_batch_are_not_passed():
 
 
 def test_engines_services_and_reduce():
-    resources = {name: name.upper() for name in ("reward_fn", "tokenizer", "reduce", "critic", "ref")}
+    resources = {
+        name: name.upper() for name in ("reward_fn", "tokenizer", "reduce", "critic", "ref")
+    }
     assert inputs_of(lambda reduce, critic, *, reward_fn, tokenizer: None, resources) == (
         [],
-        {"reduce": "REDUCE", "critic": "CRITIC", "reward_fn": "REWARD_FN", "tokenizer": "TOKENIZER"},
+        {
+            "reduce": "REDUCE",
+            "critic": "CRITIC",
+            "reward_fn": "REWARD_FN",
+            "tokenizer": "TOKENIZER",
+        },
     )
 
 
@@ -67,7 +77,10 @@ def test_a_barrier_is_over_all_ranks_that_run_it_and_not_over_those_with_samples
 
 
 def test_a_name_for_an_engine_is_given_its_engine_and_no_column():
-    assert inputs_of(lambda critic: None, {"critic": 1}, columns={"critic": 2}) == ([], {"critic": 1})
+    assert inputs_of(lambda critic: None, {"critic": 1}, columns={"critic": 2}) == (
+        [],
+        {"critic": 1},
+    )
 
 
 def test_what_the_call_has_is_passed_as_far_as_it_is_wanted():
@@ -90,7 +103,13 @@ def test_options_and_the_config(config):
     bound = bound_of(f, config, node_role="ADVANTAGE", lam=0.5)
     assert compile_inputs(bound, {})(COLUMNS, {}) == (
         [],
-        {"prompts": ["p"], "gamma": config.algorithm.gamma, "lam": 0.5, "scale": 1.0, "config": config.algorithm},
+        {
+            "prompts": ["p"],
+            "gamma": config.algorithm.gamma,
+            "lam": 0.5,
+            "scale": 1.0,
+            "config": config.algorithm,
+        },
     )
 
 
@@ -111,9 +130,13 @@ def test_a_batch_reward_receives_its_batch_config_and_options(config):
     )
 
 
-@pytest.mark.parametrize(("settings", "engine"), [({"node_role": "CRITIC"}, "critic"), ({"engine": "ref"}, "ref")])
+@pytest.mark.parametrize(
+    ("settings", "engine"), [({"node_role": "CRITIC"}, "critic"), ({"engine": "ref"}, "ref")]
+)
 def test_the_parameter_engine_is_that_of_the_role_or_of_add_node(config, settings, engine):
-    inputs = compile_inputs(bound_of(lambda engine: None, config, **settings), {"critic": "critic", "ref": "ref"})
+    inputs = compile_inputs(
+        bound_of(lambda engine: None, config, **settings), {"critic": "critic", "ref": "ref"}
+    )
     assert inputs({}, {}) == ([], {"engine": engine})
 
 
@@ -133,7 +156,9 @@ def test_the_parameter_engine_is_not_one_that_the_function_names_besides(config)
     ],
 )
 def test_an_engine_or_a_service_that_the_worker_has_not(config, fn, missing):
-    with pytest.raises(PipelineError, match=f"node 'x' needs '{missing}', .*did you mean '{missing}s'"):
+    with pytest.raises(
+        PipelineError, match=f"node 'x' needs '{missing}', .*did you mean '{missing}s'"
+    ):
         compile_inputs(bound_of(fn, config), {f"{missing}s": 1})
 
 

@@ -76,29 +76,60 @@ def watched(offloads: dict[str, Offloads], spec: Spec) -> Spec:
     for name, engine in engines.items():
         made = factories[name]
         assert isinstance(made, partial)
-        target, trainer = f"{__name__}:{engine.__name__}", made.keywords.get("trainer")
+        target = f"{__name__}:{engine.__name__}"
+        trainer = made.keywords.get("trainer")
         changed = {"trainer": trainer._replace(engine=target)} if trainer else {"engine": target}
         factories[name] = partial(made.func, **{**made.keywords, **changed})
     return replace(spec, factories=factories, options=replace(spec.options, offloads=offloads))
 
 
 @pytest.mark.slow
-def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none_does(tmp_path: Path) -> None:
+def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none_does(
+    tmp_path: Path,
+) -> None:
     playground = Playground(tmp_path)
-    keys = (*KEYS, f"critic.model.path={playground.write_critic()}", f"data.val_files={tmp_path}/rows.jsonl")
+    keys = (
+        *KEYS,
+        f"critic.model.path={playground.write_critic()}",
+        f"data.val_files={tmp_path}/rows.jsonl",
+    )
     plain = playground.run("ppo", *keys, name="plain")
     EVENTS.clear()
-    offloads = {"actor": Offloads(weights=True, moments=True), "critic": Offloads(weights=True, moments=False)}
+    offloads = {
+        "actor": Offloads(weights=True, moments=True),
+        "critic": Offloads(weights=True, moments=False),
+    }
     run = playground.run("ppo", *keys, name="moved", spoil=partial(watched, offloads))
     for role in ("actor", "critic"):
-        ours, theirs = (CheckpointStore(each.folder / "checkpoints").load(2).load(role) for each in (run, plain))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        ours, theirs = (
+            CheckpointStore(each.folder / "checkpoints").load(2).load(role) for each in (run, plain)
+        )
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in theirs
+        )
     canary = ["generate", "offload actor weights moments", "offload critic weights"]
-    scored = ["generate", "onload actor", "offload actor weights moments", "onload critic", "offload critic weights"]
-    audited = ["onload actor", "onload critic", "step actor", "offload actor weights moments", "step critic"]
+    scored = [
+        "generate",
+        "onload actor",
+        "offload actor weights moments",
+        "onload critic",
+        "offload critic weights",
+    ]
+    audited = [
+        "onload actor",
+        "onload critic",
+        "step actor",
+        "offload actor weights moments",
+        "step critic",
+    ]
     published = ["offload critic weights", "onload actor", "offload actor weights moments"]
     step = [*scored, *audited, *published]
-    checked = ["onload actor", "onload critic", "offload actor weights moments", "offload critic weights"]
+    checked = [
+        "onload actor",
+        "onload critic",
+        "offload actor weights moments",
+        "offload critic weights",
+    ]
     assert [*canary, *step, "generate", *checked, *step, "generate", *checked] == EVENTS
 
 
@@ -115,8 +146,11 @@ class Recorded:
         self.moves.append("onload")
 
 
-def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloaded_is_never_asked() -> None:
-    actor, critic = Recorded(), Recorded()
+def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloaded_is_never_asked() -> (  # noqa: E501
+    None
+):
+    actor = Recorded()
+    critic = Recorded()
     residence = Offload({"actor": actor, "critic": critic}, {"actor": Offloads(False, True)})  # type: ignore[dict-item]
     for roles in ((), (), ("critic",), ("actor", "critic"), ("actor",), ()):
         residence.only(roles)
@@ -158,31 +192,51 @@ class LookingEngine(TorchTrainEngine):
 
 
 def looking(spec: Spec) -> Spec:
-    actor, rollout = spec.factories["actor"], spec.factories["rollout"]
+    actor = spec.factories["actor"]
+    rollout = spec.factories["rollout"]
     assert isinstance(actor, partial) and isinstance(rollout, partial)
     trainer = actor.keywords["trainer"]._replace(engine=f"{__name__}:LookingEngine")
-    factories = {**spec.factories, "actor": partial(actor.func, **{**actor.keywords, "trainer": trainer})}
+    factories = {
+        **spec.factories,
+        "actor": partial(actor.func, **{**actor.keywords, "trainer": trainer}),
+    }
     engine = f"{__name__}:KnownRollout"
     return replace(
-        spec, factories=factories | {"rollout": partial(rollout.func, **{**rollout.keywords, "engine": engine})}
+        spec,
+        factories=factories
+        | {"rollout": partial(rollout.func, **{**rollout.keywords, "engine": engine})},
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "hf"])
-def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(tmp_path: Path, engine: str) -> None:
+def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(
+    tmp_path: Path, engine: str
+) -> None:
     """Also where an update is skipped: weights that are free come again, changed or not."""
     playground = Playground(tmp_path)
-    keys = (*KEYS, "actor_rollout_ref.model.dtype=bfloat16", f"data.val_files={tmp_path}/rows.jsonl")
-    keys = (*keys, f"actor_rollout_ref.rollout.name={engine}", "trainer.total_training_steps=3", "trainer.save_freq=3")
+    keys = (
+        *KEYS,
+        "actor_rollout_ref.model.dtype=bfloat16",
+        f"data.val_files={tmp_path}/rows.jsonl",
+    )
+    keys = (
+        *keys,
+        f"actor_rollout_ref.rollout.name={engine}",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+    )
     keys = (*keys, "actor_rollout_ref.rollout.n=2")
     spoil = looking if engine == "embedded" else lambda spec: spec
     HELD.clear()
     plain = playground.run("grpo", *keys, name="plain", spoil=spoil)
     number = len(HELD)
     freed = playground.run("grpo", *keys, FREE, name="freed", spoil=spoil)
-    ours, theirs = freed.weights(3), plain.weights(3)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours = freed.weights(3)
+    theirs = plain.weights(3)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
     assert freed.notes("warning") == plain.notes("warning")
     if engine == "embedded":
         assert number == 3 and len(HELD) == 6 and max(HELD[number:]) < min(HELD[:number]) / 50

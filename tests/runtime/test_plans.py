@@ -26,7 +26,9 @@ from tests.e2e.runs import Playground
 STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
 
 
-def split(pipeline: BoundPipeline, *parts: tuple[Sequence[str], Sequence[str]]) -> tuple[RankPlan, ...]:
+def split(
+    pipeline: BoundPipeline, *parts: tuple[Sequence[str], Sequence[str]]
+) -> tuple[RankPlan, ...]:
     return tuple(rank_plan(pipeline, rank, "cpu", *part) for rank, part in enumerate(parts))
 
 
@@ -37,10 +39,15 @@ def run_ranks(spec: Spec) -> list[Resources]:
     ledger = Ledger(spec.run_dir / "ledger.jsonl")
     coordinator = Coordinator(spec.data, ledger)
     store = CheckpointStore(spec.run_dir / "checkpoints")
-    with Recorder(spec, spec.data.total_steps, 0, -1) as recorder, StopRequest(lambda name: None) as stop:
+    with (
+        Recorder(spec, spec.data.total_steps, 0, -1) as recorder,
+        StopRequest(lambda name: None) as stop,
+    ):
         ports = local_ports(coordinator, recorder.waits)
         version = coordinator.version
-        generating = replace(ports, validate=lambda step: [workers[0].validation.validate_part(step, 0, 1)])
+        generating = replace(
+            ports, validate=lambda step: [workers[0].validation.validate_part(step, 0, 1)]
+        )
         workers = [
             build_worker(WorkerInputs(spec, rank, own, each, recorder, store, stop, {}, version))
             for rank, (own, each) in enumerate(zip(resources, (ports, generating), strict=False))
@@ -62,7 +69,12 @@ def weights(resources: Resources) -> dict[str, Tensor]:
 
 def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
-    keys = (*STEPS, "trainer.logger=[]", "trainer.test_freq=1", f"data.val_files={tmp_path}/rows.jsonl")
+    keys = (
+        *STEPS,
+        "trainer.logger=[]",
+        "trainer.test_freq=1",
+        f"data.val_files={tmp_path}/rows.jsonl",
+    )
     _, spec = playground.spec("grpo", *keys, name="one")
     (one,) = run_ranks(spec)
     _, spec = playground.spec("grpo", *keys, name="two")
@@ -70,12 +82,18 @@ def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Pat
     rollout_nodes, training_nodes = (
         [n.node_id for n in nodes] for nodes in (pipeline.rollout_nodes, pipeline.training_nodes)
     )
-    spec = replace(spec, plan=Plan(pipeline.graph_id, split(pipeline, (rollout_nodes, []), ([], training_nodes)), ()))
+    spec = replace(
+        spec,
+        plan=Plan(
+            pipeline.graph_id, split(pipeline, (rollout_nodes, []), ([], training_nodes)), ()
+        ),
+    )
     check_plan(spec.plan, pipeline)
     rollout, trainer = run_ranks(spec)
     assert rollout.actor is None and rollout.rollout is not None and rollout.reward_fn is not None
     assert trainer.rollout is None and trainer.reward_fn is None and trainer.ref is not None
-    ours, theirs = weights(trainer), weights(one)
+    ours = weights(trainer)
+    theirs = weights(one)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -87,7 +105,10 @@ def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path: Path) -> None
     training_nodes = [name for name in whole.training_nodes if name != "actor_train"]
     (rank,) = split(pipeline, (whole.rollout_nodes, training_nodes))
     spec = replace(spec, plan=replace(spec.plan, ranks=(rank,)))
-    before = {name: tensor.clone() for name, tensor in weights(build_resources(spec.factories, rank)).items()}
+    before = {
+        name: tensor.clone()
+        for name, tensor in weights(build_resources(spec.factories, rank)).items()
+    }
     (resources,) = run_ranks(spec)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(resources).items())
     assert resources.critic is not None and resources.critic.state().meta["num_steps"] == 3
@@ -97,5 +118,7 @@ def test_an_engine_that_nothing_uses_is_named(tmp_path: Path) -> None:
     _, spec = Playground(tmp_path).spec("grpo", *STEPS)
     (rank,) = spec.plan.ranks
     plan = replace(spec.plan, ranks=(replace(rank, engines=(*rank.engines, "critic")),))
-    with pytest.raises(UserError, match="the plan gives rank 0 the engine 'critic', which no node of pipeline"):
+    with pytest.raises(
+        UserError, match="the plan gives rank 0 the engine 'critic', which no node of pipeline"
+    ):
         check_plan(plan, spec.pipeline())

@@ -12,9 +12,14 @@ from tests.planning.test_assign_nodes_to_ranks import devices, pipelines, ppo
 
 def test_what_a_dp_group_reads_of_nodes_that_it_does_not_run_is_sent_once() -> None:
     pipeline = ppo()
-    plan = plan_ray(pipeline, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {})
+    plan = plan_ray(
+        pipeline, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {}
+    )
     assert dp_groups_of(plan) == ((2, 3), (1,)), "the policy's dp group leads"
-    found = [(each.source, each.target, each.writers, each.readers) for each in resharded_columns(plan, pipeline)]
+    found = [
+        (each.source, each.target, each.writers, each.readers)
+        for each in resharded_columns(plan, pipeline)
+    ]
     assert found == [("value", "compare", (1,), (2, 3)), ("refer", "compare", (2, 3), (1,))]
     assert str(next(resharded_columns(plan, pipeline)).key(3)) == (
         "step 4 of queue 'value to compare on ranks 2, 3' (version 3)"
@@ -29,14 +34,17 @@ def test_one_team_hands_nothing_over() -> None:
 
 @st.composite
 def allocated(draw: st.DrawFn) -> tuple[BoundPipeline, Plan]:
-    """A random pipeline whose engines lie together or apart as they come, on one to three devices each."""
+    """A random pipeline whose engines lie together or apart as they come, on one to three devices
+    each."""
     pipeline = draw(pipelines())
     assume(len(pipeline.engines) > 1)
     groups: dict[int, list[str]] = {}
     for engine in sorted(pipeline.engines):
         groups.setdefault(draw(st.integers(0, 3)), []).append(engine)
     parts = [(draw(st.integers(1, 3)), engines) for engines in groups.values()]
-    text = "+".join("|".join(f"torch[{engine}]:d{size}" for engine in engines) for size, engines in parts)
+    text = "+".join(
+        "|".join(f"torch[{engine}]:d{size}" for engine in engines) for size, engines in parts
+    )
     keys = {"trainer__allocation": text}
     return pipeline, plan_ray(pipeline, devices(sum(size for size, _ in parts), **keys), "cpu", {})
 
@@ -47,28 +55,34 @@ def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeli
     pipeline, plan = case
     check_plan(plan, pipeline)
     over = [*resharded_columns(plan, pipeline)]
-    assert len({(each.source, each.readers) for each in over}) == len(over), "what is there already is not sent again"
+    assert len({(each.source, each.readers) for each in over}) == len(over), (
+        "what is there already is not sent again"
+    )
     order = [node.node_id for node in pipeline.training_nodes]
     for rank in plan.ranks:
         own = {*rank.rollout_nodes, *rank.training_nodes}
         assert rank.training_nodes == tuple(name for name in order if name in own)
-        first = {each.source: order.index(each.target) for each in over if rank.rank in each.readers}
+        first = {
+            each.source: order.index(each.target) for each in over if rank.rank in each.readers
+        }
         for name in rank.training_nodes:
             lost = {
-                dep for dep in pipeline.node(name).deps if dep not in own and first.get(dep, 99) > order.index(name)
+                dep
+                for dep in pipeline.node(name).deps
+                if dep not in own and first.get(dep, 99) > order.index(name)
             }
             assert not lost, f"rank {rank.rank} runs {name} without {lost}"
     for each in over:
-        assert each.writers and all(each.source in plan.ranks[rank].training_nodes for rank in each.writers)
+        assert each.writers and all(
+            each.source in plan.ranks[rank].training_nodes for rank in each.writers
+        )
     check_that_all_end(plan, pipeline)
 
 
 def check_that_all_end(plan: Plan, pipeline: BoundPipeline) -> None:
     """Dp groups run their nodes one by one, and wait before one for the columns that it reads."""
-    over, left = (
-        [*resharded_columns(plan, pipeline)],
-        {dp_group: [*plan.ranks[dp_group[0]].training_nodes] for dp_group in dp_groups_of(plan)},
-    )
+    over = [*resharded_columns(plan, pipeline)]
+    left = {dp_group: [*plan.ranks[dp_group[0]].training_nodes] for dp_group in dp_groups_of(plan)}
     while any(left.values()):
         going = [
             dp_group

@@ -1,4 +1,5 @@
-"""Rewards in the signatures of other systems: one sample at a time, async ones too, or a whole batch."""
+"""Rewards in the signatures of other systems: one sample at a time, async ones too, or a whole
+batch."""
 
 import asyncio
 from typing import Any
@@ -16,7 +17,11 @@ from tests.runtime.groups import context, group, group_with_responses, step
 
 def judged(function: Any, **settings: Any) -> Group:
     on = group_with_responses()
-    asyncio.run(step(function, node_role="REWARD", **settings).on_group(on, context(group=on), PlainCalls(), 10.0))
+    asyncio.run(
+        step(function, node_role="REWARD", **settings).on_group(
+            on, context(group=on), PlainCalls(), 10.0
+        )
+    )
     return on
 
 
@@ -54,12 +59,15 @@ def test_a_reward_that_is_no_finite_number_is_the_user_s_error(answer: Any) -> N
     def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
         return answer if solution_str == "r1" else 1.0
 
-    with pytest.raises(UserNodeError, match="node 'x' was asked to score sample 1 of its group: it returned"):
+    with pytest.raises(
+        UserNodeError, match="node 'x' was asked to score sample 1 of its group: it returned"
+    ):
         judged(compute_score)
 
 
 def test_the_reward_of_a_whole_batch_may_be_as_wide_as_the_sequence() -> None:
-    """Other systems give rewards of the attention mask's shape, with the score anywhere in the row."""
+    """Other systems give rewards of the attention mask's shape, with the score anywhere in the
+    row."""
 
     def compute_custom_reward(batch, config, **kwargs):  # type: ignore[no-untyped-def]
         wide = torch.zeros(batch["attention_mask"].shape)
@@ -75,7 +83,10 @@ def test_the_reward_of_a_whole_batch_may_be_as_wide_as_the_sequence() -> None:
 def test_the_reward_of_a_whole_batch_may_be_one_for_each_response_token() -> None:
     def compute_custom_reward(batch, config, **kwargs):  # type: ignore[no-untyped-def]
         assert batch["index"].tolist() == [0, 0] and batch["data_source"] == ["default"] * 2
-        return {"token_level_scores": batch["response_mask"], "token_level_rewards": batch["response_mask"] / 2}
+        return {
+            "token_level_scores": batch["response_mask"],
+            "token_level_rewards": batch["response_mask"] / 2,
+        }
 
     batch = judged(compute_custom_reward).batch()
     assert batch["scores"].tolist() == [2.0, 4.0]
@@ -94,7 +105,9 @@ def test_two_scores_for_a_sample_and_no_batch_at_all_are_refused() -> None:
         (two, "token_level_rewards other than token_level_scores"),
         (none, "returned NoneType"),
     ):
-        with pytest.raises(UserNodeError, match=f"node 'x' returned {words.removeprefix('returned ')}"):
+        with pytest.raises(
+            UserNodeError, match=f"node 'x' returned {words.removeprefix('returned ')}"
+        ):
             judged(function)
 
 
@@ -117,8 +130,12 @@ def test_an_async_reward_of_a_batch_is_awaited() -> None:
     assert on["scores"].tolist() == [2.0, 2.0] and on["acc"].tolist() == [1.0, 0.0]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("returned", "right"), [({"score": 0.3, "acc": True}, 1.0), ({"score": 0.3}, 0.3), (0.5, 0.5)])
-def test_how_right_a_response_is_where_a_reward_says_so_and_else_its_score(returned: Any, right: float) -> None:
+@pytest.mark.parametrize(
+    ("returned", "right"), [({"score": 0.3, "acc": True}, 1.0), ({"score": 0.3}, 0.3), (0.5, 0.5)]
+)
+def test_how_right_a_response_is_where_a_reward_says_so_and_else_its_score(
+    returned: Any, right: float
+) -> None:
     def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
         return returned
 

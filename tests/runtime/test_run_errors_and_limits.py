@@ -3,14 +3,22 @@
 import pytest
 
 from distflow.rewards.reward_results import CallCounts, RewardCounts
-from distflow.runtime.run_errors_and_limits import ErrorShare, TooManyErrors, repair_advice, warn_of_errors
+from distflow.runtime.run_errors_and_limits import (
+    ErrorShare,
+    TooManyErrors,
+    repair_advice,
+    warn_of_errors,
+)
 
 
 def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:
     tally = CallCounts()
     for asked, failed, first in ((4, 0, ""), (4, 1, "one"), (0, 2, "other")):
         tally.add(RewardCounts(asked, failed, first, {"reward/calls": asked}))
-    assert tally.take() == RewardCounts(8, 3, "one", {"reward/calls": 8}) and tally.take() == RewardCounts()
+    assert (
+        tally.take() == RewardCounts(8, 3, "one", {"reward/calls": 8})
+        and tally.take() == RewardCounts()
+    )
     assert RewardCounts(8, 3).share == 0.375 and RewardCounts().share == 0.0
 
 
@@ -33,18 +41,30 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
     [
         ("custom: it returned None", "Correct the named function (custom_reward_function.path, "),
         ("custom: no score within 3 s", "(data.answer_key); if it is slow, raise reward.timeout_s"),
-        ("workflow mine: KeyError: 'x' (at mine.py:3)", "Correct the workflow (actor_rollout_ref.rollout.workflow, "),
-        ("workflow mine: an episode did not end within 10 s (reward.timeout_s)", "; if it is slow, raise"),
-        ("custom: ValueError: no workflow within the row (at mine.py:3)", "Correct the named function"),
+        (
+            "workflow mine: KeyError: 'x' (at mine.py:3)",
+            "Correct the workflow (actor_rollout_ref.rollout.workflow, ",
+        ),
+        (
+            "workflow mine: an episode did not end within 10 s (reward.timeout_s)",
+            "; if it is slow, raise",
+        ),
+        (
+            "custom: ValueError: no workflow within the row (at mine.py:3)",
+            "Correct the named function",
+        ),
     ],
 )
 def test_the_advice_is_for_what_failed(first: str, advice: str) -> None:
     assert advice in repair_advice(first)
-    assert ("if it is slow" in repair_advice(first)) == ("within 3 s" in first or "timeout_s" in first)
+    assert ("if it is slow" in repair_advice(first)) == (
+        "within 3 s" in first or "timeout_s" in first
+    )
 
 
 @pytest.mark.parametrize(
-    ("failed", "limit", "stops"), [(50, 0.5, False), (51, 0.5, True), (100, 1.0, False), (1, 0.0, True)]
+    ("failed", "limit", "stops"),
+    [(50, 0.5, False), (51, 0.5, True), (100, 1.0, False), (1, 0.0, True)],
 )
 def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> None:
     share = ErrorShare(limit, lambda message: None)

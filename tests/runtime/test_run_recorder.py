@@ -30,7 +30,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
 
 
 def record(spec: Spec, folder: Path, **options: Any) -> Recorder:
-    return Recorder(replace(spec, options=replace(spec.options, run_dir=folder, logger=(), **options)), 5, 0, None)
+    return Recorder(
+        replace(spec, options=replace(spec.options, run_dir=folder, logger=(), **options)),
+        5,
+        0,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,9 @@ def record(spec: Spec, folder: Path, **options: Any) -> Recorder:
         ({"save_groups": "last_k", "save_groups_last": 2}, [3, 4]),
     ],
 )
-def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, Any], left: list[int]) -> None:
+def test_groups_are_kept_as_asked(
+    spec: Spec, tmp_path: Path, mode: dict[str, Any], left: list[int]
+) -> None:
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
     with record(spec, tmp_path / "run", **mode) as recorder:
         for step in range(1, 5):
@@ -55,7 +62,9 @@ def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, An
         assert len(texts) == len(tokenizer)
 
 
-def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec: Spec, tmp_path: Path) -> None:
+def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(
+    spec: Spec, tmp_path: Path
+) -> None:
     spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
     for part, name in enumerate(("training.jsonl", "training-1.jsonl")):
         recorder = Recorder(spec, 5, 0, None, process=ReportingProcess(part))
@@ -86,8 +95,13 @@ def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Pa
                 recorder.training_step(step, {"actor/skipped": 1.0}, group())
     (found,) = (event for event in read_events(tmp_path / "run") if event.kind == "finding")
     (posted,) = got
-    assert posted["rule"] == found.fields["rule"] == "skipped-updates" and posted["step"] == found.step
-    assert str(posted["message"]) in found.message and address not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert (
+        posted["rule"] == found.fields["rule"] == "skipped-updates" and posted["step"] == found.step
+    )
+    assert (
+        str(posted["message"]) in found.message
+        and address not in (tmp_path / "run" / "events.jsonl").read_text()
+    )
 
 
 def test_audits_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: Path) -> None:
@@ -98,7 +112,9 @@ def test_audits_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: 
                 recorder._step = step - 1
                 recorder.audited(f"audit of step {step}", ["groups"], {})
             recorder._step = 3
-            recorder.audited("audit of the validation after step 3", ["validation"], {}, of="validation")
+            recorder.audited(
+                "audit of the validation after step 3", ["validation"], {}, of="validation"
+            )
     events = read_events(tmp_path / "run")
     assert [event.step for event in events if event.kind == "audit"] == [1, 2, 3, 3, 2, 3, 3]
     assert describe_audits(events).text.startswith("3 steps were audited: computed again")
@@ -132,7 +148,10 @@ def test_a_disk_that_fails_at_the_end_does_not_hide_the_first_error(
 
 
 def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path: Path) -> None:
-    with record(spec, tmp_path / "run") as recorder, recorder.waits("training", "step 3", on="rollout"):
+    with (
+        record(spec, tmp_path / "run") as recorder,
+        recorder.waits("training", "step 3", on="rollout"),
+    ):
         pass
     span = json.loads((tmp_path / "run" / "spans" / "training.jsonl").read_text())
     assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "rollout")
@@ -144,13 +163,24 @@ def test_waits_for_rows_and_collectives_are_spans_if_they_last(spec: Spec, tmp_p
             for seconds in (0.0005, 0.25):
                 recorder._waited(Wait("training", what, on, 5.0), 5.0 + seconds)
     lines = (tmp_path / "run" / "spans" / "training.jsonl").read_text().splitlines()
-    assert [(span["what"], span["t1"]) for span in map(json.loads, lines)] == [("rows", 5.25), (COLLECTIVE, 5.25)]
+    assert [(span["what"], span["t1"]) for span in map(json.loads, lines)] == [
+        ("rows", 5.25),
+        (COLLECTIVE, 5.25),
+    ]
 
 
-@pytest.mark.parametrize("error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)])
-def test_a_run_that_fails_leaves_a_report_with_its_error(spec: Spec, tmp_path: Path, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)]
+)
+def test_a_run_that_fails_leaves_a_report_with_its_error(
+    spec: Spec, tmp_path: Path, error: BaseException
+) -> None:
     said: list[str] = []
-    with pytest.raises(type(error)), reported(tmp_path / "run", said.append), record(spec, tmp_path / "run"):
+    with (
+        pytest.raises(type(error)),
+        reported(tmp_path / "run", said.append),
+        record(spec, tmp_path / "run"),
+    ):
         raise error
     assert said == [f"report of the failed run: {tmp_path}/run/report.html"]
     data = report_data(tmp_path / "run")
@@ -162,8 +192,12 @@ def test_a_run_that_fails_leaves_a_report_with_its_error(spec: Spec, tmp_path: P
         SystemExit: "SystemExit: 3",
     }
     assert data["failure"]["message"] == message[type(error)]
-    assert ("test_run_recorder.py" in data["failure"]["traceback"]) == (type(error) is not UserError)
-    assert data["sentences"][0]["text"].startswith("A check stopped" if type(error) is TrustError else "It failed")
+    assert ("test_run_recorder.py" in data["failure"]["traceback"]) == (
+        type(error) is not UserError
+    )
+    assert data["sentences"][0]["text"].startswith(
+        "A check stopped" if type(error) is TrustError else "It failed"
+    )
     assert (tmp_path / "run" / "report.html").is_file()
 
 
@@ -179,16 +213,23 @@ def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Pa
     assert len(said) == 1 and said[0].startswith("the report cannot be written")
 
 
-def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
+def test_responses_of_groups_that_a_node_drops_are_kept_with_the_reason(
+    spec: Spec, tmp_path: Path
+) -> None:
     with record(spec, tmp_path / "run") as recorder:
         for number in range(3):
             recorder.group_dropped(0, "all_equal", group(number))
         recorder.status = "finished"
-    assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [1]
+    assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [
+        1
+    ]
     rows = read_samples(tmp_path / "run", 1, "dropped")
-    assert {row["uid"] for row in rows} == {f"{number}-{i}" for number in range(3) for i in range(2)}
+    assert {row["uid"] for row in rows} == {
+        f"{number}-{i}" for number in range(3) for i in range(2)
+    }
     assert {row["dropped"] for row in rows} == {"all_equal"} and rows[0]["response"] == "r0"
-    # Those of a worker that leads nothing are found too, and those of a start that was taken back are not.
+    # Those of a worker that leads nothing are found too, and those of a start that was taken back
+    # are not.
     other = RunFolder(tmp_path / "run", 1, resumed_at=0, part=2)
     other.samples(4, [{"uid": "9-0"}], split="dropped")
     other.event("start", "", resumed_at=0)

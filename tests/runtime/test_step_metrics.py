@@ -23,7 +23,12 @@ from tests.runtime.groups import group
 
 def test_scores_of_samples_without_a_score_are_left_out() -> None:
     metrics = score_metrics(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
-    assert metrics == {"reward/mean_score": 2.0, "reward/std": 1.0, "reward/max": 3.0, "reward/min": 1.0}
+    assert metrics == {
+        "reward/mean_score": 2.0,
+        "reward/std": 1.0,
+        "reward/max": 3.0,
+        "reward/min": 1.0,
+    }
     assert score_metrics(torch.tensor([1.0]), torch.tensor([False])) == {}
 
 
@@ -54,7 +59,10 @@ def test_an_episode_with_branches_is_as_long_as_its_longest_conversation() -> No
     batch["forks"] = [[["1", 2], ["2", 5]], []]
     batch["response_mask"] = torch.tensor([[1.0, 1, 0, 0, 1, 0, 1, 0, 1], [1.0] * 4 + [0] * 5])
     metrics = batch_metrics(Figures.of(batch))
-    assert metrics["rollout/avg_response_length"] == 3.5 and metrics["rollout/max_response_length"] == 4
+    assert (
+        metrics["rollout/avg_response_length"] == 3.5
+        and metrics["rollout/max_response_length"] == 4
+    )
     assert batch.lengths("response").tolist() == [9, 4]
 
 
@@ -63,7 +71,9 @@ def test_a_batch() -> None:
     batch["token_level_scores"] = torch.tensor([[0.0, 1.0, 0, 0], [0, 0, 0, 9.0]])
     batch["reward_parts"] = [{"math": 1.0}, {}]
     metrics = batch_metrics(Figures.of(batch))
-    assert metrics["rollout/avg_response_length"] == 3 and metrics["rollout/max_response_length"] == 4
+    assert (
+        metrics["rollout/avg_response_length"] == 3 and metrics["rollout/max_response_length"] == 4
+    )
     assert metrics["rollout/avg_prompt_length"] == 3 and metrics["rollout/truncated"] == 0
     assert metrics["reward/mean_score"] == 1.0 and metrics["reward/math/mean"] == 1.0
 
@@ -74,30 +84,55 @@ def test_domains_are_told_apart() -> None:
     batch["group_index"] = torch.tensor([4, 4, 6, 7])
     batch["valid"] = torch.tensor([True, False, True, True])
     batch["token_level_scores"] = torch.tensor([[0, 0, 1.0], [0, 0, 9.0], [0, 0, 2.0], [0, 0, 4.0]])
-    batch["reward_parts"] = [{"exact": 1.0}, {}, {"tests": 2.0, "format": 0.0}, {"tests": 4.0, "format": 1.0}]
+    batch["reward_parts"] = [
+        {"exact": 1.0},
+        {},
+        {"tests": 2.0, "format": 0.0},
+        {"tests": 4.0, "format": 1.0},
+    ]
     found = batch_metrics(Figures.of(batch))
     by_domain = {name: value for name, value in found.items() if "math" in name or "code" in name}
     assert by_domain == {
-        "domains/math/groups": 1, "reward/math/mean_score": 1.0, "reward/math/exact": 1.0,
-        "domains/code/groups": 2, "reward/code/mean_score": 3.0, "reward/code/tests": 3.0, "reward/code/format": 0.5,
-    }  # fmt: skip
+        "domains/math/groups": 1,
+        "reward/math/mean_score": 1.0,
+        "reward/math/exact": 1.0,
+        "domains/code/groups": 2,
+        "reward/code/mean_score": 3.0,
+        "reward/code/tests": 3.0,
+        "reward/code/format": 0.5,
+    }
     assert not [name for name in batch_metrics(Figures.of(group())) if name.startswith("domains/")]
 
 
 def test_what_became_of_a_domains_groups() -> None:
     domains = {"math": DomainCounts(6, 3, {"all_equal": 2}), "code": DomainCounts(3, 0)}
-    group_counts = GroupCounts(issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains)
-    found = {name: value for name, value in group_metrics(group_counts, {}, 1).items() if name.startswith("domains/")}
+    group_counts = GroupCounts(
+        issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains
+    )
+    found = {
+        name: value
+        for name, value in group_metrics(group_counts, {}, 1).items()
+        if name.startswith("domains/")
+    }
     assert found == {
-        "domains/math/issued": 6, "domains/math/consumed": 3, "domains/math/dropped/all_equal": 2,
-        "domains/code/issued": 3, "domains/code/consumed": 0,
-    }  # fmt: skip
+        "domains/math/issued": 6,
+        "domains/math/consumed": 3,
+        "domains/math/dropped/all_equal": 2,
+        "domains/code/issued": 3,
+        "domains/code/consumed": 0,
+    }
 
 
 def test_counters_and_ages() -> None:
-    group_counts = GroupCounts(issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1})
+    group_counts = GroupCounts(
+        issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1}
+    )
     metrics = group_metrics(group_counts, Figures.of(group()).versions, step=2)
-    assert metrics["async/enqueued"] == 9 and metrics["async/accepted"] == 5 and metrics["async/rejected"] == 3
+    assert (
+        metrics["async/enqueued"] == 9
+        and metrics["async/accepted"] == 5
+        and metrics["async/rejected"] == 3
+    )
     assert metrics["async/stale_data_count"] == 1 and metrics["async/dropped/all_equal"] == 2
     assert metrics["async/version_diff/max"] == 2 and metrics["async/version_diff/mean"] == 2
 
@@ -113,14 +148,18 @@ def test_a_row_for_each_sample() -> None:
     rows = sample_rows(batch)
     assert [row["advantage"] for row in rows] == [pytest.approx(2.0), pytest.approx(2.0)]
     assert rows[0]["score"] is None and rows[0]["errors"] is None and rows[0]["reward_parts"] == {}
-    assert rows[1]["response_length"] == 4 and rows[1]["versions"] == [0] and rows[1]["uid"] == "0-1"
+    assert (
+        rows[1]["response_length"] == 4 and rows[1]["versions"] == [0] and rows[1]["uid"] == "0-1"
+    )
 
 
 def test_what_has_no_score_is_shown_without_a_score() -> None:
     batch = group(lengths=(1, 1, 1))
     batch["token_level_scores"] = torch.tensor([[1.0], [0.0], [0.25]])
-    batch["acc"], batch["valid"] = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([True, False, True])
-    batch["reward_errors"] = [None, "judge: no luck", "judge: no luck"]  # the third was given a score
+    batch["acc"] = torch.tensor([1.0, 0.0, 0.0])
+    batch["valid"] = torch.tensor([True, False, True])
+    # the third was given a score
+    batch["reward_errors"] = [None, "judge: no luck", "judge: no luck"]
     rows = sample_rows(batch)
     assert [(row["score"], row["acc"]) for row in rows] == [(1.0, 1.0), (None, None), (0.25, None)]
 
@@ -150,11 +189,20 @@ def test_the_figures_of_ranks_joined_are_those_of_the_whole_step() -> None:
         each["token_level_scores"] = torch.ones(2, 3 + number) * number
         each["reward_parts"] = [{"math": float(number)}, {}]
     whole = Figures.of(Batch.concat(groups))
-    parts = [Figures.of(Batch.concat(groups[:2])), Figures.of(groups[2]), Figures.of(groups[0].select([]))]
+    parts = [
+        Figures.of(Batch.concat(groups[:2])),
+        Figures.of(groups[2]),
+        Figures.of(groups[0].select([])),
+    ]
     group_counts = GroupCounts(issued=3, running=0, complete=0, consumed=3, dropped={})
     for figures in (Figures.joined([Figures.of(Batch.concat(groups))]), Figures.joined(parts)):
-        assert batch_metrics(figures) == batch_metrics(whole) and figures.num_tokens == whole.num_tokens
-        assert group_metrics(group_counts, figures.versions, 1) == group_metrics(group_counts, whole.versions, 1)
+        assert (
+            batch_metrics(figures) == batch_metrics(whole)
+            and figures.num_tokens == whole.num_tokens
+        )
+        assert group_metrics(group_counts, figures.versions, 1) == group_metrics(
+            group_counts, whole.versions, 1
+        )
 
 
 def test_two_things_never_share_a_metric() -> None:
@@ -164,7 +212,11 @@ def test_two_things_never_share_a_metric() -> None:
     batch["domain"] = ["math", "math"]
     batch["reward_parts"] = [{"math": 1.0, "format": 0.0}, {"math": 0.0, "format": 1.0}]
     found = batch_metrics(Figures.of(batch))
-    assert (found["reward/math/mean"], found["reward/math/math"], found["reward/math/mean_score"]) == (0.5, 0.5, 0.5)
+    assert (
+        found["reward/math/mean"],
+        found["reward/math/math"],
+        found["reward/math/mean_score"],
+    ) == (0.5, 0.5, 0.5)
     for name in ("mean", "mean_score"):
         batch["reward_parts"] = [{"math": 1.0, name: 0.0}, {"math": 0.0, name: 0.0}]
         with pytest.raises(UserError, match=f"'reward/math/{name}' would have two meanings"):

@@ -1,4 +1,5 @@
-"""What validation says: accuracies by domain, pass@k against counting, responses without a score."""
+"""What validation says: accuracies by domain, pass@k against counting, responses without a
+score."""
 
 import asyncio
 import itertools
@@ -48,20 +49,29 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_response(n: int) -> None:
 def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., object]:
     """Scores by group and sample; None: no score."""
 
-    async def answer(chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
+    async def answer(
+        chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams
+    ) -> Batch | Drop:
         found = [score(prompt_group, i) for i in range(prompt_group.group_size)]
-        batch = group(prompt_group.group_id, (1,) * prompt_group.group_size, tuple(s is not None for s in found))
+        batch = group(
+            prompt_group.group_id,
+            (1,) * prompt_group.group_size,
+            tuple(s is not None for s in found),
+        )
         batch["acc"] = torch.tensor([s or 0.0 for s in found])
         return batch
 
     return answer
 
 
-def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str, float], list[dict[str, object]]]:
+def run(
+    chosen: ValidationSet, answer: Callable[..., object]
+) -> tuple[dict[str, float], list[dict[str, object]]]:
     class Answers(Validator):
         _respond = staticmethod(answer)  # type: ignore[assignment]
 
-    validator = Answers([chosen], None, None, (), 9, print)  # type: ignore[arg-type]  # it answers by itself
+    # it answers by itself
+    validator = Answers([chosen], None, None, (), 9, print)  # type: ignore[arg-type]
     whole = asyncio.run(validator.run(7))
     parts = [asyncio.run(validator.run(7, part, 2)) for part in range(2)]
     assert ValidationResults.joined(parts).metrics() == whole.metrics()
@@ -90,14 +100,18 @@ def test_greedy_and_sampled_responses_by_domain() -> None:
         "val_correct/b/pass@4": 1.0,
         "val/errors": 0.0,
     }
-    assert [(s["set"], s["kind"]) for s in samples] == [("val", "greedy")] * 3 + [("val", "sampled")] * 12
+    assert [(s["set"], s["kind"]) for s in samples] == [("val", "greedy")] * 3 + [
+        ("val", "sampled")
+    ] * 12
 
 
 def test_sampled_responses_stand_in_where_none_is_greedy_and_powers_of_two_end_at_n() -> None:
     chosen = ValidationSet("val", rows("default"), None, SAMPLED, 3)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: float(i == 0)))
     assert metrics["val_correct/all/mean"] == pytest.approx(1 / 3)
-    assert [name for name in metrics if "pass@" in name] == [f"val_correct/all/pass@{k}" for k in (1, 2, 3)]
+    assert [name for name in metrics if "pass@" in name] == [
+        f"val_correct/all/pass@{k}" for k in (1, 2, 3)
+    ]
     assert "val_correct/default/mean" not in metrics
 
 
@@ -133,12 +147,18 @@ def test_validation_prompts_are_run_as_they_are_to_be_by_the_nodes_that_validate
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, None)
     steps = compile_steps([bound(answer), bound(reward_fn), bound(drops)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
+    plane = RolloutLoop(
+        steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords()
+    )
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
     found = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
-    metrics, rows = found.metrics(), found.rows
-    assert metrics["val_correct/all/mean"] == metrics["val_correct/all/mean@2"] == 0.5 and len(rows) == 6
+    metrics = found.metrics()
+    rows = found.rows
+    assert (
+        metrics["val_correct/all/mean"] == metrics["val_correct/all/mean@2"] == 0.5
+        and len(rows) == 6
+    )
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     assert all(validating for _, validating in asked), "a fault drops no group here"
     drawn = [(group.params, group.stream, len(group)) for group, _ in asked]
@@ -160,25 +180,39 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_responses_only() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, None)
     steps = compile_steps([bound(answer), bound(reward_fn)], {})
-    plane = RolloutLoop(steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords())
+    plane = RolloutLoop(
+        steps, waiting_group, contexts.for_rollout, None, 10.0, GroupEvents(), GroupRecords()
+    )
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
-    validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
+    validator = Validator(
+        [ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append
+    )
     found = asyncio.run(validator.run(5))
-    metrics, rows = found.metrics(), found.rows
+    metrics = found.metrics()
+    rows = found.rows
     assert metrics == {"val_correct/all/mean": 0.5, "val/errors": 1.0} and len(rows) == 1
-    assert len(said) == 1 and said[0].startswith("validation prompt 0 of 'own': ") and "division by zero" in said[0]
+    assert (
+        len(said) == 1
+        and said[0].startswith("validation prompt 0 of 'own': ")
+        and "division by zero" in said[0]
+    )
 
 
 def test_the_validation_loss_is_a_mean_over_the_responses_tokens() -> None:
     class Scorer:
         def forward(self, batch: Batch, wanted: tuple[str, ...]) -> Batch:
-            assert wanted == ("log_probs",) and batch["response_ids"].tolist() == [[5, 0, 0], [6, 7, 8]]
+            assert wanted == ("log_probs",) and batch["response_ids"].tolist() == [
+                [5, 0, 0],
+                [6, 7, 8],
+            ]
             out = batch.only(batch.names)
             out["log_probs"] = -batch.flat("response_ids").float()
             return out
 
-    prompts = [PromptRow(i, (1,), "p", "", "default", {}, ids) for i, ids in enumerate(((5,), (6, 7, 8)))]
+    prompts = [
+        PromptRow(i, (1,), "p", "", "default", {}, ids) for i, ids in enumerate(((5,), (6, 7, 8)))
+    ]
     chosen = ValidationSet("val", prompts, None)
     metrics, rows = validation_loss([chosen], Scorer())  # type: ignore[arg-type]
     assert metrics == {"sft/val_loss": (5 + 6 + 7 + 8) / 4} and len(rows) == 2

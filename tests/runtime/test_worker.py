@@ -43,31 +43,53 @@ def steps(folder: Path, kind: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(ground: Playground) -> None:
-    """Validated each third step and saved each second, a save would else carry the metric of older weights."""
+def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(
+    ground: Playground,
+) -> None:
+    """Validated each third step and saved each second, a save would else carry the metric of older
+    weights."""
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return 1.0 if sum(map(ord, solution_str)) % 2 else 0.25\n"
     )
-    keys = ("trainer.save_freq=2", "trainer.test_freq=3", "trainer.keep_best=true", "trainer.keep_last=9")
+    keys = (
+        "trainer.save_freq=2",
+        "trainer.test_freq=3",
+        "trainer.keep_best=true",
+        "trainer.keep_last=9",
+    )
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.total_epochs=2")
     run = ground.run("grpo", *CHEAP, *keys, *data)
     assert steps(run.folder, "val") == [2, 3, 4, 6]
-    metrics = {r.step: r.values["val_correct/all/mean"] for r in read_metrics(run.folder) if r.kind == "val"}
+    metrics = {
+        r.step: r.values["val_correct/all/mean"]
+        for r in read_metrics(run.folder)
+        if r.kind == "val"
+    }
     for step in (2, 4, 6):
-        assert read_manifest(run.folder / "checkpoints" / f"step-{step:06d}").metric == metrics[step]
+        assert (
+            read_manifest(run.folder / "checkpoints" / f"step-{step:06d}").metric == metrics[step]
+        )
 
 
 def test_a_step_has_the_same_number_in_every_file(ground: Playground) -> None:
     folder = ground.run("grpo", *CHEAP, "trainer.total_epochs=1").folder
     samples = {step: read_samples(folder, step) for step in sample_steps(folder)}
-    groups = {step: {int(str(row["uid"]).partition("-")[0]) for row in rows} for step, rows in samples.items()}
+    groups = {
+        step: {int(str(row["uid"]).partition("-")[0]) for row in rows}
+        for step, rows in samples.items()
+    }
     records = [record for _, record in timeline(folder / "ledger.jsonl")]
-    consumed = {record["step"]: set(record["group_ids"]) for record in records if record["kind"] == "consumed"}
+    consumed = {
+        record["step"]: set(record["group_ids"])
+        for record in records
+        if record["kind"] == "consumed"
+    }
     assert list(consumed) == steps(folder, "train") == [1, 2, 3] and consumed == groups
     assert [record["step"] for record in records if record["kind"] == "version"] == [1, 2, 3]
     generated = {
-        step: {s["group_id"] for s in _lines(folder / "spans/rollout.jsonl", step)} - {None} for step in consumed
+        step: {s["group_id"] for s in _lines(folder / "spans/rollout.jsonl", step)} - {None}
+        for step in consumed
     }
     assert generated == consumed, "without staleness a step trains on the groups that it generated"
     for step in consumed:
@@ -84,25 +106,48 @@ def _lines(path: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("metric", "said"),
-    [("val_correct/al/mean", "did you mean 'all'"), ("val/accuracy", "choose one of .*val_correct/all/mean")],
+    [
+        ("val_correct/al/mean", "did you mean 'all'"),
+        ("val/accuracy", "choose one of .*val_correct/all/mean"),
+    ],
 )
 def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(
     ground: Playground, metric: str, said: str
 ) -> None:
     keys = ("trainer.keep_best=true", f"trainer.keep_best_metric={metric}", "trainer.test_freq=1")
-    data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.total_epochs=1", "trainer.save_freq=1")
+    data = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "trainer.total_epochs=1",
+        "trainer.save_freq=1",
+    )
     with pytest.raises(UserError, match=said):
         ground.run("grpo", *CHEAP, *keys, *data)
 
 
 def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Playground) -> None:
-    data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2", "trainer.val_before_train=true")
-    run = ground.run("grpo", *CHEAP, "trainer.save_freq=100", "trainer.test_freq=100", "trainer.total_epochs=1", *data)
+    data = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.val_max_samples=2",
+        "trainer.val_before_train=true",
+    )
+    run = ground.run(
+        "grpo",
+        *CHEAP,
+        "trainer.save_freq=100",
+        "trainer.test_freq=100",
+        "trainer.total_epochs=1",
+        *data,
+    )
     assert steps(run.folder, "val") == [0, 3] and steps(run.folder, "train") == [1, 2, 3]
     assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000003"]
     # Resumed after the end: nothing is measured or saved again.
     _, spec = ground.spec(
-        "grpo", *CHEAP, "trainer.save_freq=100", "trainer.test_freq=100", "trainer.total_epochs=1", *data
+        "grpo",
+        *CHEAP,
+        "trainer.save_freq=100",
+        "trainer.test_freq=100",
+        "trainer.total_epochs=1",
+        *data,
     )
     outcome = launch_local(spec)
     assert (outcome.steps, outcome.stopped) == (3, False) and outcome.report.exists()
@@ -111,9 +156,14 @@ def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Pl
 
 
 @pytest.mark.slow
-def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(ground: Playground) -> None:
-    """Dynamic sampling leaves no group of the second half of the rows: the step before has been the last."""
-    ground.write_rows([{"prompt": f"{i}=", "answer": "good" if i < 6 else "dull"} for i in range(12)])
+def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(
+    ground: Playground,
+) -> None:
+    """Dynamic sampling leaves no group of the second half of the rows: the step before has been the
+    last."""
+    ground.write_rows(
+        [{"prompt": f"{i}=", "answer": "good" if i < 6 else "dull"} for i in range(12)]
+    )
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return sum(map(ord, solution_str)) % 97 / 96 if ground_truth == 'good' else 0.0\n"
@@ -123,14 +173,18 @@ def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(gr
     run = ground.run("dapo", *CHEAP, *keys, f"data.val_files={ground.folder}/rows.jsonl")
     assert run.outcome.steps == 1 and steps(run.folder, "val") == [1]
     assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000001"]
-    assert notes(run.folder, "info") == ["the data ended after 1 of 2 steps: groups were dropped (6 all_equal)"]
+    assert notes(run.folder, "info") == [
+        "the data ended after 1 of 2 steps: groups were dropped (6 all_equal)"
+    ]
 
 
 def test_metrics_are_written_before_the_checkpoint_of_their_step(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run killed right after a save resumes from there: what it measured until then must be there."""
-    begin, seen = CheckpointStore.begin, []
+    """A run killed right after a save resumes from there: what it measured until then must be
+    there."""
+    begin = CheckpointStore.begin
+    seen = []
 
     def checked(self: CheckpointStore, step: int) -> Writing:
         lines = (ground.folder / "run" / "metrics.jsonl").read_text().splitlines()
@@ -142,14 +196,16 @@ def test_metrics_are_written_before_the_checkpoint_of_their_step(
     assert seen == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_which_version_they_are(
+def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_which_version_they_are(  # noqa: E501
     ground: Playground,
 ) -> None:
     run = ground.run("grpo", *CHEAP, "trainer.total_epochs=1", "trainer.save_freq=1")
     for step, metrics in enumerate(run.metrics()):
         assert (metrics["async/version_start"], metrics["async/version_end"]) == (step, step)
         assert metrics["async/version_diff/mean"] == metrics["async/version_diff/max"] == 0
-    assert {"timing_s/rollout", "timing_s/train_step", "timing_s/update_weights"} <= run.metrics()[-1].keys()
+    assert {"timing_s/rollout", "timing_s/train_step", "timing_s/update_weights"} <= run.metrics()[
+        -1
+    ].keys()
     assert len(notes(run.folder, "canary")) == 1, "engine and trainer were compared at the start"
     resumed = ground.run("grpo", *CHEAP, "trainer.total_epochs=2", "trainer.save_freq=1")
     assert [metrics["async/version_start"] for metrics in resumed.metrics()] == [0, 1, 2, 3, 4, 5]
@@ -157,7 +213,9 @@ def test_weights_are_sent_at_the_start_and_after_each_update_and_tokens_say_of_w
 
 
 @pytest.mark.slow
-def test_weights_are_sent_as_often_as_the_run_says(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_sent_as_often_as_the_run_says(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     published: list[tuple[int, bool]] = []
 
     def noted(self: WeightSender, version: Version, at_start: bool = False) -> dict[str, float]:
@@ -170,14 +228,21 @@ def test_weights_are_sent_as_often_as_the_run_says(ground: Playground, monkeypat
     run = ground.run("grpo", *CHEAP, *keys, "trainer.total_epochs=1")
     assert published == [(0, True), (2, False)]
     journal = [record for _, record in timeline(run.folder / "ledger.jsonl")]
-    versions = [(record["step"], record["weights"]) for record in journal if record["kind"] == "version"]
+    versions = [
+        (record["step"], record["weights"]) for record in journal if record["kind"] == "version"
+    ]
     assert versions == [(1, 0), (2, 2), (3, 2)]
 
 
 @pytest.mark.slow
 def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playground) -> None:
     kl = (f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.01", "horizon=50"))
-    keys = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=1", "trainer.save_freq=1", *kl)
+    keys = (
+        "trust.check_rewards=false",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.save_freq=1",
+        *kl,
+    )
     keys = (*keys, "trust.audit_freq=0")  # `ends_at` changes the run behind the schedule's back
     whole = ground.run("ppo", *keys, "trainer.total_training_steps=3", name="whole")
     coefficients = [metrics["actor/kl_coef"] for metrics in whole.metrics()]
@@ -194,7 +259,9 @@ def ends_at(step: int) -> Callable[[Spec], Spec]:
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step(ground: Playground) -> None:
+def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step(
+    ground: Playground,
+) -> None:
     ground.write_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    if ground_truth == 'bad':\n"
@@ -203,7 +270,11 @@ def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step
     )
     bad = '{"prompt": "ab0=", "answer": "bad"}\n'
     (ground.folder / "bad.jsonl").write_text(bad)
-    keys = (f"data.val_files={ground.folder}/bad.jsonl", "trainer.val_before_train=true", "trainer.total_epochs=1")
+    keys = (
+        f"data.val_files={ground.folder}/bad.jsonl",
+        "trainer.val_before_train=true",
+        "trainer.total_epochs=1",
+    )
     run = ground.run("grpo", *CHEAP, *keys)
     validated = [record.values for record in read_metrics(run.folder) if record.kind == "val"]
     assert [values["val/errors"] for values in validated] == [1.0]
@@ -212,17 +283,28 @@ def test_a_fault_of_the_reward_function_in_a_validation_is_none_of_the_next_step
 
 @pytest.mark.slow
 def test_of_losses_the_lowest_is_the_best(ground: Playground) -> None:
-    keys = ("trainer.keep_best=true", "trainer.keep_best_metric=sft/val_loss", "trainer.save_freq=1")
+    keys = (
+        "trainer.keep_best=true",
+        "trainer.keep_best_metric=sft/val_loss",
+        "trainer.save_freq=1",
+    )
     data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1")
     run = ground.run("sft", *SFT, *keys, *data)
     losses = {r.step: r.values["sft/val_loss"] for r in read_metrics(run.folder) if r.kind == "val"}
     assert read_manifest(run.folder / "checkpoints" / "step-000003").metric == -losses[3]
-    timed = {name for name in run.metrics()[-1] if name.startswith("timing_s/")}  # nothing is generated, none is sent
+    # nothing is generated, none is sent
+    timed = {name for name in run.metrics()[-1] if name.startswith("timing_s/")}
     assert "timing_s/data" in timed and not {"timing_s/rollout", "timing_s/update_weights"} & timed
 
 
-SFT = ("data.response_key=answer", "~reward.functions", "~reward.num_workers", "~custom_reward_function.path",
-       "~actor_rollout_ref.rollout.n", "trainer.total_epochs=1")  # fmt: skip
+SFT = (
+    "data.response_key=answer",
+    "~reward.functions",
+    "~reward.num_workers",
+    "~custom_reward_function.path",
+    "~actor_rollout_ref.rollout.n",
+    "trainer.total_epochs=1",
+)
 
 
 @contextmanager
@@ -231,7 +313,10 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
     _, spec = ground.spec("sft", *SFT, *keys)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
-    with Recorder(spec, spec.data.total_steps, 0, None) as recorder, StopRequest(lambda name: None) as stop:
+    with (
+        Recorder(spec, spec.data.total_steps, 0, None) as recorder,
+        StopRequest(lambda name: None) as stop,
+    ):
         ports = local_ports(coordinator, recorder.waits)
         store = CheckpointStore(spec.run_dir / "checkpoints")
         with build_worker(
@@ -288,7 +373,8 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    step_taken, step_trained = LiveChecks.step_taken, LiveChecks.step_trained
+    step_taken = LiveChecks.step_taken
+    step_trained = LiveChecks.step_trained
 
     def noted(check: Callable[..., Any]) -> Callable[..., Any]:
         def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
@@ -306,7 +392,10 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
 
     monkeypatch.setattr(LiveChecks, "step_taken", noted(step_taken))
     monkeypatch.setattr(LiveChecks, "step_trained", noted(step_trained))
-    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, resources):
+    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (
+        worker,
+        resources,
+    ):
         monkeypatch.setattr(resources.actor, "train_step", noted_update(resources.actor.train_step))
         worker.training_loop()
     assert told == ["step_taken", "train_step", "step_trained"]

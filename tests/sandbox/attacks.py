@@ -1,4 +1,5 @@
-"""Programs that try to break out. Each prints the actions that succeeded, so a safe end has an empty output."""
+"""Programs that try to break out. Each prints the actions that succeeded, so a safe end has an
+empty output."""
 
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ def raw(number, *arguments):
     if libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]) < 0:
         raise OSError(ctypes.get_errno(), "refused")
     return "done"
-"""
+"""  # noqa: E501
 
 
 class Attack(NamedTuple):
@@ -29,7 +30,9 @@ class Attack(NamedTuple):
 
 
 PROCESSES = [
-    Attack("fork bomb", "while True:\n    got('fork', lambda: os.fork() and os._exit(9))\n    break"),
+    Attack(
+        "fork bomb", "while True:\n    got('fork', lambda: os.fork() and os._exit(9))\n    break"
+    ),
     Attack(
         "every way to start one",
         """
@@ -49,7 +52,7 @@ got("vfork", lambda: raw(58))
 block = (ctypes.c_uint64 * 11)()
 got("clone3", lambda: raw(435, ctypes.byref(block), 88))
 got("execveat", lambda: raw(322, -100, b"/bin/true", 0, 0, 0))
-""",
+""",  # noqa: E501
     ),
     Attack(
         "survivors",
@@ -68,9 +71,13 @@ atexit.register(lambda: os.write(1, b""))
 """,
     ),
     Attack(
-        "ends in atexit", "import atexit\natexit.register(lambda: stay())\ndef stay():\n    while True: pass", ("time",)
+        "ends in atexit",
+        "import atexit\natexit.register(lambda: stay())\ndef stay():\n    while True: pass",
+        ("time",),
     ),
-    Attack("threads", "import threading\ngot('thread', lambda: threading.Thread(target=print).start())"),
+    Attack(
+        "threads", "import threading\ngot('thread', lambda: threading.Thread(target=print).start())"
+    ),
     Attack(
         "signals to others",
         """
@@ -106,7 +113,7 @@ got("pipe size", lambda: fcntl.fcntl(writing, 1031, 2**20))
 got("flock", lambda: fcntl.flock(0, 2))
 got("the upper half", lambda: raw(72, reading, 8 | 1 << 32, os.getppid()))
 got("ioctl, the upper half", lambda: raw(16, 0, 0x8901 | 1 << 32, ctypes.create_string_buffer(4)))
-""",
+""",  # noqa: E501
     ),
     Attack(
         "memory of others",
@@ -164,7 +171,7 @@ for name, number, *arguments in (
 for number in range(425, 512):
     if number not in (435, 436, 439):
         got(f"call {number}", lambda: raw(number, 0, 0, 0, 0, 0, 0))
-""",
+""",  # noqa: E501
     ),
     Attack(
         "another architecture's calls",
@@ -212,7 +219,7 @@ got("change of folder", lambda: os.chdir("/tmp"))
 got("O_PATH", lambda: open("/proc/self/fd/%d" % os.open("/etc/passwd", os.O_PATH)).read())
 got("by a folder", lambda: os.open("passwd", os.O_RDONLY, dir_fd=os.open("/etc", os.O_PATH)))
 print(len(os.environ) or "", end="")
-""",
+""",  # noqa: E501
     ),
     Attack(
         "writing",
@@ -248,9 +255,12 @@ got("sqlite", lambda: __import__("sqlite3").connect("/tmp/made-by-a-program").ex
 got("sticky bytecode", lambda: __import__("py_compile").compile(os.__file__, "/tmp/made-by-a-program"))
 got("write to standard input", lambda: os.write(0, b"x"))
 got("shrink standard input", lambda: os.ftruncate(0, 0))
-""",
+""",  # noqa: E501
     ),
-    Attack("fill the disk", "got('disk', lambda: open('/tmp/made-by-a-program', 'wb').write(bytes(2**26)))"),
+    Attack(
+        "fill the disk",
+        "got('disk', lambda: open('/tmp/made-by-a-program', 'wb').write(bytes(2**26)))",
+    ),
     Attack(
         "shared memory",
         """
@@ -266,7 +276,7 @@ got("semget", lambda: raw(64, 77, 1, 0o1600))
 got("msgget", lambda: raw(68, 77, 0o1600))
 got("mq_open", lambda: raw(240, b"made-by-a-program", 0o102, 0o600, 0))
 got("memfd", lambda: os.memfd_create("x"))
-""",
+""",  # noqa: E501
     ),
     Attack(
         "sockets",
@@ -303,7 +313,9 @@ USE = [
     Attack("memory bomb", "held = []\nwhile True: held.append(bytearray(2**24))", ("memory",)),
     Attack("one large block", "x = bytearray(2**40)", ("memory",)),
     Attack(
-        "by mapping", "import mmap\nheld = [mmap.mmap(-1, 2**26) for _ in range(100)]\nprint('got')", ("exit", "memory")
+        "by mapping",
+        "import mmap\nheld = [mmap.mmap(-1, 2**26) for _ in range(100)]\nprint('got')",
+        ("exit", "memory"),
     ),
     Attack("memory that is caught", "try: bytearray(2**40)\nexcept MemoryError: pass"),
     Attack("processor", "while True: pass", ("time",)),
@@ -324,16 +336,31 @@ while True: pass
 """,
         ("time",),
     ),
-    Attack("deadlock", "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()", ("time",)),
-    Attack("raise of limits", "import resource as r\nfor n in range(16): got(n, lambda: r.setrlimit(n, (-1, -1)))"),
-    Attack("raise of one", "import resource as r\nfor n in range(16): got(n, lambda: r.prlimit(0, n, r.getrlimit(n)))"),
+    Attack(
+        "deadlock",
+        "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
+        ("time",),
+    ),
+    Attack(
+        "raise of limits",
+        "import resource as r\nfor n in range(16): got(n, lambda: r.setrlimit(n, (-1, -1)))",
+    ),
+    Attack(
+        "raise of one",
+        "import resource as r\nfor n in range(16): got(n, lambda: r.prlimit(0, n, r.getrlimit(n)))",
+    ),
     Attack("recursion", "def f(n): return f(n + 1)\nf(0)", ("exit",)),
     Attack(
-        "deep recursion", "sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)", ("memory", "signal", "time")
+        "deep recursion",
+        "sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)",
+        ("memory", "signal", "time"),
     ),
     Attack(
         "recursion in C",
-        "sys.setrecursionlimit(10**9)\nx, y = [], []\nfor _ in range(10**6): x, y = [x], [y]\nx == y",
+        (
+            "sys.setrecursionlimit(10**9)\nx, y = [], []\nfor _ in range(10**6): x, y = [x], [y]\n"
+            "x == y"
+        ),
         ("signal", "exit"),  # Python 3.12 and newer notice it
     ),
     Attack("wild pointer", "ctypes.string_at(1)", ("signal",)),
@@ -348,8 +375,16 @@ while True: pass
     Attack("streams closed", "sys.stdout.close()\nsys.stderr.close()\nos.close(1)"),
     Attack("streams replaced", "sys.stdout = sys.stderr = None"),
     Attack("modules gone", "sys.modules.clear()"),
-    Attack("builtins gone", "import builtins\nfor n in list(vars(builtins)): delattr(builtins, n)", ("exit", "ok")),
-    Attack("a class that lies", "class E(BaseException):\n  def __str__(self): raise self\nraise E", ("exit",)),
+    Attack(
+        "builtins gone",
+        "import builtins\nfor n in list(vars(builtins)): delattr(builtins, n)",
+        ("exit", "ok"),
+    ),
+    Attack(
+        "a class that lies",
+        "class E(BaseException):\n  def __str__(self): raise self\nraise E",
+        ("exit",),
+    ),
     Attack("hook", "sys.excepthook = lambda *_: os._exit(0)\nraise ValueError", ("exit",)),
     Attack("exit status that wraps", "sys.exit(256)"),
     Attack("no code at all", "", ("ok",)),

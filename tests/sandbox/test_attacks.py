@@ -1,4 +1,5 @@
-"""Programs that attack: each ends as it should, gets nothing, leaves nothing, and the next one never notices."""
+"""Programs that attack: each ends as it should, gets nothing, leaves nothing, and the next one
+never notices."""
 
 import os
 import sysconfig
@@ -50,7 +51,9 @@ def state(sandbox: Sandbox) -> tuple[object, ...]:
     server = sandbox._server.pid
     everyone = {server, *family(server)}
     made = [folder for folder in SHARED if os.path.exists(os.path.join(folder, MADE))]
-    shared = [Path(f"/proc/sysvipc/{kind}").read_text().count("\n") for kind in ("shm", "sem", "msg")]
+    shared = [
+        Path(f"/proc/sysvipc/{kind}").read_text().count("\n") for kind in ("shm", "sem", "msg")
+    ]
     return everyone, [open_files(pid) for pid in sorted(everyone)], made, shared
 
 
@@ -65,8 +68,11 @@ def test_nothing_passes_and_nothing_stays(
         "SITE_PACKAGES": sysconfig.get_path("purelib"),
     }
     sandbox.limits = LIMITS._replace(wall_s=0.25) if "time" in attack.statuses else LIMITS
-    before, ours = state(sandbox), open_files(os.getpid())
-    ran = sandbox.run("".join(f"{name} = {value!r}\n" for name, value in known.items()) + PRELUDE + attack.code)
+    before = state(sandbox)
+    ours = open_files(os.getpid())
+    ran = sandbox.run(
+        "".join(f"{name} = {value!r}\n" for name, value in known.items()) + PRELUDE + attack.code
+    )
     assert "got" not in ran.stdout or ran.status == "output", ran.stdout
     assert ran.status in attack.statuses, ran
     assert state(sandbox) == before

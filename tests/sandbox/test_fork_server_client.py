@@ -14,7 +14,15 @@ from distflow.errors import UserError
 from distflow.sandbox import fork_server_client
 from distflow.sandbox.fork_server_client import LevelName
 from distflow.sandbox.inside import isolation
-from distflow.sandbox.inside.isolation import ALLOWED, CAPSET, CLONE3, FCNTL, IOCTL, PRLIMIT64, SECCOMP
+from distflow.sandbox.inside.isolation import (
+    ALLOWED,
+    CAPSET,
+    CLONE3,
+    FCNTL,
+    IOCTL,
+    PRLIMIT64,
+    SECCOMP,
+)
 from distflow.sandbox.interface import Broken, SandboxFault
 from distflow.sandbox.local_sandbox import LEVELS, Sandbox, probe
 from tests.sandbox.conftest import LIMITS
@@ -35,7 +43,8 @@ session.call("f")
 
 
 def lives(pid: int) -> bool:
-    """A process that ended, and that the machine's first process has not asked for yet, does not."""
+    """A process that ended, and that the machine's first process has not asked for yet, does
+    not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -63,10 +72,17 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
         }
         assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
         links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
-        allowed = r"/dev/null|pipe:.*|socket:.*|anon_inode:\[?(pidfd|landlock-ruleset|signalfd)\]?|/memfd:.*|pidfd:.*|/"
+        allowed = r"/dev/null|pipe:.*|socket:.*|anon_inode:\[?(pidfd|landlock-ruleset|signalfd)\]?|/memfd:.*|pidfd:.*|/"  # noqa: E501
         assert all(re.fullmatch(allowed, link) for link in links), links
-    said = sandbox.run("import os, sys\nprint(dict(os.environ), sys.path, [m for m in sys.modules if 'distflow' in m])")
-    assert "site-packages" not in said.stdout and said.stdout.startswith("{} [") and said.stdout.endswith("] []\n")
+    said = sandbox.run(
+        "import os, sys\nprint(dict(os.environ), sys.path, [m for m in sys.modules if 'distflow' "
+        "in m])"
+    )
+    assert (
+        "site-packages" not in said.stdout
+        and said.stdout.startswith("{} [")
+        and said.stdout.endswith("] []\n")
+    )
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -74,7 +90,9 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
     """Also where the owner had no time for a word, and its programs hang."""
     if name in probe().missing:
         pytest.skip(f"wants {name}: {probe().missing[name]}")
-    with subprocess.Popen([sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout
         server = int(owner.stdout.readline())
         pids = {server, *family(server)}
@@ -85,7 +103,8 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
 
 def test_one_that_was_killed_is_made_again(sandbox: Sandbox) -> None:
     session = sandbox.open("import time\ndef f(): time.sleep(100)")
-    dead, programs = sandbox._server.pid, family(sandbox._server.pid)
+    dead = sandbox._server.pid
+    programs = family(sandbox._server.pid)
     os.kill(dead, signal.SIGKILL)
     with pytest.raises((SandboxFault, Broken)):
         session.call("f")
@@ -109,7 +128,8 @@ def test_closing_leaves_nothing(sandbox: Sandbox) -> None:
 
 
 def test_a_thread_that_started_it_may_end() -> None:
-    """Linux kills a child with the thread that started it, where it is asked to: this is not that."""
+    """Linux kills a child with the thread that started it, where it is asked to: this is not
+    that."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as threads:
@@ -128,24 +148,39 @@ def test_without_bubblewrap_there_is_the_floor(monkeypatch: pytest.MonkeyPatch) 
         Sandbox(level="namespaces")
 
 
-def test_bubblewrap_that_may_make_no_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_that_may_make_no_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusing = tmp_path / "bwrap"
-    refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    refusing.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
+    )
     refusing.chmod(0o755)
     monkeypatch.setattr(fork_server_client.shutil, "which", lambda _: str(refusing))
     assert "No permissions" in probe().missing["namespaces"]
 
 
 @pytest.mark.parametrize("layer", ["landlock", "seccomp", "files"])
-def test_a_missing_isolation_layer_is_found(tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_isolation_layer_is_found(
+    tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server of a distflow that lacks it: neither level is there, and nothing runs."""
     copy = tmp_path / "distflow"
     (copy / "sandbox").mkdir(parents=True)
     (copy / "__init__.py").touch()
-    subprocess.run(["cp", "-r", f"{Path(fork_server_client.__file__).parent}/.", str(copy / "sandbox")], check=True)
+    subprocess.run(
+        ["cp", "-r", f"{Path(fork_server_client.__file__).parent}/.", str(copy / "sandbox")],
+        check=True,
+    )
     call, instead = {
-        "landlock": ("version = _syscall(_CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)", "raise OSError('no Landlock')"),
-        "seccomp": ("_syscall(SECCOMP[isolation.machine], _SET_MODE_FILTER, 0, ctypes.addressof(program))", "pass"),
+        "landlock": (
+            "version = _syscall(_CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)",
+            "raise OSError('no Landlock')",
+        ),
+        "seccomp": (
+            "_syscall(SECCOMP[isolation.machine], _SET_MODE_FILTER, 0, ctypes.addressof(program))",
+            "pass",
+        ),
         "files": ("_syscall(_RESTRICT_SELF, isolation.ruleset, 0)", "pass"),
     }[layer]
     code = Path(isolation.__file__).read_text()
@@ -171,10 +206,24 @@ def test_no_such_level() -> None:
 @pytest.mark.parametrize("machine", HEADERS)
 def test_the_numbers_of_calls_are_the_kernels(machine: str) -> None:
     if not HEADERS[machine].exists():
-        pytest.skip(f"wants the headers of the kernel, {HEADERS[machine]} (Debian: apt-get install linux-libc-dev)")
+        pytest.skip(
+            f"wants the headers of the kernel, {HEADERS[machine]} (Debian: apt-get install "
+            "linux-libc-dev)"
+        )
     text = HEADERS[machine].read_text()
-    known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", text, re.M)}
+    known = {
+        name: int(number)
+        for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", text, re.M)
+    }
     known["newfstatat"] = known.get("newfstatat", known.get("fstatat", -1))
-    others = {"capset": CAPSET, "clone3": CLONE3, "fcntl": FCNTL, "ioctl": IOCTL, "prlimit64": PRLIMIT64}
-    wanted = ALLOWED[machine] | {name: table[machine] for name, table in (others | {"seccomp": SECCOMP}).items()}
+    others = {
+        "capset": CAPSET,
+        "clone3": CLONE3,
+        "fcntl": FCNTL,
+        "ioctl": IOCTL,
+        "prlimit64": PRLIMIT64,
+    }
+    wanted = ALLOWED[machine] | {
+        name: table[machine] for name, table in (others | {"seccomp": SECCOMP}).items()
+    }
     assert wanted == {name: known[name] for name in wanted}

@@ -25,14 +25,21 @@ print(decimal.Decimal(2).sqrt(), hashlib.sha256(b"").hexdigest()[:8], len(random
 print(sqlite3.connect(":memory:").execute("select 6 * 7").fetchone(), datetime.datetime.now().year > 2000)
 import sys
 print(open("/dev/null", "w").write("x"), len(os.urandom(4)), __name__, __file__, sys.argv)
-"""
+"""  # noqa: E501
 
 
 def test_a_program_reads_prints_and_ends(sandbox: Sandbox) -> None:
     ran = sandbox.run(
-        "import sys\nprint(sum(map(int, input().split())))\nprint('ü', file=sys.stderr)\nexit(3)", "1 2 39\n"
+        "import sys\nprint(sum(map(int, input().split())))\nprint('ü', file=sys.stderr)\nexit(3)",
+        "1 2 39\n",
     )
-    assert (ran.status, ran.exit_code, ran.stdout, ran.stderr, ran.cut) == ("exit", 3, "42\n", "ü\n", False)
+    assert (ran.status, ran.exit_code, ran.stdout, ran.stderr, ran.cut) == (
+        "exit",
+        3,
+        "42\n",
+        "ü\n",
+        False,
+    )
     assert 0 < ran.seconds < LIMITS.wall_s
 
 
@@ -59,21 +66,29 @@ def test_the_last_words_are_not_lost(sandbox: Sandbox) -> None:
         "file.write('held\\n')\nsys.stdout.write('first ')"
     )
     assert sorted(ran.stdout.split()) == ["first", "held", "last"]
-    ran = sandbox.run("def main():\n    out = open(1, 'w', closefd=False)\n    out.write('held')\n    1 / 0\nmain()")
+    ran = sandbox.run(
+        "def main():\n    out = open(1, 'w', closefd=False)\n    out.write('held')\n    1 / 0\n"
+        "main()"
+    )
     assert ran.stdout == "held" and ran.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_output_beyond_what_is_kept(sandbox: Sandbox) -> None:
     ran = sandbox.run("print('x' * 200_000)")
     assert (ran.status, ran.cut, len(ran.stdout)) == ("ok", True, LIMITS.output_bytes)
-    assert sandbox.run("import sys\nsys.stdout.buffer.write(bytes([65, 255, 66]))").stdout == "A\ufffdB"
+    assert (
+        sandbox.run("import sys\nsys.stdout.buffer.write(bytes([65, 255, 66]))").stdout
+        == "A\ufffdB"
+    )
 
 
 def test_large_input_is_neither_cut_nor_waited_for(sandbox: Sandbox) -> None:
     text = "1234567\n" * 500_000
     assert sandbox.run("import sys\nprint(len(sys.stdin.read()))", text).stdout == f"{len(text)}\n"
     assert sandbox.run("print('not read')", text).stdout == "not read\n"
-    assert sandbox.run("import sys\nprint(sys.stdin.buffer.read())", "\udcff").stdout == "b'\\xff'\n"
+    assert (
+        sandbox.run("import sys\nprint(sys.stdin.buffer.read())", "\udcff").stdout == "b'\\xff'\n"
+    )
 
 
 def test_the_processor_is_limited_apart_from_the_clock(sandbox: Sandbox) -> None:
@@ -87,7 +102,9 @@ def test_values_go_in_and_come_out_as_they_are(sandbox: Sandbox) -> None:
     with sandbox.open("def f(*args, **kwargs): return args, kwargs") as session:
         given = [1, True, 1.0, (2,), [3], {4}, {"five": None}, b"6", 7j, 10**30, "ü\ud800"]
         args, kwargs = session.call("f", given, {"nan": math.nan})
-        assert [type(value) for value in args] == [type(value) for value in given] and list(args) == given
+        assert [type(value) for value in args] == [type(value) for value in given] and list(
+            args
+        ) == given
         assert math.isnan(kwargs["nan"])
         with pytest.raises(NotPlain):
             session.call("f", [object()])
@@ -97,17 +114,24 @@ def test_values_go_in_and_come_out_as_they_are(sandbox: Sandbox) -> None:
 def test_state_is_kept_between_calls_and_not_between_processes(sandbox: Sandbox) -> None:
     code = "seen = []\ndef f(x):\n    seen.append(x)\n    print(x)\n    return seen"
     with sandbox.open(code) as session, sandbox.open(code) as other:
-        assert (session.call("f", [1]), session.call("f", [2]), other.call("f", [3])) == ([1], [1, 2], [3])
+        assert (session.call("f", [1]), session.call("f", [2]), other.call("f", [3])) == (
+            [1],
+            [1, 2],
+            [3],
+        )
         assert (session.stdout, other.stdout) == ("1\n2\n", "3\n")
 
 
 def test_a_process_is_like_one_of_pythons_own(sandbox: Sandbox) -> None:
-    """Forked without Python's hooks: what is random differs, and nothing is there that the server did before."""
+    """Forked without Python's hooks: what is random differs, and nothing is there that the server
+    did before."""
     look = (
         "import gc, linecache, os, random, sys, threading\n"
         "print(random.getrandbits(128), file=sys.stderr)\n"
-        "print('program' in sys.modules, list(linecache.cache), gc.isenabled(), threading.active_count())\n"
-        "print(threading.current_thread() is threading.main_thread(), threading.get_native_id() == os.getpid())\n"
+        "print('program' in sys.modules, list(linecache.cache), gc.isenabled(), "
+        "threading.active_count())\n"
+        "print(threading.current_thread() is threading.main_thread(), threading.get_native_id() == "
+        "os.getpid())\n"
         "with threading.Lock(): print(threading.main_thread().is_alive())\n"
     )
     said = [sandbox.run(look) for _ in range(3)]
@@ -123,7 +147,9 @@ def test_sets_have_one_order(sandbox: Sandbox) -> None:
 
 
 def test_main_is_not_run_in_a_session(sandbox: Sandbox) -> None:
-    with sandbox.open("name = __name__\ndef f(): return name\nif name == '__main__': exit(1)") as session:
+    with sandbox.open(
+        "name = __name__\ndef f(): return name\nif name == '__main__': exit(1)"
+    ) as session:
         assert session.call("f") == "program"
 
 
@@ -140,7 +166,11 @@ def test_what_a_function_raises(sandbox: Sandbox) -> None:
         with pytest.raises(Raised, match="NameError: name 'no' is not defined"):
             session.call("no")
         assert session.call("f", [1]) == 1
-    for code, name in (("1 / 0", "ZeroDivisionError"), ("def", "SyntaxError"), ("import numpy", "ModuleNotFoundError")):
+    for code, name in (
+        ("1 / 0", "ZeroDivisionError"),
+        ("def", "SyntaxError"),
+        ("import numpy", "ModuleNotFoundError"),
+    ):
         with pytest.raises(Raised) as raised:
             sandbox.open(code)
         assert raised.value.type == name
@@ -150,10 +180,15 @@ def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
     """A hang of one delays no other."""
     said: list[str] = []
     before = family(sandbox._server.pid)
-    with sandbox.open("import time\ndef f(): time.sleep(600)", LIMITS._replace(wall_s=600.0)) as session:
+    with sandbox.open(
+        "import time\ndef f(): time.sleep(600)", LIMITS._replace(wall_s=600.0)
+    ) as session:
         (program,) = family(sandbox._server.pid) - before
         hanging = ThreadPoolExecutor(1).submit(session.call, "f")
-        others = [threading.Thread(target=lambda i=i: said.append(sandbox.run(f"print({i})").stdout)) for i in range(8)]
+        others = [
+            threading.Thread(target=lambda i=i: said.append(sandbox.run(f"print({i})").stdout))
+            for i in range(8)
+        ]
         for thread in others:
             thread.start()
         for thread in others:
@@ -165,10 +200,12 @@ def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
     assert sorted(said) == [f"{i}\n" for i in range(8)]
 
 
-# Each forges what it can: the code of a module, what is called in it, and the cause of which it is broken.
+# Each forges what it can: the code of a module, what is called in it, and the cause of which it is
+# broken.
 FORGED = {
     "an answer ahead of the question": (
-        "import os, sys\nframe = sys._getframe()\nwhile 'token' not in frame.f_locals: frame = frame.f_back\n"
+        "import os, sys\nframe = sys._getframe()\n"
+        "while 'token' not in frame.f_locals: frame = frame.f_back\n"
         "token = frame.f_locals['token']\nbody = b'{\"value\": 42}'\n"
         "def f(): os.write(3, token + len(body).to_bytes(4, 'big') + body)",
         "frame",
@@ -177,7 +214,8 @@ FORGED = {
     "a length without end": ("import os\ndef f(): os.write(3, b'x' * 8 + b'\\xff' * 4)", "frame"),
     "1 GB of answers": ("import os\ndef f():\n  while True: os.write(3, bytes(2**20))", "frame"),
     "nested without end": (
-        "import os, sys\nframe = sys._getframe()\nwhile 'token' not in frame.f_locals: frame = frame.f_back\n"
+        "import os, sys\nframe = sys._getframe()\n"
+        "while 'token' not in frame.f_locals: frame = frame.f_back\n"
         "def f():\n  body = b'[' * 10**6\n"
         "  os.write(3, frame.f_locals['token'] + len(body).to_bytes(4, 'big') + body)",
         "frame",
@@ -192,12 +230,21 @@ FORGED = {
     "an answer too long": ("def f(): return 'x' * 2**22", "value"),
     "a deep answer": ("def f():\n  x = []\n  for _ in range(10**4): x = [x]\n  return x", "value"),
     "an answer in itself": ("def f():\n  x = []\n  x.append(x)\n  return x", "value"),
-    "a shared answer": ("def f():\n  x = []\n  for _ in range(60): x = [x, x]\n  return x", "value"),
-    "an object": (
-        "class E:\n  def __eq__(s, o): return True\n  def __repr__(s): return '42'\ndef f(): return E()",
+    "a shared answer": (
+        "def f():\n  x = []\n  for _ in range(60): x = [x, x]\n  return x",
         "value",
     ),
-    "a class that lies": ("class E:\n  __class__ = int\n  def __eq__(s, o): return True\ndef f(): return E()", "value"),
+    "an object": (
+        (
+            "class E:\n  def __eq__(s, o): return True\n  def __repr__(s): return '42'\n"
+            "def f(): return E()"
+        ),
+        "value",
+    ),
+    "a class that lies": (
+        "class E:\n  __class__ = int\n  def __eq__(s, o): return True\ndef f(): return E()",
+        "value",
+    ),
     "the function itself": ("def f(): return f", "value"),
     "a signal": ("import ctypes\ndef f(): ctypes.string_at(0)", "signal"),
     "output without end": ("def f():\n  while True: print('x' * 10**6)", "output"),
@@ -218,8 +265,16 @@ def test_no_answer_but_an_honest_one(sandbox: Sandbox, code: str, cause: str) ->
 
 def test_an_answer_of_an_own_class_is_the_plain_value_below_it(sandbox: Sandbox) -> None:
     """Whatever the class says of its equality."""
-    code = "class E({0}):\n  def __eq__(s, o): return True\n  __hash__ = {0}.__hash__\ndef f(): return E({1})"
-    for base, made, value in (("int", "7", 7), ("str", "'a'", "a"), ("dict", "{1: 2}", {1: 2}), ("list", "[3]", [3])):
+    code = (
+        "class E({0}):\n  def __eq__(s, o): return True\n  __hash__ = {0}.__hash__\n"
+        "def f(): return E({1})"
+    )
+    for base, made, value in (
+        ("int", "7", 7),
+        ("str", "'a'", "a"),
+        ("dict", "{1: 2}", {1: 2}),
+        ("list", "[3]", [3]),
+    ):
         with sandbox.open(code.format(base, made)) as session:
             found = session.call("f")
         assert type(found) is type(value) and found == value
@@ -227,19 +282,27 @@ def test_an_answer_of_an_own_class_is_the_plain_value_below_it(sandbox: Sandbox)
 
 def test_a_hang_in_a_call_and_in_the_module(sandbox: Sandbox) -> None:
     sandbox.limits = LIMITS._replace(wall_s=0.3)
-    with pytest.raises(Broken, match="out of time"), sandbox.open("def f():\n  while True: pass") as session:
+    with (
+        pytest.raises(Broken, match="out of time"),
+        sandbox.open("def f():\n  while True: pass") as session,
+    ):
         session.call("f")
     with pytest.raises(Broken, match="out of time"):
         sandbox.open("import time\ntime.sleep(99)")
-    with pytest.raises(Broken, match="out of time"), sandbox.open("import time\ndef f(): time.sleep(0.1)") as session:
+    with (
+        pytest.raises(Broken, match="out of time"),
+        sandbox.open("import time\ndef f(): time.sleep(0.1)") as session,
+    ):
         for _ in range(9):  # the time of all calls counts
             session.call("f")
     sandbox.limits = LIMITS
 
 
 def test_what_judges_is_not_in_reach(sandbox: Sandbox) -> None:
-    """A program finds its own code and arguments in memory, nothing of who asks, and nothing of programs before."""
-    secret = "".join(map(chr, (101, 120, 112, 101, 99, 116, 101, 100, 45, 52, 50)))  # expected-42, not in this code
+    """A program finds its own code and arguments in memory, nothing of who asks, and nothing of
+    programs before."""
+    # expected-42, not in this code
+    secret = "".join(map(chr, (101, 120, 112, 101, 99, 116, 101, 100, 45, 52, 50)))
     sandbox.run(f"kept = {secret!r} * 100\nprint(kept)", secret)
     with sandbox.open(f"def f(x): return {secret!r}") as session:
         session.call("f", [secret])
@@ -264,5 +327,5 @@ while frame:
     names += [name for name, value in held.items() if any(wanted in text for text in texts(value))]
     frame = frame.f_back
 print([text for text in found if text != wanted], names)
-"""
+"""  # noqa: E501
     assert sandbox.run(look).stdout == "[] []\n"

@@ -1,4 +1,5 @@
-"""Plain values there and back with their types, and what a program that lies may write in their place."""
+"""Plain values there and back with their types, and what a program that lies may write in their
+place."""
 
 import math
 import time
@@ -10,15 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.sandbox.inside.program_messages import MAX_BYTES, MAX_DEPTH, NotPlain, from_text, to_text
+from distflow.sandbox.inside.program_messages import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    NotPlain,
+    from_text,
+    to_text,
+)
 
 HASHABLE = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=4),
     max_leaves=6,
 )
 PLAIN = st.recursive(
-    HASHABLE | st.complex_numbers(allow_nan=False) | st.binary().map(bytearray) | st.sets(HASHABLE, max_size=4),
+    HASHABLE
+    | st.complex_numbers(allow_nan=False)
+    | st.binary().map(bytearray)
+    | st.sets(HASHABLE, max_size=4),
     lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(HASHABLE, inner, max_size=4),
     max_leaves=12,
 )
@@ -90,7 +105,12 @@ class Point(namedtuple("base", "x y")):
     "value",
     [
         *(deque(), deque([(1, True)]), range(3), range(5, -5, -2), range(0)),
-        *({1: 2, "a": [3]}.keys(), {1: [2]}.values(), {1: [2], (3,): {}}.items(), OrderedDict(a=1).keys()),
+        *(
+            {1: 2, "a": [3]}.keys(),
+            {1: [2]}.values(),
+            {1: [2], (3,): {}}.items(),
+            OrderedDict(a=1).keys(),
+        ),
     ],
 )
 def test_sequences_and_views(value: object) -> None:
@@ -105,9 +125,24 @@ def test_sequences_and_views(value: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *('{"range": [0, 1000000, 1]}', '{"range": [0, 9999999999999999999999, 1]}', '{"range": [0, 3, 0]}'),
-        *('{"range": ["0", 3, 1]}', '{"range": []}', '{"keys": [[1]]}', '{"keys": 3}', '{"deque": 3}'),
-        *('{"items": [1]}', '{"items": [{"tuple": [1]}]}', '{"items": [{"tuple": [[1], 2]}]}', '{"values": {}}'),
+        *(
+            '{"range": [0, 1000000, 1]}',
+            '{"range": [0, 9999999999999999999999, 1]}',
+            '{"range": [0, 3, 0]}',
+        ),
+        *(
+            '{"range": ["0", 3, 1]}',
+            '{"range": []}',
+            '{"keys": [[1]]}',
+            '{"keys": 3}',
+            '{"deque": 3}',
+        ),
+        *(
+            '{"items": [1]}',
+            '{"items": [{"tuple": [1]}]}',
+            '{"items": [{"tuple": [[1], 2]}]}',
+            '{"values": {}}',
+        ),
     ],
 )
 def test_what_is_no_sequence_or_view_is_refused(text: str) -> None:
@@ -128,7 +163,13 @@ def test_other_types_are_refused(value: object) -> None:
 
 
 def test_a_class_that_inherits_from_a_plain_one_is_that_value() -> None:
-    for value, plain in ((Liar(1), 1), (Text("x"), "x"), (Table(a=1), {"a": 1}), (Number.ONE, 1), (Color.RED, "red")):
+    for value, plain in (
+        (Liar(1), 1),
+        (Text("x"), "x"),
+        (Table(a=1), {"a": 1}),
+        (Number.ONE, 1),
+        (Color.RED, "red"),
+    ):
         assert typed(from_text(to_text(value))) == typed(plain)
     assert typed(from_text(to_text({"x": Point(1, 2)}))) == typed({"x": (1, 2)})
 
@@ -173,9 +214,28 @@ def test_deep_round_and_large() -> None:
             '{"no": 1}',
             '{"int": "1", "set": []}',
         ),
-        *('{"tuple": 5}', '{"set": [[]]}', '{"dict": [[1]]}', '{"dict": [[[], 1]]}', '{"dict": {"a": 1}}'),
-        *('{"complex": ["1"]}', '{"complex": 1}', '{"complex": ["1", null]}', '{"bytes": "0"}', '{"bytes": 1}'),
-        *('{"float": 1.0}', '{"float": "x"}', '{"frozenset": {}}', "[" * 100_000, "9" * 5000, "\xff\xfe"),
+        *(
+            '{"tuple": 5}',
+            '{"set": [[]]}',
+            '{"dict": [[1]]}',
+            '{"dict": [[[], 1]]}',
+            '{"dict": {"a": 1}}',
+        ),
+        *(
+            '{"complex": ["1"]}',
+            '{"complex": 1}',
+            '{"complex": ["1", null]}',
+            '{"bytes": "0"}',
+            '{"bytes": 1}',
+        ),
+        *(
+            '{"float": 1.0}',
+            '{"float": "x"}',
+            '{"frozenset": {}}',
+            "[" * 100_000,
+            "9" * 5000,
+            "\xff\xfe",
+        ),
     ],
 )
 def test_nonsense_is_a_value_error(text: str) -> None:

@@ -1,4 +1,5 @@
-"""The sandbox behind a URL: the same answers as here, and a fault, never a score, if the connection fails."""
+"""The sandbox behind a URL: the same answers as here, and a fault, never a score, if the connection
+fails."""
 
 import http.client
 import json
@@ -31,8 +32,13 @@ DOUBLE = "```python\ndef f(x):\n    return 2 * x\n```"
 
 
 @contextmanager
-def served(sandbox: Sandbox, at_once: int = 2, token: str = "") -> Iterator[tuple[str, SandboxService]]:
-    with closing(SandboxService(sandbox, at_once)) as service, Server(service, "127.0.0.1", 0, token) as server:
+def served(
+    sandbox: Sandbox, at_once: int = 2, token: str = ""
+) -> Iterator[tuple[str, SandboxService]]:
+    with (
+        closing(SandboxService(sandbox, at_once)) as service,
+        Server(service, "127.0.0.1", 0, token) as server,
+    ):
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -70,13 +76,17 @@ def test_a_program_runs_as_it_does_here(local: Sandbox, url: str) -> None:
             ("import os\nos.fork()", ""),
             ("print(open('/etc/passwd').read())", ""),
         ):
-            here, away = local.run(code, given), there.run(code, given)
+            here = local.run(code, given)
+            away = there.run(code, given)
             assert away._replace(seconds=0) == here._replace(seconds=0)
         assert there.run("while True: pass", limits=LIMITS._replace(wall_s=0.3)).status == "time"
 
 
 def test_calls_keep_types_and_say_what_went_wrong(url: str) -> None:
-    code = "import os\ndef f(x, *, y=1):\n  print('said')\n  return [x, y]\ndef g(): return g\ndef h(): os._exit(3)"
+    code = (
+        "import os\ndef f(x, *, y=1):\n  print('said')\n  return [x, y]\ndef g(): return g\n"
+        "def h(): os._exit(3)"
+    )
     with RemoteSandbox(url, LIMITS) as there, there.open(code) as session:
         plain = [(1, 2.5), {"a": {3}}, b"\xff", 10**400, None, "\ud800"]
         assert session.call("f", [plain], {"y": ()}) == [plain, ()]
@@ -99,7 +109,9 @@ def test_scores_of_code_are_the_same_and_name_the_server(url: str) -> None:
     tests = ["assert f(1) == 2", "assert sorted([f(2), 1]) == [1, 4]"]
     right = compute_score("", DOUBLE, tests, {}, sandbox=url)
     assert right["score"] == 1.0 and str(right["sandbox"]).endswith(f" at {url}")
-    assert compute_share("", DOUBLE, [*tests, "assert f(1) == 3"], {}, sandbox=url)["share"] == pytest.approx(2 / 3)
+    assert compute_share("", DOUBLE, [*tests, "assert f(1) == 3"], {}, sandbox=url)[
+        "share"
+    ] == pytest.approx(2 / 3)
     streams = {"inputs": ["1\n", "2\n"], "outputs": ["1\n", "3\n"]}
     assert compute_share("", "print(input())", streams, {}, sandbox=url)["share"] == 0.5
 
@@ -133,7 +145,9 @@ class Place(threading.BoundedSemaphore):
         return super().acquire(blocking, timeout)
 
 
-def test_the_wait_for_a_place_is_not_the_programs_time(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_place_is_not_the_programs_time(
+    local: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "_SLOT_S", 0.05)
     with served(local, at_once=1) as (url, service), RemoteSandbox(url, LIMITS) as there:
         place = Place()
@@ -152,7 +166,9 @@ def test_the_wait_for_a_place_is_not_the_programs_time(local: Sandbox, monkeypat
         assert [ran.status for ran in ended] == ["ok"] and there.waited_s >= held_s
 
 
-def test_who_leaves_a_program_behind_leaves_nothing(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_a_program_behind_leaves_nothing(
+    local: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served(local) as (url, service), RemoteSandbox(url, LIMITS) as there:
         session = there.open("def f(): return 1")
         assert session.call("f") == 1 and len(service._sessions) == 1
@@ -187,7 +203,11 @@ def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.Mon
         ("run", b"[" * 10**6, 400),
         ("run", {"code": 1, "stdin": "", "limits": LIMITS._asdict()}, 400),
         ("run", {"code": "", "stdin": "", "limits": {**LIMITS._asdict(), "cpu_s": "1"}}, 400),
-        ("run", {"code": "", "stdin": "", "limits": {**LIMITS._asdict(), "wall_s": float("nan")}}, 400),
+        (
+            "run",
+            {"code": "", "stdin": "", "limits": {**LIMITS._asdict(), "wall_s": float("nan")}},
+            400,
+        ),
         ("run", {"code": "", "stdin": ""}, 400),
         ("call", {"session": "x", "question": "[1]"}, 400),
         ("call", {"session": "x", "question": '["f", [], {"dict": []}]'}, 410),
@@ -196,7 +216,9 @@ def test_a_password_where_others_can_ask(local: Sandbox, monkeypatch: pytest.Mon
         ("../level", {}, 404),
     ],
 )
-def test_requests_that_mean_nothing_are_refused(url: str, action: str, body: object, status: int) -> None:
+def test_requests_that_mean_nothing_are_refused(
+    url: str, action: str, body: object, status: int
+) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     sent = body if isinstance(body, bytes) else json.dumps(body)
     connection.request("POST", f"/v1/{action}", sent, headers_to(url))
@@ -207,7 +229,10 @@ def test_requests_that_mean_nothing_are_refused(url: str, action: str, body: obj
 def test_a_request_that_is_too_long_is_not_read(url: str) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     connection.putrequest("POST", "/v1/run")
-    for name, value in {**headers_to(url), "Content-Length": str(serving.MAX_BODY_BYTES + 1)}.items():
+    for name, value in {
+        **headers_to(url),
+        "Content-Length": str(serving.MAX_BODY_BYTES + 1),
+    }.items():
         connection.putheader(name, value)
     connection.endheaders()
     assert connection.getresponse().status == 413
@@ -217,19 +242,26 @@ def test_a_request_that_is_too_long_is_not_read(url: str) -> None:
 def test_no_program_gets_more_than_the_server_gives(url: str) -> None:
     with RemoteSandbox(url, Limits(memory_bytes=2**60, open_files=10**6, cpu_s=1e6)) as there:
         asked = (
-            "import resource as r\nprint(*(r.getrlimit(x)[0] for x in (r.RLIMIT_AS, r.RLIMIT_NOFILE, r.RLIMIT_CPU)))"
+            "import resource as r\nprint(*(r.getrlimit(x)[0] for x in (r.RLIMIT_AS, "
+            "r.RLIMIT_NOFILE, r.RLIMIT_CPU)))"
         )
         assert list(map(int, there.run(asked).stdout.split())) == [4 * 2**30, 1024, 60]
 
 
-def test_a_server_that_is_gone_is_a_fault_and_no_score(local: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_is_a_fault_and_no_score(
+    local: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "_WAITS_S", (0.01, 0.02))
     with served(local) as (url, _):
         there = RemoteSandbox(url, LIMITS)
         session = there.open("def f(): return 1")
         assert compute_score("", DOUBLE, ["assert f(1) == 2"], {}, sandbox=url)["score"] == 1.0
     there.close()
-    for ask in (lambda: there.run("print(1)"), lambda: session.call("f"), lambda: RemoteSandbox(url)):
+    for ask in (
+        lambda: there.run("print(1)"),
+        lambda: session.call("f"),
+        lambda: RemoteSandbox(url),
+    ):
         with pytest.raises(SandboxFault, match="does not reply"):
             ask()
     session.close()
@@ -250,15 +282,33 @@ def test_what_is_no_sandbox_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SandboxFault, match="it is not a sandbox"):
             RemoteSandbox(f"http://127.0.0.1:{listening.getsockname()[1]}")
         thread.join()
-    for wrong in ("localhost:8750", "ftp://host", "http://user:word@host:1", "http://host:word", "http://[::1"):
+    for wrong in (
+        "localhost:8750",
+        "ftp://host",
+        "http://user:word@host:1",
+        "http://host:word",
+        "http://[::1",
+    ):
         with pytest.raises(UserError, match="is not the URL of a sandbox"):
             RemoteSandbox(wrong)
 
 
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped() -> None:
-    command = [sys.executable, "-m", "distflow", "sandbox", "serve", "--port", "0", "--at-once", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "distflow",
+        "sandbox",
+        "serve",
+        "--port",
+        "0",
+        "--at-once",
+        "1",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         found = re.search(r"http://\S+\d", said)

@@ -1,4 +1,5 @@
-"""A shell in folders of its own: what commands can see and change, and that nothing of them is left."""
+"""A shell in folders of its own: what commands can see and change, and that nothing of them is
+left."""
 
 import asyncio
 import os
@@ -26,8 +27,12 @@ def shell() -> Iterator[Shell]:
     shell.close()
 
 
-def run(shell: Shell, command: str, timeout_s: float = 20.0, max_bytes: int = 5000, **more: Any) -> Ran:
-    return asyncio.run(shell.run(("/bin/bash", "-c", command), timeout_s, max_bytes, more.pop("env", {}), **more))
+def run(
+    shell: Shell, command: str, timeout_s: float = 20.0, max_bytes: int = 5000, **more: Any
+) -> Ran:
+    return asyncio.run(
+        shell.run(("/bin/bash", "-c", command), timeout_s, max_bytes, more.pop("env", {}), **more)
+    )
 
 
 def test_files_stay_for_later_commands_and_go_with_the_shell(shell: Shell) -> None:
@@ -59,7 +64,9 @@ def test_a_folder_that_a_command_made_unreadable_is_removed() -> None:
         os.seteuid(user)
 
 
-def test_it_has_the_programs_of_this_machine_and_the_variables_that_it_is_given(shell: Shell) -> None:
+def test_it_has_the_programs_of_this_machine_and_the_variables_that_it_is_given(
+    shell: Shell,
+) -> None:
     assert run(shell, "python -c 'print(6 * 7)' && ls --version > /dev/null").output == "42\n"
     assert run(shell, 'echo "$NAME"; env | grep -c TOKEN', env={"NAME": "a b"}).output == "a b\n0\n"
 
@@ -69,7 +76,8 @@ def test_nothing_else_of_this_machine_is_seen_or_changed(shell: Shell, tmp_path:
     said = run(
         shell,
         f"cat {tmp_path}/secret /etc/passwd; ls /root /home; touch /usr/x /x /dev/x /bin/x; "
-        f"kill -0 {os.getpid()}; python -c 'import socket; socket.create_connection((\"127.0.0.1\", 1), 1)'",
+        f"kill -0 {os.getpid()}; python -c 'import socket; "
+        'socket.create_connection(("127.0.0.1", 1), 1)\'',
     ).output
     assert "secret\n" not in said and said.count("Read-only file system") == 4, said
     assert "No such process" in said
@@ -87,7 +95,9 @@ def test_a_loopback_of_its_own_reaches_no_server_of_this_machine(shell: Shell) -
 
 def test_a_command_that_hangs_is_killed_with_all_that_it_started(shell: Shell) -> None:
     started = time.monotonic()
-    assert run(shell, "echo begun; (setsid sleep 4242.5 &); sleep 4242.5", timeout_s=1.0) == Ran(None, "begun\n")
+    assert run(shell, "echo begun; (setsid sleep 4242.5 &); sleep 4242.5", timeout_s=1.0) == Ran(
+        None, "begun\n"
+    )
     assert time.monotonic() - started < 15
     assert run(shell, "(setsid sleep 4242.5 &) ; echo done") == Ran(0, "done\n")
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
@@ -95,7 +105,9 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(shell: Shell) -
 
 
 def test_output_is_cut_and_its_rest_is_read(shell: Shell) -> None:
-    assert run(shell, "yes | head -c 3000000; echo end >&2; exit 4", max_bytes=10) == Ran(4, "y\n" * 5)
+    assert run(shell, "yes | head -c 3000000; echo end >&2; exit 4", max_bytes=10) == Ran(
+        4, "y\n" * 5
+    )
 
 
 def test_a_file_and_a_process_have_limits(shell: Shell) -> None:

@@ -14,7 +14,11 @@ from tests.ledger_audit import verify
 
 
 def plan_of(num_rows=10, batch=4, epochs=2, **options):
-    options = {"total_groups": epochs * num_rows, "total_steps": total_steps(epochs, num_rows, batch), **options}
+    options = {
+        "total_groups": epochs * num_rows,
+        "total_steps": total_steps(epochs, num_rows, batch),
+        **options,
+    }
     return DataPlan(num_rows=num_rows, consumer_batch=batch, group_size=8, **options)
 
 
@@ -36,7 +40,9 @@ def run_to_the_end(coordinator, drop=lambda prompt_group: False):
     while not coordinator.finished:
         prompt_groups = coordinator.issue_groups()
         reward_fn(
-            coordinator, prompt_groups, {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)}
+            coordinator,
+            prompt_groups,
+            {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)},
         )
         if (numbers := coordinator.ready(coordinator.step)) is not None:
             coordinator.release(coordinator.step)
@@ -50,7 +56,9 @@ def test_a_released_step_is_on_the_disk(tmp_path):
     class Synced(Ledger):
         def sync(self):
             super().sync()
-            on_disk.append([record["kind"] for _, record in timeline(tmp_path / "ledger.jsonl")][-2:])
+            on_disk.append(
+                [record["kind"] for _, record in timeline(tmp_path / "ledger.jsonl")][-2:]
+            )
 
     on_disk = []
     coordinator = Coordinator(plan_of(), Synced(tmp_path / "ledger.jsonl"))
@@ -130,7 +138,9 @@ def test_the_run_ends_with_its_data_though_steps_are_left():
     coordinator = Coordinator(plan_of())
     steps = run_to_the_end(coordinator, drop=lambda prompt_group: prompt_group.group_id >= 8)
     assert steps == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert coordinator.checked_counts() == GroupCounts(issued=20, consumed=8, dropped={"equal_rewards": 12})
+    assert coordinator.checked_counts() == GroupCounts(
+        issued=20, consumed=8, dropped={"equal_rewards": 12}
+    )
 
 
 def test_exhausted_after_the_batches_that_a_step_may_draw():
@@ -147,7 +157,9 @@ def test_exhausted_after_the_batches_that_a_step_may_draw():
 
 
 def test_going_on_when_exhausted_counts_the_short_step_as_full():
-    plan = plan_of(num_rows=100, max_concurrent=64, max_num_gen_batches=1, when_exhausted="continue")
+    plan = plan_of(
+        num_rows=100, max_concurrent=64, max_num_gen_batches=1, when_exhausted="continue"
+    )
     coordinator = Coordinator(plan)
     reward_fn(coordinator, coordinator.issue_groups(), drop=(0, 1))
     assert coordinator.ready(0) == (2, 3)
@@ -173,7 +185,9 @@ def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(t
         reward_fn(coordinator, coordinator.issue_groups())
         assert coordinator.release(step, published) == Version(0, step + 1)
     ledger.close()
-    versions = [(r["step"], r["weights"]) for _, r in timeline(ledger.path) if r["kind"] == "version"]
+    versions = [
+        (r["step"], r["weights"]) for _, r in timeline(ledger.path) if r["kind"] == "version"
+    ]
     assert versions == [(1, 1), (2, 1), (3, 1), (4, 4)]
     assert coordinator.weights_step == 4
 
@@ -188,13 +202,17 @@ def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
         seen += coordinator.issue_groups()
     assert [(t.group_id, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
     assert not coordinator.retry(2), "it is dropped"
-    assert coordinator.checked_counts() == GroupCounts(issued=8, running=7, dropped={"max_retries": 1})
+    assert coordinator.checked_counts() == GroupCounts(
+        issued=8, running=7, dropped={"max_retries": 1}
+    )
     assert numbers_of(coordinator.issue_groups()) == [8], "its credit is free"
     ledger.close()
     assert verify(ledger.path) == coordinator.checked_counts()
 
 
-def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often_as_need_be(tmp_path):
+def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often_as_need_be(
+    tmp_path,
+):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     coordinator = Coordinator(plan_of(), ledger)
     reward_fn(coordinator, coordinator.issue_groups())
@@ -252,15 +270,17 @@ def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
     reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     with pytest.raises(CountsError, match="has version 0, but version 1 was there before"):
-        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).issue_groups(engine_version=0)
+        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).issue_groups(
+            engine_version=0
+        )
 
 
 def test_as_many_run_at_once_as_staleness_allows_unless_less_is_asked_for():
     coordinator = Coordinator(plan_of(num_rows=100, max_staleness=3))
     assert numbers_of(coordinator.issue_groups()) == list(range(16))
-    assert numbers_of(Coordinator(plan_of(num_rows=100, max_staleness=3, max_concurrent=6)).issue_groups()) == [
-        *range(6)
-    ]
+    assert numbers_of(
+        Coordinator(plan_of(num_rows=100, max_staleness=3, max_concurrent=6)).issue_groups()
+    ) == [*range(6)]
 
 
 def test_no_group_is_drawn_for_a_step_that_the_run_does_not_have():
@@ -288,10 +308,21 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
     live = {group["prompt_group"]["group_id"]: group for group in snapshot["live"]}
     assert sorted(live) == [0, 1, 4, 6, 8, 9, 10, 11]
     assert live[11] == {
-        "prompt_group": {"group_id": 11, "epoch": 1, "row": prompt_groups[11].row, "group_size": 8, "version": 0,
-                   "attempt": 0, "stream": "train", "position": 0},
-        "complete": True, "num_tokens": 21, "failures": 0, "version": 0,
-    }  # fmt: skip
+        "prompt_group": {
+            "group_id": 11,
+            "epoch": 1,
+            "row": prompt_groups[11].row,
+            "group_size": 8,
+            "version": 0,
+            "attempt": 0,
+            "stream": "train",
+            "position": 0,
+        },
+        "complete": True,
+        "num_tokens": 21,
+        "failures": 0,
+        "version": 0,
+    }
     assert (live[9]["complete"], live[9]["failures"]) == (False, 1)
     coordinator.complete(0, 1)  # behind the cut: lost with the process
 
@@ -299,11 +330,17 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
     resumed = streaming(ledger, snapshot)
     assert resumed.checked_counts() == GroupCounts(issued=12, running=7, complete=1, consumed=4)
     again = resumed.issue_groups()
-    assert numbers_of(again) == [0, 1, 4, 6, 8, 9, 10, 12, 13, 14, 15], "the lost ones first, then as before"
+    assert numbers_of(again) == [0, 1, 4, 6, 8, 9, 10, 12, 13, 14, 15], (
+        "the lost ones first, then as before"
+    )
     assert [t.attempt for t in again] == [1] * 7 + [0] * 4
-    assert [t.row for t in again[:7]] == [prompt_groups[number].row for number in numbers_of(again)[:7]]
+    assert [t.row for t in again[:7]] == [
+        prompt_groups[number].row for number in numbers_of(again)[:7]
+    ]
     reward_fn(resumed, again)
-    assert resumed.ready(1) == (0, 1, 4, 11), "11 is due first: its group is of version 0, the others' are of 1"
+    assert resumed.ready(1) == (0, 1, 4, 11), (
+        "11 is due first: its group is of version 0, the others' are of 1"
+    )
     steps = run_to_the_end(resumed)
     assert sorted(number for step in steps for number in step) == [0, 1, 4, 6, *range(8, 20)]
     ledger.close()
@@ -314,8 +351,13 @@ def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
     coordinator = streaming(num_rows=100)
     for kills in range(5):
         prompt_groups = coordinator.issue_groups()
-        assert [prompt_group.attempt for prompt_group in prompt_groups if prompt_group.group_id == 0] == [kills]
-        reward_fn(coordinator, [prompt_group for prompt_group in prompt_groups if prompt_group.group_id != 0])
+        assert [
+            prompt_group.attempt for prompt_group in prompt_groups if prompt_group.group_id == 0
+        ] == [kills]
+        reward_fn(
+            coordinator,
+            [prompt_group for prompt_group in prompt_groups if prompt_group.group_id != 0],
+        )
         coordinator.release(coordinator.step)
         coordinator = streaming(num_rows=100, snapshot=coordinator.snapshot())
     coordinator.issue_groups()
@@ -364,7 +406,8 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_
     coordinator = streaming(Ledger(path), num_rows=100)
     reward_fn(coordinator, coordinator.issue_groups())  # 0 to 11, of version 0
     coordinator.release(0)
-    reward_fn(coordinator, coordinator.issue_groups()[:2])  # 12 and 13, of version 1, with 14 and 15
+    # 12 and 13, of version 1, with 14 and 15
+    reward_fn(coordinator, coordinator.issue_groups()[:2])
     coordinator.release(1)
     snapshot = coordinator.snapshot()
     assert [group["prompt_group"]["group_id"] for group in snapshot["live"]] == list(range(8, 16))
@@ -375,7 +418,11 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_
     ), "8 to 11 are of version 0, which step 2 may not train on any more"
     assert [number for number in range(16) if resumed.queue.holds(number)] == [12, 13]
     again = resumed.issue_groups()
-    assert [(t.group_id, t.version) for t in again] == [(14, 2), (15, 2), *((n, 2) for n in range(16, 20))]
+    assert [(t.group_id, t.version) for t in again] == [
+        (14, 2),
+        (15, 2),
+        *((n, 2) for n in range(16, 20)),
+    ]
     reward_fn(resumed, again)
     assert resumed.ready(2) == (12, 13, 14, 15)
     resumed.release(2)
@@ -383,7 +430,9 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_
     assert verify(path) == resumed.checked_counts()
     records = [r for _, r in timeline(path) if r["kind"] in ("plan", "dropped")]
     assert [(r["max_staleness"], r["consumer_batch"]) for r in records[:2]] == [(2, 4), (1, 4)]
-    assert [(r["group_id"], r["reason"]) for r in records[2:]] == [(number, "stale") for number in range(8, 12)]
+    assert [(r["group_id"], r["reason"]) for r in records[2:]] == [
+        (number, "stale") for number in range(8, 12)
+    ]
 
 
 @pytest.mark.parametrize(("batch", "kept"), [(4, 8), (3, 6), (1, 2), (9, 8)])
@@ -392,7 +441,9 @@ def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(
     reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     resumed = streaming(num_rows=100, batch=batch, snapshot=coordinator.snapshot())
-    assert [number for number in range(12) if resumed.queue.holds(number)] == list(range(4, 4 + kept))
+    assert [number for number in range(12) if resumed.queue.holds(number)] == list(
+        range(4, 4 + kept)
+    )
     run_to_the_end(resumed)
 
 
@@ -422,12 +473,16 @@ def test_a_group_made_by_weights_that_are_too_old_is_not_trained():
     assert prompt_group.version == 3
     coordinator.complete(prompt_group.group_id, 5, version=0)
     reward_fn(coordinator, others)
-    with pytest.raises(CountsError, match=f"group {prompt_group.group_id} holds tokens of version 0, which step 4 may"):
+    with pytest.raises(
+        CountsError,
+        match=f"group {prompt_group.group_id} holds tokens of version 0, which step 4 may",
+    ):
         coordinator.ready(3)
 
 
 def test_draws_are_counted_for_the_steps_that_their_class_covers():
-    """Staleness 1, steps of 4, at most 2 batches for each: 16 groups due by step 1, then 8 for each version."""
+    """Staleness 1, steps of 4, at most 2 batches for each: 16 groups due by step 1, then 8 for each
+    version."""
     plan = plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=2, when_exhausted="continue")
     coordinator = Coordinator(plan)
     issued = []
@@ -437,7 +492,11 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
             reward_fn(
                 coordinator,
                 prompt_groups,
-                drop=[prompt_group.group_id for prompt_group in prompt_groups if prompt_group.group_id % 8],
+                drop=[
+                    prompt_group.group_id
+                    for prompt_group in prompt_groups
+                    if prompt_group.group_id % 8
+                ],
             )
         assert coordinator.ready(step)
         coordinator.release(step)
@@ -445,8 +504,15 @@ def test_draws_are_counted_for_the_steps_that_their_class_covers():
 
 
 def test_the_empty_slots_of_a_short_step_are_given_to_no_group():
-    """The last of two steps of 4 is formed with one group, and then the engine gets another version."""
-    plan = plan_of(num_rows=100, total_steps=2, max_staleness=1, max_num_gen_batches=1, when_exhausted="continue")
+    """The last of two steps of 4 is formed with one group, and then the engine gets another
+    version."""
+    plan = plan_of(
+        num_rows=100,
+        total_steps=2,
+        max_staleness=1,
+        max_num_gen_batches=1,
+        when_exhausted="continue",
+    )
     coordinator = Coordinator(plan)
     reward_fn(coordinator, coordinator.issue_groups(), drop=range(4, 7))
     coordinator.release(0, sent_weights=False)
@@ -463,14 +529,19 @@ def test_exhausted_only_once_no_later_version_can_bring_room():
     reward_fn(coordinator, first, drop=range(4, 8))
     coordinator.release(0)
     assert coordinator.ready(1) is None, "nobody has asked for groups yet"
-    assert coordinator.issue_groups(engine_version=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
+    assert coordinator.issue_groups(engine_version=0) == [] and coordinator.ready(1) is None, (
+        "version 1 is on its way"
+    )
     second = coordinator.issue_groups(engine_version=1)
     assert numbers_of(second) == [8, 9, 10, 11]
     reward_fn(coordinator, second[1:])
     assert coordinator.ready(1) is None, "one runs"
     coordinator.drop(8, "equal_rewards")
     coordinator.issue_groups(engine_version=1)
-    with pytest.raises(Exhausted, match=r"of the 8 drawn for it and those up to step 3 3 are left \(dropped: 5 equal"):
+    with pytest.raises(
+        Exhausted,
+        match=r"of the 8 drawn for it and those up to step 3 3 are left \(dropped: 5 equal",
+    ):
         coordinator.ready(1)
 
 
@@ -490,7 +561,9 @@ def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
         reward_fn(coordinator, coordinator.issue_groups(engine_version=0))
         coordinator.release(step, sent_weights=False)
     assert coordinator.issue_groups(engine_version=0) == []
-    with pytest.raises(CountsError, match="step 3 can get no groups: .* version 0, max_staleness is 1"):
+    with pytest.raises(
+        CountsError, match="step 3 can get no groups: .* version 0, max_staleness is 1"
+    ):
         coordinator.ready(2)
 
 
@@ -514,13 +587,16 @@ def test_the_snapshot_is_the_cut_of_the_last_release():
     assert coordinator.snapshot() == at_release
     resumed = Coordinator(plan_of(), snapshot=at_release)
     assert resumed.version == Version(1, 1)
-    assert resumed.checked_counts() == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    assert resumed.checked_counts() == GroupCounts(
+        issued=5, consumed=4, dropped={"equal_rewards": 1}
+    )
     assert numbers_of(resumed.issue_groups()) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("kill_after", range(12))
 def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_after):
-    """Killed after any number of waves, with groups in flight and queued: the same rows in the same steps, once."""
+    """Killed after any number of waves, with groups in flight and queued: the same rows in the same
+    steps, once."""
 
     def drop(prompt_group):
         return prompt_group.row % 3 == 1
@@ -530,11 +606,14 @@ def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_aft
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     coordinator = Coordinator(plan_of(epochs=3), ledger)
-    checkpoint, steps = None, []
+    checkpoint = None
+    steps = []
     for wave in range(kill_after):
         prompt_groups = coordinator.issue_groups()
         dropped = {prompt_group.group_id for prompt_group in prompt_groups if drop(prompt_group)}
-        reward_fn(coordinator, prompt_groups if wave < kill_after - 1 else prompt_groups[:1], dropped)
+        reward_fn(
+            coordinator, prompt_groups if wave < kill_after - 1 else prompt_groups[:1], dropped
+        )
         if coordinator.ready(coordinator.step) is not None:
             steps.append(coordinator.ready(coordinator.step))
             coordinator.release(coordinator.step)
@@ -565,7 +644,9 @@ def test_a_checkpoint_of_another_folder_goes_on_with_its_account(tmp_path):
     run_to_the_end(resumed)
     ledger.close()
     assert verify(ledger.path) == resumed.checked_counts()
-    assert resumed.checked_counts() == GroupCounts(issued=20, consumed=19, dropped={"equal_rewards": 1})
+    assert resumed.checked_counts() == GroupCounts(
+        issued=20, consumed=19, dropped={"equal_rewards": 1}
+    )
 
 
 def test_more_epochs_may_be_asked_for_on_resume():
@@ -591,7 +672,9 @@ def test_a_ledger_that_does_not_fit_the_snapshot_is_found(tmp_path):
     reward_fn(coordinator, coordinator.issue_groups())
     coordinator.release(0)
     ledger.close()
-    with pytest.raises(CountsError, match="the ledger counts .*issued=0.* the coordinator .*issued=4"):
+    with pytest.raises(
+        CountsError, match="the ledger counts .*issued=0.* the coordinator .*issued=4"
+    ):
         Coordinator(plan_of(), Ledger(ledger.path, start), coordinator.snapshot())
 
 

@@ -1,4 +1,5 @@
-"""Random interleavings of everything that can happen to a coordinator, crashes included, against a plain model."""
+"""Random interleavings of everything that can happen to a coordinator, crashes included, against a
+plain model."""
 
 import json
 import random
@@ -19,8 +20,16 @@ from distflow.scheduling.ledger import Ledger, LedgerCounts, timeline
 from distflow.scheduling.sample_queue import Exhausted
 from tests.ledger_audit import verify
 
-NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "attempts": [], "waiting": []}
-"""The model at the start. consumed: groups by step. complete: group, its version, the lowest of its tokens.
+NOTHING = {
+    "consumed": [],
+    "dropped": [],
+    "complete": [],
+    "failures": [],
+    "attempts": [],
+    "waiting": [],
+}
+"""The model at the start. consumed: groups by step. complete: group, its version, the lowest of its
+tokens.
 attempts: group, its last. waiting: group, attempt that was lost."""
 
 
@@ -33,8 +42,10 @@ def counted(path):
 
 
 def expected_steps(plan, dropped_rows):
-    """The steps of a run without staleness, from the rule alone: walk the groups, keep the survivors, cut batches."""
-    steps, current = [], []
+    """The steps of a run without staleness, from the rule alone: walk the groups, keep the
+    survivors, cut batches."""
+    steps = []
+    current = []
     for number in range(plan.total_groups):
         if len(steps) == plan.total_steps:
             return steps
@@ -51,8 +62,8 @@ def place_of(plan, number):
 
 
 def num_consumable(dues, step, batch):
-    """How many groups the steps from `step` on can consume in time at most: a maximum matching of groups with the slots
-    of steps, by augmenting paths."""
+    """How many groups the steps from `step` on can consume in time at most: a maximum matching of
+    groups with the slots of steps, by augmenting paths."""
     slots = [(s, i) for s in range(step, max(dues, default=0) + 1) for i in range(batch)]
     owner = {}
 
@@ -76,7 +87,8 @@ class Journal(Ledger):
 
 
 class Run(RuleBasedStateMachine):
-    """Which rows are dropped is fixed by the rows, as a filter would; everything else comes in any order.
+    """Which rows are dropped is fixed by the rows, as a filter would; everything else comes in any
+    order.
 
     The engine has `engine_version`; `coming` is a version that was sent and has not arrived yet.
     """
@@ -114,7 +126,9 @@ class Run(RuleBasedStateMachine):
             consumer_batch=batch,
             group_size=2,
             total_groups=None if endless else prompt_groups,
-            total_steps=num_steps if endless else min(num_steps, total_steps(epochs, num_rows, batch)),
+            total_steps=num_steps
+            if endless
+            else min(num_steps, total_steps(epochs, num_rows, batch)),
             shuffle=False,
             max_staleness=staleness,
             max_concurrent=max_concurrent,
@@ -124,7 +138,9 @@ class Run(RuleBasedStateMachine):
         self.always_synchronous = staleness == 0
         self.same_plan = True
         choice = random.Random(seed)
-        self.dropped_rows = {place_of(self.plan, n) for n in range(prompt_groups) if choice.random() < drops}
+        self.dropped_rows = {
+            place_of(self.plan, n) for n in range(prompt_groups) if choice.random() < drops
+        }
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = Journal(self.folder / "ledger.jsonl")
         self.begin(None, NOTHING)
@@ -136,7 +152,8 @@ class Run(RuleBasedStateMachine):
         self.consumed = [tuple(step) for step in model["consumed"]]
         self.dropped = list(model["dropped"])
         self.failures = Counter(dict(model["failures"]))
-        self.waiting, self.attempts = dict(model["waiting"]), dict(model["attempts"])
+        self.waiting = dict(model["waiting"])
+        self.attempts = dict(model["attempts"])
         self.running = {}
         self.complete = {number: (issued, lowest) for number, issued, lowest in model["complete"]}
         self.engine_version = self.sent = self.coordinator.step
@@ -148,7 +165,8 @@ class Run(RuleBasedStateMachine):
         self.mark()
 
     def forget_stale(self):
-        """What the coordinator gave up could not be consumed in time, and no smaller number could be given up."""
+        """What the coordinator gave up could not be consumed in time, and no smaller number could
+        be given up."""
         stale = [number for number in self.complete if not self.coordinator.queue.holds(number)]
         dues = [version + self.plan.max_staleness for version, _ in self.complete.values()]
         kept = num_consumable(dues, self.coordinator.step, self.plan.consumer_batch)
@@ -177,16 +195,28 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def take(self):
-        plan, finished = self.plan, self.coordinator.finished
+        plan = self.plan
+        finished = self.coordinator.finished
         prompt_groups = self.coordinator.issue_groups(self.engine_version)
         assert not (finished and prompt_groups)
-        assert plan.max_staleness or not (prompt_groups and self.running), "a wave opened while the last one runs"
-        lost = [prompt_group.group_id for prompt_group in prompt_groups if prompt_group.group_id in self.waiting]
-        assert lost == [prompt_group.group_id for prompt_group in prompt_groups][: len(lost)] == sorted(lost), (
-            "lost ones come first"
+        assert plan.max_staleness or not (prompt_groups and self.running), (
+            "a wave opened while the last one runs"
         )
+        lost = [
+            prompt_group.group_id
+            for prompt_group in prompt_groups
+            if prompt_group.group_id in self.waiting
+        ]
+        assert (
+            lost
+            == [prompt_group.group_id for prompt_group in prompt_groups][: len(lost)]
+            == sorted(lost)
+        ), "lost ones come first"
         for prompt_group in prompt_groups:
-            assert prompt_group.group_id not in self.running and prompt_group.group_id not in self.complete
+            assert (
+                prompt_group.group_id not in self.running
+                and prompt_group.group_id not in self.complete
+            )
             assert prompt_group.version == min(self.engine_version, self.coordinator.step)
             if prompt_group.group_id not in self.waiting:
                 self.drawn.append(prompt_group.version + plan.max_staleness)
@@ -203,14 +233,20 @@ class Run(RuleBasedStateMachine):
 
     def draws(self):
         """By due step: groups issued, and how many may be."""
-        counts, covered_to, draws = Counter(self.drawn), self.first_step - 1, {}
+        counts = Counter(self.drawn)
+        covered_to = self.first_step - 1
+        draws = {}
         for due in sorted(counts):
-            draws[due] = counts[due], self.plan.max_num_gen_batches * self.plan.consumer_batch * (due - covered_to)
+            draws[due] = (
+                counts[due],
+                self.plan.max_num_gen_batches * self.plan.consumer_batch * (due - covered_to),
+            )
             covered_to = due
         return draws
 
     def end(self, number, late=False):
-        """A group ends as its row wants. late: its first token was made by what the engine serves now."""
+        """A group ends as its row wants. late: its first token was made by what the engine serves
+        now."""
         prompt_group = self.running.pop(number)
         if (prompt_group.epoch, prompt_group.row) in self.dropped_rows:
             self.coordinator.drop(number, "equal_rewards")
@@ -256,9 +292,11 @@ class Run(RuleBasedStateMachine):
     def train(self, how="sent", takes=False, unread=False):
         """unread: its groups could not be read, and wait again.
 
-        how: the weights are sent and arrive at once, or not yet; nothing was updated and the engine only gets a new
-        number; or it keeps what it has. takes: groups are taken between sending and releasing."""
-        step, plan = self.coordinator.step, self.plan
+        how: the weights are sent and arrive at once, or not yet; nothing was updated and the engine
+        only gets a new number; or it keeps what it has. takes: groups are taken between sending and
+        releasing."""
+        step = self.coordinator.step
+        plan = self.plan
         try:
             numbers = self.coordinator.ready(step)
         except Exhausted:
@@ -276,7 +314,8 @@ class Run(RuleBasedStateMachine):
         if how == "held" and step + 1 - self.sent > plan.max_staleness:
             how = "sent"
         if how in ("sent", "same weights"):
-            self.engine_version, self.coming = step + 1, None
+            self.engine_version = step + 1
+            self.coming = None
         if how == "late":
             self.coming = step + 1
         if how != "held":
@@ -296,7 +335,9 @@ class Run(RuleBasedStateMachine):
         for number in numbers:
             issued, lowest = self.complete[number]
             assert 0 <= step - lowest <= plan.max_staleness, "staler than allowed"
-            assert step <= issued + plan.max_staleness, "a group was left past the step that it was due at"
+            assert step <= issued + plan.max_staleness, (
+                "a group was left past the step that it was due at"
+            )
         if len(numbers) < plan.consumer_batch:
             assert len(self.complete) == len(numbers) and not self.running and not self.waiting
             if self.coordinator.checked_counts().issued != plan.total_groups:
@@ -308,7 +349,9 @@ class Run(RuleBasedStateMachine):
 
     def check_exhausted(self):
         """Nothing that runs and no group that may still be drawn could have filled the step."""
-        assert len(self.complete) < self.plan.consumer_batch and not self.running and not self.waiting
+        assert (
+            len(self.complete) < self.plan.consumer_batch and not self.running and not self.waiting
+        )
         assert self.coming is None, "a version is on its way"
         drawn, allowed = self.draws()[self.engine_version + self.plan.max_staleness]
         assert drawn == allowed
@@ -316,25 +359,31 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.coming is not None)
     @rule()
     def arrive(self):
-        self.engine_version, self.coming = self.coming, None
+        self.engine_version = self.coming
+        self.coming = None
 
     @rule(seed=st.integers(0, 2**32 - 1))
     def play(self, seed):
-        """Many moves of a run that nothing disturbs: old groups may straggle, and either side may be the faster one."""
+        """Many moves of a run that nothing disturbs: old groups may straggle, and either side may
+        be the faster one."""
         choice = random.Random(seed)
-        straggle, trains = choice.choice([0, 0.9]), choice.choice([0.25, 0.5])
+        straggle = choice.choice([0, 0.9])
+        trains = choice.choice([0.25, 0.5])
         for _ in range(choice.randint(1, 60)):
             move = choice.random()
             if move < 0.2:
                 self.take()
             elif move < trains and self.plays:
-                self.train(choice.choice(["sent", "late", "same weights", "held"]), choice.random() < 0.3)
+                self.train(
+                    choice.choice(["sent", "late", "same weights", "held"]), choice.random() < 0.3
+                )
             elif move > 0.95 and self.coming is not None:
                 self.arrive()
             elif self.running:
                 oldest_last = choice.random() < straggle
                 self.end(
-                    max(self.running) if oldest_last else choice.choice(sorted(self.running)), choice.random() < 0.2
+                    max(self.running) if oldest_last else choice.choice(sorted(self.running)),
+                    choice.random() < 0.2,
                 )
 
     @rule()
@@ -350,14 +399,18 @@ class Run(RuleBasedStateMachine):
         batch=st.none() | st.integers(1, 4),
     )
     def crash(self, choice, newest, torn, elsewhere, staleness, batch):
-        """Any checkpoint, not only the newest, may be the one that is resumed, in its folder or in another, with the
-        same bounds or with others."""
+        """Any checkpoint, not only the newest, may be the one that is resumed, in its folder or in
+        another, with the same bounds or with others."""
         self.ledger.close()
         if torn:
             with self.ledger.path.open("ab") as file:
                 file.write(b"{" + torn)
         snapshot, model = json.loads(self.cut if newest else choice.choice(self.checkpoints))
-        path = Path(tempfile.mkdtemp(dir=self.folder)) / "ledger.jsonl" if elsewhere else self.ledger.path
+        path = (
+            Path(tempfile.mkdtemp(dir=self.folder)) / "ledger.jsonl"
+            if elsewhere
+            else self.ledger.path
+        )
         self.ledger = Journal(path, mark_of(snapshot))
         self.change(snapshot, staleness, batch)
         self.begin(snapshot, model)
@@ -391,7 +444,12 @@ class Run(RuleBasedStateMachine):
         assert self.coordinator.version.restart == self.ledger.restart
         self.every_ticket_is_in_one_place()
         self.every_group_has_a_step_to_go_to()
-        if self.always_synchronous and self.same_plan and self.plan.total_groups and not self.plan.max_num_gen_batches:
+        if (
+            self.always_synchronous
+            and self.same_plan
+            and self.plan.total_groups
+            and not self.plan.max_num_gen_batches
+        ):
             assert self.consumed == self.expected()[: len(self.consumed)]
 
     def every_ticket_is_in_one_place(self):
@@ -401,7 +459,8 @@ class Run(RuleBasedStateMachine):
 
     def every_group_has_a_step_to_go_to(self):
         """Admission never lets in more than can be consumed in time, whatever ran or was lost."""
-        plan, step = self.plan, self.coordinator.step
+        plan = self.plan
+        step = self.coordinator.step
         versions = [prompt_group.version for prompt_group in self.running.values()] + [
             v for v, _ in self.complete.values()
         ]
@@ -414,13 +473,14 @@ class Run(RuleBasedStateMachine):
         return expected_steps(self.plan, self.dropped_rows | max_retries)
 
     def teardown(self):
-        """From wherever it stands: once what runs has ended and what was sent has arrived, the next step forms, unless
-        the run is over; and at its end it has trained what it should."""
+        """From wherever it stands: once what runs has ended and what was sent has arrived, the next
+        step forms, unless the run is over; and at its end it has trained what it should."""
         if not hasattr(self, "coordinator"):
             return
         try:
             while self.plays:
-                self.engine_version, self.coming = self.coming or self.engine_version, None
+                self.engine_version = self.coming or self.engine_version
+                self.coming = None
                 for _ in range(1000):
                     self.take()
                     if not self.running:
@@ -435,7 +495,9 @@ class Run(RuleBasedStateMachine):
                     assert self.exhausted or self.coordinator.step > step, "the run is stuck"
             self.accounts_agree()
             if self.same_plan and self.coordinator.finished:
-                assert not self.running and not self.waiting and not self.complete, "drawn for no step"
+                assert not self.running and not self.waiting and not self.complete, (
+                    "drawn for no step"
+                )
             if self.coordinator.step < self.plan.total_steps and not self.exhausted:
                 assert self.coordinator.checked_counts().issued == self.plan.total_groups
             self.ledger.close()
@@ -445,7 +507,9 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=25)
+TestRun.settings = settings(
+    derandomize=True, deadline=None, max_examples=50, stateful_step_count=25
+)
 
 
 def walk(seed):
@@ -473,7 +537,9 @@ def walk(seed):
         elif move < 0.5:
             run.save()
         elif move < 0.75:
-            changed = choice.choice([(None, None), (choice.randint(0, 4), None), (None, choice.randint(1, 4))])
+            changed = choice.choice(
+                [(None, None), (choice.randint(0, 4), None), (None, choice.randint(1, 4))]
+            )
             run.crash(choice, choice.random() < 0.7, b"torn", choice.random() < 0.2, *changed)
         run.accounts_agree()
     run.teardown()

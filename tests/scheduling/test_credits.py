@@ -21,9 +21,13 @@ from distflow.scheduling.admission import rollout_capacity
     ],
 )
 def test_capacity(max_concurrent, running, staleness, version, batch, accepted, expected):
-    assert rollout_capacity(max_concurrent, running, staleness, version, batch, accepted) == expected
+    assert (
+        rollout_capacity(max_concurrent, running, staleness, version, batch, accepted) == expected
+    )
 
 
-@pytest.mark.parametrize(("running", "accepted", "expected"), [(0, 0, 8), (1, 5, 0), (0, 5, 3), (0, 8, 0)])
+@pytest.mark.parametrize(
+    ("running", "accepted", "expected"), [(0, 0, 8), (1, 5, 0), (0, 5, 3), (0, 8, 0)]
+)
 def test_waves_open_only_when_nothing_runs_at_staleness_0(running, accepted, expected):
     assert rollout_capacity(64, running, 0, 0, 8, accepted) == expected

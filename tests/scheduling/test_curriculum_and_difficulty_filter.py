@@ -20,16 +20,21 @@ HALF = [Fraction(1, 2)] * 2
 
 def by_share(progress, step, state):
     """For the tests: who gets less right has more, and the state holds what it was told."""
-    state.setdefault("seen", []).append([step, {name: known.accuracy for name, known in progress.items()}])
+    state.setdefault("seen", []).append(
+        [step, {name: known.accuracy for name, known in progress.items()}]
+    )
     return {name: 1 - (known.mean_accuracy or 0) for name, known in progress.items()}
 
 
 def made(function, saved=None, **options):
-    return Curriculum(CurriculumPlan(f"{__name__}:{function}", **options), {"math": 3.0, "code": 1.0}, saved)
+    return Curriculum(
+        CurriculumPlan(f"{__name__}:{function}", **options), {"math": 3.0, "code": 1.0}, saved
+    )
 
 
 def test_by_hand():
-    """Two groups of math, 1 of 4 and 3 of 4 right; one of code without verdicts. Then nothing of math, all of code."""
+    """Two groups of math, 1 of 4 and 3 of 4 right; one of code without verdicts. Then nothing of
+    math, all of code."""
     curriculum = made("by_share", smoothing=0.75)
     for group in (Accuracy(1, 4), Accuracy(3, 4)):
         curriculum.count("math", group)
@@ -47,12 +52,17 @@ def test_by_hand():
     curriculum.count("code", Accuracy(0, 2))
     _, known = curriculum.shares(3, shares)
     assert known["code"].mean_accuracy == 0.75 and known["code"].accuracy == 0
-    seen = [[1, {"math": 0.5, "code": None}], [2, {"math": None, "code": 1}], [3, {"math": None, "code": 0}]]
+    seen = [
+        [1, {"math": 0.5, "code": None}],
+        [2, {"math": None, "code": 1}],
+        [3, {"math": None, "code": 0}],
+    ]
     assert curriculum.saved_curriculum()["state"] == {"seen": seen}
 
 
 def test_it_goes_on_from_what_it_saved():
-    first, groups = made("by_share"), [Accuracy(1, 3), Accuracy(0, 2), Accuracy(5, 7)]
+    first = made("by_share")
+    groups = [Accuracy(1, 3), Accuracy(0, 2), Accuracy(5, 7)]
     first.count("math", groups[0])
     first.shares(1, HALF)
     first.count("math", groups[1])
@@ -60,7 +70,10 @@ def test_it_goes_on_from_what_it_saved():
     for each in (first, second):
         each.count("math", groups[2])
         each.count("code", groups[0])
-    assert first.shares(2, HALF) == second.shares(2, HALF) and first.saved_curriculum() == second.saved_curriculum()
+    assert (
+        first.shares(2, HALF) == second.shares(2, HALF)
+        and first.saved_curriculum() == second.saved_curriculum()
+    )
 
 
 def test_the_order_in_which_groups_end_changes_nothing():
@@ -75,7 +88,8 @@ def test_the_order_in_which_groups_end_changes_nothing():
 
 
 def test_learnability():
-    """What half of the answers get right is worth most; what is not known as much; the least is a fifth of that."""
+    """What half of the answers get right is worth most; what is not known as much; the least is a
+    fifth of that."""
     known = {
         "half": Progress(1, 0.2, mean_learnability=0.25),
         "new": Progress(2, 0.2),
@@ -102,16 +116,30 @@ def returns(value):
     return lambda progress, step, state: value
 
 
-nothing, listed, unknown = returns(None), returns([1, 2]), returns({"math": 1, "cod": 2, "code": 1})
-lacks, negative, zero = returns({"math": 1}), returns({"math": 1, "code": -0.5}), returns({"math": 0, "code": 0.0})
-nan, text, infinite = [returns({"math": value, "code": 1}) for value in (float("nan"), "1", float("inf"))]
-an_object, a_tuple, not_a_number = leaves({"a": object()}), leaves({"a": (1, 2)}), leaves({"a": float("nan")})
+nothing = returns(None)
+listed = returns([1, 2])
+unknown = returns({"math": 1, "cod": 2, "code": 1})
+lacks = returns({"math": 1})
+negative = returns({"math": 1, "code": -0.5})
+zero = returns({"math": 0, "code": 0.0})
+nan, text, infinite = [
+    returns({"math": value, "code": 1}) for value in (float("nan"), "1", float("inf"))
+]
+an_object = leaves({"a": object()})
+a_tuple = leaves({"a": (1, 2)})
+not_a_number = leaves({"a": float("nan")})
 
 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("fails", r"failed: ZeroDivisionError: division by zero \(at test_curriculum_and_difficulty_filter.py:\d+\)"),
+        (
+            "fails",
+            (
+                r"failed: ZeroDivisionError: division by zero \(at "
+                r"test_curriculum_and_difficulty_filter.py:\d+\)"
+            ),
+        ),
         ("nothing", "returned None, not a mapping"),
         ("listed", r"returned \[1, 2\], not a mapping"),
         ("unknown", "gave a weight to 'cod', which is not a domain of the run, did you mean code"),
@@ -130,18 +158,29 @@ def test_what_it_may_not_do(function, said):
     curriculum = made(function)
     curriculum.count("math", Accuracy(1, 2))
     before = curriculum.saved_curriculum()
-    with pytest.raises(UserError, match=rf"^data.curriculum.function=.*:{function}: after step 5 .*{said}") as found:
+    with pytest.raises(
+        UserError, match=rf"^data.curriculum.function=.*:{function}: after step 5 .*{said}"
+    ) as found:
         curriculum.shares(5, HALF)
-    assert "start the same command again" in str(found.value) and curriculum.saved_curriculum() == before
+    assert (
+        "start the same command again" in str(found.value)
+        and curriculum.saved_curriculum() == before
+    )
 
 
 def test_one_that_is_not_there():
-    with pytest.raises(UserError, match=r"data.curriculum.function: .*has no 'by_shares'; did you mean 'by_share'"):
+    with pytest.raises(
+        UserError, match=r"data.curriculum.function: .*has no 'by_shares'; did you mean 'by_share'"
+    ):
         made("by_shares")
 
 
 def test_a_function_with_other_parameters_is_refused_before_the_start(tmp_path):
-    (tmp_path / "mine.py").write_text("def one(progress):\n    return {}\n\n\ndef any_(*given):\n    return {}\n")
-    with pytest.raises(UserError, match=r"one' must take \(progress, step, state\): too many positional arguments"):
+    (tmp_path / "mine.py").write_text(
+        "def one(progress):\n    return {}\n\n\ndef any_(*given):\n    return {}\n"
+    )
+    with pytest.raises(
+        UserError, match=r"one' must take \(progress, step, state\): too many positional arguments"
+    ):
         load_curriculum(f"{tmp_path}/mine.py:one")
     assert load_curriculum(f"{tmp_path}/mine.py:any_")

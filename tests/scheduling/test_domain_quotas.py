@@ -1,4 +1,5 @@
-"""Quotas: each domain has its share after every place, whatever the weights, also where another went on from there."""
+"""Quotas: each domain has its share after every place, whatever the weights, also where another
+went on from there."""
 
 from fractions import Fraction
 
@@ -21,10 +22,16 @@ def domains_of(quotas, step, batch):
 
 
 def test_by_hand():
-    """Two to one: the first has to have a place by the second, and then none before the third; the second one by it."""
+    """Two to one: the first has to have a place by the second, and then none before the third; the
+    second one by it."""
     quotas = Quotas(6, weights=[Fraction(2), Fraction(1)])
     assert domains_of(quotas, 0, 6) == [0, 0, 1, 0, 0, 1]
-    assert (quotas.up_to(0, 0), quotas.up_to(1, 0), quotas.up_to(0, 1), quotas.up_to(1, -1)) == (4, 2, 8, 0)
+    assert (quotas.up_to(0, 0), quotas.up_to(1, 0), quotas.up_to(0, 1), quotas.up_to(1, -1)) == (
+        4,
+        2,
+        8,
+        0,
+    )
 
 
 def test_one_source_has_every_place():
@@ -35,12 +42,20 @@ def test_one_source_has_every_place():
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(weights=WEIGHTS, batch=st.integers(1, 9), resumes=st.sets(st.integers(0, 30)), other=st.integers(1, 9))
+@given(
+    weights=WEIGHTS,
+    batch=st.integers(1, 9),
+    resumes=st.sets(st.integers(0, 30)),
+    other=st.integers(1, 9),
+)
 def test_every_prefix_is_exact(weights, batch, resumes, other):
-    """Within less than a place of the share, after every place; a run that goes on, with a batch of another size, takes
-    the very places that the first would have."""
+    """Within less than a place of the share, after every place; a run that goes on, with a batch of
+    another size, takes the very places that the first would have."""
     shares = [Fraction(weight, sum(weights)) for weight in weights]
-    quotas, counts, size, places = Quotas(batch, weights=shares), [0] * len(weights), batch, []
+    quotas = Quotas(batch, weights=shares)
+    counts = [0] * len(weights)
+    size = batch
+    places = []
     for step in range(30):
         if step in resumes:
             size = other
@@ -49,8 +64,12 @@ def test_every_prefix_is_exact(weights, batch, resumes, other):
         quotas.consume()
     for number, domain in enumerate(places, 1):
         counts[domain] += 1
-        assert all(abs(share * number - count) < 1 for share, count in zip(shares, counts, strict=True))
-    assert quotas.lags == [share * len(places) - count for share, count in zip(shares, counts, strict=True)]
+        assert all(
+            abs(share * number - count) < 1 for share, count in zip(shares, counts, strict=True)
+        )
+    assert quotas.lags == [
+        share * len(places) - count for share, count in zip(shares, counts, strict=True)
+    ]
     whole = Quotas(len(places), weights=shares)
     assert domains_of(whole, 0, len(places)) == places
 
@@ -60,7 +79,8 @@ def test_weights_that_change_take_over_what_a_domain_is_behind():
     before.consume()
     after = Quotas(5, 1, [Fraction(2), Fraction(1)], before.lags)
     assert sum(after.lags) == 0 and after.lags == before.lags
-    lags, shares = before.lags, (Fraction(2, 3), Fraction(1, 3))
+    lags = before.lags
+    shares = (Fraction(2, 3), Fraction(1, 3))
     for step in range(1, 20):
         taken = domains_of(after, step, 5)
         lags = [lag + 5 * shares[domain] - taken.count(domain) for domain, lag in enumerate(lags)]
@@ -68,7 +88,11 @@ def test_weights_that_change_take_over_what_a_domain_is_behind():
         assert after.lags == lags and all(abs(lag) < 1 for lag in lags)
 
 
-CHANGES = st.lists(st.lists(st.sampled_from([0, 1, 1, 2, 7, 1000]), min_size=6, max_size=6), min_size=1, max_size=20)
+CHANGES = st.lists(
+    st.lists(st.sampled_from([0, 1, 1, 2, 7, 1000]), min_size=6, max_size=6),
+    min_size=1,
+    max_size=20,
+)
 
 
 def shares_of(weights):
@@ -77,13 +101,18 @@ def shares_of(weights):
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(CHANGES, st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.sets(st.integers(0, 20)))
+@given(
+    CHANGES, st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.sets(st.integers(0, 20))
+)
 def test_shares_that_change_are_made_up_for(changes, num_domains, batch, ahead, resumes):
-    """What each domain had is within the bound of the sum of its shares, after every place. Changes come with a delay,
-    and a run that goes on between takes the places that the other would have."""
+    """What each domain had is within the bound of the sum of its shares, after every place. Changes
+    come with a delay, and a run that goes on between takes the places that the other would have."""
     changes = [shares_of(weights[:num_domains]) for weights in changes]
-    quotas, other = Quotas(batch, weights=changes[0]), Quotas(batch, weights=changes[0])
-    due, counts, in_force = [Fraction(0)] * num_domains, [0] * num_domains, {0: changes[0]}
+    quotas = Quotas(batch, weights=changes[0])
+    other = Quotas(batch, weights=changes[0])
+    due = [Fraction(0)] * num_domains
+    counts = [0] * num_domains
+    in_force = {0: changes[0]}
     for step in range(len(changes) + ahead):
         in_force.setdefault(step, in_force[max(step - 1, 0)])
         assert [quotas.changes[0], *quotas.changes[1:]][0] == (step, in_force[step])
@@ -103,14 +132,16 @@ def test_shares_that_change_are_made_up_for(changes, num_domains, batch, ahead, 
         assert quotas.lags == behind
         if step in resumes:
             (_, now), *later = other.changes
-            lags, other = other.lags, Quotas(batch, step + 1, other.changes[0][1], other.lags)
+            lags = other.lags
+            other = Quotas(batch, step + 1, other.changes[0][1], other.lags)
             assert other.lags == lags
             for first, shares in later:
                 other.change(first, shares)
 
 
 def test_places_that_were_looked_at_ahead_are_given_out_anew():
-    """Whoever asks for a place beyond the steps that are wanted, of a domain with a share or none, changes nothing."""
+    """Whoever asks for a place beyond the steps that are wanted, of a domain with a share or none,
+    changes nothing."""
     shares = [[Fraction(1), Fraction(0)], [Fraction(1, 7), Fraction(6, 7)], [Fraction(1, 2)] * 2]
     asked, other = (Quotas(3, weights=[Fraction(2), Fraction(1)]) for _ in range(2))
     for step in range(30):
@@ -122,15 +153,22 @@ def test_places_that_were_looked_at_ahead_are_given_out_anew():
         assert asked.lags == other.lags and asked.changes == other.changes
         again = Quotas(3, step + 1, other.changes[0][1], other.lags)
         for domain in (0, 1):
-            assert [asked.place(domain, n) for n in range(4)] == [again.place(domain, n) for n in range(4)]
+            assert [asked.place(domain, n) for n in range(4)] == [
+                again.place(domain, n) for n in range(4)
+            ]
 
 
 def test_no_rule_could_keep_them_closer():
-    """Whoever was served gets no share any more: the last is behind by all that the others were ahead."""
+    """Whoever was served gets no share any more: the last is behind by all that the others were
+    ahead."""
     for num_domains in range(2, 9):
-        quotas, left, behind = Quotas(1, weights=[Fraction(1)] * num_domains), set(range(num_domains)), 0
+        quotas = Quotas(1, weights=[Fraction(1)] * num_domains)
+        left = set(range(num_domains))
+        behind = 0
         for step in range(num_domains):
-            quotas.change(step, [Fraction(domain in left, len(left)) for domain in range(num_domains)])
+            quotas.change(
+                step, [Fraction(domain in left, len(left)) for domain in range(num_domains)]
+            )
             left -= set(domains_of(quotas, step, 1))
             quotas.consume()
             behind = max(behind, *quotas.lags)

@@ -1,4 +1,5 @@
-"""Domains in a coordinator: shares from the ledger alone, in runs that drop groups, lose them, crash and resume."""
+"""Domains in a coordinator: shares from the ledger alone, in runs that drop groups, lose them,
+crash and resume."""
 
 import json
 import random
@@ -36,13 +37,17 @@ def plan_of(*domains, batch=4, steps=12, **changes):
 
 def shares_of(path):
     """By step, how many groups each domain has had: counted from `issued` and `consumed` alone."""
-    domains, counts, steps = {}, Counter(), []
+    domains = {}
+    counts = Counter()
+    steps = []
     for _, record in timeline(path):
         if record["kind"] == "issued":
             domains[record["group_id"]] = record["domain"]
         if record["kind"] == "inherited":
             domains |= {group["group_id"]: group["domain"] for group in record.get("live", ())}
-            counts = Counter({name: each["consumed"] for name, each in record.get("domains", {}).items()})
+            counts = Counter(
+                {name: each["consumed"] for name, each in record.get("domains", {}).items()}
+            )
         if record["kind"] == "consumed":
             counts.update(domains[prompt_group] for prompt_group in record["group_ids"])
             steps.append(dict(counts))
@@ -59,11 +64,15 @@ def check_shares(plan, path, num_missing=0):
 
 
 class Walk:
-    """A run in random moves. A domain's groups are dropped by its chance; a step is trained on when it is ready."""
+    """A run in random moves. A domain's groups are dropped by its chance; a step is trained on when
+    it is ready."""
 
     def __init__(self, plan, folder, seed, chances):
-        self.plan, self.folder, self.chances = plan, folder, chances
-        self.choice, self.num_crashes = random.Random(seed), 0
+        self.plan = plan
+        self.folder = folder
+        self.chances = chances
+        self.choice = random.Random(seed)
+        self.num_crashes = 0
         self.ledger = Journal(folder / "ledger-0.jsonl")
         self.cut = None
         self.begin()
@@ -87,7 +96,13 @@ class Walk:
         for domain in self.plan.domains:
             if first <= prompt_group.row < first + domain.num_rows:
                 assert prompt_group.stream == f"train/{domain.name}"
-                order = epoch_order(domain.num_rows, self.plan.seed, prompt_group.epoch, self.plan.shuffle, domain.name)
+                order = epoch_order(
+                    domain.num_rows,
+                    self.plan.seed,
+                    prompt_group.epoch,
+                    self.plan.shuffle,
+                    domain.name,
+                )
                 assert order[prompt_group.position % domain.num_rows] == prompt_group.row - first
                 assert prompt_group.epoch == prompt_group.position // domain.num_rows
                 self.domains = {**getattr(self, "domains", {}), prompt_group.group_id: domain.name}
@@ -98,7 +113,9 @@ class Walk:
         if self.plan.curriculum:
             name = self.domains[number]
             prompt_group = PromptGroup(number, 0, 0, 2, 0, stream=f"train/{name}")
-            self.coordinator.record_accuracy(prompt_group.group_id, Accuracy(self.choice.randint(0, 2), 2))
+            self.coordinator.record_accuracy(
+                prompt_group.group_id, Accuracy(self.choice.randint(0, 2), 2)
+            )
         if mishaps and self.choice.random() < 0.1:
             self.coordinator.retry(number)
         elif self.choice.random() < self.chances[self.domains[number]]:
@@ -125,9 +142,14 @@ class Walk:
         self.ledger.close()
         elsewhere = self.choice.random() < 0.3
         self.num_crashes += elsewhere
-        self.ledger = Journal(self.folder / f"ledger-{self.num_crashes}.jsonl", mark_of(json.loads(self.cut)))
+        self.ledger = Journal(
+            self.folder / f"ledger-{self.num_crashes}.jsonl", mark_of(json.loads(self.cut))
+        )
         if self.choice.random() < 0.3:
-            changes = {"max_staleness": self.choice.randint(0, 3), "consumer_batch": self.choice.randint(1, 7)}
+            changes = {
+                "max_staleness": self.choice.randint(0, 3),
+                "consumer_batch": self.choice.randint(1, 7),
+            }
             self.plan = replace(self.plan, **changes)
         self.begin()
 
@@ -146,7 +168,8 @@ class Walk:
         assert group_counts == self.ledger.group_counts
 
     def finish(self):
-        """Once nothing goes wrong any more, every step comes, in as many rounds as dropping may take."""
+        """Once nothing goes wrong any more, every step comes, in as many rounds as dropping may
+        take."""
         for _ in range(20_000):
             if self.coordinator.finished:
                 break
@@ -169,7 +192,9 @@ class Walk:
     max_concurrent=st.none() | st.integers(1, 6),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_shares_hold_whatever_happens(tmp_path_factory, sizes, weights, drops, batch, staleness, max_concurrent, seed):
+def test_shares_hold_whatever_happens(
+    tmp_path_factory, sizes, weights, drops, batch, staleness, max_concurrent, seed
+):
     names = "abcd"[: len(sizes)]
     plan = plan_of(
         *zip(names, sizes, weights, strict=False),
@@ -185,16 +210,18 @@ def test_shares_hold_whatever_happens(tmp_path_factory, sizes, weights, drops, b
 
 
 def complete_all(coordinator, drop=lambda prompt_group: False):
-    """A step of a run without staleness, from its groups to its release; those that were issued, in order."""
-    issued, step = [], coordinator.step
+    """A step of a run without staleness, from its groups to its release; those that were issued, in
+    order."""
+    issued = []
+    step = coordinator.step
     while coordinator.ready(step) is None:
         prompt_groups = coordinator.issue_groups(step)
         assert prompt_groups
         issued += prompt_groups
         for prompt_group in prompt_groups:
-            coordinator.drop(prompt_group.group_id, "all_equal") if drop(prompt_group) else coordinator.complete(
-                prompt_group.group_id, 1
-            )
+            coordinator.drop(prompt_group.group_id, "all_equal") if drop(
+                prompt_group
+            ) else coordinator.complete(prompt_group.group_id, 1)
     coordinator.release(step)
     return issued
 
@@ -204,11 +231,19 @@ def test_a_domain_that_drops_every_other_group_is_refilled_from_itself(tmp_path)
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         for _ in range(6):
-            issued = complete_all(coordinator, lambda t: t.stream == "train/code" and t.position % 2 == 0)
-            assert Counter(prompt_group.stream for prompt_group in issued) == {"train/math": 3, "train/code": 2}
+            issued = complete_all(
+                coordinator, lambda t: t.stream == "train/code" and t.position % 2 == 0
+            )
+            assert Counter(prompt_group.stream for prompt_group in issued) == {
+                "train/math": 3,
+                "train/code": 2,
+            }
         group_counts = coordinator.checked_counts()
     assert shares_of(tmp_path / "ledger.jsonl")[-1] == {"math": 18, "code": 6}
-    assert (group_counts.domains["code"].issued, group_counts.domains["code"].dropped) == (12, {"all_equal": 6})
+    assert (group_counts.domains["code"].issued, group_counts.domains["code"].dropped) == (
+        12,
+        {"all_equal": 6},
+    )
     assert (group_counts.domains["math"].issued, group_counts.domains["math"].dropped) == (18, {})
 
 
@@ -224,7 +259,10 @@ def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
     plan = plan_of(("a", 4, 2), ("b", 7, 1.5), ("c", 2, 0.3), batch=5, steps=9)
 
     def rows(coordinator, num_steps):
-        found = [complete_all(coordinator, lambda prompt_group: prompt_group.row % 3 == 0) for _ in range(num_steps)]
+        found = [
+            complete_all(coordinator, lambda prompt_group: prompt_group.row % 3 == 0)
+            for _ in range(num_steps)
+        ]
         return [
             (prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row)
             for step in found
@@ -240,9 +278,14 @@ def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
 
 def test_a_step_waits_for_the_slow_domain_at_any_staleness():
     """What is quick does not take the places of what is slow."""
-    coordinator = Coordinator(plan_of(("quick", 9, 1), ("slow", 9, 1), batch=2, max_staleness=2, steps=5))
+    coordinator = Coordinator(
+        plan_of(("quick", 9, 1), ("slow", 9, 1), batch=2, max_staleness=2, steps=5)
+    )
     prompt_groups = coordinator.issue_groups(0)
-    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {"train/quick": 3, "train/slow": 3}
+    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {
+        "train/quick": 3,
+        "train/slow": 3,
+    }
     for prompt_group in prompt_groups:
         if prompt_group.stream == "train/quick":
             coordinator.complete(prompt_group.group_id, 1)
@@ -255,8 +298,11 @@ def test_a_step_waits_for_the_slow_domain_at_any_staleness():
 def test_draws_are_counted_by_domain():
     """A domain that drops all of its groups uses up its own draws, and is named."""
     plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=5, max_num_gen_batches=3)
-    coordinator, issued = Coordinator(plan), Counter()
-    with pytest.raises(Exhausted, match=r"step 1 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
+    coordinator = Coordinator(plan)
+    issued = Counter()
+    with pytest.raises(
+        Exhausted, match=r"step 1 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"
+    ):
         while coordinator.ready(0) is None:
             for prompt_group in coordinator.issue_groups(0):
                 issued[prompt_group.stream] += 1
@@ -268,7 +314,14 @@ def test_draws_are_counted_by_domain():
 
 
 def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path):
-    plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=2, max_num_gen_batches=2, when_exhausted="continue")
+    plan = plan_of(
+        ("good", 9, 3),
+        ("bad", 9, 1),
+        batch=4,
+        steps=2,
+        max_num_gen_batches=2,
+        when_exhausted="continue",
+    )
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         for _ in range(2):
@@ -307,10 +360,15 @@ def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
     assert rows_of_a(("a", 5, 1), ("b", 3, 1)) == rows_of_a(("c", 4, 1), ("a", 5, 1), ("d", 2, 1))
 
 
-@pytest.mark.parametrize("other", [[("a", 4, 1), ("c", 4, 1)], [("a", 5, 1), ("b", 3, 1)], [("b", 4, 1), ("a", 4, 1)]])
+@pytest.mark.parametrize(
+    "other", [[("a", 4, 1), ("c", 4, 1)], [("a", 5, 1), ("b", 3, 1)], [("b", 4, 1), ("a", 4, 1)]]
+)
 def test_a_run_of_other_domains_is_refused(other):
     snapshot = Coordinator(plan_of(("a", 4, 1), ("b", 4, 1))).snapshot()
-    with pytest.raises(UserError, match=r"made with domains=a \(4 rows\), b \(4 rows\), this run has .*data.domains"):
+    with pytest.raises(
+        UserError,
+        match=r"made with domains=a \(4 rows\), b \(4 rows\), this run has .*data.domains",
+    ):
         Coordinator(plan_of(*other), None, snapshot)
     with pytest.raises(UserError, match="this run has none"):
         Coordinator(DataPlan(8, 4, 2, 8, 2), None, snapshot)
@@ -326,7 +384,9 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
     verify(path)
     text = path.read_text().replace('"domain":"b"', '"domain":"a"')
     path.write_text(text)
-    with pytest.raises(CountsError, match="after step 1 the domain '.' is .* groups behind its share of 0.500"):
+    with pytest.raises(
+        CountsError, match="after step 1 the domain '.' is .* groups behind its share of 0.500"
+    ):
         verify(path)
 
 
@@ -342,18 +402,26 @@ SWINGS = f"{__name__}:swings"
 
 
 def integral(path):
-    """By step, what each domain was due and had: from `plan`, `shares`, `issued` and `consumed` alone. Also, how often
-    its share was another than in the step before."""
-    due, had, changes, shares, domains, num_changes = Counter(), Counter(), {}, {}, {}, 0
+    """By step, what each domain was due and had: from `plan`, `shares`, `issued` and `consumed`
+    alone. Also, how often its share was another than in the step before."""
+    due = Counter()
+    had = Counter()
+    changes = {}
+    shares = {}
+    domains = {}
+    num_changes = 0
     for _, record in timeline(path):
         if record["kind"] == "plan":
             shares = {name: Fraction(each["share"]) for name, each in record["quotas"].items()}
-            batch, changes = record["consumer_batch"], {}
+            batch = record["consumer_batch"]
+            changes = {}
             if not due:  # in the journal of a run that goes on from another's checkpoint
                 due.update({name: Fraction(each["lag"]) for name, each in record["quotas"].items()})
         if record["kind"] == "shares":
             changes = {step: known for step, known in changes.items() if step < record["step"]}
-            changes[record["step"]] = {name: Fraction(share) for name, share in record["shares"].items()}
+            changes[record["step"]] = {
+                name: Fraction(share) for name, share in record["shares"].items()
+            }
         if record["kind"] == "issued":
             domains[record["group_id"]] = record["domain"]
         if record["kind"] == "inherited":
@@ -398,7 +466,12 @@ def test_shares_that_a_curriculum_changes_hold_whatever_happens(
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
     plan = plan_of(
-        ("a", 4, 2), ("b", 7, 1.5), ("c", 2, 0.3), batch=5, steps=12, curriculum=CurriculumPlan(SWINGS, every)
+        ("a", 4, 2),
+        ("b", 7, 1.5),
+        ("c", 2, 0.3),
+        batch=5,
+        steps=12,
+        curriculum=CurriculumPlan(SWINGS, every),
     )
 
     def rows(coordinator, num_steps):
@@ -406,8 +479,17 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
         for _ in range(num_steps):
             while coordinator.ready(coordinator.step) is None:
                 for prompt_group in coordinator.issue_groups(coordinator.step):
-                    found.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
-                    coordinator.record_accuracy(prompt_group.group_id, Accuracy(prompt_group.row % 3, 2))
+                    found.append(
+                        (
+                            prompt_group.group_id,
+                            prompt_group.stream,
+                            prompt_group.epoch,
+                            prompt_group.row,
+                        )
+                    )
+                    coordinator.record_accuracy(
+                        prompt_group.group_id, Accuracy(prompt_group.row % 3, 2)
+                    )
                     ends = coordinator.complete if prompt_group.group_id % 4 else coordinator.drop
                     ends(prompt_group.group_id, 1 if prompt_group.group_id % 4 else "all_equal")
             coordinator.release(coordinator.step)
@@ -428,10 +510,11 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
 
 
 def test_tickets_that_are_granted_ahead_keep_their_shares():
-    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of which no group was
-    granted."""
+    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of
+    which no group was granted."""
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
-    coordinator, steps = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))), []
+    coordinator = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a")))
+    steps = []
     for step in range(6):
         for prompt_group in coordinator.issue_groups(step):
             coordinator.complete(prompt_group.group_id, 1)
@@ -451,7 +534,9 @@ def only_later(progress, step, state):
 
 
 def test_a_curriculum_that_fails_costs_no_checkpoint(tmp_path):
-    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, curriculum=CurriculumPlan(f"{__name__}:only_later"))
+    plan = plan_of(
+        ("a", 9, 1), ("b", 9, 1), batch=4, curriculum=CurriculumPlan(f"{__name__}:only_later")
+    )
     with Journal(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
         complete_all(coordinator)
@@ -479,7 +564,9 @@ def test_weights_that_the_config_changes_are_found_in_order(tmp_path):
         coordinator = Coordinator(plan, ledger)
         complete_all(coordinator)
         snapshot = coordinator.snapshot()
-    other = replace(plan, domains=tuple(replace(d, weight=1e-3 if d.name != "f" else 9) for d in plan.domains))
+    other = replace(
+        plan, domains=tuple(replace(d, weight=1e-3 if d.name != "f" else 9) for d in plan.domains)
+    )
     with Journal(tmp_path / "ledger.jsonl", mark_of(snapshot)) as ledger:
         coordinator = Coordinator(other, ledger, snapshot)
         complete_all(coordinator)

@@ -16,7 +16,9 @@ def issue(draws, due, num_tickets):
 def test_without_staleness_each_step_has_its_own_tickets():
     draws = draws_from(next_step=3)
     issue(draws, 3, 4)
-    assert (draws.room(3), draws.room(4)) == (2, 6), "what a step did not need is not the next one's"
+    assert (draws.room(3), draws.room(4)) == (2, 6), (
+        "what a step did not need is not the next one's"
+    )
 
 
 def test_the_first_class_covers_all_steps_up_to_its_own_also_after_a_resume():

@@ -1,4 +1,5 @@
-"""The ledger: exact accounts across torn lines, kills at every byte, rollbacks, and rollbacks of rollbacks."""
+"""The ledger: exact accounts across torn lines, kills at every byte, rollbacks, and rollbacks of
+rollbacks."""
 
 import json
 
@@ -44,7 +45,9 @@ def test_the_account_of_a_journal(tmp_path):
     issue(ledger, 4)
     ledger.append("complete", group_id=4, tokens=9)
     ledger.append("allowed_change", key="actor.clip_ratio")
-    group_counts = GroupCounts(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
+    group_counts = GroupCounts(
+        issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1}
+    )
     assert ledger.group_counts == group_counts
     ledger.close()
     assert verify(path) == group_counts
@@ -56,7 +59,9 @@ def test_one_record_of_several_groups_accounts_for_each(tmp_path):
     rows = [{"group_id": n, "epoch": 0, "row": 9 - n, "version": 0, "attempt": 0} for n in range(3)]
     ledger.append_all("issued", rows, as_one=True)
     mark = ledger.mark()
-    ledger.append_all("complete", [{"group_id": n, "tokens": 5 + n, "version": 0} for n in (0, 2)], as_one=True)
+    ledger.append_all(
+        "complete", [{"group_id": n, "tokens": 5 + n, "version": 0} for n in (0, 2)], as_one=True
+    )
     ledger.append("consumed", step=1, group_ids=[0, 2], tokens=12)
     ledger.append("version", step=1, weights=1)
     with pytest.raises(CountsError, match="group 2 was issued twice"):
@@ -76,7 +81,8 @@ def test_one_record_of_several_groups_accounts_for_each(tmp_path):
 
 
 def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
-    """Cut behind every third byte: the whole lines hold, the torn one is passed over, and a resume repeats the run."""
+    """Cut behind every third byte: the whole lines hold, the torn one is passed over, and a resume
+    repeats the run."""
     path = tmp_path / "whole.jsonl"
     ledger = Ledger(path)
     write_step(ledger, 1, [0, 1])
@@ -99,7 +105,9 @@ def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
         write_step(resumed, 2, [2, 3], drop=[2])
         resumed.close()
         assert verify(torn) == expected, f"cut behind byte {cut}"
-        assert torn.read_bytes().startswith(content[:cut]) or b"\n" not in content[:cut], "nothing is rewritten"
+        assert torn.read_bytes().startswith(content[:cut]) or b"\n" not in content[:cut], (
+            "nothing is rewritten"
+        )
 
 
 def test_two_kills_in_a_row_within_the_line_of_a_resume(tmp_path):
@@ -131,7 +139,8 @@ def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
 
 
 def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
-    """Steps 1 and 2, back to the first; another step 2; then the user resumes from the old step 2 after all."""
+    """Steps 1 and 2, back to the first; another step 2; then the user resumes from the old step 2
+    after all."""
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     write_step(ledger, 1, [0, 1])
@@ -148,7 +157,11 @@ def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
     assert verify(path) == GroupCounts(issued=6, consumed=6)
 
     ledger = Ledger(path, second)
-    assert ledger.group_counts == old == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    assert (
+        ledger.group_counts
+        == old
+        == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    )
     write_step(ledger, 3, [5, 6])
     ledger.close()
     assert verify(path) == GroupCounts(issued=7, consumed=6, dropped={"equal_rewards": 1})
@@ -184,9 +197,16 @@ def test_a_checkpoint_from_another_folder_hands_over_its_account(tmp_path):
 def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     elsewhere = Ledger(tmp_path / "old.jsonl")
     ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
-    live = [{"group_id": 1, "attempt": 1, "complete": False}, {"group_id": 2, "attempt": 0, "complete": True}]
-    ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
-    assert ledger.group_counts == GroupCounts(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
+    live = [
+        {"group_id": 1, "attempt": 1, "complete": False},
+        {"group_id": 2, "attempt": 0, "complete": True},
+    ]
+    ledger.append(
+        "inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live
+    )
+    assert ledger.group_counts == GroupCounts(
+        issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1}
+    )
     with pytest.raises(CountsError, match="group 1 was issued twice: it is generating, attempt 1"):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
@@ -267,8 +287,9 @@ def test_a_consumed_step_without_a_version_is_found(tmp_path):
 
 
 def two_writers(path):
-    """A run of two steps, with the marks after each, and a second writer who came after the first step and began anew:
-    their lines alternate from then on. The first has been started before, so that it appends as well."""
+    """A run of two steps, with the marks after each, and a second writer who came after the first
+    step and began anew: their lines alternate from then on. The first has been started before, so
+    that it appends as well."""
     Ledger(path).close()
     first = Ledger(path)
     write_step(first, 1, [0, 1])
@@ -313,7 +334,8 @@ def test_lines_of_two_writers_are_taken_back_to_a_mark_from_before_and_stay_in_t
 
 @pytest.mark.parametrize("at", ["a line's start", "a line's middle", "a line's end"])
 def test_bytes_that_another_writer_wrote_over_are_taken_back_with_what_follows(tmp_path, at):
-    """A writer that began the file does not append: it writes over the lines of one that came later."""
+    """A writer that began the file does not append: it writes over the lines of one that came
+    later."""
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     write_step(ledger, 1, [0, 1])
@@ -323,7 +345,11 @@ def test_bytes_that_another_writer_wrote_over_are_taken_back_with_what_follows(t
     ledger.close()
     content = bytearray(path.read_bytes())
     start = content.index(b"\n", mark.offset) + 1
-    place = {"a line's start": start, "a line's middle": start + 9, "a line's end": content.index(b"\n", start) - 4}[at]
+    place = {
+        "a line's start": start,
+        "a line's middle": start + 9,
+        "a line's end": content.index(b"\n", start) - 4,
+    }[at]
     content[place : place + 70] = b"7" * 70
     path.write_bytes(content)
     with pytest.raises(LedgerError, match="is damaged"):

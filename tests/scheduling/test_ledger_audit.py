@@ -1,5 +1,5 @@
-"""The bound on staleness over thousands of random runs with stragglers, drops and weights that arrive late; and rules
-for forming a step that look as good, and break it."""
+"""The bound on staleness over thousands of random runs with stragglers, drops and weights that
+arrive late; and rules for forming a step that look as good, and break it."""
 
 import heapq
 import random
@@ -17,13 +17,15 @@ NUM_RUNS = 1500
 
 
 class OtherRule:
-    """Admission as the coordinator's, steps by another rule. choose: (complete groups by when they completed, step,
-    plan) → those of the step."""
+    """Admission as the coordinator's, steps by another rule. choose: (complete groups by when they
+    completed, step, plan) → those of the step."""
 
     def __init__(self, plan, choose):
-        self.plan, self.choose = plan, choose
+        self.plan = plan
+        self.choose = choose
         self.step = self.issued = 0
-        self.running, self.complete_ones = {}, []
+        self.running = {}
+        self.complete_ones = []
 
     @property
     def finished(self):
@@ -32,10 +34,14 @@ class OtherRule:
     def issue_groups(self, engine_version):
         accepted = self.step * self.plan.consumer_batch + len(self.complete_ones)
         bounded = min(engine_version, self.plan.total_steps - 1 - self.plan.max_staleness)
-        staleness, batch = self.plan.max_staleness, self.plan.consumer_batch
-        num_new = rollout_capacity((staleness + 1) * batch, len(self.running), staleness, bounded, batch, accepted)
+        staleness = self.plan.max_staleness
+        batch = self.plan.consumer_batch
+        num_new = rollout_capacity(
+            (staleness + 1) * batch, len(self.running), staleness, bounded, batch, accepted
+        )
         group_ids = [
-            PromptGroup(number, 0, 0, 1, engine_version) for number in range(self.issued, self.issued + num_new)
+            PromptGroup(number, 0, 0, 1, engine_version)
+            for number in range(self.issued, self.issued + num_new)
         ]
         self.running |= {group_id.group_id: group_id for group_id in group_ids}
         self.issued += num_new
@@ -50,11 +56,15 @@ class OtherRule:
     def ready(self, step):
         if len(self.complete_ones) < self.plan.consumer_batch:
             return None
-        return tuple(group_id.group_id for group_id in self.choose(self.complete_ones, step, self.plan))
+        return tuple(
+            group_id.group_id for group_id in self.choose(self.complete_ones, step, self.plan)
+        )
 
     def release(self, step):
         numbers = set(self.ready(step))
-        self.complete_ones = [group_id for group_id in self.complete_ones if group_id.group_id not in numbers]
+        self.complete_ones = [
+            group_id for group_id in self.complete_ones if group_id.group_id not in numbers
+        ]
         self.step += 1
 
 
@@ -63,8 +73,11 @@ def as_they_complete(complete, step, plan):
 
 
 def due_then_oldest(complete, step, plan):
-    """What is due now, then the oldest of what is complete, with no thought of what it leaves behind."""
-    return sorted(complete, key=lambda t: (t.version + plan.max_staleness > step, t.group_id))[: plan.consumer_batch]
+    """What is due now, then the oldest of what is complete, with no thought of what it leaves
+    behind."""
+    return sorted(complete, key=lambda t: (t.version + plan.max_staleness > step, t.group_id))[
+        : plan.consumer_batch
+    ]
 
 
 def staleness_of(seed, make):
@@ -79,10 +92,17 @@ def staleness_of(seed, make):
         shuffle=False,
         max_staleness=rng.randint(1, 4),
     )
-    drops, straggles, training = rng.choice([0, 0.3]), rng.choice([0.02, 0.2]), rng.choice([0.1, 1, 3])
+    drops = rng.choice([0, 0.3])
+    straggles = rng.choice([0.02, 0.2])
+    training = rng.choice([0.1, 1, 3])
     transfer = rng.choice([0, 0.5, 5])
-    run, engine_version, now, highest, trains = make(plan), 0, 0.0, 0, False
-    versions, events = {}, []
+    run = make(plan)
+    engine_version = 0
+    now = 0.0
+    highest = 0
+    trains = False
+    versions = {}
+    events = []
 
     def after(delay, kind, value):
         heapq.heappush(events, (now + delay, len(versions), kind, value))
@@ -90,7 +110,11 @@ def staleness_of(seed, make):
     while not run.finished:
         for group_id in run.issue_groups(engine_version):
             versions[group_id.group_id] = group_id.version
-            after(rng.uniform(5, 50) if rng.random() < straggles else rng.random(), "ended", group_id.group_id)
+            after(
+                rng.uniform(5, 50) if rng.random() < straggles else rng.random(),
+                "ended",
+                group_id.group_id,
+            )
         if not trains and (numbers := run.ready(run.step)) is not None:
             highest = max(highest, *(run.step - versions[number] for number in numbers))
             trains = True
@@ -136,7 +160,8 @@ ROWS = 12
 def steps_in_order(order, dropped, options):
     """A synchronous run whose groups of a wave end in the order of their keys."""
     plan = DataPlan(ROWS, 3, 1, total_groups=2 * ROWS, total_steps=2 * ROWS // 3, **options)
-    run, steps = Coordinator(plan), []
+    run = Coordinator(plan)
+    steps = []
     while not run.finished:
         group_ids = run.issue_groups()
         for group_id in sorted(group_ids, key=lambda group_id: order[group_id.group_id]):
@@ -176,7 +201,13 @@ def journal_of(path, *records):
 
 
 def issued(number, version, attempt=0):
-    return "issued", {"group_id": number, "epoch": 0, "row": number, "version": version, "attempt": attempt}
+    return "issued", {
+        "group_id": number,
+        "epoch": 0,
+        "row": number,
+        "version": version,
+        "attempt": attempt,
+    }
 
 
 def completed(number, **version):
@@ -206,12 +237,21 @@ def test_the_audit_of_a_journal_holds_each_group_to_the_plan_in_force(tmp_path):
         "a plan that was changed": [plan_record(2), *STALE[:3], plan_record(1), *STALE[3:]],
         "by its group": [plan_record(1), *STALE[:5], completed(0), *STALE[6:]],
     }.items():
-        with pytest.raises(CountsError, match="step 3 consumed group 0, .* version 0, but max_staleness was 1"):
+        with pytest.raises(
+            CountsError, match="step 3 consumed group 0, .* version 0, but max_staleness was 1"
+        ):
             verify(journal_of(tmp_path / name, *records))
 
 
 def test_a_token_that_is_older_than_the_ticket_counts(tmp_path):
-    records = [plan_record(1), *step_of(1), *step_of(2), issued(0, 2), completed(0, version=0), *step_of(3, 0)]
+    records = [
+        plan_record(1),
+        *step_of(1),
+        *step_of(2),
+        issued(0, 2),
+        completed(0, version=0),
+        *step_of(3, 0),
+    ]
     with pytest.raises(CountsError, match="group 0, which holds tokens of version 0"):
         verify(journal_of(tmp_path / "lagging", *records))
     with pytest.raises(CountsError, match="group 0, which holds tokens of version 3"):
@@ -225,14 +265,24 @@ def test_a_journal_of_before_has_no_bound(tmp_path):
 
 def test_versions_that_go_backwards_are_found(tmp_path):
     backwards = [*step_of(1), issued(0, 1), *step_of(2), issued(1, 0)]
-    with pytest.raises(CountsError, match="group 1 was issued at version 0, but 1 was there before"):
+    with pytest.raises(
+        CountsError, match="group 1 was issued at version 0, but 1 was there before"
+    ):
         verify(journal_of(tmp_path / "engine_version", *backwards))
-    with pytest.raises(CountsError, match="group 0 was issued at version 2, .* step 1 was the last one"):
+    with pytest.raises(
+        CountsError, match="group 0 was issued at version 2, .* step 1 was the last one"
+    ):
         verify(journal_of(tmp_path / "ahead", *step_of(1), issued(0, 2)))
-    with pytest.raises(CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"):
+    with pytest.raises(
+        CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"
+    ):
         verify(journal_of(tmp_path / "weights", *step_of(1), *step_of(2, weights=0)))
     with pytest.raises(CountsError, match="version 5 .* but step 1 ended"):
-        verify(journal_of(tmp_path / "skipped", *step_of(1)[:1], ("version", {"step": 5, "weights": 5})))
+        verify(
+            journal_of(
+                tmp_path / "skipped", *step_of(1)[:1], ("version", {"step": 5, "weights": 5})
+            )
+        )
 
 
 def test_versions_may_begin_anew_where_a_run_goes_on(tmp_path):

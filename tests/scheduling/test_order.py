@@ -1,4 +1,5 @@
-"""The order of the data: each row once an epoch, the same everywhere, and figures that pin it for ever."""
+"""The order of the data: each row once an epoch, the same everywhere, and figures that pin it for
+ever."""
 
 import numpy as np
 import pytest
@@ -28,8 +29,14 @@ def test_an_epoch_serves_each_row_once(num_rows):
 
 
 def test_orders_differ_by_seed_epoch_and_purpose():
-    orders = [tuple(epoch_order(100, seed, epoch, True)) for seed in (0, 1, 2) for epoch in (0, 1, 2)]
-    orders += [tuple(keyed_permutation(100, seed, MINI_BATCHES, word)) for seed in (0, 1, 2) for word in (0, 1, 2)]
+    orders = [
+        tuple(epoch_order(100, seed, epoch, True)) for seed in (0, 1, 2) for epoch in (0, 1, 2)
+    ]
+    orders += [
+        tuple(keyed_permutation(100, seed, MINI_BATCHES, word))
+        for seed in (0, 1, 2)
+        for word in (0, 1, 2)
+    ]
     orders += [tuple(keyed_permutation(100, 0, EPOCHS, 0, word)) for word in (1, 2)]
     assert len(set(orders)) == len(orders)
 
@@ -55,7 +62,8 @@ def test_places_walk_through_the_epochs():
 
 
 @pytest.mark.parametrize(
-    ("epochs", "rows", "batch", "steps"), [(1, 8, 4, 2), (3, 10, 4, 8), (1, 3, 4, 1), (2, 5, 10, 1), (2, 6, 5, 3)]
+    ("epochs", "rows", "batch", "steps"),
+    [(1, 8, 4, 2), (3, 10, 4, 8), (1, 3, 4, 1), (2, 5, 10, 1), (2, 6, 5, 3)],
 )
 def test_steps_cross_the_borders_of_epochs(epochs, rows, batch, steps):
     assert total_steps(epochs, rows, batch) == steps

@@ -1,4 +1,5 @@
-"""More groups in flight than a step needs: what is left when it is full waits, and is handed out again first."""
+"""More groups in flight than a step needs: what is left when it is full waits, and is handed out
+again first."""
 
 import json
 import random
@@ -39,7 +40,8 @@ def domains_of(*domains, **changes):
 def wave(coordinator, order, dropped=lambda prompt_group: False):
     """One wave as it would be run. order: sorts its groups as they come first."""
     prompt_groups = coordinator.issue_groups()
-    left, places = sorted(prompt_groups, key=order), Places(prompt_groups)
+    left = sorted(prompt_groups, key=order)
+    places = Places(prompt_groups)
     surplus = []
 
     def complete(prompt_group):
@@ -63,7 +65,11 @@ def wave(coordinator, order, dropped=lambda prompt_group: False):
     return [prompt_group.group_id for prompt_group in prompt_groups]
 
 
-def step(coordinator, order=lambda prompt_group: prompt_group.group_id, dropped=lambda prompt_group: False):
+def step(
+    coordinator,
+    order=lambda prompt_group: prompt_group.group_id,
+    dropped=lambda prompt_group: False,
+):
     """Waves until a step is formed: its groups, and those of each wave."""
     waves = []
     while (numbers := coordinator.ready(coordinator.step)) is None:
@@ -83,12 +89,17 @@ def test_what_is_left_goes_first_in_the_next_wave():
     assert step(coordinator) == ([0, 1, 6, 7], [[0, 1, 6, 7, 8, 9]])
     group_counts = coordinator.checked_counts()
     assert (group_counts.issued, group_counts.running, group_counts.consumed) == (10, 2, 8)
-    assert (group_counts.aborted, group_counts.aborted_tokens) == (4, 4) and group_counts.dropped == {}
+    assert (group_counts.aborted, group_counts.aborted_tokens) == (
+        4,
+        4,
+    ) and group_counts.dropped == {}
 
 
 def test_few_places_that_are_left_call_for_few_groups():
     coordinator = Coordinator(plan_of(batch=8, share="1/4"))
-    _, waves = step(coordinator, dropped=lambda prompt_group: prompt_group.group_id in (1, 2, 3, 4, 5))
+    _, waves = step(
+        coordinator, dropped=lambda prompt_group: prompt_group.group_id in (1, 2, 3, 4, 5)
+    )
     assert waves == [list(range(10)), list(range(10, 14))], "10 for 8 places, then 4 for 3"
 
 
@@ -106,10 +117,14 @@ def test_no_more_run_than_may(most):
 
 
 def test_a_group_that_is_always_late_is_waited_for_in_the_end():
-    """Of 6 in flight groups 0 and 1 always come last: they are put off three times, then their places are kept."""
+    """Of 6 in flight groups 0 and 1 always come last: they are put off three times, then their
+    places are kept."""
     coordinator = Coordinator(plan_of())
     taken = [
-        step(coordinator, lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id))[0]
+        step(
+            coordinator,
+            lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id),
+        )[0]
         for _ in range(5)
     ]
     steps = {number: at for at, numbers in enumerate(taken) for number in numbers}
@@ -119,7 +134,10 @@ def test_a_group_that_is_always_late_is_waited_for_in_the_end():
 def test_a_place_that_was_kept_for_a_group_is_another_s_once_it_is_dropped():
     coordinator = Coordinator(plan_of())
     for _ in range(MAX_ABORTS):
-        step(coordinator, lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id))
+        step(
+            coordinator,
+            lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id),
+        )
     numbers, waves = step(
         coordinator,
         lambda prompt_group: (prompt_group.group_id in (0, 1), prompt_group.group_id),
@@ -139,18 +157,34 @@ def test_data_that_end_are_all_trained_on():
 def test_each_domain_has_more_in_flight_by_its_places():
     coordinator = Coordinator(domains_of(("a", 9, 3), ("b", 9, 1), batch=8))
     prompt_groups = coordinator.issue_groups()
-    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {"train/a": 9, "train/b": 3}
+    assert Counter(prompt_group.stream for prompt_group in prompt_groups) == {
+        "train/a": 9,
+        "train/b": 3,
+    }
 
 
 def test_a_domain_that_has_all_its_groups_gets_no_more_while_another_is_refilled():
     coordinator = Coordinator(domains_of(("good", 50, 1), ("bad", 50, 1)))
     _, waves = step(
-        coordinator, dropped=lambda prompt_group: prompt_group.stream == "train/bad" and prompt_group.position < 5
+        coordinator,
+        dropped=lambda prompt_group: (
+            prompt_group.stream == "train/bad" and prompt_group.position < 5
+        ),
     )
     group_counts = coordinator.checked_counts().domains
-    assert [len(each) for each in waves] == [6, 3, 2], "3 of either, 3 for two places of the bad one, 2 for one"
-    assert (group_counts["good"].issued, group_counts["good"].consumed, group_counts["good"].aborted) == (3, 2, 1)
-    assert (group_counts["bad"].issued, group_counts["bad"].consumed, group_counts["bad"].aborted) == (8, 2, 1)
+    assert [len(each) for each in waves] == [6, 3, 2], (
+        "3 of either, 3 for two places of the bad one, 2 for one"
+    )
+    assert (
+        group_counts["good"].issued,
+        group_counts["good"].consumed,
+        group_counts["good"].aborted,
+    ) == (3, 2, 1)
+    assert (
+        group_counts["bad"].issued,
+        group_counts["bad"].consumed,
+        group_counts["bad"].aborted,
+    ) == (8, 2, 1)
     assert group_counts["bad"].dropped == {"dull": 5}
 
 
@@ -161,7 +195,9 @@ def test_a_domain_without_a_single_group_ends_the_run_though_others_wait():
 
 
 def test_a_short_step_does_not_wait_for_groups_of_a_domain_that_is_full():
-    plan = domains_of(("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3, when_exhausted="continue")
+    plan = domains_of(
+        ("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3, when_exhausted="continue"
+    )
     coordinator = Coordinator(plan)
     numbers, _ = step(coordinator, dropped=lambda prompt_group: prompt_group.stream == "train/bad")
     assert len(numbers) == 2 and coordinator.checked_counts().domains["good"].consumed == 2
@@ -196,11 +232,17 @@ def test_only_what_runs_can_be_aborted(tmp_path):
 
 
 class Run:
-    """Steps in which each domain drops by its chance and groups come in any order, killed after some of them."""
+    """Steps in which each domain drops by its chance and groups come in any order, killed after
+    some of them."""
 
     def __init__(self, plan, folder, chances, seed):
-        self.plan, self.path, self.chances, self.seed = plan, folder / "ledger.jsonl", chances, seed
-        self.taken, self.cut, self.kept = [], None, []
+        self.plan = plan
+        self.path = folder / "ledger.jsonl"
+        self.chances = chances
+        self.seed = seed
+        self.taken = []
+        self.cut = None
+        self.kept = []
 
     def go(self, kills=()):
         self.begin()
@@ -225,7 +267,9 @@ class Run:
         return random.Random(f"{self.seed} {prompt_group.group_id} {prompt_group.version}").random()
 
     def dropped(self, prompt_group):
-        drawn = random.Random(f"{self.seed} {prompt_group.group_id} {prompt_group.version} drop").random()
+        drawn = random.Random(
+            f"{self.seed} {prompt_group.group_id} {prompt_group.version} drop"
+        ).random()
         return drawn < self.chances[prompt_group.stream.partition("/")[2]]
 
 
@@ -236,9 +280,19 @@ class Run:
     st.sampled_from([None, 1, 5]),
     st.sets(st.integers(1, 7)),
 )
-def test_shares_are_exact_and_a_run_that_was_killed_is_the_one_that_was_not(tmp_path_factory, seed, share, most, kills):
+def test_shares_are_exact_and_a_run_that_was_killed_is_the_one_that_was_not(
+    tmp_path_factory, seed, share, most, kills
+):
     weights = [Fraction(weight) for weight in (3, 2, 1)]
-    plan = domains_of(("a", 7, 3), ("b", 50, 2), ("c", 3, 1), batch=5, share=share, total_steps=8, max_concurrent=most)
+    plan = domains_of(
+        ("a", 7, 3),
+        ("b", 50, 2),
+        ("c", 3, 1),
+        batch=5,
+        share=share,
+        total_steps=8,
+        max_concurrent=most,
+    )
     chances = {"a": 0.5, "b": 0.0, "c": 0.7}
     whole = Run(plan, tmp_path_factory.mktemp("whole"), chances, seed).go()
     killed = Run(plan, tmp_path_factory.mktemp("killed"), chances, seed).go(sorted(kills))
@@ -248,13 +302,16 @@ def test_shares_are_exact_and_a_run_that_was_killed_is_the_one_that_was_not(tmp_
     assert group_counts.consumed == 40 and group_counts.domains["b"].dropped == {}
     for name, weight in zip("abc", weights, strict=True):
         assert abs(group_counts.domains[name].consumed - weight / sum(weights) * 40) < 1
-    starts = Counter(record["group_id"] for _, record in timeline(whole.path) if record["kind"] == "issued")
+    starts = Counter(
+        record["group_id"] for _, record in timeline(whole.path) if record["kind"] == "issued"
+    )
     if share != "5/2":  # so many may be due at once that there is no place for all
         assert max(starts.values()) <= 1 + MAX_ABORTS
 
 
 def swings(progress, step, state):
-    """A curriculum for the tests: who had the most right has the most, the last nothing, each in turn everything."""
+    """A curriculum for the tests: who had the most right has the most, the last nothing, each in
+    turn everything."""
     names = sorted(progress, key=lambda name: (progress[name].mean_accuracy or 0, name))
     return {name: [number, number == step % 3][step % 2] for number, name in enumerate(names)}
 
@@ -267,9 +324,11 @@ def swings(progress, step, state):
     epochs=st.integers(0, 2),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch, share, dropped, epochs, seed):
-    """What is drawn for a step beyond its places may be of a domain that has none in the next: shares hold, nothing
-    waits for ever, and a run that goes on draws what the other would have."""
+def test_with_a_curriculum_and_rows_that_are_passed_over(
+    tmp_path_factory, batch, share, dropped, epochs, seed
+):
+    """What is drawn for a step beyond its places may be of a domain that has none in the next:
+    shares hold, nothing waits for ever, and a run that goes on draws what the other would have."""
     skips = SkipPlan({"a": (0.3, 0.7)}, epochs) if epochs else None
     plan = domains_of(
         ("a", 5, 3), ("b", 4, 1), ("c", 3, 0.2), batch=batch, share=share, total_steps=14,
@@ -281,11 +340,14 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch
 
     def run(coordinator, num_steps):
         def is_dropped(prompt_group):
-            coordinator.record_accuracy(prompt_group.group_id, Accuracy(fate(prompt_group).randint(0, 2), 2))
+            coordinator.record_accuracy(
+                prompt_group.group_id, Accuracy(fate(prompt_group).randint(0, 2), 2)
+            )
             return fate(prompt_group).random() < dropped
 
         return [
-            step(coordinator, lambda prompt_group: fate(prompt_group).random(), is_dropped) for _ in range(num_steps)
+            step(coordinator, lambda prompt_group: fate(prompt_group).random(), is_dropped)
+            for _ in range(num_steps)
         ]
 
     folder = tmp_path_factory.mktemp("walk")
@@ -305,7 +367,8 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch
 
 
 def ahead(**changes):
-    """A batch of 2, at staleness 1: 4 groups that staleness allows, and one more while the step lacks some."""
+    """A batch of 2, at staleness 1: 4 groups that staleness allows, and one more while the step
+    lacks some."""
     return Coordinator(plan_of(batch=2, max_staleness=1, total_steps=20, **changes))
 
 
@@ -320,13 +383,17 @@ def test_ahead_of_training_what_is_late_does_not_hold_the_step_up():
     finish(coordinator, 2)
     assert coordinator.end_surplus(None) == [] and coordinator.ready(0) is None, "it lacks one"
     finish(coordinator, 3)
-    assert [group.group_id for group in coordinator.end_surplus(None)] == [4], "the next step has places for 0 and 1"
+    assert [group.group_id for group in coordinator.end_surplus(None)] == [4], (
+        "the next step has places for 0 and 1"
+    )
     assert coordinator.ready(0) == (2, 3) and coordinator.end_surplus(None) == []
     coordinator.release(0)
     again, *new = coordinator.issue_groups()
     assert (again.group_id, again.attempt, again.version) == (4, 1, 1)
     finish(coordinator, 4, new[0].group_id)
-    assert sorted(group.group_id for group in coordinator.end_surplus(None)) == [0, 1], "they would be too old"
+    assert sorted(group.group_id for group in coordinator.end_surplus(None)) == [0, 1], (
+        "they would be too old"
+    )
     assert coordinator.ready(1) == (4, new[0].group_id)
     assert coordinator.checked_counts().aborted == 3
 
@@ -347,7 +414,11 @@ def test_ahead_of_training_one_that_was_aborted_too_often_is_waited_for():
     for at in range(9):
         while coordinator.queue.num_untaken < 2:
             coordinator.issue_groups()
-            running = [group.group_id for group in coordinator.queue.live if group.state is GroupState.GENERATING]
+            running = [
+                group.group_id
+                for group in coordinator.queue.live
+                if group.state is GroupState.GENERATING
+            ]
             finish(coordinator, *(number for number in running if number))
         coordinator.end_surplus(None)
         if coordinator.ready(at) is None:
@@ -368,14 +439,24 @@ def test_ahead_of_training_one_that_was_aborted_too_often_is_waited_for():
     domains=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_ahead_of_training_in_any_order(tmp_path_factory, staleness, share, most, dropped, domains, seed):
-    """No group is lost, none is too old, and a step waits for running groups only while it lacks some, or for one that
-    was aborted three times."""
-    rng, path = random.Random(seed), tmp_path_factory.mktemp("ahead") / "ledger.jsonl"
-    changes = {"batch": 3, "share": share, "max_staleness": staleness, "max_concurrent": most, "total_steps": 9}
+def test_ahead_of_training_in_any_order(
+    tmp_path_factory, staleness, share, most, dropped, domains, seed
+):
+    """No group is lost, none is too old, and a step waits for running groups only while it lacks
+    some, or for one that was aborted three times."""
+    rng = random.Random(seed)
+    path = tmp_path_factory.mktemp("ahead") / "ledger.jsonl"
+    changes = {
+        "batch": 3,
+        "share": share,
+        "max_staleness": staleness,
+        "max_concurrent": most,
+        "total_steps": 9,
+    }
     plan = domains_of(("a", 7, 2), ("b", 50, 1), **changes) if domains else plan_of(**changes)
     with Journal(path) as ledger:
-        coordinator, seen = Coordinator(plan, ledger), 0
+        coordinator = Coordinator(plan, ledger)
+        seen = 0
         while not coordinator.finished:
             seen = rng.randint(max(seen, coordinator.step - 1), coordinator.step)
             coordinator.issue_groups(seen)
@@ -388,8 +469,15 @@ def test_ahead_of_training_in_any_order(tmp_path_factory, staleness, share, most
             coordinator.end_surplus(None)
             if coordinator.ready(coordinator.step) is not None:
                 coordinator.release(coordinator.step)
-            elif not any(queue.num_lacking > 0 for queue in coordinator.queue.domain_queues.values()):
+            elif not any(
+                queue.num_lacking > 0 for queue in coordinator.queue.domain_queues.values()
+            ):
                 live = coordinator.queue.live
-                assert any(g.num_aborts >= MAX_ABORTS for g in live if g.state is GroupState.GENERATING)
+                assert any(
+                    g.num_aborts >= MAX_ABORTS for g in live if g.state is GroupState.GENERATING
+                )
     account = verify(path)
-    assert account.consumed == 27 and max(g.num_aborts for g in [*coordinator.queue.live, *running]) <= MAX_ABORTS
+    assert (
+        account.consumed == 27
+        and max(g.num_aborts for g in [*coordinator.queue.live, *running]) <= MAX_ABORTS
+    )

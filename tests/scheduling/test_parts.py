@@ -12,14 +12,29 @@ from tests.ledger_audit import verify
 
 
 def plan_of(staleness: int = 0, batch: int = 2, **changed: object) -> DataPlan:
-    values = {"num_rows": 5, "consumer_batch": batch, "group_size": 1, "total_groups": None, "total_steps": 50}
+    values = {
+        "num_rows": 5,
+        "consumer_batch": batch,
+        "group_size": 1,
+        "total_groups": None,
+        "total_steps": 50,
+    }
     return DataPlan(max_staleness=staleness, shuffle=False, **{**values, **changed})
 
 
-@given(staleness=st.integers(0, 3), batch=st.integers(1, 4), choices=st.lists(st.integers(0, 999), max_size=200))
-def test_whatever_the_parts_no_group_gets_too_old(staleness: int, batch: int, choices: list[int]) -> None:
-    """Ends groups in any order, drops some, takes parts of any size, releases whenever nothing is owed."""
-    coordinator, running, taken = Coordinator(plan_of(staleness, batch)), [], 0
+@given(
+    staleness=st.integers(0, 3),
+    batch=st.integers(1, 4),
+    choices=st.lists(st.integers(0, 999), max_size=200),
+)
+def test_whatever_the_parts_no_group_gets_too_old(
+    staleness: int, batch: int, choices: list[int]
+) -> None:
+    """Ends groups in any order, drops some, takes parts of any size, releases whenever nothing is
+    owed."""
+    coordinator = Coordinator(plan_of(staleness, batch))
+    running = []
+    taken = 0
     for choice in choices:
         running += coordinator.issue_groups()
         if running and choice % 4 < 2:
@@ -38,9 +53,12 @@ def test_whatever_the_parts_no_group_gets_too_old(staleness: int, batch: int, ch
 
 
 @given(staleness=st.integers(0, 3), size=st.integers(1, 5), order=st.randoms(use_true_random=False))
-def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(staleness, size, order) -> None:
+def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(
+    staleness, size, order
+) -> None:
     batch = 2 * size
-    coordinator, running = Coordinator(plan_of(staleness, batch)), []
+    coordinator = Coordinator(plan_of(staleness, batch))
+    running = []
     for step in range(8):
         sizes = [size, batch - size]
         while sizes:

@@ -28,7 +28,8 @@ def exchange_with(parts: Sequence[Sequence[str]], key: Key = STEP) -> Reshard[Ob
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_each_rank_picks_its_own_rows_in_its_own_order(uids, widths, random):
-    """Through any chain of widths, whoever shares the step how; tensor-parallel writers put the same twice."""
+    """Through any chain of widths, whoever shares the step how; tensor-parallel writers put the
+    same twice."""
     parts: list[list[str]] = [uids, uids]
     for width in widths:
         exchange = exchange_with(parts)
@@ -48,12 +49,16 @@ def test_a_rank_fetches_only_objects_that_hold_samples_of_its_own():
     exchange = exchange_with([["a", "b"], ["c"], []])
     assert exchange.pick(STEP, 3, ["c"]).refs == (("c",),)
     nothing = exchange.pick(STEP, 3, [])
-    assert len(nothing.refs) == 1 and nothing.rows.shape == (0, 2), "one object is named for its columns"
+    assert len(nothing.refs) == 1 and nothing.rows.shape == (0, 2), (
+        "one object is named for its columns"
+    )
 
 
 def test_a_sample_that_nobody_put_is_named():
     exchange = exchange_with([["0-0"]])
-    with pytest.raises(ReshardError, match=r"step 3 of queue 'rollout to actor' \(version 2\) has no sample '7-0'"):
+    with pytest.raises(
+        ReshardError, match=r"step 3 of queue 'rollout to actor' \(version 2\) has no sample '7-0'"
+    ):
         exchange.pick(STEP, 2, ["0-0", "7-0"])
     with pytest.raises(ReshardError, match="has 2 readers, but one of them says they are 3"):
         exchange.pick(STEP, 3, ["0-0"])
@@ -97,7 +102,9 @@ def test_edges_steps_and_versions_are_kept_apart():
 
 def test_a_full_exchange_admits_the_oldest_step_of_each_edge_alone():
     exchange: Reshard[str] = Reshard(limit_bytes=10)
-    first, second, other = Key("a", 0, 0), Key("a", 1, 0), Key("b", 0, 0)
+    first = Key("a", 0, 0)
+    second = Key("a", 1, 0)
+    other = Key("b", 0, 0)
     assert exchange.reserve(first, 0, 2, 8)
     assert not exchange.reserve(second, 0, 2, 3) and exchange.reserve(second, 1, 2, 2)
     assert exchange.reserve(first, 1, 2, 8), "it could never be read without"
@@ -115,7 +122,9 @@ def test_a_full_exchange_admits_the_oldest_step_of_each_edge_alone():
 def test_writers_who_disagree_are_named():
     exchange: Reshard[str] = Reshard(100)
     exchange.reserve(STEP, 0, 1, 1)
-    with pytest.raises(ReshardError, match=r"writer 0 puts step 3 of queue 'rollout to actor' \(version 2\) twice"):
+    with pytest.raises(
+        ReshardError, match=r"writer 0 puts step 3 of queue 'rollout to actor' \(version 2\) twice"
+    ):
         exchange.reserve(STEP, 0, 1, 1)
     with pytest.raises(ReshardError, match="has 1 writers, but 1 of 2 writes to it"):
         exchange.reserve(STEP, 1, 2, 1)

@@ -1,4 +1,5 @@
-"""Room for groups by their bytes: the bound holds, and what a step waits for is admitted whatever is held."""
+"""Room for groups by their bytes: the bound holds, and what a step waits for is admitted whatever
+is held."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,8 +39,11 @@ def plans(draw: st.DrawFn) -> DataPlan:
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(plans(), st.integers(1, 10), st.floats(0, 0.8), st.randoms(use_true_random=False))
-def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(plan, size, drops, random) -> None:
-    """All groups are of one size, which is known from the first on; they end in any order, or fail, or are lost."""
+def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(
+    plan, size, drops, random
+) -> None:
+    """All groups are of one size, which is known from the first on; they end in any order, or fail,
+    or are lost."""
     coordinator = Coordinator(plan)
     running: list[int] = []
     limit = max(plan.max_held_bytes, plan.consumer_batch * size)
@@ -56,7 +60,9 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(p
         assert running, "nothing runs, nothing may start, and the step waits"
         number = running.pop(random.randrange(len(running)))
         if random.random() < drops:
-            coordinator.drop(number, "filtered") if random.random() < 0.8 else coordinator.retry(number)
+            coordinator.drop(number, "filtered") if random.random() < 0.8 else coordinator.retry(
+                number
+            )
         else:
             coordinator.complete(number, 1)
             coordinator.weigh(number, size)

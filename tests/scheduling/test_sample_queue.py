@@ -1,4 +1,5 @@
-"""The sample queue: which groups form a step, whatever the order of completion, and what it refuses."""
+"""The sample queue: which groups form a step, whatever the order of completion, and what it
+refuses."""
 
 import itertools
 
@@ -79,7 +80,8 @@ def exhausted_edge(num_complete, when_exhausted):
 def test_exhausted_tickets_are_an_error_that_says_why_and_what_to_do():
     with pytest.raises(Exhausted) as caught:
         exhausted_edge(2, "error").ready(0, exhausted=True)
-    for part in ("step 1", "3 prompt groups", "6 drawn for it 2 are left", "3 equal_rewards, 1 too_few_scores",
+    for part in ("step 1", "3 prompt groups", "6 drawn for it 2 are left", ("3 equal_rewards, 1 "
+        "too_few_scores"),
                  "max_num_gen_batches", "when_exhausted=continue"):  # fmt: skip
         assert part in str(caught.value)
 
@@ -88,7 +90,9 @@ def test_exhausted_tickets_of_rejected_groups_name_those_who_may_reject():
     queue = edge_with(3, consumer_batch=3)
     for number in range(3):
         queue.drop(number, "rejected")
-    with pytest.raises(Exhausted, match=r"3 rejected\): should_accept returned False for them, or their workflow"):
+    with pytest.raises(
+        Exhausted, match=r"3 rejected\): should_accept returned False for them, or their workflow"
+    ):
         queue.ready(0, exhausted=True)
 
 
@@ -170,7 +174,9 @@ def test_a_group_that_waits_to_start_again_holds_up_no_step():
 def test_more_than_can_be_consumed_in_time_is_a_fault_and_no_wait():
     queue = staggered([0, 0, 0], next_step=2)
     complete(queue, 0, 1, 2)
-    with pytest.raises(CountsError, match="step 3 would leave 1 groups that are due by step 3.* is 0"):
+    with pytest.raises(
+        CountsError, match="step 3 would leave 1 groups that are due by step 3.* is 0"
+    ):
         queue.ready(2)
 
 
@@ -180,7 +186,9 @@ def test_tokens_of_weights_that_the_step_may_not_train_on_are_a_fault(version):
     queue = staggered([2, 3], next_step=3)
     queue.complete(0, 1, version)
     queue.complete(1, 1)
-    with pytest.raises(CountsError, match=f"group 0 holds tokens of version {version}, which step 4 may not"):
+    with pytest.raises(
+        CountsError, match=f"group 0 holds tokens of version {version}, which step 4 may not"
+    ):
         queue.ready(3)
 
 
@@ -210,7 +218,11 @@ def test_a_complete_ticket_moves_only_to_its_step(wrong):
 def test_a_lost_group_waits_and_is_no_longer_running():
     queue = edge_with(2)
     assert queue.retry(1)
-    for wrong in (lambda: queue.complete(1, 5), lambda: queue.drop(1, "late"), lambda: queue.retry(1)):
+    for wrong in (
+        lambda: queue.complete(1, 5),
+        lambda: queue.drop(1, "late"),
+        lambda: queue.retry(1),
+    ):
         with pytest.raises(CountsError, match="group 1 .* waits to be issued again"):
             wrong()
     assert queue.num_waiting == 1

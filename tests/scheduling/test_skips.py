@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum_and_difficulty_filter import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
+from distflow.scheduling.curriculum_and_difficulty_filter import (
+    TOO_EASY,
+    TOO_HARD,
+    Accuracy,
+    SkipPlan,
+    Skips,
+)
 from distflow.scheduling.data_plan import DataPlan, place
 from distflow.scheduling.ledger import timeline
 from tests.ledger_audit import verify
@@ -20,21 +26,27 @@ BAND = {"": (0.25, 0.75)}
 
 
 def test_by_hand():
-    """At the bounds a row is wanted; outside of them it is passed over as often as asked, then no more."""
+    """At the bounds a row is wanted; outside of them it is passed over as often as asked, then no
+    more."""
     skips = Skips(SkipPlan(BAND, epochs=2))
     for row, right in enumerate((0, 1, 3, 4)):
         skips.record("", row, Accuracy(right, 4))
     skips.record("", 4, Accuracy(0, 0))
     skips.record("other", 5, Accuracy(0, 4))
     turns = [[skips.pass_over(row) for row in range(6)] for _ in range(3)]
-    assert turns[0] == turns[1] == [TOO_HARD, None, None, TOO_EASY, None, None] and not any(turns[2])
+    assert turns[0] == turns[1] == [TOO_HARD, None, None, TOO_EASY, None, None] and not any(
+        turns[2]
+    )
 
 
 def test_what_was_measured_last_counts():
     skips = Skips(SkipPlan(BAND))
     for right, reason in ((4, TOO_EASY), (0, TOO_HARD), (2, None), (0, TOO_HARD)):
         skips.record("", 7, Accuracy(right, 4))
-        assert Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved_skips()))).pass_over(7) == reason
+        assert (
+            Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved_skips()))).pass_over(7)
+            == reason
+        )
     assert skips.pass_over(7) == TOO_HARD and skips.saved_skips() == {TOO_EASY: {}, TOO_HARD: {}}
 
 
@@ -50,8 +62,17 @@ def run(coordinator, num_steps):
         while coordinator.ready(coordinator.step) is None:
             prompt_groups = coordinator.issue_groups(coordinator.step)
             for prompt_group in prompt_groups:
-                worked.append((prompt_group.group_id, prompt_group.stream, prompt_group.epoch, prompt_group.row))
-                coordinator.record_accuracy(prompt_group.group_id, Accuracy(right_of(prompt_group), 4))
+                worked.append(
+                    (
+                        prompt_group.group_id,
+                        prompt_group.stream,
+                        prompt_group.epoch,
+                        prompt_group.row,
+                    )
+                )
+                coordinator.record_accuracy(
+                    prompt_group.group_id, Accuracy(right_of(prompt_group), 4)
+                )
                 coordinator.complete(prompt_group.group_id, 1)
             if coordinator.finished or not (prompt_groups or coordinator.ready(coordinator.step)):
                 return worked
@@ -61,7 +82,8 @@ def run(coordinator, num_steps):
 
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_rows_come_back_after_as_many_rounds_as_are_asked_for(tmp_path, epochs):
-    """Of 10 rows, 4 are outside: in the rounds behind the first 6 are worked on, until the others come back."""
+    """Of 10 rows, 4 are outside: in the rounds behind the first 6 are worked on, until the others
+    come back."""
     plan = DataPlan(10, 2, 4, 10 * (2 * epochs + 4), 100, skips=SkipPlan(BAND, epochs))
     with Journal(tmp_path / "ledger.jsonl") as ledger:
         coordinator = Coordinator(plan, ledger)
@@ -79,10 +101,15 @@ def test_rows_come_back_after_as_many_rounds_as_are_asked_for(tmp_path, epochs):
 
 def test_no_source_runs_empty():
     """Where all rows would be passed over, the one behind a whole round is taken."""
-    plan = plan_of(("a", 3, 1), ("b", 3, 1), batch=2, steps=9, skips=SkipPlan({"a": (0.6, 0.7)}, 100))
+    plan = plan_of(
+        ("a", 3, 1), ("b", 3, 1), batch=2, steps=9, skips=SkipPlan({"a": (0.6, 0.7)}, 100)
+    )
     coordinator = Coordinator(plan)
     worked = run(coordinator, 9)
-    assert coordinator.finished and Counter(stream for _, stream, _, _ in worked) == {"train/a": 9, "train/b": 9}
+    assert coordinator.finished and Counter(stream for _, stream, _, _ in worked) == {
+        "train/a": 9,
+        "train/b": 9,
+    }
     domains = coordinator.checked_counts().domains
     assert domains["b"].dropped == {} and sum(domains["a"].dropped.values()) == 3 * 6
 
@@ -117,32 +144,42 @@ def test_a_run_that_goes_on_passes_over_what_the_other_would_have(tmp_path):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, epochs, seed):
-    """With groups that end in any order, are dropped, lost and judged at random, in crashes too: what is issued and
-    not dropped at once is exactly what a count by hand says, row by row in the order of the data."""
+    """With groups that end in any order, are dropped, lost and judged at random, in crashes too:
+    what is issued and not dropped at once is exactly what a count by hand says, row by row in the
+    order of the data."""
     names = "abc"[: len(sizes)] if len(sizes) > 1 else ("",)
     bands = dict.fromkeys(names, (0.3, 0.7))
     if len(sizes) > 1:
-        plan = plan_of(*zip(names, sizes, strict=True), batch=batch, steps=12, max_staleness=staleness)
+        plan = plan_of(
+            *zip(names, sizes, strict=True), batch=batch, steps=12, max_staleness=staleness
+        )
     else:
         plan = DataPlan(sizes[0], batch, 2, None, 12, max_staleness=staleness)
     plan = replace(plan, skips=SkipPlan(bands, epochs))
-    choice, path = random.Random(seed), tmp_path_factory.mktemp("walk") / "ledger.jsonl"
+    choice = random.Random(seed)
+    path = tmp_path_factory.mktemp("walk") / "ledger.jsonl"
     ledger = Journal(path)
-    coordinator, running, expected = Coordinator(plan, ledger), [], {}
+    coordinator = Coordinator(plan, ledger)
+    running = []
+    expected = {}
     cut = json.dumps([coordinator.snapshot(), []])
     while not coordinator.finished:
         before = coordinator.checked_counts().issued
         prompt_groups = coordinator.issue_groups(coordinator.step)
-        check_issued(plan, path, before, [t for t in prompt_groups if t.group_id >= before], expected)
+        check_issued(
+            plan, path, before, [t for t in prompt_groups if t.group_id >= before], expected
+        )
         running += prompt_groups
-        for prompt_group in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:
+        for prompt_group in (
+            [*running] if staleness == 0 else running[: choice.randint(0, len(running))]
+        ):
             running.remove(prompt_group)
             accuracy = Accuracy(choice.randint(0, 2), 2)
             coordinator.record_accuracy(prompt_group.group_id, accuracy)
             expected[prompt_group.row] = 0 if accuracy.num_right == 1 else epochs
-            coordinator.drop(prompt_group.group_id, "x") if choice.random() < 0.2 else coordinator.complete(
-                prompt_group.group_id, 1
-            )
+            coordinator.drop(
+                prompt_group.group_id, "x"
+            ) if choice.random() < 0.2 else coordinator.complete(prompt_group.group_id, 1)
         if coordinator.ready(coordinator.step) is not None:
             coordinator.release(coordinator.step)
             cut = json.dumps([coordinator.snapshot(), list(expected.items())])
@@ -150,18 +187,27 @@ def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, 
             ledger.close()
             snapshot, kept = json.loads(cut)
             ledger = Journal(path, mark_of(snapshot))
-            coordinator, running, expected = Coordinator(plan, ledger, snapshot), [], dict(kept)
+            coordinator = Coordinator(plan, ledger, snapshot)
+            running = []
+            expected = dict(kept)
     ledger.close()
     verify(path)
 
 
 def check_issued(plan, path, before, prompt_groups, expected):
     """`expected`, by row how often it is still to be passed over, is counted down."""
-    found = {record["group_id"]: record for _, record in timeline(path) if record["kind"] == "issued"}
-    at_once = {record["group_id"] for _, record in timeline(path) if record.get("reason") in (TOO_EASY, TOO_HARD)}
+    found = {
+        record["group_id"]: record for _, record in timeline(path) if record["kind"] == "issued"
+    }
+    at_once = {
+        record["group_id"]
+        for _, record in timeline(path)
+        if record.get("reason") in (TOO_EASY, TOO_HARD)
+    }
     in_a_row = Counter()
     for number in range(before, max(found, default=-1) + 1):
-        record, name = found[number], found[number].get("domain", "")
+        record = found[number]
+        name = found[number].get("domain", "")
         num_rows = next(source.num_rows for source in plan.sources if source.name == name)
         wanted = not expected.get(record["row"]) or in_a_row[name] == num_rows
         expected[record["row"]] = max(0, expected.get(record["row"], 0) - 1)
@@ -172,4 +218,7 @@ def check_issued(plan, path, before, prompt_groups, expected):
     ]
     if not plan.domains:
         for number, record in found.items():
-            assert place(number, plan.num_rows, plan.seed, plan.shuffle) == (record["epoch"], record["row"])
+            assert place(number, plan.num_rows, plan.seed, plan.shuffle) == (
+                record["epoch"],
+                record["row"],
+            )

@@ -9,11 +9,14 @@ import pytest
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan, Frequency, Timetable
 
-PLAN = DataPlan(num_rows=4, consumer_batch=1, group_size=1, total_groups=12, total_steps=12, shuffle=False)
+PLAN = DataPlan(
+    num_rows=4, consumer_batch=1, group_size=1, total_groups=12, total_steps=12, shuffle=False
+)
 
 
 def due_steps(coordinator: Coordinator, last: int, what: str = "save") -> list[int]:
-    """The steps up to `last` after which something was due; the first prompt of each epoch is dropped."""
+    """The steps up to `last` after which something was due; the first prompt of each epoch is
+    dropped."""
     found = []
     while coordinator.step < last:
         step = coordinator.step
@@ -30,8 +33,16 @@ def due_steps(coordinator: Coordinator, last: int, what: str = "save") -> list[i
 
 def test_an_epoch_ends_when_its_rows_were_trained_on_or_dropped() -> None:
     assert due_steps(Coordinator(replace(PLAN, saves=Frequency(epochs=1))), 9) == [3, 6, 9]
-    assert due_steps(Coordinator(replace(PLAN, validates=Frequency(epochs=2))), 9, "validate") == [6, 9], "the end"
-    assert due_steps(Coordinator(replace(PLAN, saves=Frequency(steps=2, epochs=1))), 7) == [2, 3, 4, 6]
+    assert due_steps(Coordinator(replace(PLAN, validates=Frequency(epochs=2))), 9, "validate") == [
+        6,
+        9,
+    ], "the end"
+    assert due_steps(Coordinator(replace(PLAN, saves=Frequency(steps=2, epochs=1))), 7) == [
+        2,
+        3,
+        4,
+        6,
+    ]
     assert due_steps(Coordinator(PLAN), 9) == [], "never, not even at the end"
 
 

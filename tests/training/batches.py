@@ -11,7 +11,9 @@ from distflow.data.batch import Batch
 RAGGED = ((1, 1), (5, 9), (1, 14), (12, 1), (3, 0), (8, 8), (2, 5), (7, 3))
 
 
-def ragged_batch(lengths: Sequence[tuple[int, int]] = RAGGED, seed: int = 0, vocabulary: int = 99) -> Batch:
+def ragged_batch(
+    lengths: Sequence[tuple[int, int]] = RAGGED, seed: int = 0, vocabulary: int = 99
+) -> Batch:
     """Random ids; a random mask, old log-probs, advantages and returns on the responses."""
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = torch.tensor(list(lengths), dtype=torch.int64).reshape(-1, 2).unbind(1)
@@ -27,9 +29,12 @@ def ragged_batch(lengths: Sequence[tuple[int, int]] = RAGGED, seed: int = 0, voc
 
 
 class TokenMeanLoss:
-    """−mean(advantage · log-prob) − c · mean(entropy), or ½ mean((value − return)²), over the mask's tokens."""
+    """−mean(advantage · log-prob) − c · mean(entropy), or ½ mean((value − return)²), over the
+    mask's tokens."""
 
-    def __init__(self, outputs: tuple[str, ...] = ("log_probs", "entropy"), entropy_coef: float = 0.3) -> None:
+    def __init__(
+        self, outputs: tuple[str, ...] = ("log_probs", "entropy"), entropy_coef: float = 0.3
+    ) -> None:
         self.outputs = outputs
         self.entropy_coef = entropy_coef
 
@@ -38,7 +43,8 @@ class TokenMeanLoss:
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: dict[str, float]):
         per_token = self.per_token(
-            {name: out[micro.mask("response").to(out.device)] for name, out in outputs.items()}, micro
+            {name: out[micro.mask("response").to(out.device)] for name, out in outputs.items()},
+            micro,
         )
         total = (per_token * micro.flat("loss_mask")).sum()
         return total / max(counts["tokens"], 1.0), {"total": float(total.detach())}
@@ -58,21 +64,29 @@ def plain_outputs(model, batch: Batch, temperature: float = 1.0) -> dict[str, Te
     found: dict[str, list[Tensor]] = {"log_probs": [], "entropy": []}
     for row in range(len(batch)):
         sample = batch.select([row])
-        prompt, ids = int(sample.lengths("prompt")), sample.flat("input_ids")
-        logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None]).logits[0] / temperature
+        prompt = int(sample.lengths("prompt"))
+        ids = sample.flat("input_ids")
+        logits = (
+            model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None]).logits[0]
+            / temperature
+        )
         log_probs = logits.log_softmax(-1)
         for position in range(prompt, len(ids)):
             before = log_probs[position - 1]
             found["log_probs"].append(before[ids[position]])
             found["entropy"].append(-(before.exp() * before).sum())
-    return {name: torch.stack(values) if values else torch.zeros(0) for name, values in found.items()}
+    return {
+        name: torch.stack(values) if values else torch.zeros(0) for name, values in found.items()
+    }
 
 
 def plain_values(model, batch: Batch) -> Tensor:
-    """Flat values by one plain forward of each sequence alone: of the position before each response token."""
+    """Flat values by one plain forward of each sequence alone: of the position before each response
+    token."""
     values = []
     for row in range(len(batch)):
         sample = batch.select([row])
-        prompt, ids = int(sample.lengths("prompt")), sample.flat("input_ids")
+        prompt = int(sample.lengths("prompt"))
+        ids = sample.flat("input_ids")
         values.append(model(input_ids=ids[None]).logits[0, prompt - 1 : len(ids) - 1, 0])
     return torch.cat(values)

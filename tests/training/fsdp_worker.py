@@ -1,5 +1,6 @@
-"""One gloo rank that trains sharded tiny models on its share of each mini-batch: on the meshes of plans of 1, 2 and 4
-ranks, of two replicas of two parts each, and of ranks that compute layers together."""
+"""One gloo rank that trains sharded tiny models on its share of each mini-batch: on the meshes of
+plans of 1, 2 and 4 ranks, of two replicas of two parts each, and of ranks that compute layers
+together."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +36,9 @@ LAYOUTS = {
     "2t2": Layout("2t2", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2)),
     "2x1t2": Layout("2x1t2", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2), shard=1),
 }
-PLAN = Plan("grpo", (), (), tuple(LAYOUTS.values()), process_groups(tuple(LAYOUTS.values())), ("gloo",))
+PLAN = Plan(
+    "grpo", (), (), tuple(LAYOUTS.values()), process_groups(tuple(LAYOUTS.values())), ("gloo",)
+)
 POLICY = PolicyObjective("vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
 
 
@@ -66,7 +69,16 @@ def adapter(folder: Path, sharding: Sharding | None) -> nn.Module:
 
 
 # By case: the model, the loss, the steps, on which meshes, and what else the engine is made with.
-CASES: dict[str, tuple[Callable[[Path, Sharding | None], nn.Module], LossFn, int, tuple[str, ...], dict[str, object]]]
+CASES: dict[
+    str,
+    tuple[
+        Callable[[Path, Sharding | None], nn.Module],
+        LossFn,
+        int,
+        tuple[str, ...],
+        dict[str, object],
+    ],
+]
 CASES = {
     "policy": (policy, POLICY, 7, ("1", "2", "4", "2x2", "2t2", "2x1t2"), {"max_grad_norm": 0.05}),
     "on-host": (policy_on_host, POLICY, 4, ("2", "2t2"), {"max_grad_norm": 0.05}),
@@ -75,11 +87,20 @@ CASES = {
     "adapter": (adapter, POLICY, 4, ("2", "2x2"), {"gradient_checkpointing": True}),
 }
 # Each kind of mesh once, and each kind of model.
-WATCHED = (("policy", "4"), ("policy", "2x2"), ("policy", "2t2"), ("policy", "2x1t2"), ("critic", "2"), ("tied", "1t2"))
+WATCHED = (
+    ("policy", "4"),
+    ("policy", "2x2"),
+    ("policy", "2t2"),
+    ("policy", "2x1t2"),
+    ("critic", "2"),
+    ("tied", "1t2"),
+)
 WATCHED += (("adapter", "2x2"),)
 
 
-def make_engine(case: str, folder: Path, sharding: Sharding | None, group: Collective) -> TorchTrainEngine:
+def make_engine(
+    case: str, folder: Path, sharding: Sharding | None, group: Collective
+) -> TorchTrainEngine:
     make, _, _, _, options = CASES[case]
     model = make(folder, sharding)
     return TorchTrainEngine(
@@ -116,8 +137,8 @@ def main(rank: int, folder: Path) -> None:
 
 
 def check_watched(case: str, engine: TorchTrainEngine, rows: list[int]) -> None:
-    """What a watch of an update sees of each weight before the sums over ranks adds up to what the optimizer is given:
-    of all weights, in turns."""
+    """What a watch of an update sees of each weight before the sums over ranks adds up to what the
+    optimizer is given: of all weights, in turns."""
     _, loss, _, _, options = CASES[case]
     summed = set[str]()
     for turn in range(8):

@@ -1,4 +1,5 @@
-"""One gloo rank that trains a tiny model on its share of each mini-batch; four form groups of 1, 2 and 4 ranks."""
+"""One gloo rank that trains a tiny model on its share of each mini-batch; four form groups of 1, 2
+and 4 ranks."""
 
 import json
 from pathlib import Path
@@ -37,12 +38,17 @@ def mini_batch(number: int) -> Batch:
     counted = {EMPTY: sample < 0, ONE_SAMPLE: sample == 1}.get(number, sample >= 0)
     batch["response_mask"] = counted.float()
     if number == FAULTY:
-        batch["advantages"] = batch.flat("advantages").masked_fill(batch.flat("response_ids") < 20, float("nan"))
+        batch["advantages"] = batch.flat("advantages").masked_fill(
+            batch.flat("response_ids") < 20, float("nan")
+        )
     return batch
 
 
-def train(folder: Path, group: TorchCollective, rows: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """The weights, the metrics of each step, and how often the model ran in all of them and a forward after them."""
+def train(
+    folder: Path, group: TorchCollective, rows: list[int]
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """The weights, the metrics of each step, and how often the model ran in all of them and a
+    forward after them."""
     model = load_model(folder / "model")
     passes = count_passes(model)
     engine = TorchTrainEngine(
@@ -53,8 +59,12 @@ def train(folder: Path, group: TorchCollective, rows: list[int]) -> tuple[dict[s
         max_grad_norm=0.05,
         group=group,
     )
-    objective = PolicyObjective("vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
-    metrics = [engine.train_step(mini_batch(n).select(rows), objective) for n in range(NUM_MINI_BATCHES)]
+    objective = PolicyObjective(
+        "vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1
+    )
+    metrics = [
+        engine.train_step(mini_batch(n).select(rows), objective) for n in range(NUM_MINI_BATCHES)
+    ]
     engine.forward(mini_batch(0).select(rows), ("log_probs",))
     return dict(engine.weights()), {"metrics": metrics, "passes": len(passes)}
 
@@ -64,7 +74,9 @@ def count_passes(model: Any) -> list[int]:
     passes: list[int] = []
     forward = model.packed_forward
 
-    def counted(inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float) -> dict[str, torch.Tensor]:
+    def counted(
+        inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float
+    ) -> dict[str, torch.Tensor]:
         passes.append(inputs.input_ids.numel())
         return forward(inputs, outputs, temperature=temperature)
 

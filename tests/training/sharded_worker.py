@@ -1,4 +1,5 @@
-"""One of two gloo ranks that share a model: what each can see of its own part, and what it measures for the test."""
+"""One of two gloo ranks that share a model: what each can see of its own part, and what it measures
+for the test."""
 
 import asyncio
 import ctypes
@@ -23,7 +24,16 @@ from distflow.launch.engine_factories_from_config import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
 from distflow.models.model_identity_and_weight_soundness import magnitudes
-from distflow.models.sharding import DATA, TENSOR, Sharding, at_places, own_part, shard_model, square_sum, whole
+from distflow.models.sharding import (
+    DATA,
+    TENSOR,
+    Sharding,
+    at_places,
+    own_part,
+    shard_model,
+    square_sum,
+    whole,
+)
 from distflow.planning.plan_of_ranks_and_layouts import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.files import own_shards
@@ -52,7 +62,9 @@ def make_engine(model: nn.Module, optimizer: str = "adamw", **options: object) -
 
 def train(engine: TorchTrainEngine, steps: range) -> list[dict[str, float]]:
     rows = SHARES[dist.get_rank()]
-    return [engine.train_step(ragged_batch(seed=step).select(rows), TokenMeanLoss()) for step in steps]
+    return [
+        engine.train_step(ragged_batch(seed=step).select(rows), TokenMeanLoss()) for step in steps
+    ]
 
 
 def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
@@ -66,7 +78,9 @@ def scores(folder: Path, mesh: DeviceMesh) -> None:
         scorer = TorchScorer(model, max_tokens_per_micro_batch=30, group=TorchCollective())
         found = scorer.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
         flat = {name: found.flat(name) for name in OUTPUTS}
-        kept = load_model(folder / "model", sharding=Sharding(mesh, dtype, on_host=True)).requires_grad_(False)
+        kept = load_model(
+            folder / "model", sharding=Sharding(mesh, dtype, on_host=True)
+        ).requires_grad_(False)
         again = TorchScorer(kept, max_tokens_per_micro_batch=30, group=TorchCollective())
         found = again.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
         assert all(torch.equal(found.flat(name), flat[name]) for name in OUTPUTS)
@@ -94,9 +108,13 @@ def states(folder: Path, mesh: DeviceMesh) -> None:
     engine = new_engine()
     train(engine, range(2))
     live = engine.state()
-    assert all(isinstance(tensor, DTensor) == (tensor.dim() > 0) for tensor in live.tensors.values()), "but counters"
+    assert all(
+        isinstance(tensor, DTensor) == (tensor.dim() > 0) for tensor in live.tensors.values()
+    ), "but counters"
     parts = TrainState({name: tensor.clone() for name, tensor in live.tensors.items()}, live.meta)
-    full = TrainState({name: whole(tensor).clone() for name, tensor in live.tensors.items()}, live.meta)
+    full = TrainState(
+        {name: whole(tensor).clone() for name, tensor in live.tensors.items()}, live.meta
+    )
     went_on = train(engine, range(2, 4))
     for state in (parts, full):
         resumed = new_engine()
@@ -125,8 +143,11 @@ def offloading(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def reductions(folder: Path, mesh: DeviceMesh) -> None:
-    """What ranks computed in bfloat16 is added up in float32: two ranks give the sum of what each gives by itself."""
-    alone = DeviceMesh.from_group([dist.new_group([rank]) for rank in range(2)][mesh.get_rank()], "cpu")
+    """What ranks computed in bfloat16 is added up in float32: two ranks give the sum of what each
+    gives by itself."""
+    alone = DeviceMesh.from_group(
+        [dist.new_group([rank]) for rank in range(2)][mesh.get_rank()], "cpu"
+    )
     found = []
     for own in (mesh, alone):
         engine = make_engine(load_model(folder / "model", sharding=Sharding(own, torch.bfloat16)))
@@ -142,16 +163,24 @@ def reductions(folder: Path, mesh: DeviceMesh) -> None:
     together, by_itself = found
     assert {grad.dtype for grad in together.values()} == {torch.float32}
     summed = {name: TorchCollective().sum(grad) for name, grad in by_itself.items()}
-    worst = max(float((together[name] - grad).norm() / grad.norm()) for name, grad in summed.items())
-    rounded = min(float((grad.bfloat16().float() - grad).norm() / grad.norm()) for grad in summed.values())
+    worst = max(
+        float((together[name] - grad).norm() / grad.norm()) for name, grad in summed.items()
+    )
+    rounded = min(
+        float((grad.bfloat16().float() - grad).norm() / grad.norm()) for grad in summed.values()
+    )
     assert worst < 1e-6 and rounded > 1e-4, (worst, rounded)
 
 
 def not_finite(folder: Path, mesh: DeviceMesh) -> None:
-    """A gradient that is infinite in one rank's part alone, under a loss that is finite: all ranks skip the step."""
+    """A gradient that is infinite in one rank's part alone, under a loss that is finite: all ranks
+    skip the step."""
     engine = make_engine(load_model(folder / "model", sharding=Sharding(mesh)))
     train(engine, range(1))
-    before = TrainState({name: tensor.clone() for name, tensor in engine.state().tensors.items()}, engine.state().meta)
+    before = TrainState(
+        {name: tensor.clone() for name, tensor in engine.state().tensors.items()},
+        engine.state().meta,
+    )
     norm = dict(engine.model.named_parameters())["model.norm.weight"]
 
     def spoil(weight: Tensor) -> None:
@@ -161,8 +190,14 @@ def not_finite(folder: Path, mesh: DeviceMesh) -> None:
     handle = norm.register_post_accumulate_grad_hook(spoil)
     (metrics,) = train(engine, range(1, 2))
     handle.remove()
-    assert metrics["skipped"] == 1.0 and abs(metrics["loss"]) < 100 and metrics["grad_norm"] == float("inf")
-    assert engine.num_steps == before.meta["num_steps"] == 1 and same(engine.state().tensors, before.tensors)
+    assert (
+        metrics["skipped"] == 1.0
+        and abs(metrics["loss"]) < 100
+        and metrics["grad_norm"] == float("inf")
+    )
+    assert engine.num_steps == before.meta["num_steps"] == 1 and same(
+        engine.state().tensors, before.tensors
+    )
     (metrics,) = train(engine, range(1, 2))
     assert metrics["skipped"] == 0.0
 
@@ -175,7 +210,9 @@ def sent(folder: Path, mesh: DeviceMesh) -> None:
         shard_model(model, Sharding(mesh))
         engine = make_engine(model)
         train(engine, range(1))
-        (bucket,) = buckets(((name, weight.to(torch.bfloat16)) for name, weight in engine.weights()), 2**28)
+        (bucket,) = buckets(
+            ((name, weight.to(torch.bfloat16)) for name, weight in engine.weights()), 2**28
+        )
         check_sent(bucket, model, 1)
         name = "model.layers.0.self_attn.q_proj.weight"
         next(tensor for own, tensor in bucket if own == name)[-8:] += 1.0
@@ -196,8 +233,11 @@ def garbage(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def movement(folder: Path, mesh: DeviceMesh) -> None:
-    """A part that no token touches is no finding; a tensor that stays as it was is one, on every rank."""
-    engine = make_engine(load_model(folder / "model", sharding=Sharding(mesh)), "sgd", weight_decay=0.0)
+    """A part that no token touches is no finding; a tensor that stays as it was is one, on every
+    rank."""
+    engine = make_engine(
+        load_model(folder / "model", sharding=Sharding(mesh)), "sgd", weight_decay=0.0
+    )
     weights = engine.state().trained_weights()
     start = {name: own_part(weight).clone() for name, weight in weights.items()}
     watch = Movement(after=2)
@@ -219,7 +259,11 @@ def refusals(folder: Path, mesh: DeviceMesh) -> None:
     stored = load_file(folder / "model" / "model.safetensors")
     norm = "model.norm.weight"
     for name, change, said in (
-        ("lacking", {key: value for key, value in stored.items() if key != norm}, f"lacks .*{norm}"),
+        (
+            "lacking",
+            {key: value for key, value in stored.items() if key != norm},
+            f"lacks .*{norm}",
+        ),
         ("narrow", {**stored, norm: stored[norm][:-1].clone()}, "has the shape"),
         ("damaged", {**stored, norm: stored[norm] * float("nan")}, "damaged"),
     ):
@@ -248,8 +292,8 @@ def refusals(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def halves(folder: Path, mesh: DeviceMesh) -> None:
-    """Layers that two ranks compute together: each knows which part of every weight it has, and fresh ones are those of
-    one process."""
+    """Layers that two ranks compute together: each knows which part of every weight it has, and
+    fresh ones are those of one process."""
     two = Sharding(init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR)))
     plain = load_model(folder / "model", init="random", seed=3)
     model = load_model(folder / "model", sharding=two, init="random", seed=3)
@@ -257,14 +301,22 @@ def halves(folder: Path, mesh: DeviceMesh) -> None:
     norms = 0.0
     for name, weight in plain.named_parameters():
         held, found = at_places(weights[name], torch.arange(weight.numel()))
-        assert torch.equal(whole(weights[name]), weight) and torch.equal(found, weight.detach().flatten()[held])
+        assert torch.equal(whole(weights[name]), weight) and torch.equal(
+            found, weight.detach().flatten()[held]
+        )
         assert len(held) == own_part(weights[name]).numel()
         norms += float(weight.double().square().sum())
     assert square_sum(weights.values()) == pytest.approx(norms)
-    divided = [name for name, weight in weights.items() if own_part(weight).numel() < weight.numel()]
-    assert len(divided) == 7 * plain.config.num_hidden_layers + 1, "all matrices of the layers, and the head"
+    divided = [
+        name for name, weight in weights.items() if own_part(weight).numel() < weight.numel()
+    ]
+    assert len(divided) == 7 * plain.config.num_hidden_layers + 1, (
+        "all matrices of the layers, and the head"
+    )
     shards = own_shards(weights, leads=mesh.get_rank() == 0)
-    assert set(shards.tensors) == (set(weights) if mesh.get_rank() == 0 else set(divided)), "each is written once"
+    assert set(shards.tensors) == (set(weights) if mesh.get_rank() == 0 else set(divided)), (
+        "each is written once"
+    )
 
 
 def resources(folder: Path, mesh: DeviceMesh) -> None:
@@ -286,11 +338,20 @@ def resources(folder: Path, mesh: DeviceMesh) -> None:
     built = build_resources(make_factories(sharded, engines, (), 1), rank, TorchCollective(), mesh)
     assert (built.facts, built.sizes.policy) == (plain.facts, plain.sizes.policy)
     assert built.stop_token_ids == plain.stop_token_ids
-    assert built.actor is not None and built.critic is not None and built.ref is not None and plain.ref is not None
+    assert (
+        built.actor is not None
+        and built.critic is not None
+        and built.ref is not None
+        and plain.ref is not None
+    )
     for engine in (built.actor, built.critic):
-        assert all(isinstance(weight, DTensor) for weight in engine.state().trained_weights().values())
+        assert all(
+            isinstance(weight, DTensor) for weight in engine.state().trained_weights().values()
+        )
     batch = ragged_batch().select(SHARES[mesh.get_rank()])
-    ours, theirs = (part.forward(batch, ("log_probs",)).flat("log_probs") for part in (built.ref, plain.ref))
+    ours, theirs = (
+        part.forward(batch, ("log_probs",)).flat("log_probs") for part in (built.ref, plain.ref)
+    )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert asyncio.run(held(built.rollout)) == asyncio.run(held(plain.rollout))
 
@@ -305,7 +366,8 @@ def memory(folder: Path, mesh: DeviceMesh) -> None:
     def grown() -> int:
         return _peak_bytes() - before
 
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what is freed goes back at once, or the heap's holes count too
+    # what is freed goes back at once, or the heap's holes count too
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     load_model(folder / "model", sharding=Sharding(mesh))
     _forget_peak()
     before = _peak_bytes()
@@ -317,7 +379,9 @@ def memory(folder: Path, mesh: DeviceMesh) -> None:
     _forget_peak()
     before = _peak_bytes()
     load_model(folder / "big")
-    (folder / f"memory-{mesh.get_rank()}.json").write_text(json.dumps({"sharded": sharded, "whole": grown()}))
+    (folder / f"memory-{mesh.get_rank()}.json").write_text(
+        json.dumps({"sharded": sharded, "whole": grown()})
+    )
 
 
 def _forget_peak() -> None:
@@ -325,7 +389,8 @@ def _forget_peak() -> None:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had since `_forget_peak`, with what of mapped files it has touched."""
+    """The most memory that this process has had since `_forget_peak`, with what of mapped files it
+    has touched."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -333,7 +398,17 @@ def _peak_bytes() -> int:
 def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sum(SHARES, []) == list(range(len(RAGGED)))
-    for part in (scores, bfloat16, reductions, states, offloading, sent, garbage, not_finite, movement):
+    for part in (
+        scores,
+        bfloat16,
+        reductions,
+        states,
+        offloading,
+        sent,
+        garbage,
+        not_finite,
+        movement,
+    ):
         part(folder, mesh)
     for part in (refusals, halves, resources, memory):
         part(folder, mesh)

@@ -1,4 +1,5 @@
-"""On a device that is not the host a step's loss and backward pass stay there, and its numbers are read once."""
+"""On a device that is not the host a step's loss and backward pass stay there, and its numbers are
+read once."""
 
 from pathlib import Path
 
@@ -88,26 +89,38 @@ def test_a_step_reads_its_numbers_once(tmp_path: Path, family: str, objective: L
 @pytest.mark.parametrize("name", sorted(builtin_names.POLICY_LOSSES))
 def test_no_loss_waits_for_the_device(name: str) -> None:
     objective = PolicyObjective(
-        name, kl_loss_type="low_var_kl", kl_loss_coef=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.2
+        name,
+        kl_loss_type="low_var_kl",
+        kl_loss_coef=0.1,
+        entropy_coef=0.1,
+        off_policy_mask_threshold=0.2,
     )
     batch = a_batch()
     shape = batch.flat("advantages").shape
     for column in (*objective.reads, *objective.optional):
         if column not in batch:
-            batch[column] = torch.ones(len(batch) if find_field(column).axis is Axis.SAMPLE else shape)
-    far, counts = batch.to(FAR), objective.counts(batch)
+            batch[column] = torch.ones(
+                len(batch) if find_field(column).axis is Axis.SAMPLE else shape
+            )
+    far = batch.to(FAR)
+    counts = objective.counts(batch)
     values = torch.empty(shape, device=FAR, requires_grad=True)
     with FarDevice() as device:
         outputs = {output: far.pad(values, "response") for output in objective.outputs}
         loss, sums = objective(outputs, far, counts)
         loss.backward()
     assert not device.reads and values.grad is not None
-    assert all(not isinstance(value, torch.Tensor) or value.device == FAR for value in sums.values())
+    assert all(
+        not isinstance(value, torch.Tensor) or value.device == FAR for value in sums.values()
+    )
 
 
 def test_what_is_sent_does_not_grow_with_what_is_made_of_it(tmp_path: Path) -> None:
-    """Columns go there once a micro-batch; how they are padded is not sent for each that the loss reads."""
-    folder, batch, sent = write_tiny_model(tmp_path / "m"), a_batch(), []
+    """Columns go there once a micro-batch; how they are padded is not sent for each that the loss
+    reads."""
+    folder = write_tiny_model(tmp_path / "m")
+    batch = a_batch()
+    sent = []
     for objective in (PolicyObjective(), POLICY):
         engine = far_engine(folder, objective, max_tokens=10_000)
         with FarDevice() as device:
@@ -130,7 +143,8 @@ def test_all_weights_are_looked_at_in_one_read(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
     with FarDevice() as device:
         found = magnitudes(model.to(FAR).named_parameters())
-    assert device.reads == [(2 * len(dict(model.named_parameters())),)]  # the least and the largest of each
+    # the least and the largest of each
+    assert device.reads == [(2 * len(dict(model.named_parameters())),)]
     assert found.keys() == dict(model.named_parameters()).keys()
 
 
@@ -144,13 +158,15 @@ def test_numbers_of_several_places_keep_their_order() -> None:
     ]
     assert read_numbers(values) == [float(torch.tensor(0.1)), 3.0, 7.0, 0.1, 1.5]
     with FarDevice() as device:
-        assert read_numbers([torch.tensor(2.0), torch.empty((), device=FAR), 5.0, torch.empty((), device=FAR)])[
-            ::2
-        ] == [2, 5]
+        assert read_numbers(
+            [torch.tensor(2.0), torch.empty((), device=FAR), 5.0, torch.empty((), device=FAR)]
+        )[::2] == [2, 5]
     assert device.reads == [(2,)]
 
 
-@pytest.mark.parametrize("reading", [lambda t: float(t.sum()), lambda t: t[t > 0], lambda t: t + torch.ones(3)])
+@pytest.mark.parametrize(
+    "reading", [lambda t: float(t.sum()), lambda t: t[t > 0], lambda t: t + torch.ones(3)]
+)
 def test_the_watch_sees_what_waits_for_the_device(reading) -> None:
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), FarDevice():
         reading(torch.empty(3, device=FAR))

@@ -1,4 +1,5 @@
-"""The train engine over sharded models on real gloo ranks: the numbers of one process, and what each rank keeps."""
+"""The train engine over sharded models on real gloo ranks: the numbers of one process, and what
+each rank keeps."""
 
 import json
 import math
@@ -45,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(folder: Path, case: str) -> None:
+def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(
+    folder: Path, case: str
+) -> None:
     engine = make_engine(case, folder, None, OneRank())
     wanted = train(case, engine, list(range(8)))
     weights = dict(engine.weights())
@@ -54,7 +57,9 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(folder: P
     for file in files:
         found = torch.load(file)
         assert list(found) == list(weights)
-        assert norm({name: found[name] - weights[name] for name in weights}) <= 1e-5 * norm(weights), file.name
+        assert norm({name: found[name] - weights[name] for name in weights}) <= 1e-5 * norm(
+            weights
+        ), file.name
         metrics = json.loads(file.with_suffix(".json").read_text())
         assert [step["skipped"] for step in metrics] == [step["skipped"] for step in wanted]
         for ours, theirs in zip(metrics, wanted, strict=True):
@@ -86,13 +91,18 @@ def test_each_part_of_weights_and_moments_is_saved_by_one_rank(folder: Path, mes
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(folder: Path) -> None:
     for file in folder.glob("policy-*.json"):
         metrics = json.loads(file.read_text())
-        assert [step["skipped"] for step in metrics] == [float(n in (FAULTY, EMPTY)) for n in range(len(metrics))]
-        assert all(step["grad_norm"] > 0.1 for step in metrics if not step["skipped"]), "clipping at 0.05 is active"
+        assert [step["skipped"] for step in metrics] == [
+            float(n in (FAULTY, EMPTY)) for n in range(len(metrics))
+        ]
+        assert all(step["grad_norm"] > 0.1 for step in metrics if not step["skipped"]), (
+            "clipping at 0.05 is active"
+        )
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks that share a model have found out; each has asserted what it can see by itself."""
+    """What two ranks that share a model have found out; each has asserted what it can see by
+    itself."""
 
     def make(folder: Path) -> None:
         write_tiny_model(folder / "model", "qwen3")
@@ -113,7 +123,8 @@ def test_a_reference_scores_as_whole_weights_do(parts: Path) -> None:
 
 
 def test_no_rank_ever_holds_the_whole_model(parts: Path) -> None:
-    """Neither while it is loaded and checked, nor while its weights are asked for one after the other."""
+    """Neither while it is loaded and checked, nor while its weights are asked for one after the
+    other."""
     size = (parts / "big" / "model.safetensors").stat().st_size
     assert 5e7 < size < 2e8
     for rank in range(2):

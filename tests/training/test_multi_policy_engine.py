@@ -1,4 +1,5 @@
-"""Two policies in one run: each trains on its own agents' conversations, as an independent loop does."""
+"""Two policies in one run: each trains on its own agents' conversations, as an independent loop
+does."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def drew(ids: list[int]) -> Segment:
 def batch_of_episodes() -> Batch:
     samples = []
     for number, episode in enumerate(EPISODES):
-        segments, forks = [Segment("prompt", (3, 4))], list[tuple[str, int]]()
+        segments = [Segment("prompt", (3, 4))]
+        forks = list[tuple[str, int]]()
         for agent, turns in episode.items():
             if agent != "solver":
                 forks.append((agent, sum(len(each.token_ids) for each in segments[1:])))
@@ -64,20 +66,26 @@ def trainer(folder: Path, policy: str, **options: Any) -> PolicyTrainer:
 @pytest.fixture
 def policies(tmp_path: Path) -> MultiPolicyTrainer:
     folder = write_tiny_model(tmp_path / "m")
-    return MultiPolicyTrainer({name: trainer(folder, name) for name in ("actor", "second")}, {"actor": "solver"})
+    return MultiPolicyTrainer(
+        {name: trainer(folder, name) for name in ("actor", "second")}, {"actor": "solver"}
+    )
 
 
 def conversations(policy: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
-    """Of the policy's agents: the ids, and where in them a reply is, with its place in the batch's responses."""
-    found, place = [], 0
+    """Of the policy's agents: the ids, and where in them a reply is, with its place in the batch's
+    responses."""
+    found = []
+    place = 0
     for episode in EPISODES:
         for agent, turns in episode.items():
-            ids, replies = list[int](), list[tuple[int, int]]()
+            ids = list[int]()
+            replies = list[tuple[int, int]]()
             for number, (seen, said) in enumerate(turns):
                 is_prompt = agent == "solver" and not number  # which is not in the response
                 place += 0 if is_prompt else len(seen)
                 replies += [(len(ids) + len(seen) + i, place + i) for i in range(len(said))]
-                ids, place = [*ids, *seen, *said], place + len(said)
+                ids = [*ids, *seen, *said]
+                place = place + len(said)
             if OWNERS[agent] == policy:
                 found.append((ids, replies))
     return found
@@ -85,7 +93,8 @@ def conversations(policy: str) -> list[tuple[list[int], list[tuple[int, int]]]]:
 
 def plain_log_probs(model: nn.Module, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all tokens that the policy said, and their places."""
-    found, places = [], []
+    found = []
+    places = []
     for ids, replies in conversations(policy):
         scores = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         found += [scores[at - 1, ids[at]] for at, _ in replies]
@@ -93,7 +102,9 @@ def plain_log_probs(model: nn.Module, policy: str) -> tuple[torch.Tensor, torch.
     return torch.stack(found), torch.tensor(places)
 
 
-def test_each_token_is_scored_by_the_policy_of_its_conversation(policies: MultiPolicyTrainer) -> None:
+def test_each_token_is_scored_by_the_policy_of_its_conversation(
+    policies: MultiPolicyTrainer,
+) -> None:
     batch = batch_of_episodes()
     scored = policies.forward(batch, ("log_probs", "entropy"))
     seen = torch.zeros(len(scored.flat("log_probs")))
@@ -101,18 +112,28 @@ def test_each_token_is_scored_by_the_policy_of_its_conversation(policies: MultiP
         with torch.no_grad():
             expected, places = plain_log_probs(engine.model, policy)
         assert torch.allclose(scored.flat("log_probs")[places], expected, atol=1e-5)
-        assert torch.equal(engine.own(batch).flat("loss_mask").nonzero()[:, 0], places.sort().values)
+        assert torch.equal(
+            engine.own(batch).flat("loss_mask").nonzero()[:, 0], places.sort().values
+        )
         seen[places] += 1
-    assert torch.equal(seen, batch.flat("response_mask").float()), "each sampled token belongs to one policy"
+    assert torch.equal(seen, batch.flat("response_mask").float()), (
+        "each sampled token belongs to one policy"
+    )
 
 
-def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(policies: MultiPolicyTrainer) -> None:
-    """Mean over its own tokens, gradients clipped by its own norm, moments of its own; two steps."""
-    batch, objective = batch_of_episodes(), PolicyObjective("vanilla")
+def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(
+    policies: MultiPolicyTrainer,
+) -> None:
+    """Mean over its own tokens, gradients clipped by its own norm, moments of its own; two
+    steps."""
+    batch = batch_of_episodes()
+    objective = PolicyObjective("vanilla")
     for policy, engine in policies.engines.items():
         other = next(each for each in policies.engines.values() if each is not engine)
         before = [weight.detach().clone() for weight in other.model.parameters()]
-        plain = load_model(str(engine.model.config._name_or_path), init="random", seed=sum(map(ord, policy)))
+        plain = load_model(
+            str(engine.model.config._name_or_path), init="random", seed=sum(map(ord, policy))
+        )
         optimizer = make_optimizer("adamw", plain.parameters(), lr=1e-3, weight_decay=0.1)
         for _ in range(2):
             log_probs, places = plain_log_probs(plain, policy)
@@ -125,14 +146,22 @@ def test_an_update_is_that_of_an_independent_loop_over_the_policys_own_tokens(po
             optimizer.zero_grad()
             found = engine.train_step(engine.own(batch), objective)
             assert found["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-            assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4) and found["grad_norm"] > 0.05
+            assert (
+                found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+                and found["grad_norm"] > 0.05
+            )
         for ours, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(ours, theirs, atol=2e-5)
-        assert all(map(torch.equal, before, other.model.parameters())), "the other policy has not moved by a bit"
+        assert all(map(torch.equal, before, other.model.parameters())), (
+            "the other policy has not moved by a bit"
+        )
 
 
-def test_the_state_of_all_policies_is_restored_bit_for_bit(policies: MultiPolicyTrainer, tmp_path: Path) -> None:
-    batch, objective = batch_of_episodes(), PolicyObjective("vanilla")
+def test_the_state_of_all_policies_is_restored_bit_for_bit(
+    policies: MultiPolicyTrainer, tmp_path: Path
+) -> None:
+    batch = batch_of_episodes()
+    objective = PolicyObjective("vanilla")
     policies.train_step(batch, objective)
     state = policies.state()
     saved = TrainState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta)
@@ -144,5 +173,7 @@ def test_the_state_of_all_policies_is_restored_bit_for_bit(policies: MultiPolicy
     assert {name for name, _ in again.weights()} == {name for name, _ in policies.weights()}
     for (name, ours), (_, theirs) in zip(policies.weights(), again.weights(), strict=True):
         assert name.partition(".")[0] in ("actor", "second") and torch.equal(ours, theirs), name
-    with pytest.raises(ValueError, match="the state is of the policies actor, and this run trains actor, second"):
+    with pytest.raises(
+        ValueError, match="the state is of the policies actor, and this run trains actor, second"
+    ):
         again.load_state(TrainState({}, {"actor": {}}))

@@ -21,11 +21,16 @@ def stepped(name: str, **options) -> float:
 
 def test_adamw_takes_the_steps_of_its_paper() -> None:
     lr, decay, (b1, b2), eps = 0.1, 0.01, (0.9, 0.95), 1e-8
-    x, m, v = 2.0, 0.0, 0.0
+    x = 2.0
+    m = 0.0
+    v = 0.0
     for t, g in ((1, 0.5), (2, -0.25)):
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
         x = x - lr * decay * x - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + eps)
-    assert stepped("adamw", lr=lr, weight_decay=decay, betas=(b1, b2), eps=eps) == pytest.approx(x, abs=1e-12)
+    assert stepped("adamw", lr=lr, weight_decay=decay, betas=(b1, b2), eps=eps) == pytest.approx(
+        x, abs=1e-12
+    )
 
 
 def test_sgd_has_decay_and_no_momentum() -> None:
@@ -36,7 +41,8 @@ def test_sgd_has_decay_and_no_momentum() -> None:
 
 
 def test_frozen_parameters_are_left_out() -> None:
-    frozen, trained = nn.Parameter(torch.zeros(1), requires_grad=False), nn.Parameter(torch.zeros(1))
+    frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    trained = nn.Parameter(torch.zeros(1))
     assert make_optimizer("adamw", [frozen, trained], lr=1.0).param_groups[0]["params"] == [trained]
     with pytest.raises(UserError, match="nothing would be trained"):
         make_optimizer("adamw", [frozen], lr=1.0)
@@ -66,7 +72,13 @@ def test_eight_bits_keep_moments_in_bytes_and_follow_adamw() -> None:
         return optimizer, parameter
 
     optimizer, compressed = train("adamw_8bit")
-    moments = [entry for entry in optimizer.state[compressed].values() if isinstance(entry, torch.Tensor)]
-    assert any(moment.dtype == torch.uint8 and moment.shape == compressed.shape for moment in moments)
+    moments = [
+        entry for entry in optimizer.state[compressed].values() if isinstance(entry, torch.Tensor)
+    ]
+    assert any(
+        moment.dtype == torch.uint8 and moment.shape == compressed.shape for moment in moments
+    )
     _, exact = train("adamw")
-    assert float((compressed - exact).detach().abs().mean()) < 0.01, "20 steps of 0.01 moved a weight by about 0.2"
+    assert float((compressed - exact).detach().abs().mean()) < 0.01, (
+        "20 steps of 0.01 moved a weight by about 0.2"
+    )

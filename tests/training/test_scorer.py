@@ -16,7 +16,9 @@ from tests.training.batches import plain_outputs, plain_values, ragged_batch
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_outputs_are_those_of_each_sequence_alone(tmp_path: Path, family: str, temperature: float) -> None:
+def test_outputs_are_those_of_each_sequence_alone(
+    tmp_path: Path, family: str, temperature: float
+) -> None:
     model = load_model(write_tiny_model(tmp_path / "m", family), dtype=torch.float64)
     batch = ragged_batch()
     scorer = TorchScorer(model, temperature=temperature)
@@ -27,10 +29,14 @@ def test_outputs_are_those_of_each_sequence_alone(tmp_path: Path, family: str, t
 
 
 @pytest.mark.parametrize("max_tokens", [1, 15, 20, 40, 10_000])
-def test_forward_keeps_the_order_of_samples_however_they_are_packed(tmp_path: Path, max_tokens: int) -> None:
+def test_forward_keeps_the_order_of_samples_however_they_are_packed(
+    tmp_path: Path, max_tokens: int
+) -> None:
     model = load_model(write_tiny_model(tmp_path / "m", "qwen3"))
     batch = ragged_batch()
-    scored = TorchScorer(model, max_tokens_per_micro_batch=max_tokens).forward(batch, ("entropy", "log_probs"))
+    scored = TorchScorer(model, max_tokens_per_micro_batch=max_tokens).forward(
+        batch, ("entropy", "log_probs")
+    )
     expected = plain_outputs(model, batch)
     assert torch.equal(scored.lengths("response"), batch.lengths("response"))
     for name, values in expected.items():
@@ -44,7 +50,9 @@ def test_values_are_those_before_each_token(tmp_path: Path) -> None:
     batch = ragged_batch()
     scored = TorchScorer(critic, max_tokens_per_micro_batch=20).forward(batch, ("values",))
     assert scored.names == ("values",)
-    torch.testing.assert_close(scored.flat("values"), plain_values(critic, batch), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        scored.flat("values"), plain_values(critic, batch), rtol=0, atol=1e-5
+    )
 
 
 def test_one_token_responses_are_response_columns(tmp_path: Path) -> None:
@@ -57,7 +65,9 @@ def test_one_token_responses_are_response_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [(4, 0), (2, 0)]])
-def test_nothing_to_score_gives_empty_columns(tmp_path: Path, lengths: list[tuple[int, int]]) -> None:
+def test_nothing_to_score_gives_empty_columns(
+    tmp_path: Path, lengths: list[tuple[int, int]]
+) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
     scored = TorchScorer(model).forward(ragged_batch(lengths), ("log_probs",))
     assert len(scored) == len(lengths)
@@ -81,7 +91,8 @@ def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
     base = TorchScorer(load_model(folder)).forward(batch, ("log_probs",)).flat("log_probs")
     off = TorchScorer(policy, without_adapter=True).forward(batch, ("log_probs",)).flat("log_probs")
     on = TorchScorer(policy).forward(batch, ("log_probs",)).flat("log_probs")
-    torch.testing.assert_close(off, base, rtol=0, atol=1e-5)  # without an adapter native code computes
+    # without an adapter native code computes
+    torch.testing.assert_close(off, base, rtol=0, atol=1e-5)
     assert (on - base).abs().max() > 1e-3
 
 
@@ -89,8 +100,12 @@ def test_bfloat16_by_autocast_is_near_float32(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
     batch = ragged_batch()
     exact = TorchScorer(model).forward(batch, ("log_probs", "entropy"))
-    rough = TorchScorer(model, compute_dtype=torch.bfloat16).forward(batch, ("log_probs", "entropy"))
-    stored = TorchScorer(load_model(tmp_path / "m", dtype=torch.bfloat16)).forward(batch, ("log_probs", "entropy"))
+    rough = TorchScorer(model, compute_dtype=torch.bfloat16).forward(
+        batch, ("log_probs", "entropy")
+    )
+    stored = TorchScorer(load_model(tmp_path / "m", dtype=torch.bfloat16)).forward(
+        batch, ("log_probs", "entropy")
+    )
     for name in ("log_probs", "entropy"):
         for other in (rough, stored):
             error = (other.flat(name) - exact.flat(name)).abs()
@@ -104,7 +119,9 @@ def test_micro_batches_hold_every_sample_once_within_the_bound() -> None:
     assert torch.equal(torch.cat(bins).sort().values, torch.arange(len(batch)))
     assert all(lengths[b].sum() <= 16 for b in bins)
     alone = micro_batches(batch, 10, OneRank())
-    assert [3] in [b.tolist() for b in alone], "a sample longer than the bound is a micro-batch of its own"
+    assert [3] in [b.tolist() for b in alone], (
+        "a sample longer than the bound is a micro-batch of its own"
+    )
     assert all(len(b) == 1 or lengths[b].sum() <= 10 for b in alone)
 
 
@@ -112,7 +129,9 @@ def test_samples_of_one_prompt_share_a_micro_batch_as_far_as_they_fit() -> None:
     prompts = torch.tensor([3, 3, 3, 3, 3, 4, 4, 3])
     batch = Batch(prompts, torch.tensor([2, 2, 2, 2, 2, 1, 1, 2]))
     tokens = {3: [7, 8, 9], 4: [7, 8, 9, 9]}
-    batch["prompt_ids"] = torch.tensor([token for length in prompts.tolist() for token in tokens[length]])
+    batch["prompt_ids"] = torch.tensor(
+        [token for length in prompts.tolist() for token in tokens[length]]
+    )
     bins = [b.tolist() for b in micro_batches(batch, 16, OneRank())]
     assert sorted(bins) == [[0, 1, 2], [3, 4, 7], [5, 6]]
     assert sorted(b.tolist() for b in micro_batches(batch, 100, OneRank())) == [list(range(8))]

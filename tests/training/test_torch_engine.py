@@ -1,4 +1,5 @@
-"""The train engine against a plain loop: the same gradient for every split, steps that resume bit for bit."""
+"""The train engine against a plain loop: the same gradient for every split, steps that resume bit
+for bit."""
 
 import math
 from pathlib import Path
@@ -23,10 +24,15 @@ def folder(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "m", "qwen3")
 
 
-def make_engine(model: nn.Module, *, optimizer: str = "adamw", lr: float = 1e-2, **options) -> TorchTrainEngine:
+def make_engine(
+    model: nn.Module, *, optimizer: str = "adamw", lr: float = 1e-2, **options
+) -> TorchTrainEngine:
     schedule = options.pop("schedule", make_schedule("constant", total_steps=10))
     return TorchTrainEngine(
-        model, optimizer=make_optimizer(optimizer, model.parameters(), lr=lr), schedule=schedule, **options
+        model,
+        optimizer=make_optimizer(optimizer, model.parameters(), lr=lr),
+        schedule=schedule,
+        **options,
     )
 
 
@@ -42,8 +48,11 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 @pytest.mark.parametrize("max_tokens", [1, 16, 33, 10_000])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_step_is_that_of_a_plain_loop_for_every_split(folder: Path, max_tokens: int, checkpointing: bool) -> None:
-    batch, loss_fn = ragged_batch(), TokenMeanLoss()
+def test_a_step_is_that_of_a_plain_loop_for_every_split(
+    folder: Path, max_tokens: int, checkpointing: bool
+) -> None:
+    batch = ragged_batch()
+    loss_fn = TokenMeanLoss()
     plain = load_model(folder, dtype=torch.float64)
     per_token = loss_fn.per_token(plain_outputs(plain, batch, 0.8), batch)
     loss = (per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()
@@ -66,7 +75,9 @@ def test_a_step_is_that_of_a_plain_loop_for_every_split(folder: Path, max_tokens
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
     assert float(norm) > 0.05 and metrics["skipped"] == 0.0 and metrics["lr"] == 0.5
     for name, weight in plain.named_parameters():
-        torch.testing.assert_close(weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name)
+        torch.testing.assert_close(
+            weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name
+        )
 
 
 def test_float32_training_follows_the_float64_loop(folder: Path) -> None:
@@ -81,42 +92,58 @@ def test_float32_training_follows_the_float64_loop(folder: Path) -> None:
         ((per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         reference.step()
-        assert engine.train_step(batch, loss_fn)["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert engine.train_step(batch, loss_fn)["grad_norm"] == pytest.approx(
+            float(norm), rel=1e-4
+        )
     start = dict(load_model(folder, dtype=torch.float64).named_parameters())
     moved = sum(float((w - start[name]).norm() ** 2) for name, w in plain.named_parameters())
-    off = sum(float((w - weights_of(engine)[name].double()).norm() ** 2) for name, w in plain.named_parameters())
+    off = sum(
+        float((w - weights_of(engine)[name].double()).norm() ** 2)
+        for name, w in plain.named_parameters()
+    )
     assert math.sqrt(off / moved) < 1e-3
 
 
 def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
-    batch, loss_fn = ragged_batch(), TokenMeanLoss(("values",))
+    batch = ragged_batch()
+    loss_fn = TokenMeanLoss(("values",))
     plain = load_model(folder, dtype=torch.float64, seed=1, critic=True)
     per_token = loss_fn.per_token({"values": plain_values(plain, batch)}, batch)
     ((per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()).backward()
     make_optimizer("sgd", plain.parameters(), lr=0.1).step()
 
     critic = load_model(folder, dtype=torch.float64, seed=1, critic=True)
-    engine = make_engine(critic, optimizer="sgd", lr=0.1, max_grad_norm=None, max_tokens_per_micro_batch=30)
+    engine = make_engine(
+        critic, optimizer="sgd", lr=0.1, max_grad_norm=None, max_tokens_per_micro_batch=30
+    )
     losses = [engine.train_step(batch, loss_fn)["loss"]]
     for name, weight in plain.named_parameters():
-        torch.testing.assert_close(weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name)
+        torch.testing.assert_close(
+            weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name
+        )
     losses += [engine.train_step(batch, loss_fn)["loss"] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
-    again = load_model(export_model(critic, None, tmp_path / "critic"), dtype=torch.float64, critic=True)
+    again = load_model(
+        export_model(critic, None, tmp_path / "critic"), dtype=torch.float64, critic=True
+    )
     values = engine.forward(batch, ("values",)).flat("values")
     torch.testing.assert_close(plain_values(again, batch).float(), values, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
 @pytest.mark.parametrize("saved_after", [0, 3])
-def test_a_resumed_engine_goes_on_bit_for_bit(tmp_path: Path, folder: Path, optimizer: str, saved_after: int) -> None:
+def test_a_resumed_engine_goes_on_bit_for_bit(
+    tmp_path: Path, folder: Path, optimizer: str, saved_after: int
+) -> None:
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
 
     def new_engine(path: Path) -> TorchTrainEngine:
         schedule = make_schedule("cosine_with_warmup", total_steps=6, warmup_steps=2)
         model = load_model(path)
-        return make_engine(model, optimizer=optimizer, schedule=schedule, max_tokens_per_micro_batch=30)
+        return make_engine(
+            model, optimizer=optimizer, schedule=schedule, max_tokens_per_micro_batch=30
+        )
 
     def train(engine: TorchTrainEngine, steps: range) -> list[dict[str, float]]:
         return [engine.train_step(ragged_batch(seed=step), TokenMeanLoss()) for step in steps]
@@ -128,7 +155,8 @@ def test_a_resumed_engine_goes_on_bit_for_bit(tmp_path: Path, folder: Path, opti
     export_model(engine.model, None, tmp_path / "weights")
     went_on = train(engine, range(saved_after, 6))
 
-    # into a fresh model, a model that has since trained on other data, and one loaded from the exported weights
+    # into a fresh model, a model that has since trained on other data, and one loaded from the
+    # exported weights
     for path, strayed in ((folder, 0), (folder, 2), (tmp_path / "weights", 0)):
         resumed = new_engine(path)
         train(resumed, range(100, 100 + strayed))
@@ -143,7 +171,9 @@ def test_states_of_another_model_or_optimizer_change_nothing(tmp_path: Path, fol
     engine = make_engine(load_model(folder))
     engine.train_step(ragged_batch(), TokenMeanLoss())
     before = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
-    wider = make_engine(load_model(write_tiny_model(tmp_path / "wide", "qwen3", intermediate_size=48)))
+    wider = make_engine(
+        load_model(write_tiny_model(tmp_path / "wide", "qwen3", intermediate_size=48))
+    )
     other = make_engine(load_model(write_tiny_model(tmp_path / "llama", "llama")))
     sgd = make_engine(load_model(folder), optimizer="sgd")
     for wrong, message in ((wider, "mlp"), (other, "norm"), (sgd, "optim.optimizer")):
@@ -189,7 +219,13 @@ def test_without_a_token_that_counts_no_step_is_taken(folder: Path, batch: str) 
         engine.train_step(ragged_batch(seed=step), TokenMeanLoss())
     before = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
     metrics = engine.train_step(mini, TokenMeanLoss())
-    assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 1e-2 * 2 / 4, "skipped": 1.0, "empty": 1.0}
+    assert metrics == {
+        "loss": 0.0,
+        "grad_norm": 0.0,
+        "lr": 1e-2 * 2 / 4,
+        "skipped": 1.0,
+        "empty": 1.0,
+    }
     assert_same_bits(dict(engine.state().tensors), before)
     after = engine.train_step(ragged_batch(), TokenMeanLoss())
     assert (after["lr"], after["skipped"], after["empty"]) == (metrics["lr"], 0.0, 0.0)
@@ -222,7 +258,9 @@ def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
         worst = 0.0
 
         def __call__(self, outputs, micro, counts):
-            self.worst = max(self.worst, float((outputs["log_probs"] - micro["old_log_probs"]).abs().max()))
+            self.worst = max(
+                self.worst, float((outputs["log_probs"] - micro["old_log_probs"]).abs().max())
+            )
             return super().__call__(outputs, micro, counts)
 
     engine = make_engine(load_model(folder), temperature=0.6, max_tokens_per_micro_batch=30)
@@ -235,10 +273,14 @@ def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
 
 
 def test_bfloat16_computes_and_float32_keeps(folder: Path) -> None:
-    engine = make_engine(load_model(folder), compute_dtype=torch.bfloat16, lr=1e-6, max_tokens_per_micro_batch=30)
+    engine = make_engine(
+        load_model(folder), compute_dtype=torch.bfloat16, lr=1e-6, max_tokens_per_micro_batch=30
+    )
     before = weights_of(engine)
     metrics = [engine.train_step(ragged_batch(), TokenMeanLoss()) for _ in range(3)]
-    assert all(m["skipped"] == 0.0 and math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics)
+    assert all(
+        m["skipped"] == 0.0 and math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics
+    )
     after = weights_of(engine)
     assert all(weight.dtype == torch.float32 for weight in after.values())
     moved = before["lm_head.weight"] - after["lm_head.weight"]
@@ -249,7 +291,9 @@ def test_bfloat16_computes_and_float32_keeps(folder: Path) -> None:
 
 def test_lora_trains_its_adapter_alone_and_resumes(tmp_path: Path, folder: Path) -> None:
     def new_engine() -> TorchTrainEngine:
-        return make_engine(add_lora(load_model(folder), rank=4, seed=3), gradient_checkpointing=True)
+        return make_engine(
+            add_lora(load_model(folder), rank=4, seed=3), gradient_checkpointing=True
+        )
 
     engine = new_engine()
     base = dict(load_model(folder).named_parameters())
@@ -262,7 +306,8 @@ def test_lora_trains_its_adapter_alone_and_resumes(tmp_path: Path, folder: Path)
     assert merged.keys() == base.keys()
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
     assert not torch.equal(
-        merged["model.layers.1.self_attn.v_proj.weight"], base["model.layers.1.self_attn.v_proj.weight"]
+        merged["model.layers.1.self_attn.v_proj.weight"],
+        base["model.layers.1.self_attn.v_proj.weight"],
     )
 
     resumed = new_engine()
@@ -272,7 +317,9 @@ def test_lora_trains_its_adapter_alone_and_resumes(tmp_path: Path, folder: Path)
     assert_same_bits(weights_of(resumed), weights_of(engine))
     plain = load_model(export_model(engine.model, None, tmp_path / "merged"))
     scores = engine.forward(ragged_batch(), ("log_probs",)).flat("log_probs")
-    torch.testing.assert_close(plain_outputs(plain, ragged_batch())["log_probs"], scores, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        plain_outputs(plain, ragged_batch())["log_probs"], scores, rtol=0, atol=1e-4
+    )
 
 
 def test_tied_weights_are_named_once_and_trained_by_both_uses(tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
 
 def kl_estimate(log_probs: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """KL(policy ‖ reference) per token, estimated on tokens of the policy; same shape as its inputs.
+    """KL(policy ‖ reference) per token, estimated on tokens of the policy; same shape as its
+    inputs.
 
-    kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1 with d clamped to ±20 and the
-    result to ±10), where d = log_probs − ref_log_prob. With a trailing `+` the value is the estimator's, and the
-    gradient k2's, which is unbiased for the gradient of the KL. Raises ValueError for an unknown kind.
+    kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1 with d clamped
+    to ±20 and the result to ±10), where d = log_probs − ref_log_prob. With a trailing `+` the value
+    is the estimator's, and the gradient k2's, which is unbiased for the gradient of the KL. Raises
+    ValueError for an unknown kind.
     """
     name = check_kl_type(kind)
     if name.endswith("+"):
@@ -54,10 +56,12 @@ def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
     return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
 
 
-def adapted_coefficient(value: float, kl: float, n_steps: int, target_kl: float, horizon: float) -> float:
-    """value · (1 + clip(kl / target_kl − 1, ±0.2) · n_steps / horizon), never below 0 (Ziegler et al. 2019,
-    arXiv:1909.08593). kl: mean of the batch; a non-finite one (that step is skipped) is ignored. n_steps, horizon: in
-    samples."""
+def adapted_coefficient(
+    value: float, kl: float, n_steps: int, target_kl: float, horizon: float
+) -> float:
+    """value · (1 + clip(kl / target_kl − 1, ±0.2) · n_steps / horizon), never below 0 (Ziegler et
+    al. 2019, arXiv:1909.08593). kl: mean of the batch; a non-finite one (that step is skipped) is
+    ignored. n_steps, horizon: in samples."""
     if not math.isfinite(kl):
         return value
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
@@ -76,13 +80,17 @@ def apply_kl_penalty(
     mean: KLMean = "token",
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, float]:
-    """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token, float64; all `(bs, response_length)`.
+    """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token, float64; all
+    `(bs, response_length)`.
 
-    The mean, over the valid samples of the global batch, feeds the controller: over tokens, or with `sequence` over the
-    sequences' means, where a sequence without tokens counts as 0, as in verl. valid: `(bs,)`. Rewards are 0 on tokens
-    that are not the policy's. Raises ValueError for an unknown `kl_penalty`.
+    The mean, over the valid samples of the global batch, feeds the controller: over tokens, or with
+    `sequence` over the sequences' means, where a sequence without tokens counts as 0, as in verl.
+    valid: `(bs,)`. Rewards are 0 on tokens that are not the policy's. Raises ValueError for an
+    unknown `kl_penalty`.
     """
-    old_log_probs, ref_log_prob = (under_mask(each.double(), response_mask) for each in (old_log_probs, ref_log_prob))
+    old_log_probs, ref_log_prob = (
+        under_mask(each.double(), response_mask) for each in (old_log_probs, ref_log_prob)
+    )
     kl = under_mask(kl_estimate(old_log_probs, ref_log_prob, kl_penalty), response_mask)
     rewards = under_mask(token_level_scores.double(), response_mask) - kl_coef * kl
     kl, counted = kl.detach(), torch.ones(len(kl), device=kl.device) if valid is None else valid

@@ -1,8 +1,9 @@
-"""Log-ratios, sums, means and whitening under a mask, over one rank or all, and aggregation of per-token losses. Values
-outside the mask are never read.
+"""Log-ratios, sums, means and whitening under a mask, over one rank or all, and aggregation of
+per-token losses. Values outside the mask are never read.
 
-A mini-batch is one optimizer step. Its counts are first summed over all micro-batches and ranks; each part then weights
-its own tokens by these counts, so that losses and gradients add up exactly to those of the whole.
+A mini-batch is one optimizer step. Its counts are first summed over all micro-batches and ranks;
+each part then weights its own tokens by these counts, so that losses and gradients add up exactly
+to those of the whole.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,14 +30,16 @@ class Reduce(Protocol):
 
 
 def under_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` > 0, else 0; NaN and inf outside the mask reach neither the value nor the gradient."""
+    """`values` where `mask` > 0, else 0; NaN and inf outside the mask reach neither the value nor
+    the gradient."""
     return torch.where(mask > 0, values, torch.zeros_like(values))
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> Tensor:
     """log_probs − old_log_probs clamped to ±20, 0 outside the mask, `(bs, response_length)`.
 
-    Without old log-probs it is taken against the detached log-probs: 0, with the gradient of log_probs.
+    Without old log-probs it is taken against the detached log-probs: 0, with the gradient of
+    log_probs.
     """
     return raw_log_ratio(log_probs, old_log_probs, loss_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -64,29 +67,37 @@ def masked_mean(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> T
 
 
 def masked_var(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Unbiased variance over the tokens under the mask, a float64 scalar; 0 with fewer than two tokens."""
+    """Unbiased variance over the tokens under the mask, a float64 scalar; 0 with fewer than two
+    tokens."""
     return _centred(values, mask, reduce)[1]
 
 
 def masked_whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """(values − mean) · rsqrt(variance + 1e-8) under the mask, 0 outside, over the batch of all ranks.
+    """(values − mean) · rsqrt(variance + 1e-8) under the mask, 0 outside, over the batch of all
+    ranks.
 
-    values, mask: `(bs, length)`. The variance is unbiased. With fewer than two tokens the values are only centred.
+    values, mask: `(bs, length)`. The variance is unbiased. With fewer than two tokens the values
+    are only centred.
     """
     centred, variance, count = _centred(values, mask, reduce)
-    return centred * torch.where(count > 1, torch.rsqrt(variance + WHITEN_EPSILON), torch.ones_like(variance))
+    return centred * torch.where(
+        count > 1, torch.rsqrt(variance + WHITEN_EPSILON), torch.ones_like(variance)
+    )
 
 
 def _mean(inside: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
     """(mean, number of tokens)."""
-    total, count = global_sum(torch.stack([inside.sum(), (mask > 0).sum().double()]), reduce).unbind()
+    total, count = global_sum(
+        torch.stack([inside.sum(), (mask > 0).sum().double()]), reduce
+    ).unbind()
     return total / count.clamp(min=1), count
 
 
 def _centred(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
     """(values − mean, 0 outside the mask; variance; number of tokens)."""
     centred = under_mask(values.double(), mask)
-    for _ in range(2):  # differences of large values are exact, their mean is only up to its rounding
+    # differences of large values are exact, their mean is only up to its rounding
+    for _ in range(2):
         mean, count = _mean(centred, mask, reduce)
         centred = under_mask(centred - mean, mask)
     # The sum of squares about the mean keeps the digits that E[x²] − E[x]² would cancel.
@@ -97,26 +108,39 @@ def _centred(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tenso
 def check_loss_agg_mode(mode: str) -> None:
     """Raises ValueError if there is no such mode."""
     if mode not in LOSS_AGG_MODES:
-        raise ValueError(f"loss_agg_mode '{mode}' is unknown; choose one of {', '.join(LOSS_AGG_MODES)}")
+        raise ValueError(
+            f"loss_agg_mode '{mode}' is unknown; choose one of {', '.join(LOSS_AGG_MODES)}"
+        )
 
 
 def loss_counts(loss_mask: Tensor) -> dict[str, float]:
-    """Tokens under the mask, sequences with at least one, and all rows; they add over micro-batches and ranks.
+    """Tokens under the mask, sequences with at least one, and all rows; they add over micro-batches
+    and ranks.
 
     loss_mask: `(bs, response_length)`.
     """
     mask = loss_mask > 0
-    return {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=-1).sum()), "rows": float(len(mask))}
+    return {
+        "tokens": float(mask.sum()),
+        "sequences": float(mask.any(dim=-1).sum()),
+        "rows": float(len(mask)),
+    }
 
 
 def token_weights(
-    loss_mask: Tensor, mode: str, counts: Mapping[str, float], scale: float | None = None, *, every_row: bool = False
+    loss_mask: Tensor,
+    mode: str,
+    counts: Mapping[str, float],
+    scale: float | None = None,
+    *,
+    every_row: bool = False,
 ) -> Tensor:
     """Each token's weight, float64 `(bs, response_length)`: the loss is Σ weight · per-token loss.
 
-    counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in tokens; by default
-    the length of this mask, which differs between micro-batches. Rows without tokens are excluded from sequence means,
-    unless `every_row`; an empty mini-batch has weight 0. Raises ValueError for an unknown mode.
+    counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in
+    tokens; by default the length of this mask, which differs between micro-batches. Rows without
+    tokens are excluded from sequence means, unless `every_row`; an empty mini-batch has weight 0.
+    Raises ValueError for an unknown mode.
     """
     check_loss_agg_mode(mode)
     mask = (loss_mask > 0).double()
@@ -159,12 +183,16 @@ def bind_counts(counts: Mapping[str, float], scale: float | None) -> Iterator[Bo
 
 
 def agg_loss(
-    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str = "token-mean", loss_scale_factor: float | None = None
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
 ) -> Tensor:
     """Aggregate per-token losses `(bs, response_length)` into a scalar.
 
-    Inside a policy loss the result is this micro-batch's share of the mini-batch; elsewhere `loss_mat` is the whole
-    batch. A batch without tokens gives 0 with zero gradient. Raises ValueError for an unknown mode.
+    Inside a policy loss the result is this micro-batch's share of the mini-batch; elsewhere
+    `loss_mat` is the whole batch. A batch without tokens gives 0 with zero gradient. Raises
+    ValueError for an unknown mode.
     """
     bound = _bound.get() or BoundCounts(loss_counts(loss_mask), None)
     bound.used = True
@@ -173,9 +201,12 @@ def agg_loss(
 
 
 def check_scale(mode: str, scale: float | None) -> None:
-    """Raises ValueError if the mode needs a scale that does not depend on how the mini-batch is split."""
+    """Raises ValueError if the mode needs a scale that does not depend on how the mini-batch is
+    split."""
     check_loss_agg_mode(mode)
     if scale is not None and not scale > 0:
         raise ValueError(f"loss_scale_factor must be positive, not {scale}")
     if mode == "seq-mean-token-sum-norm" and scale is None:
-        raise ValueError("loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor (the longest response)")
+        raise ValueError(
+            "loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor (the longest response)"
+        )

@@ -1,13 +1,15 @@
-"""Normalises rewards and advantages over the batch, the group or all values so far: `reward_norm` and `adv_norm`.
+"""Normalises rewards and advantages over the batch, the group or all values so far: `reward_norm`
+and `adv_norm`.
 
-Keys and formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks. The level "running"
-is ROLL's: `Moments` holds mean and variance of all rewards so far, over steps and ranks, in float64.
+Keys and formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks.
+The level "running" is ROLL's: `Moments` holds mean and variance of all rewards so far, over steps
+and ranks, in float64.
 
 Group filter (DAPO, arXiv:2503.14476), and sample masks and weights by length and difficulty.
 
-Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`), except that difficulty
-is measured on the group's own responses, invalid samples never count, and bounds and means are over the batch of all
-ranks.
+Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`),
+except that difficulty is measured on the group's own responses, invalid samples never count, and
+bounds and means are over the batch of all ranks.
 """
 
 import math
@@ -30,16 +32,20 @@ class Moments:
     squares: float = 0.0
 
     def with_values(self, values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> "Moments":
-        """These moments combined with the masked values of all ranks (Chan et al. 1979); the same on every rank."""
+        """These moments combined with the masked values of all ranks (Chan et al. 1979); the same
+        on every rank."""
         inside = under_mask(values.double(), mask)
         count = float(global_sum((mask > 0).sum().double(), reduce))
         if count == 0:
             return self
         mean = float(global_sum(inside.sum(), reduce)) / count
         squares = float(global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce))
-        total, apart = self.count + count, mean - self.mean
+        total = self.count + count
+        apart = mean - self.mean
         return Moments(
-            total, self.mean + apart * count / total, self.squares + squares + apart**2 * self.count * count / total
+            total,
+            self.mean + apart * count / total,
+            self.squares + squares + apart**2 * self.count * count / total,
         )
 
     def std(self, unbiased: bool = True) -> float:
@@ -55,12 +61,13 @@ Level = Literal["batch", "group", "running"]
 class Normalization:
     """(x − mean) / (std + eps), each over the global batch or the group; level None omits it.
 
-    mean_leave1out: the mean that is subtracted from a value excludes that value. std_unbiased: over n − 1 values, and 1
-    for a single value. The standard deviation is that of the differences to this mean, even if the mean has another
-    level, excludes the value, or is off (0). group_size: groups are cut into runs of this many episodes.
+    mean_leave1out: the mean that is subtracted from a value excludes that value. std_unbiased: over
+    n − 1 values, and 1 for a single value. The standard deviation is that of the differences to
+    this mean, even if the mean has another level, excludes the value, or is off (0). group_size:
+    groups are cut into runs of this many episodes.
 
-    "running" covers all values so far, including the current ones: their mean, and the standard deviation about it.
-    """
+    "running" covers all values so far, including the current ones: their mean, and the standard
+    deviation about it."""
 
     mean_level: Level | None = None
     mean_leave1out: bool = False
@@ -79,17 +86,23 @@ class Normalization:
         reduce: Reduce | None = None,
         moments: Moments | None = None,
     ) -> Tensor:
-        """The values under the mask normalised, float64 `(bs, length)`, 0 elsewhere and for invalid samples.
+        """The values under the mask normalised, float64 `(bs, length)`, 0 elsewhere and for invalid
+        samples.
 
-        values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under the mask counts
-        separately; equal values of a batch or group differ from their mean by exactly 0. moments: of all values so far,
-        including these, for "running". Raises ValueError if `group_size` is set without `episode_index`.
+        values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under
+        the mask counts separately; equal values of a batch or group differ from their mean by
+        exactly 0. moments: of all values so far, including these, for "running". Raises ValueError
+        if `group_size` is set without `episode_index`.
         """
         if self.group_size is not None:
             if episode_index is None:
-                raise ValueError("group_size needs episode_index, because it splits groups by episode")
+                raise ValueError(
+                    "group_size needs episode_index, because it splits groups by episode"
+                )
             runs = torch.div(episode_index, self.group_size, rounding_mode="floor")
-            group_index = torch.unique(torch.stack([group_index, runs]), dim=1, return_inverse=True)[1]
+            group_index = torch.unique(
+                torch.stack([group_index, runs]), dim=1, return_inverse=True
+            )[1]
         groups = Groups(group_index, valid)
         counted = (mask > 0) & groups.valid[:, None]
         centred = under_mask(values.double(), counted)
@@ -112,21 +125,29 @@ class Normalization:
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
         count = pool.count
         middle = pool.sum(values) / count.clamp(min=1)
-        near = under_mask(values - middle, pool.counted)  # differences of large values are exact, their mean is not
+        # differences of large values are exact, their mean is not
+        near = under_mask(values - middle, pool.counted)
         total = pool.sum(near)
         mean = total / count.clamp(min=1)
         if self.mean_leave1out:
             mean = torch.where(count > 1, (total - near) / (count - 1).clamp(min=1), -middle)
-            mean = torch.where(pool.is_one_sample, near, mean)  # no other sample: AReaL takes the value itself
+            # no other sample: AReaL takes the value itself
+            mean = torch.where(pool.is_one_sample, near, mean)
         equal = (count > 1) & (pool.max(values) == -pool.max(-values))
         return under_mask(torch.where(equal, 0.0, near - mean), pool.counted)
 
 
 class _Pool:
-    """The values normalised together: those of a group, or of the batch of all ranks. Methods return `(bs, 1)`."""
+    """The values normalised together: those of a group, or of the batch of all ranks. Methods
+    return `(bs, 1)`."""
 
-    def __init__(self, level: Level, groups: Groups, counted: Tensor, reduce: Reduce | None) -> None:
-        self.level, self.groups, self.counted, self.reduce = level, groups, counted, reduce
+    def __init__(
+        self, level: Level, groups: Groups, counted: Tensor, reduce: Reduce | None
+    ) -> None:
+        self.level = level
+        self.groups = groups
+        self.counted = counted
+        self.reduce = reduce
         self.count = self.sum(counted)
 
     @property
@@ -152,15 +173,19 @@ class _Pool:
 
 ALL_EQUAL = "all_equal"
 TOO_FEW_SCORES = "too_few_scores"
-MEAN_TOO_LOW, MEAN_TOO_HIGH = "mean_too_low", "mean_too_high"
+MEAN_TOO_LOW = "mean_too_low"
+MEAN_TOO_HIGH = "mean_too_high"
 Band = tuple[float, float]
 
 
-def drop_reason(metric: Tensor, valid: Tensor | None = None, mean_range: Band | None = None) -> str | None:
+def drop_reason(
+    metric: Tensor, valid: Tensor | None = None, mean_range: Band | None = None
+) -> str | None:
     """Why a group has no learning signal, or None if it has one.
 
-    metric: `(n,)`, one value per sample. Reasons: `too_few_scores` (fewer than two valid samples), `all_equal` (all
-    valid samples have the same metric), and `mean_too_low` or `mean_too_high` (the mean is outside the range).
+    metric: `(n,)`, one value per sample. Reasons: `too_few_scores` (fewer than two valid samples),
+    `all_equal` (all valid samples have the same metric), and `mean_too_low` or `mean_too_high` (the
+    mean is outside the range).
     """
     valid_metric = metric if valid is None else metric[valid.bool()]
     if valid_metric.numel() < 2:
@@ -173,7 +198,8 @@ def drop_reason(metric: Tensor, valid: Tensor | None = None, mean_range: Band | 
 
 
 def share_right(accuracy: Tensor, group_index: Tensor, valid: Tensor) -> Tensor:
-    """Mean accuracy of the group's valid samples, float64 `(bs,)`; 0 in a group without one. All `(bs,)`."""
+    """Mean accuracy of the group's valid samples, float64 `(bs,)`; 0 in a group without one. All
+    `(bs,)`."""
     groups = Groups(group_index, valid)
     return groups.sum(accuracy.double()) / groups.size.clamp(min=1)
 
@@ -184,24 +210,36 @@ def is_within(share: Tensor, band: Band) -> Tensor:
 
 
 def difficulty_weights(share: Tensor, band: Band) -> Tensor:
-    """Weights from the band's first value if all samples are right to its second if none is, `(bs,)`."""
+    """Weights from the band's first value if all samples are right to its second if none is,
+    `(bs,)`."""
     return band[0] + (band[1] - band[0]) * (1.0 - share)
 
 
-def length_weights(lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | None = None) -> Tensor:
-    """Weights from the band's first value for the batch's shortest valid response to its second for the longest; the
-    first if all lengths are equal. lengths, valid: `(bs,)`."""
-    lengths, counted = lengths.double(), valid.bool()
+def length_weights(
+    lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | None = None
+) -> Tensor:
+    """Weights from the band's first value for the batch's shortest valid response to its second for
+    the longest; the first if all lengths are equal. lengths, valid: `(bs,)`."""
+    lengths = lengths.double()
+    counted = valid.bool()
     lowest = torch.tensor([-torch.inf], dtype=torch.float64)
-    ends = torch.stack([torch.cat([lowest, sign * lengths[counted]]).amax() for sign in (-1.0, 1.0)])
+    ends = torch.stack(
+        [torch.cat([lowest, sign * lengths[counted]]).amax() for sign in (-1.0, 1.0)]
+    )
     ends = ends if reduce is None else reduce.max(ends)
-    shortest, longest = -ends[0], ends[1]
-    place = (lengths - shortest) / (longest - shortest) if longest > shortest else torch.zeros_like(lengths)
+    shortest = -ends[0]
+    longest = ends[1]
+    place = (
+        (lengths - shortest) / (longest - shortest)
+        if longest > shortest
+        else torch.zeros_like(lengths)
+    )
     return band[0] + (band[1] - band[0]) * place
 
 
 def with_mean_one(weights: Tensor, valid: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Weights divided by their mean over the batch's valid samples; 0 for the others. All `(bs,)`."""
+    """Weights divided by their mean over the batch's valid samples; 0 for the others. All
+    `(bs,)`."""
     inside = under_mask(weights.double(), valid)
     total, count = global_sum(torch.stack([inside.sum(), valid.double().sum()]), reduce).unbind()
     return inside * (count / total) if total > 0 else inside

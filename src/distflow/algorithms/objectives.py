@@ -1,8 +1,8 @@
-"""The objectives of policy, critic, SFT and reward models: losses per token or pair, aggregated exactly over the
-mini-batch, with their metrics.
+"""The objectives of policy, critic, SFT and reward models: losses per token or pair, aggregated
+exactly over the mini-batch, with their metrics.
 
-They implement the train engines' `LossFn`: `outputs`, `counts`, a call for each micro-batch, `finish`. PPO's clipped
-value loss (arXiv:1707.06347; clipping as in the original code) is here too.
+They implement the train engines' `LossFn`: `outputs`, `counts`, a call for each micro-batch,
+`finish`. PPO's clipped value loss (arXiv:1707.06347; clipping as in the original code) is here too.
 """
 
 from collections.abc import Mapping
@@ -44,12 +44,16 @@ def compute_value_loss(
     value_loss: ValueLoss = "mse",
     huber_delta: float = 10.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(ℓ(v − R), ℓ(clip(v, v_old ± cliprange_value) − R)) per token, all `(bs, response_length)`.
+    """max(ℓ(v − R), ℓ(clip(v, v_old ± cliprange_value) − R)) per token, all
+    `(bs, response_length)`.
 
-    predictions: v, with gradient. values: v_old. `cliprange_value` None turns the clip off. ℓ(x) is x² / 2; with
-    `huber` it is huber_delta · (|x| − huber_delta / 2) for |x| > huber_delta (Huber 1964), as in AReaL.
+    predictions: v, with gradient. values: v_old. `cliprange_value` None turns the clip off. ℓ(x) is
+    x² / 2; with `huber` it is huber_delta · (|x| − huber_delta / 2) for |x| > huber_delta (Huber
+    1964), as in AReaL.
     """
-    predictions, values, returns = (under_mask(x, loss_mask) for x in (predictions, values, returns))
+    predictions, values, returns = (
+        under_mask(x, loss_mask) for x in (predictions, values, returns)
+    )
     plain = _loss(predictions - returns, value_loss, huber_delta)
     if cliprange_value is None:
         return plain, {"vpred_mean": predictions.detach()}
@@ -71,7 +75,8 @@ Sums = dict[str, Tensor | float]
 _BY_UNIT = {"advantages", "loss_mask", "old_log_probs"}
 """Columns that a loss over actions or chunks may read."""
 
-# Sums with this prefix are over tokens and become means; the others are shares of the mini-batch and add up.
+# Sums with this prefix are over tokens and become means; the others are shares of the mini-batch
+# and add up.
 _PER_TOKEN = "token/"
 
 
@@ -93,21 +98,24 @@ class _Objective:
 class PolicyObjective(_Objective):
     """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
 
-    Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, `log_ratio_abs`
-    (mean |log ratio| to the clip's reference policy, if the batch has its log-probs: 0 before the first update), and
-    for each enabled term `loss_term/NAME`, the weighted sum of its absolute per-token values: exactly 0 means a dead
-    term.
+    Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics,
+    `log_ratio_abs` (mean |log ratio| to the clip's reference policy, if the batch has its
+    log-probs: 0 before the first update), and for each enabled term `loss_term/NAME`, the weighted
+    sum of its absolute per-token values: exactly 0 means a dead term.
 
-    options: of the loss. kl_loss_type: None omits the KL term. weights_field: the column of rollout correction weights,
-    or None. weights_optional: a batch without the column is not corrected. interpolates: `prox_log_probs` is not a
-    column but computed from `old_log_probs` and `prox_alpha` (see `algorithms/rollout_correction.py`). derives_old: a
-    batch without `old_log_probs` uses the current ones, detached. correction: weights the loss by proximal (or current)
-    log-probs over `rollout_log_probs`. off_policy_mask_threshold: of `off_policy_sequence_mask`, or None. actor: the
-    numbers that a loss with verl's signature receives as its `config`. domains: the objective whose policy loss applies
-    to the rows of a domain, by its name; its other terms are not used. logprob_level: what the policy loss counts:
-    tokens, actions of `action_dim` tokens, or chunks of actions (turns). The log-prob of an action or a chunk is the
-    sum over its tokens under the mask, and its advantage their mean. Raises ValueError for an unknown loss, option,
-    mode or KL type, an invalid option, or a missing `loss_scale_factor` that the mode needs.
+    options: of the loss. kl_loss_type: None omits the KL term. weights_field: the column of rollout
+    correction weights, or None. weights_optional: a batch without the column is not corrected.
+    interpolates: `prox_log_probs` is not a column but computed from `old_log_probs` and
+    `prox_alpha` (see `algorithms/rollout_correction.py`). derives_old: a batch without
+    `old_log_probs` uses the current ones, detached. correction: weights the loss by proximal (or
+    current) log-probs over `rollout_log_probs`. off_policy_mask_threshold: of
+    `off_policy_sequence_mask`, or None. actor: the numbers that a loss with verl's signature
+    receives as its `config`. domains: the objective whose policy loss applies to the rows of a
+    domain, by its name; its other terms are not used. logprob_level: what the policy loss counts:
+    tokens, actions of `action_dim` tokens, or chunks of actions (turns). The log-prob of an action
+    or a chunk is the sum over its tokens under the mask, and its advantage their mean. Raises
+    ValueError for an unknown loss, option, mode or KL type, an invalid option, or a missing
+    `loss_scale_factor` that the mode needs.
     """
 
     outputs: tuple[str, ...] = field(default=("log_probs", "entropy"), init=False)
@@ -139,14 +147,23 @@ class PolicyObjective(_Objective):
             self.kl_loss_type = check_kl_type(self.kl_loss_type)
         threshold = self.off_policy_mask_threshold
         if threshold is not None and not threshold > 0:
-            raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
-        more = {*self.policy_loss.reads, *self.policy_loss.optional} - _BY_UNIT or self.policy_loss.returns_scalar
+            raise ValueError(
+                "off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not "
+                f"{threshold}"
+            )
+        more = {
+            *self.policy_loss.reads,
+            *self.policy_loss.optional,
+        } - _BY_UNIT or self.policy_loss.returns_scalar
         if self.logprob_level != "token" and more:
             raise ValueError(
-                f"policy loss '{self.policy_loss.name}' is of tokens alone: set actor_rollout_ref.actor.policy_loss="
+                f"policy loss '{self.policy_loss.name}' is of tokens alone: set "
+                "actor_rollout_ref.actor.policy_loss="
                 f"vanilla, or algorithm.logprob_level=token instead of {self.logprob_level}"
             )
-        self._anchor = "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
+        self._anchor = (
+            "prox_log_probs" if "prox_log_probs" in self.policy_loss.reads else "old_log_probs"
+        )
         self.scalar_loss: ScalarLossAdapter | None = None
         if self.policy_loss.returns_scalar:
             self.scalar_loss = ScalarLossAdapter(
@@ -154,51 +171,79 @@ class PolicyObjective(_Objective):
             )
             if self.weights_field is not None and not self.policy_loss.takes_weights:
                 raise ValueError(
-                    f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the parameter, or "
+                    f"policy loss '{self.policy_loss.name}' takes no rollout_is_weights; add the "
+                    "parameter, or "
                     "disable algorithm.rollout_correction"
                 )
             if threshold is not None:
                 raise ValueError(
-                    f"policy loss '{self.policy_loss.name}' returns a single number, so sequences cannot be masked: "
-                    "set actor.off_policy_mask_threshold=null, or register a loss that returns a loss per token"
+                    f"policy loss '{self.policy_loss.name}' returns a single number, so sequences "
+                    "cannot be masked: "
+                    "set actor.off_policy_mask_threshold=null, or register a loss that returns a "
+                    "loss per token"
                 )
 
     @property
     def reads(self) -> tuple[str, ...]:
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
         weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
-        masked = ("advantages", "rollout_log_probs") if self.off_policy_mask_threshold is not None else ()
+        masked = (
+            ("advantages", "rollout_log_probs")
+            if self.off_policy_mask_threshold is not None
+            else ()
+        )
         weighed = ("rollout_log_probs",) if self.correction is not None else ()
         own = self.policy_loss.reads
         if self.interpolates:
-            own = ("old_log_probs", "prox_alpha", *(name for name in own if name != "prox_log_probs"))
+            own = (
+                "old_log_probs",
+                "prox_alpha",
+                *(name for name in own if name != "prox_log_probs"),
+            )
         if self.derives_old:
             own = tuple(name for name in own if name != "old_log_probs")
-        others = ("domain", *(name for each in self.domains.values() for name in each.reads)) if self.domains else ()
+        others = (
+            ("domain", *(name for each in self.domains.values() for name in each.reads))
+            if self.domains
+            else ()
+        )
         turns = ("turn_index",) if self.logprob_level != "token" else ()
-        return tuple(dict.fromkeys((*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *others)))
+        return tuple(
+            dict.fromkeys((*own, "loss_mask", *turns, *extra, *weights, *masked, *weighed, *others))
+        )
 
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it uses if a mini-batch has them."""
         weights = (self.weights_field,) if self.weights_field and self.weights_optional else ()
         old = ("old_log_probs",) if self.derives_old else ()
-        others = [name for each in self.domains.values() for name in each.optional if name not in self.reads]
+        others = []
+        for each in self.domains.values():
+            for name in each.optional:
+                if name not in self.reads:
+                    others.append(name)
         return tuple(dict.fromkeys((*self.policy_loss.optional, *weights, *old, *others)))
 
     def counts(self, batch: Batch) -> Counts:
-        """Also `units`: actions or chunks with a token under `loss_mask`, unless it counts tokens."""
-        found, mask = super().counts(batch), batch["loss_mask"]
+        """Also `units`: actions or chunks with a token under `loss_mask`, unless it counts
+        tokens."""
+        found = super().counts(batch)
+        mask = batch["loss_mask"]
         if self.logprob_level == "token":
             return found
-        return found | {"units": float((sum_by_turn(torch.ones_like(mask), self._units(batch, mask)) > 0).sum())}
+        return found | {
+            "units": float((sum_by_turn(torch.ones_like(mask), self._units(batch, mask)) > 0).sum())
+        }
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
 
-        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, on the micro-batch's device.
-        """
-        log_probs, mask = outputs["log_probs"], micro["loss_mask"]
+        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, on the
+        micro-batch's device."""
+        log_probs = outputs["log_probs"]
+        mask = micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         fields = self._fields(micro, log_probs, mask)
         if self.domains:
@@ -217,7 +262,9 @@ class PolicyObjective(_Objective):
         sums[_PER_TOKEN + "entropy"] = entropy.detach().double().sum()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
-            sums["loss_term/entropy"] = abs(self.entropy_coef) * weighted_sum(entropy.abs(), weights)
+            sums["loss_term/entropy"] = abs(self.entropy_coef) * weighted_sum(
+                entropy.abs(), weights
+            )
         if self.kl_loss_type is not None:
             reference = under_mask(micro["ref_log_prob"], mask)
             kl = kl_estimate(under_mask(log_probs, mask), reference, self.kl_loss_type)
@@ -226,13 +273,20 @@ class PolicyObjective(_Objective):
             loss = loss + self.kl_loss_coef * kl_loss
         return loss, _without_gradient({"loss": loss} | sums)
 
-    def _terms_by_domain(self, log_probs: Tensor, micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        """The sum of the policy losses, each over the rows of its domain: `self` for those without their own. All are
-        computed in every micro-batch, even without rows, because ranks add up the same statistics."""
-        mask, total, sums = micro["loss_mask"], log_probs.new_zeros(()), Sums()
+    def _terms_by_domain(
+        self, log_probs: Tensor, micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The sum of the policy losses, each over the rows of its domain: `self` for those without
+        their own. All are computed in every micro-batch, even without rows, because ranks add up
+        the same statistics."""
+        mask = micro["loss_mask"]
+        total = log_probs.new_zeros(())
+        sums = Sums()
         names = [name if name in self.domains else None for name in micro["domain"]]
         for domain, part in ((None, self), *self.domains.items()):
-            rows = torch.tensor([name == domain for name in names], dtype=torch.bool, device=mask.device)
+            rows = torch.tensor(
+                [name == domain for name in names], dtype=torch.bool, device=mask.device
+            )
             fields = part._fields(micro, log_probs, mask * rows[:, None])
             loss, own = part._policy_term(log_probs, micro, fields, counts)
             total = total + loss
@@ -246,7 +300,8 @@ class PolicyObjective(_Objective):
         """The policy loss's share, and its sums."""
         if self.logprob_level == "token":
             return self._term(log_probs, micro, fields, counts)
-        mask, units = fields["loss_mask"], self._units(micro, fields["loss_mask"])
+        mask = fields["loss_mask"]
+        units = self._units(micro, fields["loss_mask"])
         columns = {"log_probs": log_probs, **fields, "loss_mask": torch.ones_like(mask)}
         summed = {name: sum_by_turn(column, units) for name, column in columns.items()}
         summed["advantages"] = summed["advantages"] / summed["loss_mask"].clamp(min=1)
@@ -254,13 +309,18 @@ class PolicyObjective(_Objective):
         of_units = {**counts, "tokens": counts["units"]}
         loss, sums = self._term(own.pop("log_probs"), micro, own, of_units)
         size = counts["tokens"] / max(counts["units"], 1.0)  # statistics are means over units
-        return loss, {name: value * size if name.startswith(_PER_TOKEN) else value for name, value in sums.items()}
+        return loss, {
+            name: value * size if name.startswith(_PER_TOKEN) else value
+            for name, value in sums.items()
+        }
 
     def _units(self, micro: Batch, mask: Tensor) -> Tensor:
         """The number of each token's action or chunk in its sample, -1 outside the mask."""
         turns = micro["turn_index"]
         return torch.where(
-            mask > 0, action_index(turns, self.action_dim) if self.logprob_level == "action" else turns, -1
+            mask > 0,
+            action_index(turns, self.action_dim) if self.logprob_level == "action" else turns,
+            -1,
         )
 
     def _term(
@@ -283,20 +343,36 @@ class PolicyObjective(_Objective):
             token_stats = {**token_stats, **measured}
         if self.off_policy_mask_threshold is not None:
             keep = off_policy_sequence_mask(
-                current, micro["rollout_log_probs"], micro["advantages"], mask, self.off_policy_mask_threshold
+                current,
+                micro["rollout_log_probs"],
+                micro["advantages"],
+                mask,
+                self.off_policy_mask_threshold,
             )
-            per_token, token_stats = under_mask(per_token, keep), {**token_stats, "off_policy_masked": 1.0 - keep}
+            per_token = under_mask(per_token, keep)
+            token_stats = {**token_stats, "off_policy_masked": 1.0 - keep}
         weights = token_weights(
-            mask, self.loss_agg_mode, counts, self.loss_scale_factor, every_row=self.policy_loss.every_row
+            mask,
+            self.loss_agg_mode,
+            counts,
+            self.loss_scale_factor,
+            every_row=self.policy_loss.every_row,
         )
-        sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
-        return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
+        sums = {
+            _PER_TOKEN + name: under_mask(value, mask).double().sum()
+            for name, value in token_stats.items()
+        }
+        return weighted_sum(per_token, weights), sums | {
+            "loss_term/pg": weighted_sum(per_token.abs(), weights)
+        }
 
     def _check_gradient(self, log_probs: Tensor, loss: Tensor) -> None:
         if torch.is_grad_enabled() and log_probs.requires_grad and not loss.requires_grad:
             raise UserError(
-                f"policy loss '{self.policy_loss.name}' ({shown_name(self.policy_loss.fn)}) has no gradient with "
-                "respect to log_probs, so nothing would be trained: it is computed from detached numbers "
+                f"policy loss '{self.policy_loss.name}' ({shown_name(self.policy_loss.fn)}) has no "
+                "gradient with "
+                "respect to log_probs, so nothing would be trained: it is computed from detached "
+                "numbers "
                 "(.detach(), .item(), torch.no_grad)"
             )
 
@@ -304,41 +380,61 @@ class PolicyObjective(_Objective):
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """(correction weights or None, statistics per token of weights computed here)."""
-        field, mask = self.weights_field, fields["loss_mask"]
+        field = self.weights_field
+        mask = fields["loss_mask"]
         if self.correction is not None:
             trainer = fields.get("prox_log_probs", log_probs)
             raw, weights = self.correction.weights(trainer, micro["rollout_log_probs"], mask)
             changed = as_stat(weights != raw, weights)
-            return weights.to(log_probs.dtype), {"rollout_is_weight": weights, "rollout_is_corrected": changed}
+            return weights.to(log_probs.dtype), {
+                "rollout_is_weight": weights,
+                "rollout_is_corrected": changed,
+            }
         if field is None or (self.weights_optional and field not in micro):
             return None, {}
         return under_mask(micro[field], mask), {}
 
-    def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
+    def _per_token(
+        self, log_probs: Tensor, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it
+        returns others."""
         match self.policy_loss.fn(log_probs=log_probs, **fields, **self.options):
             case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
                 for name, value in statistics.items():
                     if not isinstance(value, Tensor) or value.shape != shape:
-                        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+                        what = (
+                            f"of shape {tuple(value.shape)}"
+                            if isinstance(value, Tensor)
+                            else repr(value)[:80]
+                        )
                         raise UserError(
-                            f"policy loss '{self.policy_loss.name}' returned the statistic {name!r}, which is {what}; "
+                            f"policy loss '{self.policy_loss.name}' returned the statistic "
+                            f"{name!r}, which is {what}; "
                             f"it must be a tensor with one number per token, {tuple(shape)}"
                         )
                 return loss, statistics
             case (Tensor(shape=shape), Mapping()):
                 raise UserError(
-                    f"policy loss '{self.policy_loss.name}' returned a loss of shape {tuple(shape)}; it must have "
-                    f"one number per token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by "
+                    f"policy loss '{self.policy_loss.name}' returned a loss of shape "
+                    f"{tuple(shape)}; it must have "
+                    f"one number per token, {tuple(log_probs.shape)}: the mean is taken over the "
+                    "whole mini-batch, by "
                     "loss_agg_mode"
                 )
             case returned:
                 what = f"{type(returned).__name__}" if returned is not None else "nothing"
                 if isinstance(returned, Tensor):
-                    what = f"a tensor of shape {tuple(returned.shape)} alone" if returned.ndim else "one number"
+                    what = (
+                        f"a tensor of shape {tuple(returned.shape)} alone"
+                        if returned.ndim
+                        else "one number"
+                    )
                 raise UserError(
-                    f"policy loss '{self.policy_loss.name}' must return (loss per token, statistics by name), but "
-                    f"returned {what}: write `return losses, {{}}`, where losses has a number per token, "
+                    f"policy loss '{self.policy_loss.name}' must return (loss per token, "
+                    "statistics by name), but "
+                    f"returned {what}: write `return losses, {{}}`, where losses has a number per "
+                    "token, "
                     f"{tuple(log_probs.shape)}, and loss_agg_mode computes their mean"
                 )
 
@@ -347,11 +443,23 @@ class PolicyObjective(_Objective):
         columns = {"loss_mask": mask}
         if self.interpolates:
             inputs = (log_probs, micro["old_log_probs"], micro["prox_alpha"])
-            columns["prox_log_probs"] = interpolate(*(under_mask(values, mask) for values in inputs))
-        if self.derives_old and "old_log_probs" in (*self.policy_loss.reads, *self.policy_loss.optional):
-            columns["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
-        names = [*self.policy_loss.reads, *(name for name in self.policy_loss.optional if name in micro)]
-        return {name: _in_dtype(micro[name], log_probs) for name in names if name not in columns} | columns
+            columns["prox_log_probs"] = interpolate(
+                *(under_mask(values, mask) for values in inputs)
+            )
+        if self.derives_old and "old_log_probs" in (
+            *self.policy_loss.reads,
+            *self.policy_loss.optional,
+        ):
+            columns["old_log_probs"] = (
+                micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
+            )
+        names = [
+            *self.policy_loss.reads,
+            *(name for name in self.policy_loss.optional if name in micro),
+        ]
+        return {
+            name: _in_dtype(micro[name], log_probs) for name in names if name not in columns
+        } | columns
 
 
 @dataclass(eq=False)
@@ -372,8 +480,11 @@ class ValueObjective(_Objective):
     def __post_init__(self) -> None:
         check_scale(self.loss_agg_mode, self.loss_scale_factor)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss and sums. outputs: values, padded
+        `(bs, response_length)`."""
         values = outputs["values"]
         old, returns, mask = (_in_dtype(micro[name], values) for name in self.reads)
         per_token, stats = compute_value_loss(
@@ -387,38 +498,54 @@ class ValueObjective(_Objective):
         )
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss = weighted_sum(per_token, weights)
-        sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in stats.items()}
+        sums = {
+            _PER_TOKEN + name: under_mask(value, mask).double().sum()
+            for name, value in stats.items()
+        }
         return loss, _without_gradient({"loss": loss, "vf_loss": loss} | sums)
 
 
 class SFTObjective(_Objective):
-    """Supervised fine-tuning: the mean negative log-likelihood of the tokens under `loss_mask`. Metric: `loss`."""
+    """Supervised fine-tuning: the mean negative log-likelihood of the tokens under `loss_mask`.
+    Metric: `loss`."""
 
     outputs: tuple[str, ...] = ("log_probs",)
     reads = ("loss_mask",)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        """The micro-batch's share of the loss. outputs: log_probs, padded `(bs, response_length)`."""
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss. outputs: log_probs, padded
+        `(bs, response_length)`."""
         weights = token_weights(micro["loss_mask"], "token-mean", counts)
         loss = weighted_sum(-outputs["log_probs"], weights)
         return loss, _without_gradient({"loss": loss})
 
 
 class PairObjective(_Objective):
-    """Bradley-Terry loss of a reward model: mean over pairs of −log σ(chosen − rejected). A text's score is the one at
-    its last token; the rows of a pair are adjacent. Metrics: `loss`, `accuracy` (the share of pairs whose chosen text
-    scores higher), `margin` (the mean of chosen − rejected)."""
+    """Bradley-Terry loss of a reward model: mean over pairs of −log σ(chosen − rejected). A text's
+    score is the one at its last token; the rows of a pair are adjacent. Metrics: `loss`, `accuracy`
+    (the share of pairs whose chosen text scores higher), `margin` (the mean of chosen −
+    rejected)."""
 
     outputs: tuple[str, ...] = ("text_scores",)
     reads = ("loss_mask",)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        """The micro-batch's share of the loss. outputs: text_scores, padded `(bs, response_length)`."""
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss. outputs: text_scores, padded
+        `(bs, response_length)`."""
         scores = outputs["text_scores"]
         ends = micro.lengths("response").to(scores.device) - 1
         chosen, rejected = scores.gather(1, ends[:, None]).view(-1, 2).unbind(1)
-        margins, num_pairs = chosen - rejected, counts["rows"] / 2
-        columns = {"loss": -logsigmoid(margins), "accuracy": (margins > 0).double(), "margin": margins.double()}
+        margins = chosen - rejected
+        num_pairs = counts["rows"] / 2
+        columns = {
+            "loss": -logsigmoid(margins),
+            "accuracy": (margins > 0).double(),
+            "margin": margins.double(),
+        }
         sums = {name: column.sum() / num_pairs for name, column in columns.items()}
         return sums["loss"], _without_gradient(sums)
 
@@ -430,4 +557,6 @@ def _in_dtype(column: Tensor, outputs: Tensor) -> Tensor:
 
 def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:
     """The sums stay on their device: the caller reads all of them at once."""
-    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in sums.items()}
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value for name, value in sums.items()
+    }

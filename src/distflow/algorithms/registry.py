@@ -16,29 +16,39 @@ from distflow.config.compose.typed_values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
 from distflow.graph.node_decorator_and_roles import NodeRole, Scope, node
-from distflow.import_target import is_ours, load, load_module, own_name, required_parameters, shown_name, split_name
+from distflow.import_target import (
+    is_ours,
+    load,
+    load_module,
+    own_name,
+    required_parameters,
+    shown_name,
+    split_name,
+)
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
 
-# The signature of verl's and siiRL's policy losses; the first four parameters distinguish it from ours.
+# The signature of verl's and siiRL's policy losses; the first four parameters distinguish it from
+# ours.
 SCALAR_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 SCALAR_LOSS_ARGUMENTS = (*SCALAR_LOSS_PARAMETERS, "loss_agg_mode", "config", "rollout_is_weights")
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
-AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `builtin_names.toml` has them
+# mypy wants the names spelled out; `builtin_names.toml` has them
+AdvantageEstimator = Enum(  # type: ignore[misc]
     "AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS}
 )
 
 
 @dataclass(frozen=True)
 class AdvEstimator:
-    """An estimator. `fn` is a node function that a pipeline can run. scope: a function without a declared one may
-    compare all samples that it receives.
+    """An estimator. `fn` is a node function that a pipeline can run. scope: a function without a
+    declared one may compare all samples that it receives.
 
-    describe: called with the values of all its options by keyword, returns the formula that it computes. formula: see
-    `register_adv_est`.
+    describe: called with the values of all its options by keyword, returns the formula that it
+    computes. formula: see `register_adv_est`.
     """
 
     name: str
@@ -60,9 +70,9 @@ class AdvEstimator:
 class PolicyLoss:
     """A registered loss, described by the names of its parameters.
 
-    reads, optional: required and optional batch columns; `log_probs` comes from the engine. options: its options and
-    their defaults. returns_scalar: whether it has verl's and siiRL's signature, returning a scalar. check, selects,
-    every_row, formula: see `register_policy_loss`.
+    reads, optional: required and optional batch columns; `log_probs` comes from the engine.
+    options: its options and their defaults. returns_scalar: whether it has verl's and siiRL's
+    signature, returning a scalar. check, selects, every_row, formula: see `register_policy_loss`.
     """
 
     name: str
@@ -78,27 +88,37 @@ class PolicyLoss:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether correction weights reach it: a loss with verl's signature must have a parameter for them."""
+        """Whether correction weights reach it: a loss with verl's signature must have a parameter
+        for them."""
         parameters = inspect.signature(self.fn).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return not self.returns_scalar or takes_all or "rollout_is_weights" in parameters
 
     @property
     def selection_options(self) -> dict[str, object]:
-        """Options of `selects` and their defaults; a config sets them together with those of the loss."""
+        """Options of `selects` and their defaults; a config sets them together with those of the
+        loss."""
         return {} if self.selects is None else _options(self.selects)
 
     def call_options(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """The options of the call itself. Raises ValueError for an option that is unknown, missing, of the wrong type,
-        or invalid."""
-        check_options(f"policy loss '{self.name}'", settings, [*self.options, *self.selection_options])
+        """The options of the call itself. Raises ValueError for an option that is unknown, missing,
+        of the wrong type, or invalid."""
+        check_options(
+            f"policy loss '{self.name}'", settings, [*self.options, *self.selection_options]
+        )
         settings = converted(f"policy loss '{self.name}'", settings, self.fn, self.selects)
         own = {name: value for name, value in settings.items() if name in self.options}
-        missing = [name for name, default in self.options.items() if default is _NO_DEFAULT and name not in own]
+        missing = [
+            name
+            for name, default in self.options.items()
+            if default is _NO_DEFAULT and name not in own
+        ]
         if missing:
             raise ValueError(
-                f"policy loss '{self.name}' has no default for its option '{missing[0]}': give it one in "
-                f"{shown_name(self.fn)}, or set actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
+                f"policy loss '{self.name}' has no default for its option '{missing[0]}': give it "
+                "one in "
+                f"{shown_name(self.fn)}, or set "
+                f"actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
             )
         if self.check is not None:
             parameters = inspect.signature(self.check).parameters
@@ -127,12 +147,15 @@ class Registry(dict[str, Registered]):
     ) -> None:
         """make: builds the entry of a plain function."""
         super().__init__()
-        self._what, self._table, self._decorator = what, table, decorator
+        self._what = what
+        self._table = table
+        self._decorator = decorator
         self._make: Callable[[str, Callable[..., object]], Registered] = make
 
     def known(self, name: str) -> Registered | None:
-        """The entry of that name. Imports the module of a built-in, so that it is registered before a custom one.
-        Registers the function that "file.py:function" or "module:function" names. Raises ValueError if that fails.
+        """The entry of that name. Imports the module of a built-in, so that it is registered before
+        a custom one. Registers the function that "file.py:function" or "module:function" names.
+        Raises ValueError if that fails.
         """
         if name in self._table:
             load_module(split_name(self._table[name].target)[0])
@@ -141,8 +164,8 @@ class Registry(dict[str, Registered]):
         return self.get(name)
 
     def read(self, name: str, found: object) -> Registered:
-        """The entry for a function (from its decorator if it has one) or an unpickled entry, under that name. Raises
-        ValueError if the function cannot be called."""
+        """The entry for a function (from its decorator if it has one) or an unpickled entry, under
+        that name. Raises ValueError if the function cannot be called."""
         entry = next((entry for entry in self.values() if entry.fn is found), None)
         if entry is None and not isinstance(found, AdvEstimator | PolicyLoss):
             if not callable(found) or isinstance(found, type):
@@ -154,7 +177,8 @@ class Registry(dict[str, Registered]):
         """The entry of that name. Raises ValueError with the nearest name."""
         if (found := self.known(name)) is None:
             raise ValueError(
-                f"{self._what} '{name}' is unknown; use file.py:function, or register it with {self._decorator} in "
+                f"{self._what} '{name}' is unknown; use file.py:function, or register it with "
+                f"{self._decorator} in "
                 f"a module of trainer.imports{hint(name, [*self._table, *self])}"
             )
         return found
@@ -179,14 +203,16 @@ def register_adv_est(
     describe: Callable[..., str] | None = None,
     formula: Callable[..., Any] | None = None,
 ) -> Callable[[Fn], Fn]:
-    """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
+    """Register an advantage estimator
+    `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
-    Parameters are fields of the batch, keyword-only ones are options; `**kwargs` is accepted. token_level_rewards,
-    response_mask and both results are `(bs, response_length)`; group_index and valid are `(bs,)`. scope: which samples
-    it must see together ("sample", "group", "global"). describe: see `AdvEstimator`. formula: an independent
-    implementation for the audit: `(samples, options) -> [(advantages, returns) of each sample]`, lists with one number
-    per token, from samples with one value or tensor per column; without it the audit does not recompute advantages.
-    Registering a name again replaces the function, with a warning.
+    Parameters are fields of the batch, keyword-only ones are options; `**kwargs` is accepted.
+    token_level_rewards, response_mask and both results are `(bs, response_length)`; group_index and
+    valid are `(bs,)`. scope: which samples it must see together ("sample", "group", "global").
+    describe: see `AdvEstimator`. formula: an independent implementation for the audit:
+    `(samples, options) -> [(advantages, returns) of each sample]`, lists with one number per token,
+    from samples with one value or tensor per column; without it the audit does not recompute
+    advantages. Registering a name again replaces the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
@@ -207,24 +233,29 @@ def register_policy_loss(
 ) -> Callable[[Fn], Fn]:
     """Register a policy loss, of either signature:
 
-    - ours: `(log_probs, advantages, loss_mask, ..., *, options) -> (per-token loss (bs, response_length), statistics)`;
-      parameters are fields of the batch, statistics are named per-token tensors;
-    - verl's and siiRL's: `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+    - ours:
+      `(log_probs, advantages, loss_mask, ..., *, options) -> (per-token loss (bs, response_length),
+      statistics)`; parameters are fields of the batch, statistics are named per-token tensors;
+    - verl's and siiRL's:
+      `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
       rollout_is_weights) -> (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, scalars.
 
-    check: called before the start with the options that it names; raises ValueError for an invalid one. selects: a node
-    function that marks tokens of the whole step before its first update, as the column `selected_tokens` (see
-    `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a token. formula: an
-    independent implementation for the audit: `(tokens, options) -> loss of each token` under the loss mask, float64,
-    with gradient (see `Tokens` in `audit/audited_step/policy_loss_formulas.py`); without it the audit does not
+    check: called before the start with the options that it names; raises ValueError for an invalid
+    one. selects: a node function that marks tokens of the whole step before its first update, as
+    the column `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over
+    sequences count rows without a token. formula: an independent implementation for the audit:
+    `(tokens, options) -> loss of each token` under the loss mask, float64, with gradient (see
+    `Tokens` in `audit/audited_step/policy_loss_formulas.py`); without it the audit does not
     recompute the loss.
 
-    Registering a name again replaces the function, with a warning. Raises ValueError if the signature fits neither.
-    """
+    Registering a name again replaces the function, with a warning. Raises ValueError if the
+    signature fits neither."""
 
     def register(fn: Fn) -> Fn:
         loss = read_policy_loss(name, fn)
-        POLICY_LOSSES.add(name, replace(loss, check=check, selects=selects, every_row=every_row, formula=formula))
+        POLICY_LOSSES.add(
+            name, replace(loss, check=check, selects=selects, every_row=every_row, formula=formula)
+        )
         return fn
 
     return register
@@ -243,7 +274,8 @@ def takes_weights(name: str) -> bool:
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
-    """One line that describes what the estimator computes with these options (by default, the defaults)."""
+    """One line that describes what the estimator computes with these options (by default, the
+    defaults)."""
     estimator = find_adv_est(name)
     known = estimator.options
     values = known | {key: value for key, value in (options or {}).items() if key in known}
@@ -259,12 +291,18 @@ def check_options(what: str, options: Iterable[str], known: Iterable[str]) -> No
     known = list(known)
     for key in options:
         if key not in known:
-            raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
+            raise ValueError(
+                f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}"
+            )
 
 
-def converted(what: str, options: Mapping[str, object], *functions: Callable[..., object] | None) -> dict[str, object]:
-    """The options as the types of the functions' parameters. Raises ValueError for a value of another type."""
-    types, values = {name: kind for fn in functions for name, kind in _types(fn).items()}, dict(options)
+def converted(
+    what: str, options: Mapping[str, object], *functions: Callable[..., object] | None
+) -> dict[str, object]:
+    """The options as the types of the functions' parameters. Raises ValueError for a value of
+    another type."""
+    types = {name: kind for fn in functions for name, kind in _types(fn).items()}
+    values = dict(options)
     for name, value in options.items():
         try:
             values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
@@ -275,27 +313,42 @@ def converted(what: str, options: Mapping[str, object], *functions: Callable[...
 
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
-    """Reads the signature. Raises ValueError if it is neither ours nor verl's, or cannot be called."""
+    """Reads the signature. Raises ValueError if it is neither ours nor verl's, or cannot be
+    called."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         raise _refused_loss(name, fn, "its parameters cannot be read") from None
     if inspect.iscoroutinefunction(fn):
-        raise _refused_loss(name, fn, "it is async, but losses are called synchronously; write a plain def")
+        raise _refused_loss(
+            name, fn, "it is async, but losses are called synchronously; write a plain def"
+        )
     if by_position := [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]:
         raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be passed by name; remove the /")
     if all(wanted in parameters for wanted in SCALAR_LOSS_PARAMETERS):
         if extra := [each for each in required_parameters(fn) if each not in SCALAR_LOSS_ARGUMENTS]:
             raise _refused_loss(name, fn, f"there is no value for '{extra[0]}'; add a default")
-        return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), returns_scalar=True)
+        return PolicyLoss(
+            name,
+            fn,
+            reads=("advantages", "loss_mask"),
+            optional=("old_log_probs",),
+            returns_scalar=True,
+        )
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for wanted in ("log_probs", "loss_mask"):
         if wanted not in parameters and not open_ended:
             raise _refused_loss(name, fn, f"it takes no {wanted}")
     for p in parameters.values():
         if p.kind is p.KEYWORD_ONLY and find_field(p.name) is not None:
-            raise _refused_loss(name, fn, f"'{p.name}' is a column of the batch: put it before the *")
-    fields = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "log_probs"]
+            raise _refused_loss(
+                name, fn, f"'{p.name}' is a column of the batch: put it before the *"
+            )
+    fields = [
+        p
+        for p in parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "log_probs"
+    ]
     return PolicyLoss(
         name,
         fn,
@@ -308,14 +361,17 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
 def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
     return ValueError(
         f"policy loss '{name}' ({shown_name(fn)}) cannot be called: {why}. Write "
-        "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns (loss per token, "
+        "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns "
+        "(loss per token, "
         f"statistics by name), or verl's def loss({', '.join(SCALAR_LOSS_ARGUMENTS)})"
     )
 
 
 def _options(fn: Callable[..., object]) -> dict[str, object]:
     parameters = inspect.signature(fn).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"}
+    return {
+        p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"
+    }
 
 
 def _types(fn: Callable[..., object] | None) -> dict[str, object]:
@@ -332,4 +388,5 @@ ADV_ESTIMATORS: Registry[AdvEstimator] = Registry(
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", names.POLICY_LOSSES, "register_policy_loss", read_policy_loss
 )
-find_adv_est, find_policy_loss = ADV_ESTIMATORS.find, POLICY_LOSSES.find
+find_adv_est = ADV_ESTIMATORS.find
+find_policy_loss = POLICY_LOSSES.find

@@ -1,5 +1,6 @@
-"""Arguments of the Python API as config: keys become `key=value` lines; rows and a reward function become files in the
-run's folder, where a resumed run, its evaluation and its reward processes find them."""
+"""Arguments of the Python API as config: keys become `key=value` lines; rows and a reward function
+become files in the run's folder, where a resumed run, its evaluation and its reward processes find
+them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,10 @@ Reward: TypeAlias = Callable[..., object]
 _ROWS_TO_COME = "builtin:arithmetic-rl"
 _REWARD_TO_COME = "distflow.rewards.math.reward"
 _FUNCTIONS = {
-    "advantage": (ADV_ESTIMATOR, "distflow.algorithms.advantages.critic_free:compute_grpo_advantage"),
+    "advantage": (
+        ADV_ESTIMATOR,
+        "distflow.algorithms.advantages.critic_free:compute_grpo_advantage",
+    ),
     "loss": (POLICY_LOSS, "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss"),
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
     "workflow": (
@@ -49,7 +53,9 @@ def to_lines(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return [f"{key}={_text(value, key)}" for key, value in _leaves("", overrides)]
     if not isinstance(overrides, Sequence) or not all(isinstance(line, str) for line in overrides):
-        raise UserError(f"overrides are {overrides!r:.80}: pass a dict, or a list of strings 'key=value'")
+        raise UserError(
+            f"overrides are {overrides!r:.80}: pass a dict, or a list of strings 'key=value'"
+        )
     return list(overrides)
 
 
@@ -87,19 +93,30 @@ def _text(value: Any, key: str) -> str:
     if callable(plain := getattr(value, "tolist", None)):  # numbers of numpy or torch
         return _text(plain(), key)
     if hasattr(value, "save_pretrained"):
-        what = f"{type(value).__name__}: save it to a folder with its save_pretrained, and name the folder"
+        what = (
+            f"{type(value).__name__}: save it to a folder with its save_pretrained, and name the "
+            "folder"
+        )
         raise UserError(f"{key} is an object of {what}")
     if callable(value):
-        raise UserError(f"{key} is a function: pass it as an argument, e.g. distflow.train(..., reward=function)")
-    raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config has numbers, strings, lists and dicts")
+        raise UserError(
+            f"{key} is a function: pass it as an argument, e.g. distflow.train(..., "
+            "reward=function)"
+        )
+    raise UserError(
+        f"{key} is {value!r:.80}, a {type(value).__name__}: a config has numbers, strings, lists "
+        "and dicts"
+    )
 
 
 @dataclass(frozen=True)
 class PythonInputs:
-    """Rows and functions passed from Python; None if not passed. A str in place of rows is the key's value.
+    """Rows and functions passed from Python; None if not passed. A str in place of rows is the
+    key's value.
 
-    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one; workflow: a
-    function or a class that runs episodes. Raises UserError if one is not a function, or needs unknown parameters.
+    advantage, loss: an advantage estimator and a policy loss; pipeline: a function that builds one;
+    workflow: a function or a class that runs episodes. Raises UserError if one is not a function,
+    or needs unknown parameters.
     """
 
     data: Rows | None = None
@@ -113,19 +130,27 @@ class PythonInputs:
     def __post_init__(self) -> None:
         for name, (key, _) in _FUNCTIONS.items():
             function = getattr(self, name)
-            is_areals = name == "workflow" and (hasattr(function, "arun_episode") or hasattr(function, "run_episode"))
+            is_areals = name == "workflow" and (
+                hasattr(function, "arun_episode") or hasattr(function, "run_episode")
+            )
             is_class = isinstance(function, type) and name != "workflow"
             if function is not None and not is_areals and (not callable(function) or is_class):
-                raise UserError(f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}")
+                raise UserError(
+                    f"{name} is {function!r:.80}: pass a function. Named ones are set with {key}"
+                )
         if self.reward is None:
             return
         from distflow.rewards.load_and_call_reward_functions import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
             if isinstance(self.reward, list | tuple) and all(map(callable, self.reward)):
-                raise UserError("reward is a list of functions: pass one function that returns the sum of their scores")
+                raise UserError(
+                    "reward is a list of functions: pass one function that returns the sum of "
+                    "their scores"
+                )
             raise UserError(
-                f"reward is {self.reward!r:.80}: pass a function. Named rewards are set by reward.functions, "
+                f"reward is {self.reward!r:.80}: pass a function. Named rewards are set by "
+                "reward.functions, "
                 'e.g. overrides={"reward.functions": {"default": ["math"]}}, and one in a file by '
                 "custom_reward_function.path"
             )
@@ -150,59 +175,82 @@ class PythonInputs:
         return lines
 
     def in_python(self, problem: Problem) -> Problem:
-        """The problem in terms of Python arguments, not of a command line and files that are not written yet."""
-        places, arguments = [], {key: name for name, (key, _) in _FUNCTIONS.items()}
+        """The problem in terms of Python arguments, not of a command line and files that are not
+        written yet."""
+        places = []
+        arguments = {key: name for name, (key, _) in _FUNCTIONS.items()}
         arguments["custom_reward_function.path"] = "reward"
         for what, where in problem.places:
             argument = arguments.get(what.partition(" = ")[0], "")
             is_passed = getattr(self, argument, None) is not None
-            places.append((argument if is_passed else what, "given" if where == COMMAND_LINE else where))
+            places.append(
+                (argument if is_passed else what, "given" if where == COMMAND_LINE else where)
+            )
         return replace(problem, places=tuple(places))
 
     def with_files(self, loaded: Loaded) -> Loaded:
-        """The checked config with the paths of the files to write. Raises UserError for a function that nothing would
-        call."""
+        """The checked config with the paths of the files to write. Raises UserError for a function
+        that nothing would call."""
         from distflow.rewards.load_and_call_reward_functions import name_of
 
-        config, keys = loaded.config, list[str]()
+        config = loaded.config
+        keys = list[str]()
         for name in ("reward", "advantage", "loss", "workflow"):
             if getattr(self, name) is not None and not is_rl(config):
                 raise UserError(
-                    f"{name} is given, and the pipeline {pipeline_name(config)} does not score responses: remove it"
+                    f"{name} is given, and the pipeline {pipeline_name(config)} does not score "
+                    "responses: remove it"
                 )
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
             config = replace(config, data=replace(config.data, **files))
             keys.append(f"data.{key}_files")
         if self.reward is not None:
-            custom = replace(config.custom_reward_function, path=str(_reward_file(config)), name=name_of(self.reward))
+            custom = replace(
+                config.custom_reward_function,
+                path=str(_reward_file(config)),
+                name=name_of(self.reward),
+            )
             config = replace(config, custom_reward_function=custom)
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
         functions = {key: f"{file}:{name}" for key, file, name, _ in self._functions(config)}
-        config, keys = with_values(config, functions), [*keys, *functions]
+        config = with_values(config, functions)
+        keys = [*keys, *functions]
         # Overrides were read as lines of a command line, but there is none.
-        origins = {key: IN_PYTHON if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
+        origins = {
+            key: IN_PYTHON if where == COMMAND_LINE else where
+            for key, where in loaded.origins.items()
+        }
         origins |= dict.fromkeys(keys, IN_PYTHON)
         return replace(loaded, config=config, origins=origins)
 
     def file_lines(self, config: Config) -> list[str]:
         """The lines that name the files in a checked config, for another process."""
-        keys = [f"data.{key}_files" for key, _, _ in self._files(config)] + [key for key, *_ in self._functions(config)]
+        keys = [f"data.{key}_files" for key, _, _ in self._files(config)] + [
+            key for key, *_ in self._functions(config)
+        ]
         if self.reward is not None:
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
         values = flatten(config)
         return to_lines({key: values[key] for key in keys})
 
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
-        """Write the files. Raises UserError for data that cannot be written, and if a resumed run had other rows."""
-        from distflow.rewards.load_and_call_reward_functions import fingerprint_function, write_function
+        """Write the files. Raises UserError for data that cannot be written, and if a resumed run
+        had other rows."""
+        from distflow.rewards.load_and_call_reward_functions import (
+            fingerprint_function,
+            write_function,
+        )
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
         for key, file, rows in self._files(config):
             name = "data" if key == "train" else "val_data"
             wanted = getattr(config.data, f"{key}_max_samples")
             if keep_rows(rows, file, name=name, wanted=wanted, resuming=resuming):
-                say(f"{name}: the run resumes with its original rows, in {file}; the argument is not used")
+                say(
+                    f"{name}: the run resumes with its original rows, in {file}; the argument is "
+                    "not used"
+                )
         if self.reward is not None:
             write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
         for key, file, _, entry in self._functions(config):
@@ -210,15 +258,22 @@ class PythonInputs:
             write_function(function, fingerprint_function(function), file, key, entry)
 
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
-        """(key, file, name, what is pickled) of each function except the reward: those passed, and the estimator and
-        loss that the script registered."""
+        """(key, file, name, what is pickled) of each function except the reward: those passed, and
+        the estimator and loss that the script registered."""
         from distflow.launch.user_code_trust_and_importability import entry_to_send
         from distflow.rewards.load_and_call_reward_functions import name_of
 
         values = flatten(config)
         for argument, (key, _) in _FUNCTIONS.items():
-            entry, chosen = getattr(self, argument), str(values[key])
-            name = name_of(entry) if entry is not None else split_name(chosen)[1] if is_pickled(chosen) else chosen
+            entry = getattr(self, argument)
+            chosen = str(values[key])
+            name = (
+                name_of(entry)
+                if entry is not None
+                else split_name(chosen)[1]
+                if is_pickled(chosen)
+                else chosen
+            )
             if argument in ("advantage", "loss") and is_rl(config):
                 entry = entry_to_send(key, name, config, entry)
             if entry is not None:
@@ -243,7 +298,10 @@ def _is_default(line: str) -> bool:
     """Whether a line gives a key the value that it has without it."""
     info = schema_keys().get(key_of(line))
     try:
-        return info is not None and parse_value(yaml.safe_load(line.partition("=")[2]), info) == info.default
+        return (
+            info is not None
+            and parse_value(yaml.safe_load(line.partition("=")[2]), info) == info.default
+        )
     except (Mismatch, yaml.YAMLError):
         return False
 
@@ -251,4 +309,6 @@ def _is_default(line: str) -> bool:
 def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
     for line in lines:
         if f"{key_of(line)}.".startswith(f"{key}.") and not _is_default(line):
-            raise UserError(f"{key_of(line)} is set, and so is the argument {name}=: remove one of them")
+            raise UserError(
+                f"{key_of(line)} is set, and so is the argument {name}=: remove one of them"
+            )

@@ -1,5 +1,5 @@
-"""`distflow.load_run`: a run's folder as tables, during the run and afterwards, and as HTML in a notebook. It only
-reads files."""
+"""`distflow.load_run`: a run's folder as tables, during the run and afterwards, and as HTML in a
+notebook. It only reads files."""
 
 import html
 import math
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     import pandas
 
 SPLITS = ("train", "val")
-_SHOWN_ROWS, _SHOWN_COLUMNS, _SHOWN_CHARACTERS = 20, 12, 200
-_WIDTH, _HEIGHT = 240, 40
+_SHOWN_ROWS = 20
+_SHOWN_COLUMNS = 12
+_SHOWN_CHARACTERS = 200
+_WIDTH = 240
+_HEIGHT = 40
 _MAX_QUERY_S = 600.0
 
 
@@ -44,7 +47,11 @@ class Table(list[dict[str, object]]):
 
     def _repr_html_(self) -> str:
         columns = self.columns[:_SHOWN_COLUMNS]
-        shown = [*self[: _SHOWN_ROWS // 2], None, *self[-_SHOWN_ROWS // 2 :]] if len(self) > _SHOWN_ROWS else list(self)
+        shown = (
+            [*self[: _SHOWN_ROWS // 2], None, *self[-_SHOWN_ROWS // 2 :]]
+            if len(self) > _SHOWN_ROWS
+            else list(self)
+        )
         head = "".join(f"<th>{_value(name)}</th>" for name in columns)
         body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in shown)
         size = f"{len(self):,} rows × {len(self.columns)} columns"
@@ -67,7 +74,8 @@ def _text(text: str) -> str:
 
 
 def _curve(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     height = (high - low) or 1.0
     points = " ".join(
         f"{i * _WIDTH / (len(values) - 1):.1f},{_HEIGHT - (value - low) / height * _HEIGHT:.1f}"
@@ -79,7 +87,8 @@ def _curve(values: Sequence[float]) -> str:
 
 
 class Run:
-    """A run, by its folder. Everything is read on access, so a run in progress shows its current state."""
+    """A run, by its folder. Everything is read on access, so a run in progress shows its current
+    state."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError if the folder is not a run's."""
@@ -90,17 +99,21 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ "finished", "stopped" (by a signal, and saved), "failed", or "no end yet" (running, or killed)."""
+        """ "finished", "stopped" (by a signal, and saved), "failed", or "no end yet" (running, or
+        killed)."""
         return status(run_reader.read_events(self.folder, max_bytes=None))["word"]
 
     @property
     def config(self) -> dict[str, JSON]:
-        """The whole config, defaults included, as nested dicts; `distflow.train` accepts it with changed keys."""
+        """The whole config, defaults included, as nested dicts; `distflow.train` accepts it with
+        changed keys."""
         file = self.folder / "config.yaml"
         try:
             return cast(dict[str, JSON], load_yaml(read_file(file, self.folder, MAX_YAML_BYTES)))
         except (OSError, ValueError, RecursionError, YAMLError) as error:
-            raise UserError(f"'{file}' cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(
+                f"'{file}' cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     @property
     def facts(self) -> dict[str, JSON]:
@@ -108,9 +121,9 @@ class Run:
         return read_object(self.folder / "run.json", self.folder)
 
     def metrics(self, kind: str | None = None) -> Table:
-        """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the
-        metrics by name. kind: selects one. Steps that a resume rolled back are omitted. Raises UserError for another
-        kind."""
+        """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since
+        the epoch) and the metrics by name. kind: selects one. Steps that a resume rolled back are
+        omitted. Raises UserError for another kind."""
         _check_one_of("kind", kind)
         return Table(
             {"step": record.step, "kind": record.kind, "t": record.t, **record.values}
@@ -119,53 +132,69 @@ class Run:
         )
 
     def samples(self, step: int | None = None, split: str | None = None) -> Table:
-        """A row for each response, with `step`, `split`, `prompt`, `response`, `score` and its other fields.
+        """A row for each response, with `step`, `split`, `prompt`, `response`, `score` and its
+        other fields.
 
-        step: -1 for the last with samples, None for all. split: "train", "val"; None for both; "dropped" for responses
-        that no step trained on. Raises UserError for another split, or a step that the run has not done.
+        step: -1 for the last with samples, None for all. split: "train", "val"; None for both;
+        "dropped" for responses that no step trained on. Raises UserError for another split, or a
+        step that the run has not done.
         """
         if split != DROPPED:
             _check_one_of("split", split)
         if step is not None and not isinstance(step, int):
             raise UserError(f"step={step!r}: pass the number of a step, or -1 for the last")
         if step is not None and not -1 <= step <= self.num_steps:
-            raise UserError(f"step={step}: the run has {self.num_steps} steps: pass one of them, or -1 for the last")
+            raise UserError(
+                f"step={step}: the run has {self.num_steps} steps: pass one of them, or -1 for the "
+                "last"
+            )
         timeline = run_reader.read_timeline(self.folder, max_bytes=None)
         rows = Table()
         for name in run_reader.sample_splits(self.folder) if split is None else [split]:
             steps = run_reader.sample_steps(self.folder, name)
-            for number in [n for n in steps if step is None or n == (steps[-1] if step == -1 else step)]:
+            for number in [
+                n for n in steps if step is None or n == (steps[-1] if step == -1 else step)
+            ]:
                 found = run_reader.read_samples(self.folder, number, name, timeline, max_bytes=None)
                 rows += [{"step": number, "split": name, **row} for row in found]
         return rows
 
     def events(self, kind: str | None = None) -> Table:
-        """A row for each event, with `t`, `kind`, `step`, `message`. kind: selects one, e.g. "warning"."""
+        """A row for each event, with `t`, `kind`, `step`, `message`. kind: selects one, e.g.
+        "warning"."""
         return Table(
-            {"t": event.t, "kind": event.kind, "step": event.step, "message": event.message, **event.fields}
+            {
+                "t": event.t,
+                "kind": event.kind,
+                "step": event.step,
+                "message": event.message,
+                **event.fields,
+            }
             for event in run_reader.read_events(self.folder, max_bytes=None)
             if kind is None or event.kind == kind
         )
 
     def findings(self) -> Table:
-        """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`, `text`, `action`, ..."""
+        """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`,
+        `text`, `action`, ..."""
         from distflow.observe.report.doctor import examine
         from distflow.observe.report.doctor_run_rules import RunRecords
 
         return Table(found._asdict() for found in examine(RunRecords(self.folder)).problems())
 
     def sql(self, query: str) -> Table:
-        """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans". Raises UserError as that
-        does, and without DuckDB (`pip install 'distflow[ui]'`)."""
+        """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans".
+        Raises UserError as that does, and without DuckDB (`pip install 'distflow[ui]'`)."""
         from distflow.launch.run_folders.sql_over_runs import query_runs
 
         answer = query_runs([self.folder], query, max_rows=sys.maxsize - 1, max_s=_MAX_QUERY_S)
         return Table(answer.records())
 
     def compare(self, others: "Sequence[Run | str | Path]") -> Table:
-        """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run and `b` of the other
-        over their last 50 common steps, `difference` with its 95 % interval from `low` to `high`, and whether it
-        `differs` by more than noise (None with fewer than 12 steps)."""
+        """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run
+        and `b` of the other over their last 50 common steps, `difference` with its 95 % interval
+        from `low` to `high`, and whether it `differs` by more than noise (None with fewer than 12
+        steps)."""
         from distflow.observe.report.doctor_run_rules import RunRecords
         from distflow.observe.report.metric_differences import compared_metrics
 
@@ -180,7 +209,10 @@ class Run:
         )
 
     def _accuracies(self) -> tuple[float | None, float | None]:
-        return accuracies(run_reader.read_metrics(self.folder, max_bytes=None), run_reader.read_events(self.folder))
+        return accuracies(
+            run_reader.read_metrics(self.folder, max_bytes=None),
+            run_reader.read_events(self.folder),
+        )
 
     @property
     def accuracy_before(self) -> float | None:
@@ -189,14 +221,19 @@ class Run:
 
     @property
     def accuracy_after(self) -> float | None:
-        """Accuracy on validation problems at the last validation; None without a validation after a step."""
+        """Accuracy on validation problems at the last validation; None without a validation after a
+        step."""
         return self._accuracies()[1]
 
     @property
     def num_steps(self) -> int:
         """The number of finished training steps."""
         return max(
-            (record.step for record in run_reader.read_metrics(self.folder, max_bytes=None) if record.kind == "train"),
+            (
+                record.step
+                for record in run_reader.read_metrics(self.folder, max_bytes=None)
+                if record.kind == "train"
+            ),
             default=0,
         )
 
@@ -217,8 +254,9 @@ class Run:
         return by_age(self.folder / CHECKPOINTS)
 
     def export(self, to: str | Path, checkpoint: Path | None = None) -> Path:
-        """Write the policy of a checkpoint, by default the last, as a folder that `transformers` loads and
-        `actor_rollout_ref.model.path` accepts. Raises UserError if there is no checkpoint, or `to` is not empty."""
+        """Write the policy of a checkpoint, by default the last, as a folder that `transformers`
+        loads and `actor_rollout_ref.model.path` accepts. Raises UserError if there is no
+        checkpoint, or `to` is not empty."""
         from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 
         return export_checkpoint(checkpoint or self.folder, Path(to))
@@ -228,19 +266,38 @@ class Run:
 
     def _repr_html_(self) -> str:
         """A short table and the reward curve, with all text escaped."""
-        before, after, trained = self.accuracy_before, self.accuracy_after, self.metrics("train")
+        before = self.accuracy_before
+        after = self.accuracy_after
+        trained = self.metrics("train")
         rows = {"status": f"{self.status}, {count_of(self.num_steps, 'step')}"}
         if after is not None:
-            rows["accuracy"] = (f"{before:.3f} before, " if before is not None else "") + f"{after:.3f} now"
+            rows["accuracy"] = (
+                f"{before:.3f} before, " if before is not None else ""
+            ) + f"{after:.3f} now"
         if trained:
-            numbers = {name: value for name, value in trained[-1].items() if isinstance(value, float)}
-            rows |= {line.label: line.text(value).strip() for line, value in headlines(numbers).items()}
+            numbers = {
+                name: value for name, value in trained[-1].items() if isinstance(value, float)
+            }
+            rows |= {
+                line.label: line.text(value).strip() for line, value in headlines(numbers).items()
+            }
         rows["folder"] = str(self.folder)
         if (report := self.folder / "report.html").is_file():  # a run in progress has none yet
             rows["report"] = str(report)
-        cells = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows.items())
-        rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
-        curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
+        cells = "".join(
+            f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>"
+            for name, value in rows.items()
+        )
+        rewards = [
+            value
+            for row in trained
+            if isinstance(value := row.get(REWARD), float) and math.isfinite(value)
+        ]
+        curve = (
+            f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>"
+            if len(rewards) > 1
+            else ""
+        )
         return f"<table><tbody>{cells}{curve}</tbody></table>"
 
 
@@ -249,4 +306,6 @@ load_run = Run  # the name that users call
 
 def _check_one_of(name: str, value: str | None) -> None:
     if value not in (None, *SPLITS):
-        raise UserError(f"{name}={value!r}: write one of {', '.join(map(repr, SPLITS))}, or omit it for all")
+        raise UserError(
+            f"{name}={value!r}: write one of {', '.join(map(repr, SPLITS))}, or omit it for all"
+        )

@@ -1,4 +1,5 @@
-"""`distflow.rollouts`: generated and scored prompt groups for a user's own training loop, with bounded staleness."""
+"""`distflow.rollouts`: generated and scored prompt groups for a user's own training loop, with
+bounded staleness."""
 
 import inspect
 import time
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from distflow.api.arguments_to_config import Overrides, PythonInputs, Reward, Rows
 from distflow.api.load_run import Run
-from distflow.api.train import PresetOrConfig, claimed_for_a_run, make_spec_of, preset_and_lines, read, say
+from distflow.api.train import (
+    PresetOrConfig,
+    claimed_for_a_run,
+    make_spec_of,
+    preset_and_lines,
+    read,
+    say,
+)
 from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.compose.load_config import is_verls
 from distflow.config.derived_settings import check_keys, data_files, is_one_process, is_rl
@@ -42,15 +50,17 @@ def rollouts(
 ) -> "Rollouts":
     """Generate and score prompts while your own loop trains: enter it with `with`.
 
-    The run is that of `distflow.train` with the same arguments, but you drive the steps. Nodes after the rollout loop
-    run only in `Rollouts.train`. With `trainer.launcher=ray` your loop is in this process, and the engines are in the
-    workers. data: rows for `prepare_batch`; without data, prompts come only from `submit`, and
-    `trainer.total_training_steps` sets the number of steps. workflow: for episodes of several turns, as in
-    `distflow.train`. should_accept: decides from the batch of a finished group whether to train on it; a rejected group
-    is dropped as rejected, or for the reason returned as a str, and another starts. It runs on its own thread. resume,
+    The run is that of `distflow.train` with the same arguments, but you drive the steps. Nodes
+    after the rollout loop run only in `Rollouts.train`. With `trainer.launcher=ray` your loop is in
+    this process, and the engines are in the workers. data: rows for `prepare_batch`; without data,
+    prompts come only from `submit`, and `trainer.total_training_steps` sets the number of steps.
+    workflow: for episodes of several turns, as in `distflow.train`. should_accept: decides from the
+    batch of a finished group whether to train on it; a rejected group is dropped as rejected, or
+    for the reason returned as a str, and another starts. It runs on its own thread. resume,
     allow_change: as in `distflow.train`. Raises UserError or PipelineError for a user's mistake.
     """
-    inputs, has_data = PythonInputs(data, val_data, reward, workflow=workflow), True
+    inputs = PythonInputs(data, val_data, reward, workflow=workflow)
+    has_data = True
     if data is None:
         named = load_config(*preset_and_lines(preset_or_config, overrides), complete=False).config
         has_data = any(data_files(named, "train_files").values())
@@ -65,18 +75,28 @@ def rollouts(
             inputs = replace(inputs, data=[row] * named.data.train_batch_size)
     loaded = read(preset_or_config, overrides, inputs, resume)
     if not is_rl(loaded.config):
-        raise UserError(f"the pipeline {pipeline_name(loaded.config)} does not generate: run it with distflow.train")
-    trainer, frees = loaded.config.trainer, loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
+        raise UserError(
+            f"the pipeline {pipeline_name(loaded.config)} does not generate: run it with "
+            "distflow.train"
+        )
+    trainer = loaded.config.trainer
+    frees = loaded.origin("actor_rollout_ref.rollout.free_cache_engine")
     if trainer.launcher == "slurm" or trainer.max_restarts:
         raise UserError(
-            "your own loop is started by your script: remove trainer.max_restarts and trainer.launcher=slurm"
+            "your own loop is started by your script: remove trainer.max_restarts and "
+            "trainer.launcher=slurm"
         )
     if loaded.config.profiler.enable:
-        raise UserError("profiler.enable records steps of distflow train: use torch.profiler in your own loop")
+        raise UserError(
+            "profiler.enable records steps of distflow train: use torch.profiler in your own loop"
+        )
     if trainer.launcher == "local" and not is_one_process(loaded.config):
         raise UserError("your own loop needs Ray for several processes: set trainer.launcher=ray")
     if loaded.config.actor_rollout_ref.rollout.free_cache_engine and not is_verls(frees):
-        raise UserError(f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): only distflow.train can free it")
+        raise UserError(
+            f"actor_rollout_ref.rollout.free_cache_engine=true ({frees}): only distflow.train can "
+            "free it"
+        )
     _check_should_accept(should_accept)
     check_keys(allow_change)
     return Rollouts(loaded, inputs, should_accept, tuple(allow_change), has_data=has_data)
@@ -86,8 +106,9 @@ def rollouts(
 class RolloutStats:
     """Prompt groups since the start of the run.
 
-    enqueued: waiting until staleness allows them to start. submitted: started. running: started, not finished.
-    accepted: finished, and passed on or kept for a later batch. rejected: dropped, for any reason.
+    enqueued: waiting until staleness allows them to start. submitted: started. running: started,
+    not finished. accepted: finished, and passed on or kept for a later batch. rejected: dropped,
+    for any reason.
     """
 
     enqueued: int
@@ -98,11 +119,13 @@ class RolloutStats:
 
 
 class Rollouts:
-    """The context manager that `distflow.rollouts` returns. Only the thread that enters it may call it.
+    """The context manager that `distflow.rollouts` returns. Only the thread that enters it may call
+    it.
 
-    A step is all groups taken by `prepare_batch` or `wait` since the last `publish`. None of its tokens comes from
-    weights more than `async.max_staleness` steps older. Groups are ordered by the latest step that may train on them,
-    then by their start. Leaving the context ends everything, whatever the loop raised.
+    A step is all groups taken by `prepare_batch` or `wait` since the last `publish`. None of its
+    tokens comes from weights more than `async.max_staleness` steps older. Groups are ordered by the
+    latest step that may train on them, then by their start. Leaving the context ends everything,
+    whatever the loop raised.
     """
 
     def __init__(
@@ -115,8 +138,12 @@ class Rollouts:
         has_data: bool,
     ) -> None:
         self.config: Config = loaded.config
-        self._loaded, self._inputs, self._should_accept, self._has_data = loaded, inputs, should_accept, has_data
-        self._allow_change, self._stack = allow_change, ExitStack()
+        self._loaded = loaded
+        self._inputs = inputs
+        self._should_accept = should_accept
+        self._has_data = has_data
+        self._allow_change = allow_change
+        self._stack = ExitStack()
         self._running: Running | OwnLoop | None = None
         self._parts: list[TrainingStep[Batch]] = []  # parts of the step that `publish` ends
         self._updates: list[dict[str, float]] = []
@@ -125,7 +152,8 @@ class Rollouts:
 
     @called_from_python()
     def __enter__(self) -> "Rollouts":
-        """Build engines and reward processes, and send the first weights. Raises what `distflow.train` raises."""
+        """Build engines and reward processes, and send the first weights. Raises what
+        `distflow.train` raises."""
         from distflow.cluster.ray_launcher import open_ray
         from distflow.launch.one_process_launcher import open_local
 
@@ -143,32 +171,46 @@ class Rollouts:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._running, self._has_ended = None, True
+        self._running = None
+        self._has_ended = True
         self._stack.__exit__(*exception)
 
     def prepare_batch(
-        self, timeout: float | None = None, *, should_accept: ShouldAccept | None = None, workflow: object = None
+        self,
+        timeout: float | None = None,
+        *,
+        should_accept: ShouldAccept | None = None,
+        workflow: object = None,
     ) -> "Batch | None":
-        """The next `data.train_batch_size` groups: submitted prompts first, then rows of the data. None if the run has
-        had all its steps, or the data have ended; the last batch may be smaller.
+        """The next `data.train_batch_size` groups: submitted prompts first, then rows of the data.
+        None if the run has had all its steps, or the data have ended; the last batch may be
+        smaller.
 
-        timeout: in seconds. should_accept: replaces that of `rollouts` for groups of the data that finish before the
-        next call. workflow: likewise, for groups that start before then. Raises TimeoutError (nothing is lost),
-        NothingToWaitFor if `publish` or `resume` must come first, and whatever ended the rollouts.
+        timeout: in seconds. should_accept: replaces that of `rollouts` for groups of the data that
+        finish before the next call. workflow: likewise, for groups that start before then. Raises
+        TimeoutError (nothing is lost), NothingToWaitFor if `publish` or `resume` must come first,
+        and whatever ended the rollouts.
         """
         of_group = self._of_group(should_accept, workflow)
         if not self._has_data:
-            raise UserError("prepare_batch takes rows of data, but there is no data: pass data=..., or submit and wait")
+            raise UserError(
+                "prepare_batch takes rows of data, but there is no data: pass data=..., or submit "
+                "and wait"
+            )
         self._entered.intake.open_data(of_group)
         return self._take(self.config.data.train_batch_size, timeout)
 
     def submit(
-        self, row: Mapping[str, object], *, should_accept: ShouldAccept | None = None, workflow: object = None
+        self,
+        row: Mapping[str, object],
+        *,
+        should_accept: ShouldAccept | None = None,
+        workflow: object = None,
     ) -> None:
         """Submit a prompt with the columns of a data row. It starts as soon as staleness allows.
 
-        should_accept, workflow: replace those of `rollouts` for this group. Raises UserError for an unusable row, or if
-        data.domains allocate the groups of every step.
+        should_accept, workflow: replace those of `rollouts` for this group. Raises UserError for an
+        unusable row, or if data.domains allocate the groups of every step.
         """
         self._submit([row], should_accept, workflow)
 
@@ -180,13 +222,16 @@ class Rollouts:
         should_accept: ShouldAccept | None = None,
         workflow: object = None,
     ) -> "Batch":
-        """Submit rows, or none of them if one is unusable, and wait for their groups. should_accept, workflow: as in
-        `submit`. Raises what `submit` and `wait` raise."""
+        """Submit rows, or none of them if one is unusable, and wait for their groups.
+        should_accept, workflow: as in `submit`. Raises what `submit` and `wait` raise."""
         self._submit(rows, should_accept, workflow)
         return self.wait(len(rows), timeout)
 
     def _submit(
-        self, rows: Sequence[Mapping[str, object]], should_accept: ShouldAccept | None, workflow: object
+        self,
+        rows: Sequence[Mapping[str, object]],
+        should_accept: ShouldAccept | None,
+        workflow: object,
     ) -> None:
         from distflow.launch.data_sets import encode_row
 
@@ -204,8 +249,9 @@ class Rollouts:
     def wait(self, count: int, timeout: float | None = None) -> "Batch":
         """The next `count` finished groups, in the order in which they were submitted.
 
-        timeout: in seconds. Raises TimeoutError (nothing is lost), NothingToWaitFor if too few groups were submitted or
-        `publish` or `resume` must come first, and whatever ended the rollouts.
+        timeout: in seconds. Raises TimeoutError (nothing is lost), NothingToWaitFor if too few
+        groups were submitted or `publish` or `resume` must come first, and whatever ended the
+        rollouts.
         """
         self._refuse_domains("wait")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -213,11 +259,15 @@ class Rollouts:
         batch = self._take(count, timeout)
         if batch is None:
             steps = self._spec_entered.data.total_steps
-            raise UserError(f"wait({count}): all {steps} steps of the run are done (trainer.total_training_steps)")
+            raise UserError(
+                f"wait({count}): all {steps} steps of the run are done "
+                "(trainer.total_training_steps)"
+            )
         return batch
 
     def train(self, batch: "Batch") -> dict[str, float]:
-        """Run the pipeline's training nodes on a batch; the columns that they write are added to it.
+        """Run the pipeline's training nodes on a batch; the columns that they write are added to
+        it.
 
         Returns their metrics, which `publish` records.
         """
@@ -226,29 +276,37 @@ class Rollouts:
         self._refuse_while_shared()
         if self._updates and may_derive_old(self.config):
             raise UserError(
-                "train: the only update of this step is done, and afterwards the ratio is no longer 1. To train on "
+                "train: the only update of this step is done, and afterwards the ratio is no "
+                "longer 1. To train on "
                 "a step in parts, set algorithm.recompute_old_log_probs=true"
             )
-        trained, metrics = self._entered.worker.learn(sorted(set(batch["group_index"].tolist())), batch)
+        trained, metrics = self._entered.worker.learn(
+            sorted(set(batch["group_index"].tolist())), batch
+        )
         batch.copy_columns(trained, **{name: name for name in trained.names})
         self._updates.append(metrics)
         return metrics
 
     def apply(self, batch: "Batch", function: Callable[["Batch"], object]) -> None:
-        """Call a function that writes columns of the batch, where the batch is: over Ray the function is pickled, and
-        each rank calls it on its own groups."""
+        """Call a function that writes columns of the batch, where the batch is: over Ray the
+        function is pickled, and each rank calls it on its own groups."""
         written = self._entered.worker.apply(batch, function)
         batch.copy_columns(written, **{name: name for name in written.names})
 
-    def generate(self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any) -> "tuple[Generation, ...]":
-        """n responses to a tokenized prompt from the weights published last, generated beside the run's groups.
+    def generate(
+        self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any
+    ) -> "tuple[Generation, ...]":
+        """n responses to a tokenized prompt from the weights published last, generated beside the
+        run's groups.
 
-        sampling: overrides the config, by the names of `SamplingParams`. Calls in the same order after the same
-        `publish` draw the same samples. Raises UserError if the engine cannot do it, or shares weights trained since.
-        """
+        sampling: overrides the config, by the names of `SamplingParams`. Calls in the same order
+        after the same `publish` draw the same samples. Raises UserError if the engine cannot do it,
+        or shares weights trained since."""
         return self._entered.worker.generate(self._request(prompt_ids, n, sampling)).generations
 
-    async def agenerate(self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any) -> "tuple[Generation, ...]":
+    async def agenerate(
+        self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any
+    ) -> "tuple[Generation, ...]":
         """`generate` for your own event loop, where many calls may wait at once."""
         request = self._request(prompt_ids, n, sampling)
         self._num_asked += 1
@@ -258,11 +316,12 @@ class Rollouts:
             self._num_asked -= 1
 
     def publish(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
-        """End the step: send its weights to the engine as the next version, while groups continue. Then validate,
-        record and save according to `trainer.test_freq` and `trainer.save_freq`.
+        """End the step: send its weights to the engine as the next version, while groups continue.
+        Then validate, record and save according to `trainer.test_freq` and `trainer.save_freq`.
 
-        metrics: your own, recorded too. Returns all metrics of the step. Raises UserError if no batch was taken, or
-        another must be taken first so that no group gets too stale; TrustError if a check fails.
+        metrics: your own, recorded too. Returns all metrics of the step. Raises UserError if no
+        batch was taken, or another must be taken first so that no group gets too stale; TrustError
+        if a check fails.
         """
         from distflow.data.batch import Batch
         from distflow.runtime.sample_queue.protocol import metrics_of_parts
@@ -270,23 +329,37 @@ class Rollouts:
         running = self._entered
         owed = running.intake.standing().num_owed
         if not self._parts:
-            raise UserError("publish ends a step, but no batch was taken since the last: prepare_batch or wait first")
+            raise UserError(
+                "publish ends a step, but no batch was taken since the last: prepare_batch or wait "
+                "first"
+            )
         if owed:
             plan = self._spec_entered.data
             raise UserError(
-                f"publish: {owed} more prompt groups must be taken first, or they would be trained on with a "
-                f"staleness above {plan.max_staleness} (async.max_staleness). A version consumes data.train_batch_size="
-                f"{plan.consumer_batch} groups: set it to the number that you train on, or wait({owed})"
+                f"publish: {owed} more prompt groups must be taken first, or they would be trained "
+                "on with a "
+                f"staleness above {plan.max_staleness} (async.max_staleness). A version consumes "
+                "data.train_batch_size="
+                f"{plan.consumer_batch} groups: set it to the number that you train on, or "
+                f"wait({owed})"
             )
         if not self._updates:
-            say("warning: publish ends a step in which nothing was trained: call train or actor.train_step before it")
+            say(
+                "warning: publish ends a step in which nothing was trained: call train or "
+                "actor.train_step before it"
+            )
         worker = running.worker
         names = set.intersection(*(set(part.batch.names) for part in self._parts))
-        batches = [part.batch.only(name for name in part.batch.names if name in names) for part in self._parts]
+        batches = [
+            part.batch.only(name for name in part.batch.names if name in names)
+            for part in self._parts
+        ]
         measured = metrics_of_parts(self._parts)
         measured |= {**_over_updates(self._updates), **(metrics or {}), **worker.reward_metrics()}
         recorded = worker.finish(Batch.concat(batches), measured)
-        self._parts, self._updates, self._num_requests = [], [], 0
+        self._parts = []
+        self._updates = []
+        self._num_requests = 0
         return recorded
 
     def pause(self) -> None:
@@ -307,12 +380,14 @@ class Rollouts:
         """The number of waiting, running and finished groups."""
         standing = self._entered.intake.standing()
         counts = standing.group_counts
-        accepted, rejected = counts.complete + counts.consumed, sum(counts.dropped.values())
+        accepted = counts.complete + counts.consumed
+        rejected = sum(counts.dropped.values())
         return RolloutStats(standing.num_offered, counts.issued, counts.running, accepted, rejected)
 
     @property
     def actor(self) -> "TrainEngine":
-        """The policy's train engine; over Ray only `forward` and `train_step`, whose batches stay with the workers."""
+        """The policy's train engine; over Ray only `forward` and `train_step`, whose batches stay
+        with the workers."""
         return cast("TrainEngine", _CheckedEngine(self, "actor", self._engine("actor")))
 
     @property
@@ -338,7 +413,9 @@ class Rollouts:
     def _entered(self) -> "Running | OwnLoop":
         if self._running is None:
             if self._has_ended:
-                raise UserError("the rollouts have ended with their `with` block: call this inside it")
+                raise UserError(
+                    "the rollouts have ended with their `with` block: call this inside it"
+                )
             raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
         return self._running
 
@@ -362,22 +439,35 @@ class Rollouts:
         spec = make_spec_of(self._inputs, self._loaded, has_data=self._has_data)
         if not self._has_data:
             if spec.config.trainer.total_training_steps is None:
-                raise UserError("without data the number of steps is unknown: set trainer.total_training_steps")
-            spec = replace(spec, description={**spec.description, "data": "prompts submitted by the loop"})
+                raise UserError(
+                    "without data the number of steps is unknown: set trainer.total_training_steps"
+                )
+            spec = replace(
+                spec, description={**spec.description, "data": "prompts submitted by the loop"}
+            )
         spec = replace(spec, options=replace(spec.options, audit_freq=0))
         self.config = spec.config
-        return replace(spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline()))
+        return replace(
+            spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline())
+        )
 
     def _refuse_domains(self, method: str) -> None:
         if self.config.data.domains:
-            raise UserError(f"{method}: the groups of a step are divided over data.domains: use prepare_batch")
+            raise UserError(
+                f"{method}: the groups of a step are divided over data.domains: use prepare_batch"
+            )
 
     def _take(self, wanted: int, timeout: float | None) -> "Batch | None":
         running = self._entered
         try:
-            part = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
-        except KeyboardInterrupt:  # a thread may still be waiting for this call, and would take groups meant for later
-            running.intake.fail(UserError("a wait for groups was interrupted: call distflow.rollouts again"))
+            part = running.worker.take(
+                wanted, None if timeout is None else time.monotonic() + timeout
+            )
+        # a thread may still be waiting for this call, and would take groups meant for later
+        except KeyboardInterrupt:
+            running.intake.fail(
+                UserError("a wait for groups was interrupted: call distflow.rollouts again")
+            )
             raise
         if part is None:
             return None
@@ -387,26 +477,37 @@ class Rollouts:
     def _engine(self, name: str) -> Any:
         engine = getattr(self._entered.worker.resources, name)
         if engine is None:
-            raise UserError(f"the pipeline '{self._pipeline.graph_id}' has no {name}: none of its nodes uses one")
+            raise UserError(
+                f"the pipeline '{self._pipeline.graph_id}' has no {name}: none of its nodes uses "
+                "one"
+            )
         return engine
 
-    def _request(self, prompt_ids: "Sequence[int]", n: int, sampling: Mapping[str, Any]) -> "GenerateRequest":
+    def _request(
+        self, prompt_ids: "Sequence[int]", n: int, sampling: Mapping[str, Any]
+    ) -> "GenerateRequest":
         from distflow.rollout.engine import GenerateRequest, Stream
 
-        worker, spec = self._entered.worker, self._spec_entered
+        worker = self._entered.worker
+        spec = self._spec_entered
         if isinstance(prompt_ids, str) or not all(isinstance(token, int) for token in prompt_ids):
             raise UserError(
-                f"generate: {prompt_ids!r:.80} is not a prompt of token ids: pass rollouts.tokenizer.encode(text)"
+                f"generate: {prompt_ids!r:.80} is not a prompt of token ids: pass "
+                "rollouts.tokenizer.encode(text)"
             )
         together = any({"actor", "rollout"} <= {*rank.engines} for rank in spec.plan.ranks)
         if self._updates and spec.shares_weights and together:
             raise UserError(
-                "generate: the engine computes with weights that were trained since the last publish, and have no "
-                "version yet: publish first, or set async.max_staleness=1, where it has weights of its own"
+                "generate: the engine computes with weights that were trained since the last "
+                "publish, and have no "
+                "version yet: publish first, or set async.max_staleness=1, where it has weights of "
+                "its own"
             )
         self._num_requests += 1
         stream = Stream(spec.options.seed, "own", worker.step, self._num_requests)
-        return GenerateRequest(tuple(prompt_ids), tuple(range(n)), replace(spec.sampling, **sampling), stream)
+        return GenerateRequest(
+            tuple(prompt_ids), tuple(range(n)), replace(spec.sampling, **sampling), stream
+        )
 
     def _refuse_while_shared(self) -> None:
         """At staleness 0 the engine computes with the same weights that an update changes."""
@@ -414,27 +515,36 @@ class Rollouts:
         num_running = standing.group_counts.running - standing.num_waiting + self._num_asked
         if num_running and self._spec_entered.shares_weights:
             raise UserError(
-                f"{num_running} prompt groups or requests are still being generated with the weights that this would "
-                "change: wait for them first, or set async.max_staleness=1, with which the engine has its own weights"
+                f"{num_running} prompt groups or requests are still being generated with the "
+                "weights that this would "
+                "change: wait for them first, or set async.max_staleness=1, with which the engine "
+                "has its own weights"
             )
 
 
 class _CheckedEngine:
-    """A `TrainEngine` whose optimizer steps are checked and recorded; the rest is delegated to the engine."""
+    """A `TrainEngine` whose optimizer steps are checked and recorded; the rest is delegated to the
+    engine."""
 
     def __init__(self, rollouts: Rollouts, role: str, engine: "TrainEngine") -> None:
-        self._rollouts, self._role, self._engine = rollouts, role, engine
+        self._rollouts = rollouts
+        self._role = role
+        self._engine = engine
 
     def train_step(self, batch: "Batch", loss_fn: "LossFn") -> dict[str, float]:
         """See `TrainEngine`. Raises TrustError if updates remain non-finite."""
         self._rollouts._refuse_while_shared()
         if missing := [name for name in getattr(loss_fn, "reads", ()) if name not in batch]:
             raise UserError(
-                f"{self._role}.train_step: the loss reads the column '{missing[0]}', which the batch does not have: "
-                f"write batch['{missing[0]}'] = ... before, or call rollouts.train(batch), which computes all columns"
+                f"{self._role}.train_step: the loss reads the column '{missing[0]}', which the "
+                "batch does not have: "
+                f"write batch['{missing[0]}'] = ... before, or call rollouts.train(batch), which "
+                "computes all columns"
             )
         metrics = self._rollouts._entered.worker.train_step(self._role, batch, loss_fn)
-        self._rollouts._updates.append({f"{self._role}/{name}": value for name, value in metrics.items()})
+        self._rollouts._updates.append(
+            {f"{self._role}/{name}": value for name, value in metrics.items()}
+        )
         return metrics
 
     def __getattr__(self, name: str) -> Any:
@@ -443,9 +553,14 @@ class _CheckedEngine:
 
 def _check_should_accept(should_accept: object) -> None:
     if should_accept is not None and not callable(should_accept):
-        raise UserError(f"should_accept is {should_accept!r:.80}: pass a function of a group's batch")
+        raise UserError(
+            f"should_accept is {should_accept!r:.80}: pass a function of a group's batch"
+        )
     if inspect.iscoroutinefunction(should_accept):
-        raise UserError("should_accept is an async function, which would never be awaited: use a synchronous one")
+        raise UserError(
+            "should_accept is an async function, which would never be awaited: use a synchronous "
+            "one"
+        )
 
 
 def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -455,7 +570,9 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     found = dict[str, float]()
     for name in dict.fromkeys(name for update in updates for name in update):
         having = [update for update in updates if name in update]
-        stepped = [update for update in having if not update.get(f"{name.partition('/')[0]}/empty")] or having
+        stepped = [
+            update for update in having if not update.get(f"{name.partition('/')[0]}/empty")
+        ] or having
         is_count = name.rpartition("/")[2] in COUNTED
         values = [update[name] for update in (having if is_count else stepped)]
         found[name] = sum(values) / (1 if is_count else len(values))

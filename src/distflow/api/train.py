@@ -30,7 +30,9 @@ T = TypeVar("T")
 PresetOrConfig = str | Path | Mapping[str, object]
 
 
-def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonInputs, resume: str | None) -> Loaded:
+def read(
+    preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonInputs, resume: str | None
+) -> Loaded:
     """The checked config, with the files for rows and reward. Raises UserError."""
     preset, lines = preset_and_lines(preset_or_config, overrides)
     say(f"distflow {__version__} · {preset}")
@@ -40,7 +42,9 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
         if loaded.config.trainer.allocation == "auto":
             from distflow.launch.plans.plan_before_run import searched_allocation
 
-            loaded = load_config(preset, [*lines, *searched_allocation(preset, lines, say)], needed=NEEDED_TO_TRAIN)
+            loaded = load_config(
+                preset, [*lines, *searched_allocation(preset, lines, say)], needed=NEEDED_TO_TRAIN
+            )
     except ConfigError as error:
         raise ConfigError([inputs.in_python(problem) for problem in error.problems]) from None
     loaded = inputs.with_files(loaded)
@@ -50,17 +54,19 @@ def read(preset_or_config: PresetOrConfig, overrides: Overrides, inputs: PythonI
 
 
 def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True) -> "Spec":
-    """Write rows and reward into the run's folder, make the spec, and try the reward. Raises UserError or
-    PipelineError."""
+    """Write rows and reward into the run's folder, make the spec, and try the reward. Raises
+    UserError or PipelineError."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's warning in a notebook without widgets
+        # tqdm's warning in a notebook without widgets
+        warnings.filterwarnings("ignore", message="IProgress not found")
         from distflow.launch.dry_run_of_user_code import try_users_code
         from distflow.launch.make_spec import make_spec
     _write(inputs, loaded.config)
     try:
         spec = make_spec(loaded, say)
     except UserError as error:
-        if inputs.reward is None or "custom_reward_function.path" not in getattr(error, "keys", ()):  # without effect
+        # without effect
+        if inputs.reward is None or "custom_reward_function.path" not in getattr(error, "keys", ()):
             raise
         what = "remove it, or give the workflow a parameter `reward_fn` and await that"
         raise UserError(f"reward: nothing in this pipeline calls it: {what}") from error
@@ -78,12 +84,18 @@ def _write(inputs: PythonInputs, config: Config) -> None:
 
     trainer = config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):
-        resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
+        resuming = (
+            trainer.resume_mode != "never"
+            and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
+        )
         inputs.write(config, resuming, say)
 
 
-def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overrides) -> tuple[str, list[str]]:
-    """The preset, and the rest as lines. Raises UserError for a dict that builds on no preset, or on several."""
+def preset_and_lines(
+    config: str | Path | Mapping[str, object], overrides: Overrides
+) -> tuple[str, list[str]]:
+    """The preset, and the rest as lines. Raises UserError for a dict that builds on no preset, or
+    on several."""
     if not isinstance(config, Mapping):
         return str(config), to_lines(overrides)
     values = dict(config)
@@ -92,7 +104,9 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
     if named is None:
         texts = {key_of(line): line.partition("=")[2].strip("'\"") for line in lines}
         named = base_preset({key: text for key, text in texts.items() if text != "null"})
-    presets = [name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"]
+    presets = [
+        name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"
+    ]
     if len(presets) != 1 or not isinstance(presets[0], str):
         raise UserError(f"defaults is {named!r}: name the single preset that the config builds on")
     return presets[0], lines
@@ -100,10 +114,12 @@ def preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overr
 
 @contextmanager
 def claimed_for_a_run(run_dir: Path) -> Iterator[None]:
-    """Restore process-wide state that a run sets: random generators, torch's threads and attention, the umask."""
+    """Restore process-wide state that a run sets: random generators, torch's threads and attention,
+    the umask."""
     import torch
 
-    threads, by_cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    threads = torch.get_num_threads()
+    by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         with claimed(run_dir), global_random_states.lent():
             yield
@@ -117,14 +133,18 @@ def say(line: str) -> None:
 
 
 def _checked_names(function: Callable[P, T]) -> Callable[P, T]:
-    """The function with a UserError for arguments that it does not have, in place of Python's TypeError."""
+    """The function with a UserError for arguments that it does not have, in place of Python's
+    TypeError."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in (each for each in kwargs if each not in known):
             meant = hint(name, known) if nearest(name, known) else ""
-            keys = "keys of the config are overrides, e.g. {'actor_rollout_ref.model.path': 'my_model'}"
+            keys = (
+                "keys of the config are overrides, e.g. {'actor_rollout_ref.model.path': "
+                "'my_model'}"
+            )
             raise UserError(f"{function.__name__} has no argument '{name}'{meant}; {keys}")
         return function(*args, **kwargs)
 
@@ -150,19 +170,22 @@ def train(
     resume: str | None = None,
     allow_change: Sequence[str] = (),
 ) -> Run:
-    """Train to the end, or until Ctrl-C or a notebook's interrupt, which saves; the same call resumes from there.
+    """Train to the end, or until Ctrl-C or a notebook's interrupt, which saves; the same call
+    resumes from there.
 
-    preset_or_config: a preset's name, a YAML file, or a dict of nested or dotted keys, which builds on the preset in
-    its `defaults`, else on that of the pipeline that its keys select, else on `grpo`. overrides: a dict of the same
-    kind, or lines "key=value" as on the command line. data, val_data: rows in place of `data.train_files` and
-    `data.val_files`: a list of dicts, a `datasets.Dataset`, a pandas `DataFrame`, an iterator, or a function that
-    returns one of them; or a str, the value of the key. reward: a function that scores responses: sync, async or
-    batched (`docs/python.md`). advantage, loss: an advantage estimator and a policy loss, as accepted by their
-    decorators. pipeline: a function that builds one. workflow: a function or class for episodes of several turns
-    (`docs/workflows.md`). on_step, on_validation: called with (step, metrics by name). on_save: called with (step,
-    checkpoint folder). resume, allow_change: the same as `--resume` and `--allow-change` on the command line. Raises
-    UserError or PipelineError for a user's mistake, with the message of the command line; TrustError if a check fails;
-    NodeError if a node fails.
+    preset_or_config: a preset's name, a YAML file, or a dict of nested or dotted keys, which builds
+    on the preset in its `defaults`, else on that of the pipeline that its keys select, else on
+    `grpo`. overrides: a dict of the same kind, or lines "key=value" as on the command line. data,
+    val_data: rows in place of `data.train_files` and `data.val_files`: a list of dicts, a
+    `datasets.Dataset`, a pandas `DataFrame`, an iterator, or a function that returns one of them;
+    or a str, the value of the key. reward: a function that scores responses: sync, async or batched
+    (`docs/python.md`). advantage, loss: an advantage estimator and a policy loss, as accepted by
+    their decorators. pipeline: a function that builds one. workflow: a function or class for
+    episodes of several turns (`docs/workflows.md`). on_step, on_validation: called with (step,
+    metrics by name). on_save: called with (step, checkpoint folder). resume, allow_change: the same
+    as `--resume` and `--allow-change` on the command line. Raises UserError or PipelineError for a
+    user's mistake, with the message of the command line; TrustError if a check fails; NodeError if
+    a node fails.
     """
     from distflow.runtime.rollout_loop.user_calls import Callbacks
     from distflow.runtime.spec import LaunchOptions
@@ -181,19 +204,27 @@ def train(
     return run
 
 
-def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = ()) -> dict[str, Run]:
-    """Train several pipelines at once, each with its own data, model, rewards, processes and share of the devices, as
-    `distflow train` does with several configs. Returns the runs by name; the same call resumes them.
+def train_several(
+    runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = ()
+) -> dict[str, Run]:
+    """Train several pipelines at once, each with its own data, model, rewards, processes and share
+    of the devices, as `distflow train` does with several configs. Returns the runs by name; the
+    same call resumes them.
 
-    runs: arguments of `train` by run name: `preset_or_config`, `overrides`, data, functions, but no callbacks, which
-    would run elsewhere. overrides: for all runs. Raises UserError or PipelineError for a mistake, before any run
-    starts, and RuntimeError if one fails; the others continue to their end.
+    runs: arguments of `train` by run name: `preset_or_config`, `overrides`, data, functions, but no
+    callbacks, which would run elsewhere. overrides: for all runs. Raises UserError or PipelineError
+    for a mistake, before any run starts, and RuntimeError if one fails; the others continue to
+    their end.
     """
     from distflow.launch.plan_concurrent_runs import SeveralOptions, check_side_by_side, run_several
 
     known = ("preset_or_config", "overrides", *(field.name for field in fields(PythonInputs)))
     read_runs = dict[str, tuple[PythonInputs, Loaded, list[str]]]()
-    if not isinstance(runs, Mapping) or not runs or not all(isinstance(each, Mapping) for each in runs.values()):
+    if (
+        not isinstance(runs, Mapping)
+        or not runs
+        or not all(isinstance(each, Mapping) for each in runs.values())
+    ):
         raise UserError("pass a dict of runs by name, each a dict of arguments of distflow.train")
     for name, arguments in runs.items():
         with blaming(name):
@@ -201,8 +232,11 @@ def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = 
                 what = f"no argument {', '.join(unknown)} for one of several runs"
                 raise UserError(f"{what}; use {', '.join(known)}")
             given = dict(arguments)
-            preset, lines = preset_and_lines(given.pop("preset_or_config", {}), given.pop("overrides", ()))
-            lines, inputs = [*lines, *to_lines(overrides)], PythonInputs(**given)
+            preset, lines = preset_and_lines(
+                given.pop("preset_or_config", {}), given.pop("overrides", ())
+            )
+            lines = [*lines, *to_lines(overrides)]
+            inputs = PythonInputs(**given)
             read_runs[name] = inputs, read(preset, lines, inputs, None), [preset, *lines]
     check_side_by_side({name: loaded.config for name, (_, loaded, _) in read_runs.items()})
     for name, (inputs, loaded, words) in read_runs.items():
@@ -212,5 +246,8 @@ def train_several(runs: Mapping[str, Mapping[str, Any]], overrides: Overrides = 
     commands = {name: words for name, (_, _, words) in read_runs.items()}
     planned, ended = run_several(commands, SeveralOptions(say=say, embedded=True))
     if ended.failed:
-        raise RuntimeError(f"{', '.join(ended.failed)} failed, as the last lines of each say: the same call resumes it")
+        raise RuntimeError(
+            f"{', '.join(ended.failed)} failed, as the last lines of each say: the same call "
+            "resumes it"
+        )
     return {run.name: Run(run.run_dir) for run in planned}

@@ -40,7 +40,8 @@ from distflow.training.engine import LossFn, TrainEngine
 NUM_SCORED_AGAIN = 2
 """The number of later mini-batches of a step before which the policy is run on a sample."""
 
-NUM_GROUPS, NUM_SAMPLES = {Depth.QUICK: 1, Depth.LOOK: 2}, {Depth.QUICK: 2, Depth.LOOK: 4}
+NUM_GROUPS = {Depth.QUICK: 1, Depth.LOOK: 2}
+NUM_SAMPLES = {Depth.QUICK: 2, Depth.LOOK: 4}
 """Groups that a look checks, and samples of them whose loss it checks."""
 
 NUM_TENSORS = 8
@@ -52,8 +53,8 @@ LOOKS_TOLD_EVERY = 50
 
 @contextmanager
 def _on_one_thread() -> Iterator[None]:
-    """Inside, torch computes on the calling thread alone: checks of columns are many small computations, after each of
-    which its other threads wait in a loop. No model runs inside."""
+    """Inside, torch computes on the calling thread alone: checks of columns are many small
+    computations, after each of which its other threads wait in a loop. No model runs inside."""
     number = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,10 +64,11 @@ def _on_one_thread() -> Iterator[None]:
 
 
 class Auditor:
-    """The `StepAuditor` of one worker. Called on the training thread, except for the group recorder.
+    """The `StepAuditor` of one worker. Called on the training thread, except for the group
+    recorder.
 
-    A failed check ends the run with TrustError. A check that cannot be made, or raises another error, is only reported.
-    """
+    A failed check ends the run with TrustError. A check that cannot be made, or raises another
+    error, is only reported."""
 
     def __init__(
         self,
@@ -77,9 +79,12 @@ class Auditor:
         bring: Callable[[], None],
     ) -> None:
         """bring: brings all models of the worker onto the device."""
-        spec, resources, ranks = inputs.spec, services.resources, inputs.ports.collective
+        spec = inputs.spec
+        resources = services.resources
+        ranks = inputs.ports.collective
         self.groups = GroupRecords(None if training_steps else self._group_kept)
-        self._ranks, self._first_step = ranks, inputs.version.step
+        self._ranks = ranks
+        self._first_step = inputs.version.step
         if resources.reward_fn is not None and spec.options.audit_freq > 0:
             resources.reward_fn.pools.set_on_result(self.groups.add_score)
         state = inputs.state.setdefault(AUDIT_STATE, {})
@@ -87,7 +92,8 @@ class Auditor:
         again = self._memory.compare_again
         self._run = AuditedRun(inputs, services, pipeline, training_steps, bring, state, again)
         trains_policy = spec.config.trainer.critic_warmup  # the first step that trains the policy
-        staleness, last_step = spec.data.max_staleness, spec.data.total_steps - 1
+        staleness = spec.data.max_staleness
+        last_step = spec.data.total_steps - 1
         self._schedule = AuditSchedule(
             spec.options.audit_freq, self._first_step, staleness, (trains_policy,), last_step
         )
@@ -96,7 +102,9 @@ class Auditor:
         self._served: list[str] = []
         """Names of the tensors used by this worker's rollout engine."""
         self._sent_hashes: Mapping[str, str] = {}
-        self._due, self._looks = False, Depth.NONE  # whether to audit the step; how to look at it
+        # whether to audit the step; how to look at it
+        self._due = False
+        self._looks = Depth.NONE
         self._taken: RecordedStep | None = None
         """The current step, with the columns as they are now."""
         self._recorded: RecordedStep | None = None
@@ -109,19 +117,23 @@ class Auditor:
         self._gradients: dict[str, GradientWatch] = {}
         self._gradient: GradientWatch | None = None  # watch of the current update
         self._validated = -1  # number of steps before the last validation
-        self._released = self._saved = self._first_step  # steps released, and those before the last checkpoint
+        # steps released, and those before the last checkpoint
+        self._released = self._saved = self._first_step
         self._measured: Sequence[Measured] = ()
         self._found: dict[str, str | None] = {}
         self._told = False  # whether it was reported what audits cannot check
         self._ended = False  # by trainer.stop_when
 
     def _group_kept(self, record: GroupRecord, batch: Batch) -> None:
-        """On a worker that only generates, which takes no step: check a group as it goes to the sample queue."""
+        """On a worker that only generates, which takes no step: check a group as it goes to the
+        sample queue."""
         group = record.prompt_group
         if self._schedule.looks_at(group.version) > Depth.BASE:
             with self._schedule.timed(group.version, Depth.LOOK):
                 records = {group.group_id: record}
-                part = RecordedStep(self._run, group.version, records, (), batch, None, {}, {}, partial=True)
+                part = RecordedStep(
+                    self._run, group.version, records, (), batch, None, {}, {}, partial=True
+                )
                 self._check(all_checks.OF_A_GROUP, part, f"group {group.group_id}")
 
     def loop_begins(self) -> None:
@@ -129,19 +141,31 @@ class Auditor:
         if self._schedule.frequency > 0 and run.inputs.ports.everyone.rank == 0:
             self._found = self._check(all_checks.AT_START, run, "the data")
         if self._schedule.frequency > 0 and run.inputs.resumed is not None:
-            self._check((replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume")
+            self._check(
+                (replace(audit_resume, run=self._memory.compare_at_start),), None, "the resume"
+            )
 
-    def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
+    def state_saved(
+        self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None
+    ) -> dict[str, Any]:
         self._saved = self._released
-        return {**self._memory.models(), **self._memory.others(nodes, point)} if self._schedule.frequency > 0 else {}
+        return (
+            {**self._memory.models(), **self._memory.others(nodes, point)}
+            if self._schedule.frequency > 0
+            else {}
+        )
 
-    def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
+    def step_taken(
+        self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None
+    ) -> None:
         if self._ended:
             raise TrustError(f"step {step + 1} was taken, but trainer.stop_when has ended the run")
-        most, at_once = self._run.spec.data.max_concurrent, self.groups.most_at_once
+        most = self._run.spec.data.max_concurrent
+        at_once = self.groups.most_at_once
         if self._schedule.frequency > 0 and most is not None and at_once > most:
             raise TrustError(
-                f"{at_once} groups ran at once, but async.max_concurrent_rollouts is {most}: the limit has no effect"
+                f"{at_once} groups ran at once, but async.max_concurrent_rollouts is {most}: the "
+                "limit has no effect"
             )
         # Decided once for all ranks, since clocks differ.
         due = self._schedule.is_due(step) or bool(self._run.doubts)
@@ -152,19 +176,36 @@ class Auditor:
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed(step, Depth.AUDIT if self._due else self._looks):
             expected = max(self._first_step, step - step % self._run.spec.options.update_frequency)
-            if self._schedule.frequency > 0 and synced_version is not None and synced_version < expected:
-                raise TrustError(f"step {step + 1} begins with version {synced_version} sent, but {expected} is due")
+            if (
+                self._schedule.frequency > 0
+                and synced_version is not None
+                and synced_version < expected
+            ):
+                raise TrustError(
+                    f"step {step + 1} begins with version {synced_version} sent, but {expected} is "
+                    "due"
+                )
             if synced_version == step:
                 self._remember(step)
             self._taken = RecordedStep(
-                *(self._run, step, records, group_ids, batch, synced_version, self._sent_hashes, dict(self._updates)),
+                *(
+                    self._run,
+                    step,
+                    records,
+                    group_ids,
+                    batch,
+                    synced_version,
+                    self._sent_hashes,
+                    dict(self._updates),
+                ),
                 passed_over=self.groups.passed_over,
             )
             self._recorded = self._look = None
 
     def _remember(self, version: int) -> None:
         """Remember weights: the policy was synced as `version` right before this step."""
-        run, self._sent_hashes = self._run, {}
+        run = self._run
+        self._sent_hashes = {}
         actor = run.resources.actor
         if actor is None:
             return
@@ -172,10 +213,13 @@ class Auditor:
         spread = model is not None and run.turns.is_spread(model)
         looks = self._looks is Depth.LOOK
         if (run.resources.rollout is not None or spread) and (self._due or (looks and not spread)):
-            dtype, self._served = run.spec.weight_dtype, self._served or list(run.engine_hashes())
+            dtype = run.spec.weight_dtype
+            self._served = self._served or list(run.engine_hashes())
             most = NUM_TENSORS if looks else len(self._served)
             names = random.Random(version).sample(self._served, min(most, len(self._served)))
-            self._sent_hashes = stripe_hashes(((name, w) for name, w in actor.weights() if name in names), dtype)
+            self._sent_hashes = stripe_hashes(
+                ((name, w) for name, w in actor.weights() if name in names), dtype
+            )
         if self._schedule.expects(version) and model is not None and not spread:
             run.older_weights.keep(version, model)
 
@@ -233,8 +277,10 @@ class Auditor:
                 remember(replace(taken))
             if self._recorded is not None:
                 self._recorded.metrics, self._recorded.dropped = metrics, self._dropped()
-                self._recorded.measured, self._recorded.after = self._measured, taken.batch
-                self._found |= self._check(all_checks.AFTER, self._recorded)  # user functions may draw
+                self._recorded.measured = self._measured
+                self._recorded.after = taken.batch
+                # user functions may draw
+                self._found |= self._check(all_checks.AFTER, self._recorded)
                 self._report(f"step {taken.step + 1}", self._ranks.gather(self._found))
                 self._found = {}
             elif self._schedule.frequency > 0:
@@ -254,22 +300,32 @@ class Auditor:
             is_due = self._due or self._looks > Depth.NONE
             with self._schedule.timed(step, self._looks), _on_one_thread():
                 self._count(
-                    self._check((*all_checks.AT_RELEASE, *(all_checks.OF_RELEASED if is_due else ())), released)
+                    self._check(
+                        (*all_checks.AT_RELEASE, *(all_checks.OF_RELEASED if is_due else ())),
+                        released,
+                    )
                 )
             every = self._run.spec.data.validates.steps if self._run.spec.validation else 0
             knows = self._run.spec.plan.generates or self._run.resources.actor is not None
             leads = self._run.inputs.ports.everyone.rank == 0 and knows
             if leads and every > 0 and (step + 1) % every == 0 and self._validated != step + 1:
-                raise TrustError(f"the validation after step {step + 1} is due by trainer.test_freq, but was not made")
+                raise TrustError(
+                    f"the validation after step {step + 1} is due by trainer.test_freq, but was "
+                    "not made"
+                )
             saves = self._run.spec.data.saves.steps
             if saves > 0 and step > self._first_step and step % saves == 0 and self._saved != step:
-                raise TrustError(f"the checkpoint after step {step} is due by trainer.save_freq, but was not written")
+                raise TrustError(
+                    f"the checkpoint after step {step} is due by trainer.save_freq, but was not "
+                    "written"
+                )
         self._released = step + 1
 
     def _count_dropped(self, step: int) -> None:
-        """Count by reason the groups that nodes have dropped since the run's start, unless audits were off in some
-        steps."""
-        known, dropped = self._run.state.setdefault("dropped", {}), self.groups.take_num_dropped()
+        """Count by reason the groups that nodes have dropped since the run's start, unless audits
+        were off in some steps."""
+        known = self._run.state.setdefault("dropped", {})
+        dropped = self.groups.take_num_dropped()
         if step == known.get("steps", 0):
             before = known.get("reasons", {})
             known |= {"steps": step + 1, "reasons": dict(Counter(before) + dropped)}
@@ -290,7 +346,9 @@ class Auditor:
         if self._schedule.frequency > 0:
             version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
             what = f"the validation after step {step}"
-            found = self._check(all_checks.OF_VALIDATION, Validated(self._run, version, rows, metrics, step), what)
+            found = self._check(
+                all_checks.OF_VALIDATION, Validated(self._run, version, rows, metrics, step), what
+            )
             self._report(what, [found], of="validation")
 
     def _begin(self) -> None:
@@ -300,11 +358,16 @@ class Auditor:
         self._run.doubts.clear()
         self._run.bring()
         columns = taken.batch.select(range(len(taken.batch)))  # a copy
-        self._recorded = replace(taken, batch=columns, updates=[], budget_s=self._schedule.budget_s(taken.step))
+        self._recorded = replace(
+            taken, batch=columns, updates=[], budget_s=self._schedule.budget_s(taken.step)
+        )
         self._found |= self._check(all_checks.BEFORE, self._recorded)
 
-    def _look_before(self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """Check the models on one sample before the first update, and watch one drawn update of each role."""
+    def _look_before(
+        self, taken: RecordedStep, role: str, engine: TrainEngine, batch: Batch, loss: LossFn
+    ) -> LossFn:
+        """Check the models on one sample before the first update, and watch one drawn update of
+        each role."""
         number = len(taken.updates_of(role))
         if self._looks > Depth.BASE and self._look is None:
             self._look = self._few_groups(taken, batch)
@@ -324,7 +387,8 @@ class Auditor:
                 if changed := taken.updates[-1].changed:
                     what = f"{', '.join(changed)} of the {role} changed between two optimizer steps"
                     self._run.warn(
-                        f"{what}: something else wrote to it. Ignore this if your own code does so on purpose"
+                        f"{what}: something else wrote to it. Ignore this if your own code does so "
+                        "on purpose"
                     )
             return loss
         few = self._few_groups(taken, batch) if taken.updates else self._look
@@ -339,11 +403,15 @@ class Auditor:
     def _few_groups(self, taken: RecordedStep, batch: Batch) -> RecordedStep:
         """A few drawn groups of `batch`, with the columns that they have in the step now."""
         groups = sorted(set(batch["group_index"].tolist()))
-        few = set(random.Random(taken.step).sample(groups, min(NUM_GROUPS[self._looks], len(groups))))
+        few = set(
+            random.Random(taken.step).sample(groups, min(NUM_GROUPS[self._looks], len(groups)))
+        )
         return self._groups(taken, few)
 
     def _groups(self, taken: RecordedStep, groups: Collection[int]) -> RecordedStep:
-        rows = [row for row, group in enumerate(taken.batch["group_index"].tolist()) if group in groups]
+        rows = [
+            row for row, group in enumerate(taken.batch["group_index"].tolist()) if group in groups
+        ]
         return replace(taken, batch=taken.batch.select(rows), partial=True)
 
     def _look_after(self, taken: RecordedStep, metrics: Mapping[str, float]) -> None:
@@ -354,14 +422,20 @@ class Auditor:
         if not is_looked_at:
             return
         look = self._look or self._few_groups(taken, taken.batch)
-        watched = {uid for update in taken.updates for micro in update.micros for uid in micro.recorded}
-        groups = {int(uid.split("-")[0]) for uid in watched} | set(look.batch["group_index"].tolist())
+        watched = {
+            uid for update in taken.updates for micro in update.micros for uid in micro.recorded
+        }
+        groups = {int(uid.split("-")[0]) for uid in watched} | set(
+            look.batch["group_index"].tolist()
+        )
         part = self._groups(whole, groups)
         part.plain = look.plain
         quick = self._looks is Depth.QUICK
         part.budget_s = 0.0 if quick else self._schedule.score_again_s()
         self._count(self._check(all_checks.QUICK_LOOK if quick else all_checks.LOOK_AFTER, part))
-        compares = all_checks.compares_all_groups(self._run.spec.config) or whole.is_written("srpo_distance")
+        compares = all_checks.compares_all_groups(self._run.spec.config) or whole.is_written(
+            "srpo_distance"
+        )
         if not quick and compares:
             self._check(all_checks.OF_ALL_GROUPS, whole)
         self._looked["steps"] += 1
@@ -375,30 +449,39 @@ class Auditor:
 
     def _tell(self, step: int) -> None:
         """Record from time to time the looks."""
-        run, ended = self._run, step + 1 == self._run.spec.data.total_steps
+        run = self._run
+        ended = step + 1 == self._run.spec.data.total_steps
         if self._looked["steps"] and (ended or (step + 1) % LOOKS_TOLD_EVERY == 0):
             run.inputs.recorder.looked(self._looked)
             self._looked.clear()
 
-    def _check(self, checks: Sequence[Check], seen: object, what: str = "") -> dict[str, str | None]:
+    def _check(
+        self, checks: Sequence[Check], seen: object, what: str = ""
+    ) -> dict[str, str | None]:
         """The result of each check by its name. what: the checked object, if it is not a step."""
         found: dict[str, str | None] = {}
         for check in checks:
             try:
                 found[check.name] = check.run(seen)
             except Wrong as wrong:
-                of = f"step {seen.step + 1}" if isinstance(seen, RecordedStep) and not what else what
+                of = (
+                    f"step {seen.step + 1}" if isinstance(seen, RecordedStep) and not what else what
+                )
                 raise TrustError(f"the audit of {of} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # an error in the auditor must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
-                self._run.warn(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
+                self._run.warn(
+                    f"the audit could not make its check '{check.name}': {type(err).__name__}: "
+                    f"{err}"
+                )
         if isinstance(seen, RecordedStep):
             self._run.turns.finish()
         return found
 
     def _report(self, what: str, every: Sequence[dict[str, str | None]], of: str = "step") -> None:
         """Report the checks over all ranks, on the first of them. every: results by rank."""
-        passed, not_checked = list[str](), dict[str, str]()
+        passed = list[str]()
+        not_checked = dict[str, str]()
         for name in every[0]:
             found = [each.get(name, NOT_APPLICABLE) for each in every]
             if why_not := next((why_not for why_not in found if why_not), None):
@@ -410,5 +493,7 @@ class Auditor:
             reasons = "; ".join(f"{name} ({why_not})" for name, why_not in not_checked.items())
             self._run.inputs.recorder.note("info", f"not audited: {reasons}")
         left = f"; not checked: {', '.join(not_checked)}" if not_checked else ""
-        message = f"audit of {what}: {count_of(len(passed), 'check')} passed: {', '.join(passed)}{left}"
+        message = (
+            f"audit of {what}: {count_of(len(passed), 'check')} passed: {', '.join(passed)}{left}"
+        )
         self._run.inputs.recorder.audited(message, passed, not_checked, of)

@@ -25,9 +25,10 @@ class Wrong(Exception):
 class Check:
     """One statement about a step, and the function that checks it.
 
-    needs: what the check requires. limit: the tolerated difference, in words. run: called with a `RecordedStep`, a
-    `Validated`, or at the start the `AuditedRun`; returns None if the check passed, `NOT_APPLICABLE` if there is
-    nothing to check, else why it could not be made; raises Wrong if it failed.
+    needs: what the check requires. limit: the tolerated difference, in words. run: called with a
+    `RecordedStep`, a `Validated`, or at the start the `AuditedRun`; returns None if the check
+    passed, `NOT_APPLICABLE` if there is nothing to check, else why it could not be made; raises
+    Wrong if it failed.
     """
 
     name: str
@@ -37,17 +38,21 @@ class Check:
     run: Callable[[Any], str | None]
 
 
-def check(name: str, statement: str, *, needs: str, limit: str) -> Callable[[Callable[[Any], str | None]], Check]:
+def check(
+    name: str, statement: str, *, needs: str, limit: str
+) -> Callable[[Callable[[Any], str | None]], Check]:
     """Makes a `Check` of the decorated function."""
     return partial(Check, name, statement, needs, limit)
 
 
 def check_tokens(sample: Sample, column: str, expected: Tensor, wrong: Tensor, reason: str) -> None:
-    """Raises Wrong with the first wrong token of the sample, if any. reason: the rule that gives the expected value."""
+    """Raises Wrong with the first wrong token of the sample, if any. reason: the rule that gives
+    the expected value."""
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])
         raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
+            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token "
+            f"{token} of "
             f"{len(expected)}, but should be {float(expected[token]):g}{reason}"
         )
 
@@ -59,14 +64,17 @@ def check_close(
     limit: float,
     reason: Callable[[Sample], str],
 ) -> None:
-    """Raises Wrong if a token's value is not the expected one. limit: relative, to at least 1; NaN is never close."""
+    """Raises Wrong if a token's value is not the expected one. limit: relative, to at least 1; NaN
+    is never close."""
     if not samples:
         return
     wanted = torch.tensor(list(chain.from_iterable(expected)), dtype=torch.float64)
     gap = (doubles(torch.cat([sample[column] for sample in samples])) - wanted).abs()
     if bool((wrong := ~(gap <= limit * wanted.abs().clamp(min=1.0))).any()):
         lengths = [len(row) for row in expected]
-        for sample, own, odd in zip(samples, wanted.split(lengths), wrong.split(lengths), strict=True):
+        for sample, own, odd in zip(
+            samples, wanted.split(lengths), wrong.split(lengths), strict=True
+        ):
             check_tokens(sample, column, own, odd, reason(sample))
 
 

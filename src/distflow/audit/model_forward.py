@@ -1,5 +1,6 @@
-"""Runs models for the audit: by their own padded forward, without packing, cache or chunks, with the softmax in
-float64; sharded models with all ranks in each pass; older versions from copies of their weights."""
+"""Runs models for the audit: by their own padded forward, without packing, cache or chunks, with
+the softmax in float64; sharded models with all ranks in each pass; older versions from copies of
+their weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,8 +27,8 @@ MAX_DOUBLES = 2**24
 
 
 class Ids(NamedTuple):
-    """A prompt and its response. images: of the prompt, see `data/images.py`. given: tokens before the first drawn one,
-    if the response begins with given ones."""
+    """A prompt and its response. images: of the prompt, see `data/images.py`. given: tokens before
+    the first drawn one, if the response begins with given ones."""
 
     prompt: Sequence[int]
     response: Sequence[int]
@@ -44,8 +45,8 @@ RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
 
 
 class Numbers(NamedTuple):
-    """Of continuous actions. values: float64 `(tokens,)`, NaN on tokens that the policy did not draw. head: the fields
-    of the `ActionHead` that drew them."""
+    """Of continuous actions. values: float64 `(tokens,)`, NaN on tokens that the policy did not
+    draw. head: the fields of the `ActionHead` that drew them."""
 
     values: Tensor
     head: Mapping[str, float]
@@ -53,10 +54,11 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainScores:
-    """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the variance of the policy's
-    log-probs at the temperature; under the distribution of its draw, `below`, the mass of the tokens before it in the
-    vocabulary, and its own `mass`. For a number of a continuous action these are its log-density, the normal
-    distribution's entropy, the variance of its log-density, the mass of smaller numbers, and 0."""
+    """For each response token, float64 `(tokens,)`: its log-prob, the policy's entropy and the
+    variance of the policy's log-probs at the temperature; under the distribution of its draw,
+    `below`, the mass of the tokens before it in the vocabulary, and its own `mass`. For a number of
+    a continuous action these are its log-density, the normal distribution's entropy, the variance
+    of its log-density, the mass of smaller numbers, and 0."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -66,13 +68,17 @@ class PlainScores:
 
 
 @contextmanager
-def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, the model runs without packing, with the attention of its family instead of the packed one.
+def plainly(
+    model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """Inside, the model runs without packing, with the attention of its family instead of the
+    packed one.
 
     adapter: False switches a LoRA adapter off.
     """
     config = text_decoder(model).config
-    attention, training = config._attn_implementation, model.training
+    attention = config._attn_implementation
+    training = model.training
     device = next(model.parameters()).device
     low = compute_dtype not in (None, torch.float32)
     if training:  # a walk over all modules
@@ -93,8 +99,9 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
 
 
 def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
-    """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
-    `(response tokens, 1)`. Sequences are padded on the right, as many together as `MAX_LOGITS` allows."""
+    """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response;
+    a critic's are `(response tokens, 1)`. Sequences are padded on the right, as many together as
+    `MAX_LOGITS` allows."""
     longest = max(len(each.prompt) + len(each.response) for each in sequences)
     together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
     if any(each.images for each in sequences):
@@ -104,10 +111,16 @@ def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[
         lengths = torch.tensor([len(each.prompt) + len(each.response) for each in part])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = torch.zeros(mask.shape, dtype=torch.int64)
-        ids[mask] = torch.tensor([token for each in part for token in (*each.prompt, *each.response)])
+        ids[mask] = torch.tensor(
+            [token for each in part for token in (*each.prompt, *each.response)]
+        )
         device = next(model.parameters()).device
-        with own_pass(model, ids.to(device), part[0].given or len(part[0].prompt), (part[0].images,)) as inputs:
-            logits = run(model, **inputs, attention_mask=mask.long().to(device), use_cache=False).logits
+        with own_pass(
+            model, ids.to(device), part[0].given or len(part[0].prompt), (part[0].images,)
+        ) as inputs:
+            logits = run(
+                model, **inputs, attention_mask=mask.long().to(device), use_cache=False
+            ).logits
         for row, each in zip(logits, part, strict=True):
             yield row[len(each.prompt) - 1 : len(each.prompt) + len(each.response) - 1].float()
 
@@ -123,13 +136,19 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def plain_scores(
-    logits: Tensor, token_ids: Sequence[int], sampling: Sequence[RunOfTokens], numbers: Numbers | None = None
+    logits: Tensor,
+    token_ids: Sequence[int],
+    sampling: Sequence[RunOfTokens],
+    numbers: Numbers | None = None,
 ) -> PlainScores:
     """logits: of the tokens, `(tokens, vocabulary)`. sampling: of all tokens, run by run."""
-    rows, parts, start = max(1, MAX_DOUBLES // logits.shape[-1]), list[tuple[Tensor, ...]](), 0
+    rows = max(1, MAX_DOUBLES // logits.shape[-1])
+    parts = list[tuple[Tensor, ...]]()
+    start = 0
     ids = torch.tensor(list(token_ids), dtype=torch.int64)
     for number, params, before in sampling:
-        own, seen = slice(start, start + number), torch.tensor(list(before), dtype=torch.int64)
+        own = slice(start, start + number)
+        seen = torch.tensor(list(before), dtype=torch.int64)
         for part, tokens in zip(logits[own].split(rows), ids[own].split(rows), strict=True):
             parts.append(_scores_of(part, tokens, params, seen))
             seen = torch.cat([seen, tokens])
@@ -137,38 +156,59 @@ def plain_scores(
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     if numbers is not None:
         drawn = ~numbers.values.isnan()
-        normal, own_values = normals_of(logits.cpu(), ids, numbers), numbers.values[drawn]
-        likely, below = normal.log_prob(own_values), normal.cdf(own_values)
+        normal = normals_of(logits.cpu(), ids, numbers)
+        own_values = numbers.values[drawn]
+        likely = normal.log_prob(own_values)
+        below = normal.cdf(own_values)
         known = likely, normal.entropy(), torch.tensor(0.5), below, torch.tensor(0.0)
-        columns = [whole.index_put((drawn,), one.double()) for whole, one in zip(columns, known, strict=True)]
+        columns = [
+            whole.index_put((drawn,), one.double())
+            for whole, one in zip(columns, known, strict=True)
+        ]
     return PlainScores(*columns)
 
 
 def normals_of(logits: Tensor, token_ids: Tensor, numbers: Numbers) -> Normal:
-    """The distributions, in float64, of the numbers that were drawn as some of the tokens `(tokens,)`.
+    """The distributions, in float64, of the numbers that were drawn as some of the tokens
+    `(tokens,)`.
 
-    Of a gaussian head, by the token's own logit, the mean, and the one after it, whose tanh goes from a log standard
-    deviation of −3 to one of 1. Of a flow, by the velocity from the number before a step to the action that the model
-    expects at the time 1; noise has the standard normal distribution."""
-    values, head = numbers.values, numbers.head
+    Of a gaussian head, by the token's own logit, the mean, and the one after it, whose tanh goes
+    from a log standard deviation of −3 to one of 1. Of a flow, by the velocity from the number
+    before a step to the action that the model expects at the time 1; noise has the standard normal
+    distribution."""
+    values = numbers.values
+    head = numbers.head
     rows = (~values.isnan()).nonzero()[:, 0]
-    ids, first, steps, bins = token_ids[rows], int(head["first"]), int(head["steps"]), int(head["bins"])
+    ids = token_ids[rows]
+    first = int(head["first"])
+    steps = int(head["steps"])
+    bins = int(head["bins"])
     if not steps:
-        mean, spread = logits[rows, ids].double(), logits[rows, ids + 1].double()
+        mean = logits[rows, ids].double()
+        spread = logits[rows, ids + 1].double()
         return Normal(mean, (4 * (2 * spread).sigmoid() - 3).exp(), validate_args=False)
-    places, dim = (ids - first) // bins, int(head["dim"])
-    time, is_noise = (places // dim % (steps + 1) - 1).double() / steps, places // dim % (steps + 1) == 0
-    noisy, action = values[(rows - dim).clamp(min=0)].nan_to_num(), logits[rows, first + bins * places].double()
+    places = (ids - first) // bins
+    dim = int(head["dim"])
+    time = (places // dim % (steps + 1) - 1).double() / steps
+    is_noise = places // dim % (steps + 1) == 0
+    noisy = values[(rows - dim).clamp(min=0)].nan_to_num()
+    action = logits[rows, first + bins * places].double()
     mean = noisy + (action - noisy) / (1 - time) * (1 / steps)
     std = torch.full_like(mean, head["noise"] * (1 / steps) ** 0.5)
-    return Normal(mean.masked_fill(is_noise, 0.0), std.masked_fill(is_noise, 1.0), validate_args=False)
+    return Normal(
+        mean.masked_fill(is_noise, 0.0), std.masked_fill(is_noise, 1.0), validate_args=False
+    )
 
 
 def log_probs_of(
-    logits: Tensor, token_ids: Sequence[int], temperature: float | Tensor, numbers: Numbers | None = None
+    logits: Tensor,
+    token_ids: Sequence[int],
+    temperature: float | Tensor,
+    numbers: Numbers | None = None,
 ) -> Tensor:
     """Float64 `(tokens,)`, differentiable. temperature: of all tokens, or `(tokens, 1)`."""
-    logits, ids = logits.cpu().double(), torch.tensor(list(token_ids), dtype=torch.int64)
+    logits = logits.cpu().double()
+    ids = torch.tensor(list(token_ids), dtype=torch.int64)
     found = (logits / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     if numbers is None:
         return found
@@ -176,7 +216,9 @@ def log_probs_of(
     return found.index_copy(0, own, normals_of(logits, ids, numbers).log_prob(numbers.values[own]))
 
 
-def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> tuple[Tensor, ...]:
+def _scores_of(
+    logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor
+) -> tuple[Tensor, ...]:
     logits = logits.cpu().double()
     policy = (logits / params.temperature).log_softmax(-1)
     masses = policy.exp()
@@ -193,7 +235,8 @@ def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams, before
 
 
 def _penalised(logits: Tensor, token_ids: Tensor, params: SamplingParams, before: Tensor) -> Tensor:
-    """Logits of tokens in prompt or response divided by the penalty if they are positive, else multiplied by it."""
+    """Logits of tokens in prompt or response divided by the penalty if they are positive, else
+    multiplied by it."""
     seen = torch.zeros_like(logits, dtype=torch.bool)
     seen[:, before] = True
     for row, token in enumerate(token_ids.tolist()):
@@ -223,7 +266,8 @@ class KeptWeights:
     """
 
     def __init__(self, most: int, dtype: torch.dtype) -> None:
-        self._most, self._dtype = most, dtype
+        self._most = most
+        self._dtype = dtype
         self._copies: dict[int, Weights] = {}
         self._last: Mapping[str, str] = {}
 
@@ -232,12 +276,18 @@ class KeptWeights:
 
     def keep(self, version: int, model: nn.Module) -> None:
         """Keep the model's current weights, those of `version`, the newest."""
-        own = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+        own = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         hashes = stripe_hashes(own.items())
         if hashes == self._last and self._copies:
             self._copies[version] = self._copies[max(self._copies)]
         else:
-            self._copies[version] = {name: w.to("cpu", self._dtype, copy=True) for name, w in own.items()}
+            self._copies[version] = {
+                name: w.to("cpu", self._dtype, copy=True) for name, w in own.items()
+            }
         self._last = hashes
         self.forget(version - self._most)
 
@@ -253,12 +303,14 @@ class KeptWeights:
 class Turns:
     """Runs one rank's passes over models, sharded or whole.
 
-    Before each pass over a sharded model the ranks agree on the next pass; a rank that needs another one, or none, runs
-    a single token, so that its shard of the weights is available. Whole models are run immediately.
+    Before each pass over a sharded model the ranks agree on the next pass; a rank that needs
+    another one, or none, runs a single token, so that its shard of the weights is available. Whole
+    models are run immediately.
     """
 
     def __init__(self, group: Collective, models: Iterable[nn.Module]) -> None:
-        """group: the ranks that models are sharded over; all ranks pass the same models in the same order."""
+        """group: the ranks that models are sharded over; all ranks pass the same models in the same
+        order."""
         self._group = group
         self._spread = [model for model in dict.fromkeys(models) if is_spread(model)]
 
@@ -273,33 +325,42 @@ class Turns:
         with torch.no_grad():
             return model(**inputs)
 
-    def gradients(self, model: nn.Module, weights: Sequence[nn.Parameter], loss: Callable[[], Tensor]) -> list[Tensor]:
-        """Gradients of a scalar with respect to some of the model's weights; for a sharded model, this rank's part for
-        the sum of all ranks' scalars, and all ranks must call it equally often. Existing `.grad`s are unchanged.
+    def gradients(
+        self, model: nn.Module, weights: Sequence[nn.Parameter], loss: Callable[[], Tensor]
+    ) -> list[Tensor]:
+        """Gradients of a scalar with respect to some of the model's weights; for a sharded model,
+        this rank's part for the sum of all ranks' scalars, and all ranks must call it equally
+        often. Existing `.grad`s are unchanged.
 
         Raises RuntimeError if another rank failed and does not take part.
         """
         if model not in self._spread:
-            return list(torch.autograd.grad(loss(), weights, allow_unused=True, materialize_grads=True))
+            return list(
+                torch.autograd.grad(loss(), weights, allow_unused=True, materialize_grads=True)
+            )
         if not self._wait_for(2 * self._spread.index(model) + 2):
             raise RuntimeError("another rank failed in this check")
         gradients = {parameter: parameter.grad for parameter in model.parameters()}
         try:
             model.zero_grad(set_to_none=True)
             loss().backward()
-            return [torch.zeros_like(own_part(w)) if w.grad is None else own_part(w.grad) for w in weights]
+            return [
+                torch.zeros_like(own_part(w)) if w.grad is None else own_part(w.grad)
+                for w in weights
+            ]
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
 
     def finish(self) -> None:
-        """Called when this rank has no more passes: take part in those of other ranks until they have none."""
+        """Called when this rank has no more passes: take part in those of other ranks until they
+        have none."""
         if self._spread:
             self._wait_for(0)
 
     def _wait_for(self, wanted: int) -> bool:
-        """Wait until that pass is next; returns whether all ranks make it. A pass has the number 2 × the model's index
-        + 1, plus 1 with gradient; 0 is none."""
+        """Wait until that pass is next; returns whether all ranks make it. A pass has the number 2
+        × the model's index + 1, plus 1 with gradient; 0 is none."""
         while True:
             turn = int(self._group.max(float(wanted)))
             num_takers = self._group.sum(float(turn == wanted))

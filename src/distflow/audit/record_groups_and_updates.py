@@ -1,5 +1,6 @@
-"""Records engine requests, reward calls and their results for each group, and optimizer steps: the inputs of the loss,
-the gradients with respect to them, and samples of the weights before and after."""
+"""Records engine requests, reward calls and their results for each group, and optimizer steps: the
+inputs of the loss, the gradients with respect to them, and samples of the weights before and
+after."""
 
 import asyncio
 import math
@@ -29,8 +30,10 @@ from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
 STRIPE = 256
-NUM_STRIPES, NUM_MOVED = 4, 64
-"""Weights, beside the first and the last, whose gradient is summed as well, and those that must move by the formula."""
+NUM_STRIPES = 4
+NUM_MOVED = 64
+"""Weights, beside the first and the last, whose gradient is summed as well, and those that must
+move by the formula."""
 MAX_STRIPED = 2**24
 NUM_FEW = 4
 VALUE_COLUMNS = ("response_mask", "valid", "loss_mask", "values", "returns")
@@ -39,8 +42,8 @@ NUM_DROPPED = 8
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """generated: each request with its result. scored: the reward function's name, arguments and result. events: of
-    each episode, by its index; see `on_event`."""
+    """generated: each request with its result. scored: the reward function's name, arguments and
+    result. events: of each episode, by its index; see `on_event`."""
 
     prompt_group: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
@@ -56,7 +59,8 @@ _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=No
 
 
 class GroupRecords:
-    """The `GroupRecorder` of a worker: keeps records until their step, and references only existing objects."""
+    """The `GroupRecorder` of a worker: keeps records until their step, and references only existing
+    objects."""
 
     def __init__(self, on_keep: Callable[[GroupRecord, Batch], None] | None = None) -> None:
         """on_keep: receives training records with their columns on a worker that takes no step."""
@@ -68,12 +72,14 @@ class GroupRecords:
         self.passed_over: list[tuple[PromptGroup, PromptGroup]] = []
         """Groups that wait though the last step has another one, which should have come later."""
         self._validated: list[GroupRecord] = []
-        self._tasks, self.most_at_once = WeakSet[asyncio.Task[Any]](), 0
-        """Tasks of training groups, and the most that ran at once. A task that is being cancelled has given its place
-        back."""
+        self._tasks = WeakSet[asyncio.Task[Any]]()
+        self.most_at_once = 0
+        """Tasks of training groups, and the most that ran at once. A task that is being cancelled
+        has given its place back."""
 
     def begin(self, prompt_group: PromptGroup) -> None:
-        record, task = GroupRecord(prompt_group), group_task.get()
+        record = GroupRecord(prompt_group)
+        task = group_task.get()
         if task is not None:  # a validation has none
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -87,7 +93,9 @@ class GroupRecords:
         if (record := _current.get()) is not None:
             record.generated.append((request, result))
 
-    def add_score(self, name: str, arguments: Mapping[str, object], reward_result: RewardResult) -> None:
+    def add_score(
+        self, name: str, arguments: Mapping[str, object], reward_result: RewardResult
+    ) -> None:
         if (record := _current.get()) is not None:
             record.scored.append((name, arguments, reward_result))
 
@@ -116,21 +124,28 @@ class GroupRecords:
 
     def take_num_dropped(self) -> Counter[str]:
         """Remove and return the numbers of groups that nodes have dropped, by reason."""
-        taken, self._num_dropped = self._num_dropped, Counter[str]()
+        taken = self._num_dropped
+        self._num_dropped = Counter[str]()
         return taken
 
     def take_validated(self) -> list[GroupRecord]:
         """Remove and return the records of a validation."""
-        taken, self._validated = self._validated, []
+        taken = self._validated
+        self._validated = []
         return taken
 
     def take(self, group_ids: Iterable[int]) -> dict[int, GroupRecord]:
-        """Remove and return the records of a step's groups; groups of another worker or process have none. Notes groups
-        that were complete before the step's last one, should come before it, and still wait."""
-        kept = {number: record.prompt_group for number, record in dict(self._kept).items()}  # in order of completion
+        """Remove and return the records of a step's groups; groups of another worker or process
+        have none. Notes groups that were complete before the step's last one, should come before
+        it, and still wait."""
+        # in order of completion
+        kept = {number: record.prompt_group for number, record in dict(self._kept).items()}
         places = {number: place for place, number in enumerate(kept)}
         taken = {number: self._kept.pop(number) for number in group_ids if number in kept}
-        last = {group.stream: group for group in sorted((kept[number] for number in taken), key=_urgency)}
+        last = {
+            group.stream: group
+            for group in sorted((kept[number] for number in taken), key=_urgency)
+        }
         left = [
             (group, last[group.stream])
             for number, group in kept.items()
@@ -159,10 +174,10 @@ class OpenEngine(Protocol):
 
 @dataclass
 class MicroRecord:
-    """One call of the loss: the samples, and for those in `rows` the values of each output and its gradient, `(rows,
-    response_length)` on the CPU. share: of the mini-batch's loss. sums: of its metrics. weights: those with which
-    backward passes started at the loss; None if it has no gradient. batch: its columns, if all values of a critic's
-    update are kept."""
+    """One call of the loss: the samples, and for those in `rows` the values of each output and its
+    gradient, `(rows, response_length)` on the CPU. share: of the mini-batch's loss. sums: of its
+    metrics. weights: those with which backward passes started at the loss; None if it has no
+    gradient. batch: its columns, if all values of a critic's update are kept."""
 
     uids: list[str]
     rows: list[int]
@@ -185,16 +200,20 @@ class MicroRecord:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         part = gradient.detach()[self.rows].cpu()
-        self.gradients[name] = self.gradients[name] + part if name in self.gradients else part.clone()
+        self.gradients[name] = (
+            self.gradients[name] + part if name in self.gradients else part.clone()
+        )
 
 
 @dataclass
 class Stripe:
-    """Sampled elements of one weight around a step, float64 on the CPU; for a sharded weight those of this rank.
+    """Sampled elements of one weight around a step, float64 on the CPU; for a sharded weight those
+    of this rank.
 
-    own: for all sampled elements, the sum of the gradients of this rank's backward passes, followed by their number.
-    contributions: the sum over all ranks. gradient: the optimizer's input. moments: the optimizer's tensors for the
-    weight before the step, and its number of steps; moved_moments: after it. passes: gradients not yet in `own`.
+    own: for all sampled elements, the sum of the gradients of this rank's backward passes, followed
+    by their number. contributions: the sum over all ranks. gradient: the optimizer's input.
+    moments: the optimizer's tensors for the weight before the step, and its number of steps;
+    moved_moments: after it. passes: gradients not yet in `own`.
     """
 
     before: Tensor
@@ -207,8 +226,8 @@ class Stripe:
     passes: list[Tensor] = field(default_factory=list)
 
     def contribute(self, gradient: Tensor) -> None:
-        """gradient: of a backward pass, before summation over the ranks; for a layer that ranks compute together, each
-        has its own part, or a summand."""
+        """gradient: of a backward pass, before summation over the ranks; for a layer that ranks
+        compute together, each has its own part, or a summand."""
         if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
             gradient = whole(gradient)
         if isinstance(gradient, DTensor):
@@ -234,7 +253,8 @@ def _num_units(batch: Batch, dim: int) -> int:
 
 
 def units_of(turn_index: Iterable[Tensor], counted: Tensor, dim: int) -> Tensor:
-    """The unit of each token that counts, numbered from 0: its chunk, or its action if `dim` is its number of tokens.
+    """The unit of each token that counts, numbered from 0: its chunk, or its action if `dim` is its
+    number of tokens.
 
     turn_index: of each sample. counted: of all response tokens, sample after sample.
     """
@@ -251,12 +271,14 @@ def units_of(turn_index: Iterable[Tensor], counted: Tensor, dim: int) -> Tensor:
 
 @dataclass
 class UpdateRecord:
-    """One optimizer step. leftover: weights that had a gradient before it began. changed: what something else changed
-    since the previous step. norm: of the gradient passed to the optimizer; None if it was not called, or the watch is
-    quick. loss: the loss function, unwrapped. totals: over all ranks, the mini-batch's rows, rows with a token that
-    counts, and such tokens; empty if only the gradient was watched. share: this rank's share of the loss, and the sum
-    over the ranks. sums: of each metric over micro-batches and ranks, by the engine and as added here. plain: scores by
-    sample, from the model's own forward right before the step. few: `few_of` the trained weights before and after."""
+    """One optimizer step. leftover: weights that had a gradient before it began. changed: what
+    something else changed since the previous step. norm: of the gradient passed to the optimizer;
+    None if it was not called, or the watch is quick. loss: the loss function, unwrapped. totals:
+    over all ranks, the mini-batch's rows, rows with a token that counts, and such tokens; empty if
+    only the gradient was watched. share: this rank's share of the loss, and the sum over the ranks.
+    sums: of each metric over micro-batches and ranks, by the engine and as added here. plain:
+    scores by sample, from the model's own forward right before the step. few: `few_of` the trained
+    weights before and after."""
 
     role: str
     engine: TrainEngine
@@ -285,8 +307,8 @@ class UpdateRecord:
 
 
 class UpdateWatch:
-    """Watches one optimizer step, from before the engine is called until `end`, as the loss function passed to the
-    engine, which calls the real one and records it."""
+    """Watches one optimizer step, from before the engine is called until `end`, as the loss
+    function passed to the engine, which calls the real one and records it."""
 
     def __init__(
         self,
@@ -298,19 +320,32 @@ class UpdateWatch:
         few: Collection[str] = (),
         quick: bool = False,
     ) -> None:
-        """turn: selects the watched weights. few: samples whose outputs are recorded; all if empty. quick: watch one
-        weight, and not the norm of all gradients. Ranks that share the mini-batch call it together."""
-        self.record, self.outputs, self._few = UpdateRecord(role, engine, loss, batch), loss.outputs, few
-        self._trained, self._striped = list[tuple[str, nn.Parameter]](), list[tuple[str, nn.Parameter]]()
-        self._handles, self._quick = list[Any](), quick
+        """turn: selects the watched weights. few: samples whose outputs are recorded; all if empty.
+        quick: watch one weight, and not the norm of all gradients. Ranks that share the mini-batch
+        call it together."""
+        self.record = UpdateRecord(role, engine, loss, batch)
+        self.outputs = loss.outputs
+        self._few = few
+        self._trained = list[tuple[str, nn.Parameter]]()
+        self._striped = list[tuple[str, nn.Parameter]]()
+        self._handles = list[Any]()
+        self._quick = quick
         self._summed = set[str]()
         self._group: Collective = getattr(engine, "group", OneRank())
         counted = batch.flat("loss_mask") > 0
         scored = torch.zeros(len(batch)).index_add(0, batch.rows(), counted.float())
-        totals = {"rows": len(batch), "scored": int((scored > 0).sum()), "tokens": int(counted.sum())}
+        totals = {
+            "rows": len(batch),
+            "scored": int((scored > 0).sum()),
+            "tokens": int(counted.sum()),
+        }
         if getattr(loss, "logprob_level", "token") != "token":
-            totals["units"] = _num_units(batch, loss.action_dim if loss.logprob_level == "action" else 0)  # type: ignore[attr-defined]
-        self.record.totals = _over_ranks({name: float(total) for name, total in totals.items()}, self._group)
+            is_action = loss.logprob_level == "action"  # type: ignore[attr-defined]
+            action_dim = loss.action_dim if is_action else 0  # type: ignore[attr-defined]
+            totals["units"] = _num_units(batch, action_dim)
+        self.record.totals = _over_ranks(
+            {name: float(total) for name, total in totals.items()}, self._group
+        )
         if not isinstance(engine, OpenEngine):
             return
         self._trained = trained(engine.model)
@@ -318,22 +353,29 @@ class UpdateWatch:
         self._striped += striped(self._trained, turn, quick)
         self._summed = {name for name, _ in self._striped}
         others = [each for each in _small(self._trained) if each[0] not in self._summed]
-        self._striped += [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
+        self._striped += (
+            [] if quick else random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
+        )
         self.record.leftover = _leftover(self._trained)
         for name, parameter in self._striped:
-            own, moments = _no_sum(parameter), _moments(engine.optimizer, parameter)
+            own = _no_sum(parameter)
+            moments = _moments(engine.optimizer, parameter)
             self.record.stripes[name] = Stripe(_stripe(parameter), moments, own)
             if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(self.record.stripes[name].contribute))
         if is_spread(engine.model):
             watch = partial(self._watch_gathered, engine.model, set[int]())
-            self._handles += [module.register_forward_pre_hook(watch) for module in engine.model.modules()]
+            self._handles += [
+                module.register_forward_pre_hook(watch) for module in engine.model.modules()
+            ]
         self._handles.append(engine.optimizer.register_step_pre_hook(self._before_step))
 
     def counts(self, batch: Batch) -> Counts:
         return self.record.loss.counts(batch)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
         uids = micro.row_names
         rows = [row for row, uid in enumerate(micro["uid"]) if not self._few or uid in self._few]
         seen = MicroRecord(uids, rows, {})
@@ -344,7 +386,8 @@ class UpdateWatch:
                 if output.requires_grad:
                     output.register_hook(partial(seen.add_gradient, name))
         loss, sums = self.record.loss(outputs, micro, counts)
-        seen.share, seen.sums = loss.detach(), sums
+        seen.share = loss.detach()
+        seen.sums = sums
         seen.watch(loss)
         return loss, sums
 
@@ -363,7 +406,9 @@ class UpdateWatch:
         every = _over_ranks(own, self._group)
         self.record.few.append(few_of(self._trained))
         self.record.share = own["loss"], every["loss"]
-        self.record.sums = {name: (found, every[name]) for name, (found, _) in self.record.sums.items()}
+        self.record.sums = {
+            name: (found, every[name]) for name, (found, _) in self.record.sums.items()
+        }
         for name, parameter in self._striped:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
@@ -371,11 +416,14 @@ class UpdateWatch:
             sums = self._group.sum(stripe.total()) if name in self._summed else stripe.own
             if sums[-1] > 0:
                 is_part = isinstance(parameter, DTensor)
-                stripe.contributions = sums[at_places(parameter, _places(parameter))[0] if is_part else slice(-1)]
+                stripe.contributions = sums[
+                    at_places(parameter, _places(parameter))[0] if is_part else slice(-1)
+                ]
         return self.record
 
     def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
-        """Called when a module runs: watch the weights that are gathered now, since sums over ranks come later."""
+        """Called when a module runs: watch the weights that are gathered now, since sums over ranks
+        come later."""
         for name, parameter in (each for each in self._striped if each[0] in self._summed):
             gathered = model.get_parameter(name)
             if gathered is not parameter and id(gathered) not in seen:
@@ -384,22 +432,28 @@ class UpdateWatch:
 
     def _before_step(self, *_: object) -> None:
         if not self._quick:
-            self.record.norm = math.sqrt(square_sum([p.grad for _, p in self._trained if p.grad is not None]))
+            self.record.norm = math.sqrt(
+                square_sum([p.grad for _, p in self._trained if p.grad is not None])
+            )
         for name, parameter in self._striped:
             if parameter.grad is not None:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
 
 
 class GradientWatch:
-    """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches: leftovers from the
-    previous step, the norm that the optimizer receives, one weight's sum over micro-batches and ranks, and the samples
-    passed to the loss function, in whose place it is called. It reads no other tensor, so every update can be
-    watched. Of sharded weights it watches neither norm nor sum, only how this rank's part of one weight moves."""
+    """Watches the gradients of those optimizer steps of an engine that no `UpdateWatch` watches:
+    leftovers from the previous step, the norm that the optimizer receives, one weight's sum over
+    micro-batches and ranks, and the samples passed to the loss function, in whose place it is
+    called. It reads no other tensor, so every update can be
+    watched. Of sharded weights it watches neither norm nor sum, only how this rank's part of one
+    weight moves."""
 
     def __init__(self, engine: TrainEngine) -> None:
-        self._engine, self._group = engine, getattr(engine, "group", OneRank())
+        self._engine = engine
+        self._group = getattr(engine, "group", OneRank())
         self._trained = trained(engine.model) if isinstance(engine, OpenEngine) else []
-        self._spread, self._striped = any(isinstance(p, DTensor) for _, p in self._trained), _small(self._trained)
+        self._spread = any(isinstance(p, DTensor) for _, p in self._trained)
+        self._striped = _small(self._trained)
         self._handles = list[Any]()
         self._last: tuple[int, str, Stripe] | None = None
         self._record: UpdateRecord
@@ -413,25 +467,35 @@ class GradientWatch:
         return few_of(self._trained)
 
     def begin(self, record: UpdateRecord, turn: int) -> None:
-        """turn: the number of earlier optimizer steps. Two in a row watch the same weight, to detect whether anything
-        else changed it or its moments in between."""
-        self._record, self.outputs = record, record.loss.outputs
+        """turn: the number of earlier optimizer steps. Two in a row watch the same weight, to
+        detect whether anything else changed it or its moments in between."""
+        self._record = record
+        self.outputs = record.loss.outputs
         if not self._striped:
             return
-        optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]  # of an open engine
+        # of an open engine
+        optimizer: torch.optim.Optimizer = self._engine.optimizer  # type: ignore[attr-defined]
         name, parameter = self._striped[(turn + 1) // 2 % len(self._striped)]
-        own, moments = _no_sum(parameter), _moments(optimizer, parameter)
+        own = _no_sum(parameter)
+        moments = _moments(optimizer, parameter)
         stripe = record.stripes[name] = Stripe(_stripe(parameter), moments, own)
         if self._last is not None and self._last[:2] == (turn - 1, name):
-            now, was = {name: stripe.before, **moments}, {name: self._last[2].after, **self._last[2].moved_moments}
-            alike = {each for each in now.keys() & was if torch.equal(*map(torch.as_tensor, (now[each], was[each])))}
+            now = {name: stripe.before, **moments}
+            was = {name: self._last[2].after, **self._last[2].moved_moments}
+            alike = {
+                each
+                for each in now.keys() & was
+                if torch.equal(*map(torch.as_tensor, (now[each], was[each])))
+            }
             record.changed = sorted({*was} - alike)
         self._last = turn, name, stripe
 
         def before_step(*_: object) -> None:
             stripe.gradient = None if parameter.grad is None else _stripe(parameter.grad)
             if not self._spread:
-                record.norm = float(get_total_norm(p.grad for _, p in self._trained if p.grad is not None))
+                record.norm = float(
+                    get_total_norm(p.grad for _, p in self._trained if p.grad is not None)
+                )
 
         self._handles.append(optimizer.register_step_pre_hook(before_step))
         if not self._spread:
@@ -440,7 +504,9 @@ class GradientWatch:
     def counts(self, batch: Batch) -> Counts:
         return self._record.loss.counts(batch)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
         self._record.micros.append(seen := MicroRecord(micro.row_names, [], {}))
         if self._record.role == "critic":
             seen.batch = micro.only(name for name in micro.names if name in VALUE_COLUMNS)
@@ -457,7 +523,8 @@ class GradientWatch:
         """Call after the step, on all ranks that share the mini-batch."""
         while self._handles:
             self._handles.pop().remove()
-        if record.metrics.get("skipped"):  # it has no number: a step that another watches may have the next one
+        # it has no number: a step that another watches may have the next one
+        if record.metrics.get("skipped"):
             self._last = None
         for name, stripe in record.stripes.items():
             if not self._spread:
@@ -465,7 +532,8 @@ class GradientWatch:
                 stripe.contributions = sums[:-1] if sums[-1] > 0 else None
             parameter = next(p for other, p in self._striped if other == name)
             stripe.after = _stripe(parameter)
-            stripe.moved_moments = _moments(self._engine.optimizer, parameter)  # type: ignore[attr-defined]  # as above
+            # as above
+            stripe.moved_moments = _moments(self._engine.optimizer, parameter)  # type: ignore[attr-defined]
 
 
 def _over_ranks(own: Mapping[str, float], group: Collective) -> dict[str, float]:
@@ -489,7 +557,8 @@ def whole_here(found: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.
 
 
 def few_of(found: Iterable[tuple[str, nn.Parameter]]) -> Tensor:
-    """The first elements of each weight that is whole here, float64 on the CPU: cheap enough for every update."""
+    """The first elements of each weight that is whole here, float64 on the CPU: cheap enough for
+    every update."""
     parts = [p.detach().reshape(-1)[:NUM_FEW] for _, p in whole_here(found)]
     return torch.cat(parts).cpu().double() if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -501,7 +570,8 @@ def _leftover(trained: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
 def striped(
     weights: Iterable[tuple[str, nn.Parameter]], turn: int, one: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """A few of the weights: the first, the last, and others drawn by `turn`; or a single drawn one."""
+    """A few of the weights: the first, the last, and others drawn by `turn`; or a single drawn
+    one."""
     found = _small(weights)
     if one:
         yield from random.Random(turn).sample(found, min(1, len(found)))

@@ -1,4 +1,5 @@
-"""What the auditor's checks read: the data of a recorded step, as plain tensors of one sample each."""
+"""What the auditor's checks read: the data of a recorded step, as plain tensors of one sample
+each."""
 
 import copy
 import hashlib
@@ -44,7 +45,8 @@ from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective
 
 MOST_GATHERED = 2**20
-"""Most response tokens of a step whose samples are passed to all ranks for checks over the whole step."""
+"""Most response tokens of a step whose samples are passed to all ranks for checks over the whole
+step."""
 SCORES_LAST_REPLY = ("single_turn", "multi_turn", "tools")
 """Workflows whose last reply the run's reward functions score."""
 Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
@@ -56,13 +58,15 @@ Limit = TypeVar("Limit")
 class AuditedRun:
     """The run, as seen by one worker's auditor.
 
-    training_steps: of this worker. bring: brings all models onto the device. state: JSON values that persist across
-    audits and are in every checkpoint. compare_memory: with the saved run's, before the first update of a step; see
-    `Check.run`. doubts: why the next step is to be audited in full. positions: the last group's number, and its
-    position in its domain, by stream. compared: metrics that were recomputed. marked: trained tokens by their version.
-    validated: the metric of trainer.keep_best by step, higher is better; saved: those of these steps that had a
-    checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may grow. moved: by role,
-    how far a few elements of each weight moved in the last update seen, in learning rates.
+    training_steps: of this worker. bring: brings all models onto the device. state: JSON values
+    that persist across audits and are in every checkpoint. compare_memory: with the saved run's,
+    before the first update of a step; see `Check.run`. doubts: why the next step is to be audited
+    in full. positions: the last group's number, and its position in its domain, by stream.
+    compared: metrics that were recomputed. marked: trained tokens by their version. validated: the
+    metric of trainer.keep_best by step, higher is better; saved: those of these steps that had a
+    checkpoint. released: `tokens` of the last step over all ranks, and its `metrics`, which may
+    grow. moved: by role, how far a few elements of each weight moved in the last update seen, in
+    learning rates.
     """
 
     inputs: WorkerInputs
@@ -138,19 +142,24 @@ class AuditedRun:
         return self.services.call(engine.hashes()) if engine is not None else {}
 
     def estimator(self, batch: Batch) -> Inputs | None:
-        """The function that writes the advantages, with its arguments for the batch and a copy of its state; None if
-        there is none."""
-        step = next((step for step in self.training_steps if "advantages" in step.node.contract.writes), None)
+        """The function that writes the advantages, with its arguments for the batch and a copy of
+        its state; None if there is none."""
+        step = next(
+            (step for step in self.training_steps if "advantages" in step.node.contract.writes),
+            None,
+        )
         if step is None:
             return None
         state = copy.deepcopy(self.inputs.state.get(step.node.node_id, {}))
-        ctx = NodeContext(self.spec.config, self.inputs.version.step, self.resources.tokenizer, state)
+        ctx = NodeContext(
+            self.spec.config, self.inputs.version.step, self.resources.tokenizer, state
+        )
         return step.fn, *step.inputs(batch, {"batch": batch, "ctx": ctx})
 
 
 class Conversation(NamedTuple):
-    """One of a sample's conversations: its name, empty for the first one, and its tokens. Token i is the response's
-    token `first` + i, or one of the prompt if that is negative."""
+    """One of a sample's conversations: its name, empty for the first one, and its tokens. Token i
+    is the response's token `first` + i, or one of the prompt if that is negative."""
 
     name: str
     first: int
@@ -158,8 +167,8 @@ class Conversation(NamedTuple):
 
 
 class RecordedTurn(NamedTuple):
-    """A request for a sample, and the response tokens that the engine drew for it, from `start` to before `end`: the
-    whole generation, or its beginning if a node cut it."""
+    """A request for a sample, and the response tokens that the engine drew for it, from `start` to
+    before `end`: the whole generation, or its beginning if a node cut it."""
 
     request: GenerateRequest
     generation: Generation
@@ -172,14 +181,16 @@ class RecordedTurn(NamedTuple):
 class RecordedStep:
     """A step as it was before its first update, with its updates.
 
-    records: by group, of the groups that this worker generated. group_ids: of the whole step. batch: the columns as the
-    nodes wrote them. synced_version: of the last weight sync; None if nothing generates. sent_hashes: of that version's
-    tensors, as in a weight receipt. num_updates: optimizer steps by role before this step. budget_s: time for calling
-    reward functions again. dropped: the last groups that a node dropped, why, and their columns. updates: in order.
-    metrics: of the step. measured: by its nodes on this rank, if it is audited; after: its columns then. partial: only
-    a few groups of the step. plain: scores of samples that the policy was run on again. drawn: such scores by the
-    weights that generated each token, and which tokens have one. fixed_tokens: the reference's log-probs of tokens that
-    are the same in every step, if already known.
+    records: by group, of the groups that this worker generated. group_ids: of the whole step.
+    batch: the columns as the nodes wrote them. synced_version: of the last weight sync; None if
+    nothing generates. sent_hashes: of that version's tensors, as in a weight receipt. num_updates:
+    optimizer steps by role before this step. budget_s: time for calling reward functions again.
+    dropped: the last groups that a node dropped, why, and their columns. updates: in order.
+    metrics: of the step. measured: by its nodes on this rank, if it is audited; after: its columns
+    then. partial: only a few groups of the step. plain: scores of samples that the policy was run
+    on again. drawn: such scores by the weights that generated each token, and which tokens have
+    one. fixed_tokens: the reference's log-probs of tokens that are the same in every step, if
+    already known.
     """
 
     run: AuditedRun
@@ -212,18 +223,29 @@ class RecordedStep:
 
     @cached_property
     def rows(self) -> dict[str, Sample]:
-        """What mini-batches have, by name: the samples, or with `algorithm.sample_level` the decisions of each."""
+        """What mini-batches have, by name: the samples, or with `algorithm.sample_level` the
+        decisions of each."""
         if self.config.algorithm.sample_level == "episode":
             return {str(sample["uid"]): sample for sample in self.samples}
         own = [(sample, decisions_of(sample)) for sample in self.samples]
-        return {f"{sample['uid']}/{number}": row for sample, rows in own for number, row in enumerate(rows)}
+        return {
+            f"{sample['uid']}/{number}": row
+            for sample, rows in own
+            for number, row in enumerate(rows)
+        }
 
     def by_algorithm(self) -> list[tuple[str, AlgorithmConfig, list[Sample]]]:
-        """(domain, settings, samples) for each domain with its own settings; all other samples are under ""."""
-        samples: dict[str, list[Sample]] = {domain or "": [] for domain, _ in algorithms(self.config)}
+        """(domain, settings, samples) for each domain with its own settings; all other samples are
+        under ""."""
+        samples: dict[str, list[Sample]] = {
+            domain or "": [] for domain, _ in algorithms(self.config)
+        }
         for sample in self.samples:
             samples[sample["domain"] if sample["domain"] in samples else ""].append(sample)
-        return [(domain or "", settings, samples[domain or ""]) for domain, settings in algorithms(self.config)]
+        return [
+            (domain or "", settings, samples[domain or ""])
+            for domain, settings in algorithms(self.config)
+        ]
 
     @property
     def is_whole(self) -> bool:
@@ -232,10 +254,15 @@ class RecordedStep:
 
     @cached_property
     def everyone(self) -> "RecordedStep":
-        """The step with the samples of all ranks, which call this together; itself if there are too many or in a
-        look."""
-        ranks, every = self.run.ranks, copy.copy(self)
-        if self.partial or ranks.size == 1 or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED:
+        """The step with the samples of all ranks, which call this together; itself if there are too
+        many or in a look."""
+        ranks = self.run.ranks
+        every = copy.copy(self)
+        if (
+            self.partial
+            or ranks.size == 1
+            or ranks.sum(float(self.batch.lengths("response").sum())) > MOST_GATHERED
+        ):
             return self
         for name in ("samples", "rows", "_drawn"):
             every.__dict__.pop(name, None)
@@ -243,10 +270,16 @@ class RecordedStep:
         return every
 
     def prompt_group(self, sample: Sample) -> PromptGroup | None:
-        """The sample's group. Another worker's is derived from its number; None if this is impossible, because of
-        domains or rows that a user's loop offers to its one process."""
-        record, spec = self.record_of(sample), self.run.spec
-        if record or spec.data.domains or len(spec.plan.ranks) == 1 or not self.is_ours("responses"):
+        """The sample's group. Another worker's is derived from its number; None if this is
+        impossible, because of domains or rows that a user's loop offers to its one process."""
+        record = self.record_of(sample)
+        spec = self.run.spec
+        if (
+            record
+            or spec.data.domains
+            or len(spec.plan.ranks) == 1
+            or not self.is_ours("responses")
+        ):
             return record.prompt_group if record else None
         group = PromptGroup(int(sample["group_index"]), 0, 0, spec.data.group_size, 0)
         epoch, row = self.place_of(group)
@@ -269,36 +302,53 @@ class RecordedStep:
         return self.records.get(int(sample["group_index"]))
 
     def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Generation]]:
-        """The requests for this sample, each with the engine's generation; empty if this worker did not record them."""
-        record, baselines = self.record_of(sample), not self.run.spec.sampling.greedy  # baselines are greedy
-        return [
-            (request, generation)
-            for request, result in (record.generated if record else ())
-            for generation in result.generations
-            if generation.sample == index_of(sample) and not (baselines and request.params.greedy)
-        ]
+        """The requests for this sample, each with the engine's generation; empty if this worker did
+        not record them."""
+        # baselines are greedy
+        record = self.record_of(sample)
+        baselines = not self.run.spec.sampling.greedy
+        found: list[tuple[GenerateRequest, Generation]] = []
+        for request, result in record.generated if record else ():
+            for generation in result.generations:
+                if generation.sample == index_of(sample) and not (
+                    baselines and request.params.greedy
+                ):
+                    found.append((request, generation))
+        return found
 
     def num_used(self, sample: Sample) -> dict[str, int]:
-        """How many tokens of the last reply the workflow used, by the conversation, where it said so."""
+        """How many tokens of the last reply the workflow used, by the conversation, where it said
+        so."""
         record = self.record_of(sample)
         events = record.events.get(index_of(sample), ()) if record is not None else ()
         return {event[1]: event[2] for event in events if event[0] == "kept"}
 
     def turns(self, sample: Sample) -> list["RecordedTurn"]:
-        """The requests contained in the sample, in order: those whose prompt begins one of its conversations, with as
-        much of their generation as follows there. Drafts that a node discards, and requests for a judgement, are not
-        included. A request belongs to one conversation, even if another has the same tokens, by its stream."""
+        """The requests contained in the sample, in order: those whose prompt begins one of its
+        conversations, with as much of their generation as follows there. Drafts that a node
+        discards, and requests for a judgement, are not included. A request belongs to one
+        conversation, even if another has the same tokens, by its stream."""
         has_streams = self.config.actor_rollout_ref.rollout.workflow is not None
-        record, requests, found = self.record_of(sample), self.requests(sample), dict[int, RecordedTurn]()
+        record = self.record_of(sample)
+        requests = self.requests(sample)
+        found = dict[int, RecordedTurn]()
         for talk in conversations_of(sample):
-            stream = record.prompt_group.stream + f"/fork {talk.name}" * bool(talk.name) if record else ""
+            stream = (
+                record.prompt_group.stream + f"/fork {talk.name}" * bool(talk.name)
+                if record
+                else ""
+            )
             for request, made in requests:
                 if has_streams and request.stream.name != stream:
                     continue
                 start = talk.first + (before := len(request.prompt_ids))
                 end = start + sum(takewhile(bool, map(eq, talk.ids[before:], made.token_ids)))
                 is_longer = end > (found[start].end if start in found else start)
-                if start >= max(talk.first, 0) and is_longer and talk.ids[:before] == list(request.prompt_ids):
+                if (
+                    start >= max(talk.first, 0)
+                    and is_longer
+                    and talk.ids[:before] == list(request.prompt_ids)
+                ):
                     found[start] = RecordedTurn(request, made, start, end, talk)
         return [found[start] for start in sorted(found)]
 
@@ -312,15 +362,19 @@ class RecordedStep:
         return found
 
     def is_ours(self, column: str, known: Sequence[Callable[..., object]] = ()) -> bool:
-        """Whether a built-in node, or one of the `known` functions, writes the column, so that its expected content is
-        known. A workflow itself decides what is said and, unless it is in `SCORES_LAST_REPLY`, which parts the score
-        has; the score is what it returned."""
+        """Whether a built-in node, or one of the `known` functions, writes the column, so that its
+        expected content is known. A workflow itself decides what is said and, unless it is in
+        `SCORES_LAST_REPLY`, which parts the score has; the score is what it returned."""
         workflow = self.config.actor_rollout_ref.rollout.workflow
-        is_scored = column == "scores" or (column in ("reward_parts", "acc") and workflow in SCORES_LAST_REPLY)
+        is_scored = column == "scores" or (
+            column in ("reward_parts", "acc") and workflow in SCORES_LAST_REPLY
+        )
         if column in BY_WORKFLOW and workflow is not None and not is_scored:
             return False
         writers = self._writers.get(column, [])
-        return bool(writers) and all(is_builtin(fn) or fn in map(plain_function, known) for fn in writers)
+        return bool(writers) and all(
+            is_builtin(fn) or fn in map(plain_function, known) for fn in writers
+        )
 
     def is_written(self, column: str) -> bool:
         """Whether a node of the pipeline writes the column."""
@@ -336,12 +390,16 @@ class RecordedStep:
         for talk in conversations_of(sample):
             own: Any = agent_sampling(self.config, talk.name)
             start = max(-talk.first, 0)
-            found.append((len(talk.ids) - start, replace(self.sampling(sample), **own), talk.ids[:start]))
+            found.append(
+                (len(talk.ids) - start, replace(self.sampling(sample), **own), talk.ids[:start])
+            )
         return found
 
     def temperatures(self, sample: Sample) -> Tensor:
         """The temperature of each response token, float64 `(tokens, 1)`."""
-        found = [[params.temperature] * number for number, params, _ in self.sampling_of_tokens(sample)]
+        found = [
+            [params.temperature] * number for number, params, _ in self.sampling_of_tokens(sample)
+        ]
         return torch.tensor(sum(found, []), dtype=torch.float64)[:, None]
 
     def limit(self, exact: Limit, rounded: Limit) -> Limit:
@@ -350,10 +408,14 @@ class RecordedStep:
 
     def place_of(self, prompt_group: PromptGroup) -> tuple[int, int]:
         """Epoch and row of a group, from its number or its position in its domain."""
-        data, first, word = self.run.spec.data, 0, 0
-        num_rows, position = data.num_rows, prompt_group.group_id
+        data = self.run.spec.data
+        first = 0
+        word = 0
+        num_rows = data.num_rows
+        position = prompt_group.group_id
         if data.domains:
-            position, name = prompt_group.position, prompt_group.stream.removeprefix("train/")
+            position = prompt_group.position
+            name = prompt_group.stream.removeprefix("train/")
             word = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
             for domain in data.domains:
                 num_rows = domain.num_rows
@@ -380,11 +442,14 @@ def samples_of(batch: Batch) -> list[Sample]:
     for name in (*batch.names, "loss_mask", "token_level_scores", "token_level_rewards"):
         if name not in batch or name in columns:
             continue
-        axis, flat = batch.field(name).axis, batch.flat(name)
+        axis = batch.field(name).axis
+        flat = batch.flat(name)
         if axis in TOKEN_AXES:
             columns[name] = flat.split(batch.lengths(axis).tolist())
         else:
-            columns[name] = flat.tolist() if isinstance(flat, Tensor) and flat.dim() == 1 else list(flat)
+            columns[name] = (
+                flat.tolist() if isinstance(flat, Tensor) and flat.dim() == 1 else list(flat)
+            )
     return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
 
 
@@ -397,40 +462,56 @@ def by_group_of(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
 
 def conversations_of(sample: Sample) -> list[Conversation]:
     """The sample's conversations, in the order of its tokens."""
-    prompt, response = sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
+    prompt = sample["prompt_ids"].tolist()
+    response = sample["response_ids"].tolist()
     forks = sample.get("forks", ())
     ends = [*(start for _, start in forks), len(response)]
-    own = [Conversation(name, start, response[start:end]) for (name, start), end in zip(forks, ends[1:], strict=True)]
+    own = [
+        Conversation(name, start, response[start:end])
+        for (name, start), end in zip(forks, ends[1:], strict=True)
+    ]
     return [Conversation("", -len(prompt), [*prompt, *response[: ends[0]]]), *own]
 
 
 def decisions_of(sample: Sample) -> list[Sample]:
-    """A sample for each decision: the tokens from its first drawn one on, and the prompt before. place: of its tokens
-    in the episode's response."""
-    rows, turns = list[Sample](), sample["turn_index"]
+    """A sample for each decision: the tokens from its first drawn one on, and the prompt before.
+    place: of its tokens in the episode's response."""
+    rows = list[Sample]()
+    turns = sample["turn_index"]
     for number, talk in enumerate(conversations_of(sample)):
         end = talk.first + len(talk.ids)
         start = next((place for place in range(max(talk.first, 0), end) if turns[place] >= 0), end)
         place = slice(start, end)
-        own = {name: each[place] if isinstance(each, Tensor) else each for name, each in sample.items()}
+        own = {
+            name: each[place] if isinstance(each, Tensor) else each for name, each in sample.items()
+        }
         prompt = torch.tensor(talk.ids[: start - talk.first])
         images = sample.get("images") or []
-        own |= {"prompt_ids": prompt, "forks": (), "images": images[number : number + 1], "place": place}
+        own |= {
+            "prompt_ids": prompt,
+            "forks": (),
+            "images": images[number : number + 1],
+            "place": place,
+        }
         rows.append(own)
     return rows
 
 
 def policies_of_conversations(config: Config, sample: Sample) -> list[str]:
-    """The policy of each of the sample's conversations, by the config; empty names if all have one policy."""
+    """The policy of each of the sample's conversations, by the config; empty names if all have one
+    policy."""
     return [policy_of_conversation(config, talk.name) for talk in conversations_of(sample)]
 
 
 def own_tokens(config: Config, sample: Sample, policy: str) -> Tensor:
-    """bool, for each token of the response: whether it is in a conversation of the policy. With one policy, all are."""
+    """bool, for each token of the response: whether it is in a conversation of the policy. With one
+    policy, all are."""
     own = torch.ones(len(sample["response_ids"]), dtype=torch.bool)
     if not policies_of_agents(config):
         return own
-    for talk, owner in zip(conversations_of(sample), policies_of_conversations(config, sample), strict=True):
+    for talk, owner in zip(
+        conversations_of(sample), policies_of_conversations(config, sample), strict=True
+    ):
         own[max(talk.first, 0) : talk.first + len(talk.ids)] = owner in ("", policy)
     return own
 
@@ -443,5 +524,7 @@ def index_of(sample: Sample) -> int:
 @lru_cache(maxsize=16)
 def shuffled(num: int, key: tuple[int, int], counter: tuple[int, int]) -> NDArray[np.intp]:
     """The order of `num` sorted raw Philox words."""
-    words = np.random.Philox(key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64))
+    words = np.random.Philox(
+        key=np.array(key, np.uint64), counter=np.array([0, 0, *counter], np.uint64)
+    )
     return np.argsort(words.random_raw(num), kind="stable")

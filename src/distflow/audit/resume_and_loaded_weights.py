@@ -1,5 +1,5 @@
-"""Checks of what a run begins with: a resumed run's memory equals the saved run's, bit for bit, by hashes in the
-checkpoint; the weights of a new run are those of the model's files."""
+"""Checks of what a run begins with: a resumed run's memory equals the saved run's, bit for bit, by
+hashes in the checkpoint; the weights of a new run are those of the model's files."""
 
 import hashlib
 import json
@@ -31,32 +31,44 @@ from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.training.multi_policy_engine import models_of
 
-STREAMS, NODES, POSITION, QUEUED = "random stream", "state of node", "data position", "queued group"
+STREAMS = "random stream"
+NODES = "state of node"
+POSITION = "data position"
+QUEUED = "queued group"
 
 NUM_ROWS = 4
 
 Hashes = dict[str, dict[str, tuple[str, str]]]
-"""By part (a model's role, or one of the above) and name: the owner ("" if all ranks have the same), and the hash."""
+"""By part (a model's role, or one of the above) and name: the owner ("" if all ranks have the
+same), and the hash."""
 
 
 class Memory:
-    """Hashes of a worker's memory, and their differences from the checkpoint that it resumed from."""
+    """Hashes of a worker's memory, and their differences from the checkpoint that it resumed
+    from."""
 
     def __init__(self, inputs: WorkerInputs, resources: Resources) -> None:
-        self._inputs, self._resources, self._rank = inputs, resources, inputs.ports.everyone.rank
+        self._inputs = inputs
+        self._resources = resources
+        self._rank = inputs.ports.everyone.rank
         self._saved: Hashes | None = None
         self._tolerated: dict[str, str] = {}
         self._unchecked: dict[str, str] = {}
 
     def models(self) -> Hashes:
-        """Hashes of all weights, including frozen ones, all entries of optimizers, and their numbers of steps."""
+        """Hashes of all weights, including frozen ones, all entries of optimizers, and their
+        numbers of steps."""
         found: Hashes = {}
         for role in ("actor", "critic", "ref"):
             engine = getattr(self._resources, role)
             model = model_of(engine)
-            if model is None or any(model is model_of(getattr(self._resources, other)) for other in found):
+            if model is None or any(
+                model is model_of(getattr(self._resources, other)) for other in found
+            ):
                 continue
-            optimizer: Mapping[Any, Any] = engine.optimizer.state if isinstance(engine, OpenEngine) else {}
+            optimizer: Mapping[Any, Any] = (
+                engine.optimizer.state if isinstance(engine, OpenEngine) else {}
+            )
             found[role] = {"number of optimizer steps": ("", str(getattr(engine, "num_steps", 0)))}
             for name, parameter in model.named_parameters():
                 for what, value in {"weight": parameter, **optimizer.get(parameter, {})}.items():
@@ -67,21 +79,36 @@ class Memory:
         """Hashes of everything else."""
         streams = dict(global_random_states.states())
         streams |= {f"device:{i}": state for i, state in enumerate(streams.pop("device", ()))}
-        found: dict[str, Mapping[str, Any]] = {NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}}
+        found: dict[str, Mapping[str, Any]] = {
+            NODES: {name: nodes[name] for name in nodes if name != AUDIT_STATE}
+        }
         if point is not None:
             elsewhere = ("plan", "restart", "ledger", "secs", "ended")
-            found[POSITION] = {name: value for name, value in point.snapshot.items() if name not in elsewhere}
-            found[QUEUED] = {str(number): samples_of(group.data) for number, group in point.queued.items()}
-        hashes = {part: {name: ("", _digest(value)) for name, value in own.items()} for part, own in found.items()}
-        return {**hashes, STREAMS: {name: (str(self._rank), _digest(state)) for name, state in streams.items()}}
+            found[POSITION] = {
+                name: value for name, value in point.snapshot.items() if name not in elsewhere
+            }
+            found[QUEUED] = {
+                str(number): samples_of(group.data) for number, group in point.queued.items()
+            }
+        hashes = {
+            part: {name: ("", _digest(value)) for name, value in own.items()}
+            for part, own in found.items()
+        }
+        return {
+            **hashes,
+            STREAMS: {name: (str(self._rank), _digest(state)) for name, state in streams.items()},
+        }
 
     def compare_at_start(self, _: object) -> None:
         """Raises Wrong if anything differs from the saved run."""
-        spec, checkpoint, self._saved = self._inputs.spec, self._inputs.resumed, {}
+        spec = self._inputs.spec
+        checkpoint = self._inputs.resumed
+        self._saved = {}
         assert checkpoint is not None, "called in a resumed run"
         parts = [part for part in checkpoint.files if part.startswith("rank_")]
         with checkpoint.reading():
-            for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):  # this rank's own shards last
+            # this rank's own shards last
+            for part in sorted(parts, key=lambda part: part == f"rank_{self._rank}"):
                 for kind, hashes in checkpoint.load(part).get("audit", {}).items():
                     self._saved.setdefault(kind, {}).update(
                         {name: (entry[0], entry[1]) for name, entry in hashes.items()}
@@ -89,7 +116,9 @@ class Memory:
             before = config_from_dict(checkpoint.load("run")["config"], judge=False)
         if spec.data.max_staleness:
             self._tolerated = dict.fromkeys((STREAMS, NODES), "groups are generated meanwhile")
-        changed = [key for key, *_ in changed_keys(before, spec.config) if not key.startswith("trainer.")]
+        changed = [
+            key for key, *_ in changed_keys(before, spec.config) if not key.startswith("trainer.")
+        ]
         if changed:
             self._tolerated |= dict.fromkeys((POSITION, QUEUED, "ref"), f"{changed[0]} has changed")
         point = self._inputs.ports.queue.resume_point() if self._rank == 0 else None
@@ -105,14 +134,19 @@ class Memory:
         return "; ".join(f"{part}: {why}" for part, why in self._unchecked.items()) or None
 
     def _compare(self, now: Hashes) -> None:
-        wrong, saved = list[str](), self._saved or {}
+        wrong = list[str]()
+        saved = self._saved or {}
         for part, hashes in now.items():
             before = saved.get(part, {})
             if not before and part != QUEUED:
                 self._unchecked[part if saved else "all"] = "the checkpoint has no hashes"
                 continue
-            for name in sorted(before.keys() & hashes.keys() if part == STREAMS else before.keys() | hashes.keys()):
-                (place, then), (here, found) = (each.get(name, ("", "")) for each in (before, hashes))
+            for name in sorted(
+                before.keys() & hashes.keys() if part == STREAMS else before.keys() | hashes.keys()
+            ):
+                (place, then), (here, found) = (
+                    each.get(name, ("", "")) for each in (before, hashes)
+                )
                 if place != here and then and found:
                     self._unchecked[part] = "another layout over ranks"
                 elif then != found and part in self._tolerated:
@@ -121,17 +155,24 @@ class Memory:
                     wrong.append(f"{part} {name}")
         if wrong:
             raise Wrong(
-                f"{', '.join(wrong[:3])} ({len(wrong)} in all): not what the run had in memory when it saved. It was "
-                "not restored, or has changed since, or the checkpoint has: resume from another one by "
+                f"{', '.join(wrong[:3])} ({len(wrong)} in all): not what the run had in memory "
+                "when it saved. It was "
+                "not restored, or has changed since, or the checkpoint has: resume from another "
+                "one by "
                 f"{resume_advice('PATH')}"
             )
 
 
 @check(
     "resume",
-    "after a resume weights (frozen ones and the reference too), optimizer, random streams, state of nodes, data "
-    "position and queued groups are what the saved run had in memory, at the start and before the first update",
-    needs="a checkpoint of an audited run; the same layout over ranks; no staleness for random streams and nodes",
+    "after a resume weights (frozen ones and the reference too), optimizer, random streams, state "
+    "of nodes, data "
+    "position and queued groups are what the saved run had in memory, at the start and before the "
+    "first update",
+    needs=(
+        "a checkpoint of an audited run; the same layout over ranks; no staleness for random "
+        "streams and nodes"
+    ),
     limit="equal bits",
 )
 def audit_resume(recorded: RecordedStep) -> str | None:
@@ -145,18 +186,32 @@ def audit_resume(recorded: RecordedStep) -> str | None:
     limit=f"equal, {NUM_ROWS} rows of each tensor",
 )
 def audit_loaded(run: AuditedRun) -> str | None:
-    settings, model = run.spec.config.actor_rollout_ref.model, model_of(run.resources.actor)
-    if model is None or settings.init == "random" or settings.path is None or run.inputs.resumed is not None:
+    settings = run.spec.config.actor_rollout_ref.model
+    model = model_of(run.resources.actor)
+    if (
+        model is None
+        or settings.init == "random"
+        or settings.path is None
+        or run.inputs.resumed is not None
+    ):
         return NOT_APPLICABLE
     if settings.trust_remote_code or settings.gguf_file:
         return "the run does not begin with safetensors alone"
     first = unwrapped(next(iter(models_of(model).values())))
-    own = {plain_name(name): p.detach() for name, p in first.named_parameters() if not isinstance(p, DTensor)}
-    num_same, folder = 0, Path(resolve_path(settings.path))
-    for path in sorted(folder.glob("model.safetensors")) or sorted(folder.glob("model-*-of-*.safetensors")):
+    own = {
+        plain_name(name): p.detach()
+        for name, p in first.named_parameters()
+        if not isinstance(p, DTensor)
+    }
+    num_same = 0
+    folder = Path(resolve_path(settings.path))
+    for path in sorted(folder.glob("model.safetensors")) or sorted(
+        folder.glob("model-*-of-*.safetensors")
+    ):
         with safe_open(path, "pt") as file:
             for name in own.keys() & set(file.keys()):
-                kept, weight = file.get_slice(name), own[name]
+                kept = file.get_slice(name)
+                weight = own[name]
                 is_float = kept.get_dtype() in ("F64", "F32", "F16", "BF16")
                 if not is_float or weight.dim() == 0 or tuple(kept.get_shape()) != weight.shape:
                     continue
@@ -164,7 +219,8 @@ def audit_loaded(run: AuditedRun) -> str | None:
                 rows = slice(start, start + NUM_ROWS)
                 if not torch.equal(kept[rows].to(weight.dtype), weight[rows].cpu()):
                     raise Wrong(
-                        f"{name} of the policy is not what {path} has: it was loaded from another model, or rounded, "
+                        f"{name} of the policy is not what {path} has: it was loaded from another "
+                        "model, or rounded, "
                         "scaled or changed after it was loaded"
                     )
                 num_same += 1
@@ -175,7 +231,9 @@ def _place(value: object) -> str:
     """Text on which part of the whole tensor this rank has."""
     if not isinstance(value, DTensor):
         return ""
-    return f"{tuple(value.device_mesh.shape)} {value.device_mesh.get_coordinate()} {value.placements}"
+    return (
+        f"{tuple(value.device_mesh.shape)} {value.device_mesh.get_coordinate()} {value.placements}"
+    )
 
 
 def _digest(value: object) -> str:
@@ -183,7 +241,8 @@ def _digest(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Text that is the same before and after a JSON round trip; tensors and arrays are represented by their bits."""
+    """Text that is the same before and after a JSON round trip; tensors and arrays are represented
+    by their bits."""
     if isinstance(value, Mapping):
         return f"{{{sorted((str(name), _text(entry)) for name, entry in value.items())}}}"
     if isinstance(value, list | tuple):

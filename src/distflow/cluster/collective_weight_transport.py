@@ -1,12 +1,14 @@
-"""Buckets of weights through process groups of two, the trainer and one worker, in the mode `collective`: gloo between
-CPUs, nccl between GPUs, from the memory of one device to that of the other.
+"""Buckets of weights through process groups of two, the trainer and one worker, in the mode
+`collective`: gloo between CPUs, nccl between GPUs, from the memory of one device to that of the
+other.
 
-There is one group per worker instead of one broadcast for all: a member that dies or stops would break that for
-everybody, and the rest would have to create another in the middle of a version. The price is that the trainer sends a
-bucket once per worker.
+There is one group per worker instead of one broadcast for all: a member that dies or stops would
+break that for everybody, and the rest would have to create another in the middle of a version. The
+price is that the trainer sends a bucket once per worker.
 
-Nobody waits forever. The trainer sends on threads, while its training thread waits for the workers' replies, and
-operations give up after half of that time, so that a live worker replies why before it is taken for a stalled one.
+Nobody waits forever. The trainer sends on threads, while its training thread waits for the workers'
+replies, and operations give up after half of that time, so that a live worker replies why before it
+is taken for a stalled one.
 """
 
 import os
@@ -27,17 +29,19 @@ from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 from distflow.runtime.weight_sync.bucket_files import Packed, Spoiled
 from distflow.scheduling.group_states import Version
 
-TRAINER, WORKER = 0, 1
+TRAINER = 0
+WORKER = 1
 _Group = Any  # a backend's process group; in torch's stubs it has no send and recv
 _FOREVER = timedelta(days=365)
-_KEEP_PROCESS = "2"  # a broken nccl group ends only its own kernels, not the trainer's process, as it would by default
+# a broken nccl group ends only its own kernels, not the trainer's process, as it would by default
+_KEEP_PROCESS = "2"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A process group of the trainer and one worker. meeting: a file through which they find each other, so that only
-    those who can write to the run's folder can join. device: the kind on which both members hold tensors. timeout: of
-    one operation."""
+    """A process group of the trainer and one worker. meeting: a file through which they find each
+    other, so that only those who can write to the run's folder can join. device: the kind on which
+    both members hold tensors. timeout: of one operation."""
 
     meeting: Path
     device: str
@@ -49,19 +53,24 @@ class Pair:
         return dist.get_default_backend_for_device(self.device)
 
     def join(self, rank: int) -> _Group:
-        """Wait for the other member. Raises RuntimeError, as operations do, if it is gone or late."""
+        """Wait for the other member. Raises RuntimeError, as operations do, if it is gone or
+        late."""
         store = dist.FileStore(str(self.meeting), 2)
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, rank, 2, self.timeout)
         if self.backend != "nccl":  # of another accelerator
-            return dist.Backend._plugins[self.backend.upper()].creator_fn(store, rank, 2, self.timeout)
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS  # read now: existing groups keep their setting
+            return dist.Backend._plugins[self.backend.upper()].creator_fn(
+                store, rank, 2, self.timeout
+            )
+        # read now: existing groups keep their setting
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = _KEEP_PROCESS
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         return dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def finish(self, work: Any) -> None:
-        """Wait for an operation. Raises RuntimeError if it failed; with nccl only a wait with a timeout finds out."""
+        """Wait for an operation. Raises RuntimeError if it failed; with nccl only a wait with a
+        timeout finds out."""
         if self.backend == "nccl":
             work.wait(self.timeout)
         else:
@@ -76,8 +85,8 @@ def _join_trainer(pair: Pair) -> _Group:
 
 @dataclass(frozen=True)
 class InPair:
-    """A `SentBucket` whose bytes pass through a pair when it is read. tensors: names, dtypes and shapes, in the order
-    of sending."""
+    """A `SentBucket` whose bytes pass through a pair when it is read. tensors: names, dtypes and
+    shapes, in the order of sending."""
 
     pair: Pair
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -85,10 +94,13 @@ class InPair:
     def get(self) -> list[tuple[str, Tensor]]:
         try:
             group = _join_trainer(self.pair)
-            return [(name, self._receive(group, dtype, shape)) for name, dtype, shape in self.tensors]
+            return [
+                (name, self._receive(group, dtype, shape)) for name, dtype, shape in self.tensors
+            ]
         except RuntimeError as err:
             raise Spoiled(
-                f"it was not received through the {self.pair.backend} process group: {_first_line(err)}"
+                f"it was not received through the {self.pair.backend} process group: "
+                f"{_first_line(err)}"
             ) from err
 
     def drop(self) -> None:
@@ -113,17 +125,24 @@ class _Sending:
 
 
 class Pairs:
-    """The trainer's side: a `Carry`. A pair serves one sync, and is recreated for a rejected bucket, so that a
-    replacement of a dead worker, or one behind a broken connection, is like any other."""
+    """The trainer's side: a `Carry`. A pair serves one sync, and is recreated for a rejected
+    bucket, so that a replacement of a dead worker, or one behind a broken connection, is like any
+    other."""
 
-    def __init__(self, run_dir: Path, device: str, timeout_s: float | None, note: Callable[[str], None]) -> None:
-        """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply. note: called with the
-        reason if a bucket was not sent."""
-        self._run_dir, self._device, self._note = run_dir, device, note
+    def __init__(
+        self, run_dir: Path, device: str, timeout_s: float | None, note: Callable[[str], None]
+    ) -> None:
+        """device: see `Pair`; buckets are packed there. timeout_s: time for a worker to reply.
+        note: called with the reason if a bucket was not sent."""
+        self._run_dir = run_dir
+        self._device = device
+        self._note = note
         self._timeout = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s / 2)
         self._sending: dict[int, _Sending] = {}
 
-    def __call__(self, version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InPair]:
+    def __call__(
+        self, version: Version, number: int, packed: Packed, to: Collection[int]
+    ) -> dict[int, InPair]:
         """Returns at once: the bytes are sent while the workers receive them."""
         tensors = tuple((name, dtype, shape) for name, dtype, shape, _ in packed)
         for rank in to:
@@ -132,10 +151,19 @@ class Pairs:
 
     def _send(self, bucket: tuple[Version, int], packed: Packed, rank: int) -> _Sending:
         before = self._sending.get(rank)
-        if before is not None and before.bucket == bucket and before.done.done() and (err := before.done.exception()):
-            self._note(f"the trainer had not sent bucket {bucket[1]} to worker {rank} before: {_first_line(err)}")
+        if (
+            before is not None
+            and before.bucket == bucket
+            and before.done.done()
+            and (err := before.done.exception())
+        ):
+            self._note(
+                f"the trainer had not sent bucket {bucket[1]} to worker {rank} before: "
+                f"{_first_line(err)}"
+            )
         if before is not None and bucket[1] > 0 and before.bucket != bucket:
-            pair, group = before.pair, before.group
+            pair = before.pair
+            group = before.group
         else:
             meeting = self._run_dir / f".meeting-{secrets.token_hex(4)}"
             pair = Pair(meeting, self._device, self._timeout)

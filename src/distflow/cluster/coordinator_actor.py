@@ -1,4 +1,5 @@
-"""The coordinator as an actor. Over Ray it handles only metadata and references; samples go from worker to worker."""
+"""The coordinator as an actor. Over Ray it handles only metadata and references; samples go from
+worker to worker."""
 
 import time
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, queue_dp_
 from distflow.scheduling.group_states import GroupCounts, Version
 
 _PAGE = 64
-"""Groups in one reply: a reference has some 170 bytes, a group's measurements some hundreds. No object above 64 kB is
-sent here or to the driver."""
+"""Groups in one reply: a reference has some 170 bytes, a group's measurements some hundreds. No
+object above 64 kB is sent here or to the driver."""
 
 
 class RunEnded(RuntimeError):
@@ -49,7 +50,8 @@ class Progress:
 class CoordinatorActor(SharedSampleQueue[GroupRef]):
     """Each method call runs on its own thread, and may wait there.
 
-    A call that the worker does not wait for may fail here: then the run fails, and every worker is notified.
+    A call that the worker does not wait for may fail here: then the run fails, and every worker is
+    notified.
     """
 
     def __init__(self, spec: Spec, start: Start, own_loop: bool = False) -> None:
@@ -81,13 +83,20 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         with self._lock:
             coordinator = self._coordinator
             counts = coordinator.checked_counts()
-            return Progress(coordinator.version, coordinator.plan.total_steps, coordinator.finished, counts)
+            return Progress(
+                coordinator.version, coordinator.plan.total_steps, coordinator.finished, counts
+            )
 
     def alive(self) -> None:
         """A heartbeat, answered by a separate thread."""
 
-    def end(self, group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups, reward_counts: RewardCounts) -> None:
-        """Groups have left the rollout loop. reward_counts: of their worker since the previous call."""
+    def end(
+        self,
+        group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups,
+        reward_counts: RewardCounts,
+    ) -> None:
+        """Groups have left the rollout loop. reward_counts: of their worker since the previous
+        call."""
         try:
             super().count(reward_counts)
             if isinstance(group, AbortedGroups):
@@ -110,7 +119,9 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self, step: int, rank: int, wanted: int | None = None, timeout_s: float | None = None
     ) -> TrainingStep[Sequence[GroupRef]] | NewWorkers | None:
         """The step with the first of its groups; `rest` returns the others."""
-        taken = super().take_step(step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s)
+        taken = super().take_step(
+            step, rank, wanted, None if timeout_s is None else time.monotonic() + timeout_s
+        )
         if taken is None or isinstance(taken, NewWorkers):
             return taken
         if rank == 0:
@@ -126,7 +137,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def resume_page(self, page: int) -> ResumePoint[GroupRef]:
         """A part of `resume_point`, without any groups after the last one."""
-        whole, here = super().resume_point(), slice(page * _PAGE, (page + 1) * _PAGE)
+        whole = super().resume_point()
+        here = slice(page * _PAGE, (page + 1) * _PAGE)
         queued = dict([*whole.queued.items()][here])
         return ResumePoint({**whole.snapshot, "live": whole.snapshot["live"][here]}, queued)
 

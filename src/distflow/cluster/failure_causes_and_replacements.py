@@ -1,7 +1,8 @@
-"""Handles workers that fail or die: finds the cause, reports where the next start resumes, replaces rollout workers.
+"""Handles workers that fail or die: finds the cause, reports where the next start resumes, replaces
+rollout workers.
 
-If a rollout worker dies, the groups that it was generating are lost, and its finished ones that no step has taken: all
-are issued again.
+If a rollout worker dies, the groups that it was generating are lost, and its finished ones that no
+step has taken: all are issued again.
 """
 
 import re
@@ -45,7 +46,8 @@ WITHIN_S = 3600.0
 _DEATH_IS_REPORTED_WITHIN_S = 2.0
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
-    "If the driver has it, provide it on every machine, at the same path or installed; modules on the PYTHONPATH "
+    "If the driver has it, provide it on every machine, at the same path or installed; modules on "
+    "the PYTHONPATH "
     "with which Ray was started there"
 )
 _SAME = "It lacks a module that the driver has imported: install the same distflow on every machine"
@@ -56,15 +58,22 @@ class Blame:
     """Finds the cause of a failed call of a run's workers."""
 
     def __init__(
-        self, spec: Spec, workers: Sequence[Any], trainers: Sequence[int], services: Mapping[int, Any]
+        self,
+        spec: Spec,
+        workers: Sequence[Any],
+        trainers: Sequence[int],
+        services: Mapping[int, Any],
     ) -> None:
-        """workers: by rank; the caller replaces lost ones. trainers: ranks of the training workers. services: the
-        actors that are not workers, by the number in place of a rank."""
-        self._spec, self._workers, self._training_ranks, self._services = spec, workers, trainers, services
+        """workers: by rank; the caller replaces lost ones. trainers: ranks of the training workers.
+        services: the actors that are not workers, by the number in place of a rank."""
+        self._spec = spec
+        self._workers = workers
+        self._training_ranks = trainers
+        self._services = services
 
     def outcome(self, ref: Any, rank: int, timeout_s: float | None = None) -> int | BaseException:
-        """The result of the worker's `run`, or the error that ended it: what it raised, WorkerDied or WorkerFailed;
-        GetTimeoutError if it has not ended."""
+        """The result of the worker's `run`, or the error that ended it: what it raised, WorkerDied
+        or WorkerFailed; GetTimeoutError if it has not ended."""
         error: BaseException
         try:
             return int(ray.get(ref, timeout=timeout_s))
@@ -79,13 +88,15 @@ class Blame:
         return error
 
     def cause_of(self, error: BaseException, running: Mapping[Any, int]) -> WorkerDied | None:
-        """The failure of another worker that caused a worker's error, if there is one. Ray reports a death a moment
-        later. Errors of user code usually have no such cause."""
+        """The failure of another worker that caused a worker's error, if there is one. Ray reports
+        a death a moment later. Errors of user code usually have no such cause."""
         training = {ref: rank for ref, rank in running.items() if rank in self._training_ranks}
         if isinstance(error, PeersLate):
             calls = {rank: future_of(ref) for ref, rank in training.items()}
             workers = {rank: self._workers[rank] for rank in running.values()}
-            return hanging(calls, workers, self._spec.run_dir / STACKS, self._spec.options.peers_timeout_s)
+            return hanging(
+                calls, workers, self._spec.run_dir / STACKS, self._spec.options.peers_timeout_s
+            )
         for number, actor in self._services.items():
             try:
                 ray.get(actor.alive.remote(), timeout=_DEATH_IS_REPORTED_WITHIN_S)
@@ -102,29 +113,40 @@ class Blame:
                 return died[0]  # errors of others have the same cause
         return None
 
-    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
+    def died(
+        self, rank: int, when: str, err: RayActorError
+    ) -> WorkerDied | WorkerFailed | UserError:
         """The error to raise for a worker without a process."""
         if err.actor_init_failed:  # ended by an exception, which is all that Ray reports
             said = str(err).strip().splitlines()[-1]
             message = f"{self._who(rank, err)} could not be started: {said}"
-            return UserError(f"{message}\n{_SAME}") if said.startswith(_OF_IMPORTS) else WorkerFailed(message)
+            return (
+                UserError(f"{message}\n{_SAME}")
+                if said.startswith(_OF_IMPORTS)
+                else WorkerFailed(message)
+            )
         plan = self._spec.plan.ranks[rank]
         does = " and ".join(
-            name for name, nodes in (("generates", plan.rollout_nodes), ("trains", plan.training_nodes)) if nodes
+            name
+            for name, nodes in (("generates", plan.rollout_nodes), ("trains", plan.training_nodes))
+            if nodes
         )
         return WorkerDied(
-            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"
+            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} "
+            f"({_process_of(err)}): {_CAUSES}"
         )
 
     def build_failed(self, rank: int, err: RayTaskError) -> Exception:
-        """The error to raise if a worker raised before the run began. `err` has its traceback, which `--debug`
-        shows."""
+        """The error to raise if a worker raised before the run began. `err` has its traceback,
+        which `--debug` shows."""
         who = self._who(rank, err)
         if isinstance(err.cause, MissingDevice):
             return UserError(f"{who}: {err.cause}")
         if isinstance(err.cause, UserError):
             return UserError(f"{who}: {err.cause}\n{_THERE}")
-        return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")
+        return WorkerFailed(
+            f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}"
+        )
 
     def _in_step(self) -> str:
         try:
@@ -142,13 +164,16 @@ class Blame:
 
 
 def _process_of(err: RayActorError) -> str:
-    return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
+    return next(
+        (line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")),
+        "pid: unknown",
+    )
 
 
 @contextmanager
 def with_resume_hint(spec: Spec) -> Iterator[None]:
-    """Adds to the error of a death that ends the run where the next start resumes. If a process of Ray itself is gone
-    or stopped, names that as the cause."""
+    """Adds to the error of a death that ends the run where the next start resumes. If a process of
+    Ray itself is gone or stopped, names that as the cause."""
     try:
         yield
     except WorkerDied as died:
@@ -158,11 +183,19 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
 
 
 def start_again(
-    spec: Spec, start: Start, bundles: Collection[Bundle], number: int, died: WorkerDied, say: Callable[[str], None]
+    spec: Spec,
+    start: Start,
+    bundles: Collection[Bundle],
+    number: int,
+    died: WorkerDied,
+    say: Callable[[str], None],
 ) -> Start:
-    """Where the run restarts after a loss, once its actors have ended and its bundles are in place. number: of the
-    restart, from 1. Raises WorkerDied if there is no room any more."""
-    message = f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} (trainer.max_restarts)"
+    """Where the run restarts after a loss, once its actors have ended and its bundles are in place.
+    number: of the restart, from 1. Raises WorkerDied if there is no room any more."""
+    message = (
+        f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} "
+        "(trainer.max_restarts)"
+    )
     say(message)
     events = read_events(spec.run_dir)
     with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=DRIVER) as folder:
@@ -182,40 +215,57 @@ class _Starting:
 
 
 class Replacements:
-    """Replaces rollout workers that die. A worker that dies for the fourth time within an hour ends the run; so does
-    one that cannot be started when no other is left."""
+    """Replaces rollout workers that die. A worker that dies for the fourth time within an hour ends
+    the run; so does one that cannot be started when no other is left."""
 
     def __init__(
-        self, places: Mapping[int, Place], start: Callable[[Place], Any], coordinator: Any, leader: Any
+        self,
+        places: Mapping[int, Place],
+        start: Callable[[Place], Any],
+        coordinator: Any,
+        leader: Any,
     ) -> None:
-        """places: of the replaceable workers, by rank. start: creates a worker's actor. leader: the worker that sends
-        weights. `starting` has the workers being started, by the reply to `build`."""
-        self.places, self._start = dict(places), start
-        self._coordinator, self._leader = coordinator, leader
+        """places: of the replaceable workers, by rank. start: creates a worker's actor. leader: the
+        worker that sends weights. `starting` has the workers being started, by the reply to
+        `build`."""
+        self.places = dict(places)
+        self._start = start
+        self._coordinator = coordinator
+        self._leader = leader
         self._deaths: dict[int, deque[float]] = {rank: deque() for rank in places}
         self.starting: dict[Any, _Starting] = {}
         self._given_up = set[int]()
 
     def begin(self, rank: int, why: str) -> None:
-        """Start a replacement for a worker that is gone or treated as gone; its groups go to others. Raises
-        WorkerDied."""
-        num_groups = reply_of(self._coordinator.lose_worker.remote(self.places[rank].generator), COORDINATOR)
+        """Start a replacement for a worker that is gone or treated as gone; its groups go to
+        others. Raises WorkerDied."""
+        num_groups = reply_of(
+            self._coordinator.lose_worker.remote(self.places[rank].generator), COORDINATOR
+        )
         self._check(rank, why)
         number = reply_of(self._coordinator.add_worker.remote(str(rank)), COORDINATOR)
         self.places[rank] = replace(self.places[rank], generator=number)
         worker = self._start(self.places[rank])
-        self.starting[worker.build.remote()] = _Starting(rank, worker, time.monotonic() + STARTS_WITHIN_S)
-        self._say(f"{why} Its {num_groups} prompt groups are issued again, and a replacement is started")
+        self.starting[worker.build.remote()] = _Starting(
+            rank, worker, time.monotonic() + STARTS_WITHIN_S
+        )
+        self._say(
+            f"{why} Its {num_groups} prompt groups are issued again, and a replacement is started"
+        )
 
     def ready(self) -> dict[int, Any]:
-        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised while building."""
+        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised while
+        building."""
         ready = {}
         for ref in [ref for ref in self.starting if ray.wait([ref], timeout=0)[0]]:
             starting = self.starting.pop(ref)
             try:
                 reply(ref)
             except RayActorError:
-                self.begin(starting.rank, f"The worker that was started as worker {starting.rank} has died at once.")
+                self.begin(
+                    starting.rank,
+                    f"The worker that was started as worker {starting.rank} has died at once.",
+                )
             else:
                 ready[starting.rank] = starting.worker
         for ref, starting in list(self.starting.items()):
@@ -230,21 +280,25 @@ class Replacements:
         self._say(f"worker {rank} runs again")
 
     def _check(self, rank: int, why: str) -> None:
-        deaths, now = self._deaths[rank], time.monotonic()
+        deaths = self._deaths[rank]
+        now = time.monotonic()
         deaths.append(now)
         while now - deaths[0] > WITHIN_S:
             deaths.popleft()
         if len(deaths) > MOST_DEATHS:
             raise WorkerDied(
-                f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and is not replaced "
-                f"again: find the cause (memory, a device, a prompt that crashes the engine). The last death: {why}"
+                f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and "
+                "is not replaced "
+                "again: find the cause (memory, a device, a prompt that crashes the engine). The "
+                f"last death: {why}"
             )
 
     def _give_up(self, starting: _Starting) -> None:
         kill(starting.worker)
         self._given_up.add(starting.rank)
         message = (
-            f"no other process could be started as worker {starting.rank} within {STARTS_WITHIN_S:g} s: its "
+            f"no other process could be started as worker {starting.rank} within "
+            f"{STARTS_WITHIN_S:g} s: its "
             "machine or its device may be gone"
         )
         if self._given_up == set(self.places[starting.rank].generators):

@@ -1,5 +1,6 @@
-"""Several processes on one machine without Ray (`trainer.launcher=local`), one per device, each of which generates and
-trains. The process that starts them has the sample queue, which they call over sockets. Losing one ends the run."""
+"""Several processes on one machine without Ray (`trainer.launcher=local`), one per device, each of
+which generates and trains. The process that starts them has the sample queue, which they call over
+sockets. Losing one ends the run."""
 
 import os
 import subprocess
@@ -22,7 +23,14 @@ from distflow.cluster.reports_to_driver import shown
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import TrustError, UserError, count_of
 from distflow.launch.device_and_threads import places_of
-from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of, resume_hint, starting
+from distflow.launch.run_start_and_end import (
+    Start,
+    done_before,
+    note_failure,
+    outcome_of,
+    resume_hint,
+    starting,
+)
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.processes.child import python_command, python_path
 from distflow.processes.descendants import descendants, kill_those, still_running
@@ -35,7 +43,8 @@ from distflow.runtime.worker_place_and_dp_groups import Place
 _NUM_CALLS = 16
 """Maximum number of calls from one process that are served at the same time."""
 _LOOKS_EVERY_S = 0.5
-_CLEANS_UP_WITHIN_S, _LOOKS_AGAIN_S = 2.0, 0.05
+_CLEANS_UP_WITHIN_S = 2.0
+_LOOKS_AGAIN_S = 0.05
 
 
 class LocalWorker(WorkerActor):
@@ -51,13 +60,16 @@ class LocalWorker(WorkerActor):
 
 
 class WorkerProcess:
-    """One process of the run, and calls to its worker. It dies with this one, even if that is killed."""
+    """One process of the run, and calls to its worker. It dies with this one, even if that is
+    killed."""
 
     def __init__(self, place: Place, device: str, coordinator: object) -> None:
         ours, theirs = Pipe()
         environment = {**os.environ, "PYTHONPATH": python_path()}
         if device.startswith("cuda"):
-            seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(place.rank + 1)))
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+                map(str, range(place.rank + 1))
+            )
             environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.rank]
         with theirs:
             self._process = subprocess.Popen(
@@ -67,7 +79,9 @@ class WorkerProcess:
                 env=environment,
                 process_group=0,  # Ctrl-C reaches only this process, and through it the others
             )
-        self.place, self.pid, self.calls = place, self._process.pid, Peer(ours, _NUM_CALLS)
+        self.place = place
+        self.pid = self._process.pid
+        self.calls = Peer(ours, _NUM_CALLS)
         threading.Thread(target=self.calls.serve, args=(coordinator,), daemon=True).start()
 
     def how_it_died(self) -> str | None:
@@ -78,7 +92,8 @@ class WorkerProcess:
         return f"by {Signals(-status).name}" if status < 0 else f"with status {status}"
 
     def kill(self) -> None:
-        """Kill it and what it started, such as the user's code; what ends by itself has a moment to clean up."""
+        """Kill it and what it started, such as the user's code; what ends by itself has a moment to
+        clean up."""
         below = descendants(self.pid)
         self._process.kill()
         self._process.wait()
@@ -92,10 +107,15 @@ class LocalRun(AbstractContextManager["LocalRun"]):
     """A context manager that starts the processes of a run, and kills them on exit."""
 
     def __init__(self, spec: Spec, start: Start) -> None:
-        self._spec, self._start, self._meeting = spec, start, new_meeting(spec.run_dir)
+        self._spec = spec
+        self._start = start
+        self._meeting = new_meeting(spec.run_dir)
         self.coordinator = CoordinatorActor(spec, start)
         ranks = spec.plan.ranks
-        self._workers = [WorkerProcess(place, ranks[place.rank].device, self.coordinator) for place in places_of(spec)]
+        self._workers = [
+            WorkerProcess(place, ranks[place.rank].device, self.coordinator)
+            for place in places_of(spec)
+        ]
         self._calls = {worker.place.rank: worker.calls for worker in self._workers}
         self._heartbeat = Heartbeat(self._calls)
         self.stop = StopRequest(lambda name: None)
@@ -111,9 +131,14 @@ class LocalRun(AbstractContextManager["LocalRun"]):
             note_failure(self._spec.run_dir, error)
 
     def build(self, say: Callable[[str], None]) -> list[str]:
-        """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
-        spec, start = self._spec, self._start
-        begun = [worker.calls.begin.remote(spec, start, worker.place, self._meeting) for worker in self._workers]
+        """Build engines and services of all workers; returns the harmless differences from the
+        checkpoint."""
+        spec = self._spec
+        start = self._start
+        begun = [
+            worker.calls.begin.remote(spec, start, worker.place, self._meeting)
+            for worker in self._workers
+        ]
         while not all(call.done() for call in begun):
             wait(begun, _LOOKS_EVERY_S)
             self._check(begun, "while its engines were built")
@@ -122,7 +147,9 @@ class LocalRun(AbstractContextManager["LocalRun"]):
 
     def watch(self, differences: list[str], options: LaunchOptions) -> int:
         """Supervise until the run has ended; returns the steps consumed in total."""
-        with shown(self._spec, self.coordinator.progress().total_steps, options.callbacks) as output:
+        with shown(
+            self._spec, self.coordinator.progress().total_steps, options.callbacks
+        ) as output:
 
             def asked_to_stop(name: str) -> None:
                 output.note_stop(name)
@@ -130,7 +157,9 @@ class LocalRun(AbstractContextManager["LocalRun"]):
 
             self.stop = StopRequest(asked_to_stop, ends_process=not options.embedded)
             with self.stop:
-                running = [worker.calls.run.remote(differences, {}, False) for worker in self._workers]
+                running = [
+                    worker.calls.run.remote(differences, {}, False) for worker in self._workers
+                ]
                 try:
                     while not all(call.done() for call in running):
                         output.pass_on(self.coordinator.messages(_LOOKS_EVERY_S))
@@ -142,17 +171,22 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         return max(call.result() for call in running)
 
     def _check(self, calls: Sequence["Future[Any]"], when: str) -> None:
-        """Raises the error of a failed call, or WorkerDied if the cause is a process that died or does not respond.
-        when: in the run."""
+        """Raises the error of a failed call, or WorkerDied if the cause is a process that died or
+        does not respond. when: in the run."""
         error = next((error for call in calls if call.done() and (error := call.exception())), None)
         may_follow = error is not None and not isinstance(error, UserError | TrustError)
         until = time.monotonic() + (STARVED_S if may_follow else 0.0)
-        while not (dead := [worker for worker in self._workers if worker.how_it_died()]) and time.monotonic() < until:
+        while (
+            not (dead := [worker for worker in self._workers if worker.how_it_died()])
+            and time.monotonic() < until
+        ):
             time.sleep(_LOOKS_EVERY_S)
         for worker in dead:
             raise WorkerDied(
-                f"worker {worker.place.rank} of {len(calls)}, which generates and trains, has died {when} "
-                f"(pid {worker.pid}, {worker.how_it_died()}): killed from outside, out of memory, or crashed in native "
+                f"worker {worker.place.rank} of {len(calls)}, which generates and trains, has died "
+                f"{when} "
+                f"(pid {worker.pid}, {worker.how_it_died()}): killed from outside, out of memory, "
+                "or crashed in native "
                 "code."
             )
         stacks = self._spec.run_dir / STACKS
@@ -177,12 +211,18 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
                 steps = run.watch(run.build(options.say), options)
             except WorkerDied as died:
                 raise type(died)(f"{died} {resume_hint(spec)}") from died
-        return outcome_of(spec, steps, run.stop.signal, run.stop.wanted and not run.coordinator.progress().finished)
+        return outcome_of(
+            spec,
+            steps,
+            run.stop.signal,
+            run.stop.wanted and not run.coordinator.progress().finished,
+        )
 
 
 def main() -> None:
     """The process of a rank: serves the calls that arrive over its socket."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    descriptor = int(sys.argv[1])
+    parent = int(sys.argv[2])
     die_with(parent)
     coordinator = Peer(Connection(descriptor), _NUM_CALLS)
     coordinator.serve(LocalWorker(coordinator))

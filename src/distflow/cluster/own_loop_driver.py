@@ -1,5 +1,5 @@
-"""A user's own training loop over Ray, in the driver: it knows where batches are stored, and each training rank
-executes its calls on the rank's rows (`own_loop_worker.py`)."""
+"""A user's own training loop over Ray, in the driver: it knows where batches are stored, and each
+training rank executes its calls on the rank's rows (`own_loop_worker.py`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,20 @@ from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.rollout_loop.group_samples_and_columns import rows_by_group
 from distflow.runtime.sample_queue.protocol import NewWorkers, OfGroup, TrainingStep
 from distflow.runtime.spec import Get, Spec
-from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, divide_among_ranks, queue_dp_group, with_samples
+from distflow.runtime.worker_place_and_dp_groups import (
+    DpGroupShares,
+    divide_among_ranks,
+    queue_dp_group,
+    with_samples,
+)
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn
 
 _TOO_LATE = (
-    "a rollout worker has died within a step that was trained in part, and the one in its place needs the weights from "
-    "before that. The same call resumes from the last checkpoint. Take the whole of a step before you train on it"
+    "a rollout worker has died within a step that was trained in part, and the one in its place "
+    "needs the weights from "
+    "before that. The same call resumes from the last checkpoint. Take the whole of a step before "
+    "you train on it"
 )
 
 
@@ -39,8 +46,8 @@ def _reply(run: RayRun, ref: Any) -> Any:
 
 
 class RemoteIntake:
-    """The methods of the coordinator's queue that a user's own loop calls. Functions are passed by reference, since
-    user modules are not imported there."""
+    """The methods of the coordinator's queue that a user's own loop calls. Functions are passed by
+    reference, since user modules are not imported there."""
 
     def __init__(self, run: RayRun) -> None:
         self._run = run
@@ -49,24 +56,35 @@ class RemoteIntake:
         return partial(self._ask, name)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        stored = [(ray.put(each),) if isinstance(each, OfGroup) and any(each) else each for each in arguments]
+        stored = [
+            (ray.put(each),) if isinstance(each, OfGroup) and any(each) else each
+            for each in arguments
+        ]
         return _reply(self._run, getattr(self._run.coordinator, name).remote(*stored))
 
 
 class TrainingRanks:
-    """The `Worker` of a user's own loop in the driver. Its methods work on whole batches, whose groups it divides among
-    the ranks as in any other run."""
+    """The `Worker` of a user's own loop in the driver. Its methods work on whole batches, whose
+    groups it divides among the ranks as in any other run."""
 
     def __init__(self, spec: Spec, run: RayRun, step: int) -> None:
         """step: number consumed in total."""
-        self._spec, self._run, self.step, self._has_trained = spec, run, step, False
+        self._spec = spec
+        self._run = run
+        self.step = step
+        self._has_trained = False
         wait = partial(_reply, run)
-        self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=wait, read=self._hold)
-        self._dp_groups, self._reward_counts = dp_groups_of(spec.plan), RewardCounts()
+        self._queue = RemoteSampleQueue(
+            run.coordinator, -1, 0, Waits(), Stop(), wait=wait, read=self._hold
+        )
+        self._dp_groups = dp_groups_of(spec.plan)
+        self._reward_counts = RewardCounts()
         engines: dict[str, object] = dict.fromkeys(("actor", "critic", "ref"))
         for role in filter(self._having, engines):
             engines[role] = SimpleNamespace(forward=partial(self.forward, role))
-        self.resources = SimpleNamespace(tokenizer=Get(spec.factories, spec.plan.ranks[0], {})("tokenizer"), **engines)
+        self.resources = SimpleNamespace(
+            tokenizer=Get(spec.factories, spec.plan.ranks[0], {})("tokenizer"), **engines
+        )
 
     def take(self, wanted: int, deadline: float | None) -> TrainingStep[Batch] | None:
         try:
@@ -83,7 +101,8 @@ class TrainingRanks:
         return step
 
     def reward_metrics(self) -> dict[str, float]:
-        counts, self._reward_counts = self._reward_counts, RewardCounts()
+        counts = self._reward_counts
+        self._reward_counts = RewardCounts()
         leader, *others = self._run.training_ranks
         replies = self._run.call("reward_metrics", {leader: (counts,), **dict.fromkeys(others, ())})
         return cast(dict[str, float], replies[leader][1])
@@ -99,15 +118,19 @@ class TrainingRanks:
         return self._call("learn", self._dp_groups, group_ids, batch)
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
-        return cast(dict[str, float], self._call("train_step", self._having(role), role, batch, loss)[1])
+        return cast(
+            dict[str, float], self._call("train_step", self._having(role), role, batch, loss)[1]
+        )
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         _, recorded = self._call("finish", self._dp_groups, batch, metrics)
-        self.step, self._has_trained = self.step + 1, False
+        self.step = self.step + 1
+        self._has_trained = False
         return cast(dict[str, float], recorded)
 
     def generate(self, request: Any, gone: frozenset[int] = frozenset()) -> Any:
-        """Generate with the workers' engines in turn. gone: the ranks of workers that died with the request."""
+        """Generate with the workers' engines in turn. gone: the ranks of workers that died with the
+        request."""
         return self._generated(request, *self._ask(request, gone), gone)
 
     async def agenerate(self, request: Any) -> Any:
@@ -117,11 +140,18 @@ class TrainingRanks:
         return self._generated(request, rank, ref, frozenset())
 
     def _ask(self, request: Any, gone: frozenset[int]) -> tuple[int, Any]:
-        """The rank of a worker with the newest weights, and a reference to its result. Raises WorkerDied."""
-        training = {rank for rank in self._run.training_ranks if "rollout" in self._spec.plan.ranks[rank].engines}
+        """The rank of a worker with the newest weights, and a reference to its result. Raises
+        WorkerDied."""
+        training = {
+            rank
+            for rank in self._run.training_ranks
+            if "rollout" in self._spec.plan.ranks[rank].engines
+        }
         ready = sorted({*training, *self._run.with_newest_weights()} - gone)
         if not ready:
-            raise WorkerDied("no rollout worker has the newest weights: a new one gets them with the next batch.")
+            raise WorkerDied(
+                "no rollout worker has the newest weights: a new one gets them with the next batch."
+            )
         rank = ready[request.stream.row % len(ready)]
         return rank, self._run.generate(rank, request)
 
@@ -135,17 +165,28 @@ class TrainingRanks:
 
     def _having(self, role: str) -> list[tuple[int, ...]]:
         """The dp groups that have the role's engine."""
-        return [dp_group for dp_group in self._dp_groups if role in self._spec.plan.ranks[dp_group[0]].engines]
+        return [
+            dp_group
+            for dp_group in self._dp_groups
+            if role in self._spec.plan.ranks[dp_group[0]].engines
+        ]
 
     def _hold(self, taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-        """Have each rank read its groups from the workers that have them; returns the batch, or the ids of lost
-        ones."""
-        dp_group, numbers = self._dp_groups[0], taken.own
+        """Have each rank read its groups from the workers that have them; returns the batch, or the
+        ids of lost ones."""
+        dp_group = self._dp_groups[0]
+        numbers = taken.own
         sizes = Batch(torch.zeros(len(numbers)), torch.tensor(taken.loads))
         sizes["group_index"] = torch.tensor(numbers)
-        divided = dict(zip(dp_group, self._divided(sizes, dp_group, by_mini_batches=False), strict=True))
-        own = {rank: divided[rank] for rank in with_samples(self._spec.plan, dp_group) if divided[rank]}
-        calls = {rank: ([numbers[i] for i in of], [groups[i] for i in of]) for rank, of in own.items()}
+        divided = dict(
+            zip(dp_group, self._divided(sizes, dp_group, by_mini_batches=False), strict=True)
+        )
+        own = {
+            rank: divided[rank] for rank in with_samples(self._spec.plan, dp_group) if divided[rank]
+        }
+        calls = {
+            rank: ([numbers[i] for i in of], [groups[i] for i in of]) for rank, of in own.items()
+        }
         held = [*self._run.call("hold", calls).values()]
         if lost := [number for *_, missing in held for number in missing]:
             return None, lost
@@ -158,16 +199,25 @@ class TrainingRanks:
         columns = _columns([columns for columns, *_ in held], picks)
         return Batch.from_columns(small.lengths("prompt"), small.lengths("response"), columns), []
 
-    def _call(self, name: str, dp_groups: Sequence[tuple[int, ...]], *arguments: Any) -> tuple[Any, Any]:
-        """Call a method of the workers of these dp groups, each with its rows in place of the batch among the
-        arguments. Returns the columns that it wrote, which stay there, and the rest of the first one's result."""
+    def _call(
+        self, name: str, dp_groups: Sequence[tuple[int, ...]], *arguments: Any
+    ) -> tuple[Any, Any]:
+        """Call a method of the workers of these dp groups, each with its rows in place of the batch
+        among the arguments. Returns the columns that it wrote, which stay there, and the rest of
+        the first one's result."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
         self._has_trained |= name in ("learn", "train_step")
-        there, rows = _there(batch), dict[int, list[int]]()
+        there = _there(batch)
+        rows = dict[int, list[int]]()
         for dp_group in dp_groups:
-            rows |= zip(dp_group, self._divided(batch, dp_group, by_mini_batches=name == "learn"), strict=True)
+            rows |= zip(
+                dp_group,
+                self._divided(batch, dp_group, by_mini_batches=name == "learn"),
+                strict=True,
+            )
         calls = {
-            rank: [there.select(own) if each is batch else each for each in arguments] for rank, own in rows.items()
+            rank: [there.select(own) if each is batch else each for each in arguments]
+            for rank, own in rows.items()
         }
         replies = self._run.call(name, calls)
         found, rest = replies[dp_groups[0][0]]
@@ -175,19 +225,29 @@ class TrainingRanks:
             return None, rest
         columns = dict[str, tuple[Any, StoredColumn]]()
         for dp_group in dp_groups:
-            holders, picks = with_samples(self._spec.plan, dp_group), [(0, 0)] * len(batch)
+            holders = with_samples(self._spec.plan, dp_group)
+            picks = [(0, 0)] * len(batch)
             ranks = [rank for rank in holders if rows[rank]] or holders[:1]
             for part, rank in enumerate(ranks):
                 for place, row in enumerate(rows[rank]):
                     picks[row] = part, place
-            columns |= {field.name: (field, each) for field, each in _columns([replies[r][0] for r in ranks], picks)}
-        return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), columns.values()), rest
+            columns |= {
+                field.name: (field, each)
+                for field, each in _columns([replies[r][0] for r in ranks], picks)
+            }
+        return Batch.from_columns(
+            batch.lengths("prompt"), batch.lengths("response"), columns.values()
+        ), rest
 
-    def _divided(self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool) -> list[list[int]]:
-        """The rows of each rank. by_mini_batches: divide each mini-batch of the training nodes, not the batch."""
+    def _divided(
+        self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool
+    ) -> list[list[int]]:
+        """The rows of each rank. by_mini_batches: divide each mini-batch of the training nodes, not
+        the batch."""
         shares = queue_dp_group(self._spec, dp_group)
         rows = rows_by_group(batch)
-        numbers, lengths = sorted(rows), batch.lengths("sequence").tolist()
+        numbers = sorted(rows)
+        lengths = batch.lengths("sequence").tolist()
         loads = [sum(lengths[row] for row in rows[number]) for number in numbers]
         shares = shares if by_mini_batches else DpGroupShares(shares.shares)
         divided = divide_among_ranks(shares, loads, numbers, self.step)
@@ -196,13 +256,21 @@ class TrainingRanks:
 
 def _there(batch: Batch) -> Batch:
     """The batch for the ranks: columns written here go to the object store."""
-    here = stored(batch.only(field.name for field, column in batch.columns() if not isinstance(column, StoredColumn)))
+    here = stored(
+        batch.only(
+            field.name for field, column in batch.columns() if not isinstance(column, StoredColumn)
+        )
+    )
     columns = [(field, column) for field, column in batch.columns() if field.name not in here]
     written = _columns([here], [(0, row) for row in range(len(batch))])
-    return Batch.from_columns(batch.lengths("prompt"), batch.lengths("response"), [*columns, *written])
+    return Batch.from_columns(
+        batch.lengths("prompt"), batch.lengths("response"), [*columns, *written]
+    )
 
 
-def _columns(parts: Sequence[Stored], picks: Sequence[tuple[int, int]]) -> Iterator[tuple[Any, StoredColumn]]:
+def _columns(
+    parts: Sequence[Stored], picks: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Any, StoredColumn]]:
     """The fields and columns of all parts, with the samples at `picks`, as (part, row)."""
     for name, (field, _) in parts[0].items():
         yield field, StoredColumn(tuple(part[name][1][0] for part in parts), picks)

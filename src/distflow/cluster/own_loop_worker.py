@@ -1,5 +1,6 @@
-"""A user's own loop over Ray, on the workers: a training rank executes the driver's calls on rows in Ray's object
-store, where it leaves what it writes, and a rollout worker looks up what the loop submits."""
+"""A user's own loop over Ray, on the workers: a training rank executes the driver's calls on rows
+in Ray's object store, where it leaves what it writes, and a rollout worker looks up what the loop
+submits."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A column in Ray's object store. refs: of objects with nothing else. picks: (object, row) of each sample."""
+    """A column in Ray's object store. refs: of objects with nothing else. picks: (object, row) of
+    each sample."""
 
     refs: "tuple[ray.ObjectRef[Any], ...]"
     picks: Sequence[tuple[int, int]]
@@ -47,52 +49,73 @@ class StoredColumn:
     def concat(self, others: Sequence[RemoteColumn]) -> "StoredColumn":
         parts = [self, *cast(Sequence[StoredColumn], others)]
         firsts = accumulate((len(part.refs) for part in parts), initial=0)
-        picks = [(first + part, row) for first, of in zip(firsts, parts, strict=False) for part, row in of.picks]
+        picks = [
+            (first + part, row)
+            for first, of in zip(firsts, parts, strict=False)
+            for part, row in of.picks
+        ]
         return StoredColumn(tuple(ref for part in parts for ref in part.refs), picks)
 
 
 Stored = Mapping[str, "tuple[Any, tuple[ray.ObjectRef[Any]]]"]
-"""Columns by name, each with its field and as a separate object; references are in tuples as in `GroupRef`."""
+"""Columns by name, each with its field and as a separate object; references are in tuples as in
+`GroupRef`."""
 
 
 def stored(batch: Batch) -> Stored:
     """The batch's columns, in the object store."""
     import ray
 
-    return {name: (batch.field(name), (ray.put(to_buffers(batch.only([name]))),)) for name in batch.names}
+    return {
+        name: (batch.field(name), (ray.put(to_buffers(batch.only([name]))),))
+        for name in batch.names
+    }
 
 
-def _hold(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Stored, Buffers, Sequence[int]]:
-    """The rows of these groups, which stay here, and for the driver their lengths and groups; or ids of lost ones."""
+def _hold(
+    numbers: Sequence[int], groups: Sequence[GroupRef]
+) -> tuple[Stored, Buffers, Sequence[int]]:
+    """The rows of these groups, which stay here, and for the driver their lengths and groups; or
+    ids of lost ones."""
     batch, lost = read_groups(numbers, groups)
-    return ({}, {}, lost) if batch is None else (stored(batch), to_buffers(batch.only(["group_index"])), ())
+    return (
+        ({}, {}, lost)
+        if batch is None
+        else (stored(batch), to_buffers(batch.only(["group_index"])), ())
+    )
 
 
 class RankCalls:
-    """The calls of the driver's loop on one training rank: methods of its worker, on its training thread, in order."""
+    """The calls of the driver's loop on one training rank: methods of its worker, on its training
+    thread, in order."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]]] = SimpleQueue()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method from another thread; returns the result of `_carry_out`, or raises what the method raised."""
+        """Call a method from another thread; returns the result of `_carry_out`, or raises what the
+        method raised."""
         result: Future[Any] = Future()
         self._calls.put((name, arguments, result))
         return result.result()
 
     def serve(self, worker: Worker) -> int:
-        """Serve calls on the training thread until the driver leaves its loop; returns the steps consumed in total."""
+        """Serve calls on the training thread until the driver leaves its loop; returns the steps
+        consumed in total."""
         while True:
             name, arguments, result = worker.wait_for_call(self._calls.get)
             if name == "leave":
                 result.set_result(None)
                 return worker.step
             with _Errors(result):
-                result.set_result(_hold(*arguments) if name == "hold" else _carry_out(worker, name, arguments))
+                result.set_result(
+                    _hold(*arguments) if name == "hold" else _carry_out(worker, name, arguments)
+                )
 
 
 class _Errors(AbstractContextManager[None]):
-    """Errors inside belong to the call: the driver raises them in the user's loop, which may continue."""
+    """Errors inside belong to the call: the driver raises them in the user's loop, which may
+    continue."""
 
     def __init__(self, result: Future[Any]) -> None:
         self._result = result
@@ -106,22 +129,29 @@ class _Errors(AbstractContextManager[None]):
 
 def _carry_out(worker: Worker, name: str, arguments: Sequence[Any]) -> tuple[Stored | None, Any]:
     """The columns that the method wrote, if it returns a batch, and the rest of its result."""
-    given = [each.to("cpu") if isinstance(each, Batch) else each for each in arguments]  # `to` reads its columns
-    before = {key: each.flat(key) for each in given if isinstance(each, Batch) for key in each.names}
+    # `to` reads its columns
+    given = [each.to("cpu") if isinstance(each, Batch) else each for each in arguments]
+    before = {
+        key: each.flat(key) for each in given if isinstance(each, Batch) for key in each.names
+    }
     found = getattr(worker, name)(*given)
     batch, rest = found if isinstance(found, tuple) else (found, None)
     if not isinstance(batch, Batch):
         return None, batch
-    return stored(batch.only(key for key in batch.names if batch.flat(key) is not before.get(key))), rest
+    return stored(
+        batch.only(key for key in batch.names if batch.flat(key) is not before.get(key))
+    ), rest
 
 
 class RemoteSubmissions(Submissions):
-    """Submissions of the driver's loop, looked up at the coordinator, which has references to its functions."""
+    """Submissions of the driver's loop, looked up at the coordinator, which has references to its
+    functions."""
 
     def __init__(self, coordinator: Any) -> None:
         import ray
 
-        self._coordinator, self._get = coordinator, lru_cache(ray.get)
+        self._coordinator = coordinator
+        self._get = lru_cache(ray.get)
 
     def row(self, number: int) -> PromptRow:
         return cast(PromptRow, reply(self._coordinator.submitted_row.remote(number)))

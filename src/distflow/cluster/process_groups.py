@@ -1,5 +1,5 @@
-"""The `torch.distributed` process groups of a training worker, created once and in the same order on every rank, and
-the collectives over them."""
+"""The `torch.distributed` process groups of a training worker, created once and in the same order
+on every rank, and the collectives over them."""
 
 import hashlib
 import os
@@ -24,16 +24,16 @@ from distflow.training.engine import Collective, OneRank, Plain, Reducible
 
 
 def backend_of(plan: Plan) -> str:
-    """The argument of `init_process_group`. Beside nccl or the backend of another accelerator, gloo transfers host
-    memory, including pickled objects."""
+    """The argument of `init_process_group`. Beside nccl or the backend of another accelerator, gloo
+    transfers host memory, including pickled objects."""
     for device in {torch.device(rank.device).type for rank in plan.ranks} - {"cpu", "cuda"}:
         return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
 
 
 def new_meeting(run_dir: Path) -> Path:
-    """A file through which the training workers of a start find each other. For the process that holds the folder: it
-    removes those of killed starts, and the folders of their shared servers."""
+    """A file through which the training workers of a start find each other. For the process that
+    holds the folder: it removes those of killed starts, and the folders of their shared servers."""
     remove_meetings(run_dir)
     return run_dir / f".meeting-{secrets.token_hex(4)}"
 
@@ -47,12 +47,17 @@ def remove_meetings(run_dir: Path) -> None:
 
 
 class ProcessGroups:
-    def __init__(self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
-        """dp_groups: the training ranks, in the order of their common process group, which exists already. timeout: how
-        long one may wait for the others. All of them call this."""
-        self._plan, self._timeout = plan, timeout
+    def __init__(
+        self, plan: Plan, dp_groups: Sequence[tuple[int, ...]], timeout: timedelta
+    ) -> None:
+        """dp_groups: the training ranks, in the order of their common process group, which exists
+        already. timeout: how long one may wait for the others. All of them call this."""
+        self._plan = plan
+        self._timeout = timeout
         self._training_ranks = [rank for dp_group in dp_groups for rank in dp_group]
-        of_plan = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)]
+        of_plan = [
+            group.ranks for group in plan.groups if set(group.ranks) <= set(self._training_ranks)
+        ]
         self._groups = {
             ranks: dist.new_group(self._places(ranks), timeout)
             for ranks in dict.fromkeys([*of_plan, *dp_groups])
@@ -63,22 +68,30 @@ class ProcessGroups:
         """The group of these ranks: this one, with or without others."""
         if ranks not in self._groups:
             assert len(ranks) == 1, f"the plan has no process group of the ranks {ranks}"
-            self._groups[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
+            self._groups[ranks] = dist.new_group(
+                self._places(ranks), self._timeout, use_local_synchronization=True
+            )
         return self._groups[ranks]
 
     def mesh(self, dp_group: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
-        """The mesh over which the models of a dp group are sharded: the data parallel dimension (two with replicas),
-        and the tensor parallel one if layers are divided."""
-        data, tensor = layout.sizes.data, layout.sizes.tensor
+        """The mesh over which the models of a dp group are sharded: the data parallel dimension
+        (two with replicas), and the tensor parallel one if layers are divided."""
+        data = layout.sizes.data
+        tensor = layout.sizes.tensor
         dimensions: dict[str, tuple[Axis | Part, int]] = {DATA: ("data", data)}
         if layout.shard is not None:
-            dimensions = {REPLICA: ("replica", data // layout.shard), SHARD: ("shard", layout.shard)}
+            dimensions = {
+                REPLICA: ("replica", data // layout.shard),
+                SHARD: ("shard", layout.shard),
+            }
         if tensor > 1:
             dimensions[TENSOR] = ("tensor", tensor)
         if len(dimensions) == 1:
             return DeviceMesh.from_group(self.of(dp_group), device)
         lines = [self.of(layout.line(axis, rank)) for axis, _ in dimensions.values()]
-        places = torch.tensor(self._places(dp_group)).view([size for _, size in dimensions.values()])
+        places = torch.tensor(self._places(dp_group)).view(
+            [size for _, size in dimensions.values()]
+        )
         return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=tuple(dimensions))
 
     def _places(self, ranks: Sequence[int]) -> list[int]:
@@ -86,8 +99,9 @@ class ProcessGroups:
 
 
 class TorchCollective:
-    """The `Collective` of a process group: tensors are reduced on their device, numbers in float64. `sum` and `max`
-    raise ValueError if the ranks' numbers have different names. waits: where to record the time that calls take."""
+    """The `Collective` of a process group: tensors are reduced on their device, numbers in float64.
+    `sum` and `max` raise ValueError if the ranks' numbers have different names. waits: where to
+    record the time that calls take."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """group: None for the group of all ranks."""
@@ -123,9 +137,12 @@ class TorchCollective:
         return {name: by_name[name] for name in value}
 
     def _check_names(self, names: list[str]) -> None:
-        """Check by a hash that all ranks have the same names, since reducing tensors of different lengths would hang or
-        mix up numbers. The names themselves are sent only for the error message."""
-        digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
+        """Check by a hash that all ranks have the same names, since reducing tensors of different
+        lengths would hang or mix up numbers. The names themselves are sent only for the error
+        message."""
+        digest = int.from_bytes(
+            hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little"
+        )
         largest, least = self._all_reduce(
             torch.tensor([digest, -digest], device=self._device), dist.ReduceOp.MAX
         ).tolist()
@@ -133,8 +150,15 @@ class TorchCollective:
             return
         everyone = self.gather(names)
         common = set(names).intersection(*everyone)
-        odd = [f"rank {rank} has {sorted(set(own) - common)}" for rank, own in enumerate(everyone) if set(own) - common]
-        raise ValueError(f"ranks reduce values with different names: {'; '.join(odd)}, which other ranks do not have")
+        odd = [
+            f"rank {rank} has {sorted(set(own) - common)}"
+            for rank, own in enumerate(everyone)
+            if set(own) - common
+        ]
+        raise ValueError(
+            f"ranks reduce values with different names: {'; '.join(odd)}, which other ranks do not "
+            "have"
+        )
 
     def _numbers(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -147,8 +171,8 @@ class TorchCollective:
 
 @dataclass(frozen=True)
 class Collectives:
-    """everyone: all training ranks. dp_group: this rank's. data: ranks of the dp group with separate samples. mesh: of
-    the dp group if weights are sharded, else None."""
+    """everyone: all training ranks. dp_group: this rank's. data: ranks of the dp group with
+    separate samples. mesh: of the dp group if weights are sharded, else None."""
 
     everyone: Collective
     dp_group: Collective
@@ -163,7 +187,8 @@ class Collectives:
 
     @staticmethod
     def join(spec: Spec, place: Place, meeting: Path) -> "Collectives":
-        """All training workers call this, and wait for each other. meeting: a file through which they meet."""
+        """All training workers call this, and wait for each other. meeting: a file through which
+        they meet."""
         if len({rank.node for rank in spec.plan.ranks}) == 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else needs to reach it
         trainers = place.trainers
@@ -182,7 +207,8 @@ class Collectives:
             rank=trainers.index(place.rank),
             world_size=len(trainers),
         )
-        groups, layout = ProcessGroups(spec.plan, place.dp_groups, timeout), dp_group_layout(spec.plan, place.dp_group)
+        groups = ProcessGroups(spec.plan, place.dp_groups, timeout)
+        layout = dp_group_layout(spec.plan, place.dp_group)
         return Collectives(
             TorchCollective(),
             TorchCollective(groups.of(place.dp_group)),

@@ -1,4 +1,5 @@
-"""The Ray of a run: connects to one, or starts one that ends with the run, and reserves resources for the workers."""
+"""The Ray of a run: connects to one, or starts one that ends with the run, and reserves resources
+for the workers."""
 
 import logging
 import os
@@ -30,7 +31,8 @@ _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
 """Memory of a worker that has imported everything, without a model."""
 _TOKEN_ADVICE = (
-    ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the cluster's token "
+    ". It requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the "
+    "cluster's token "
     "(docs/cluster.md), as for `ray start`"
 )
 _SHARE_OF_STORE = 0.5
@@ -39,14 +41,15 @@ _STOPPED = ("T", "t")
 _NEEDED = ("raylet", "gcs_server")
 """Ray's names for its processes that a run needs."""
 SHARED_BUNDLES = "DISTFLOW_SHARED_BUNDLES"
-"""An environment variable: the placement group that the parent process reserved, with a bundle per node."""
+"""An environment variable: the placement group that the parent process reserved, with a bundle per
+node."""
 
 
 @contextmanager
 def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
-    """Connect this process to the Ray that RAY_ADDRESS names or that it is already connected to, else to its own one on
-    loopback, which ends with the block and everything that runs there. Yields whether it is its own. more_cpus: for its
-    own, besides those of the workers."""
+    """Connect this process to the Ray that RAY_ADDRESS names or that it is already connected to,
+    else to its own one on loopback, which ends with the block and everything that runs there.
+    Yields whether it is its own. more_cpus: for its own, besides those of the workers."""
     if ray.is_initialized():
         yield False
         return
@@ -64,11 +67,13 @@ def connect_ray(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> I
 
 @contextmanager
 def joined_ray(address: str) -> Iterator[None]:
-    """Connect this process to the Ray that RAY_ADDRESS names. Raises UserError if it cannot be used."""
+    """Connect this process to the Ray that RAY_ADDRESS names. Raises UserError if it cannot be
+    used."""
     _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as err:  # not running, no token, or other versions
+    # not running, no token, or other versions
+    except (ConnectionError, RuntimeError, ValueError) as err:
         token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
         raise UserError(f"the Ray at RAY_ADDRESS={address} cannot be used: {err}{token}") from err
     try:
@@ -80,8 +85,8 @@ def joined_ray(address: str) -> Iterator[None]:
 @contextmanager
 def start_ray(num_cpus: int) -> Iterator[None]:
     """Start a Ray on this machine with at least this many CPUs; it ends with the block."""
-    # Ray's processes get their own process groups: a signal to ours, e.g. from `timeout`, must reach only the run,
-    # which saves before its Ray ends.
+    # Ray's processes get their own process groups: a signal to ours, e.g. from `timeout`, must
+    # reach only the run, which saves before its Ray ends.
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
     try:
@@ -104,12 +109,16 @@ def start_ray(num_cpus: int) -> Iterator[None]:
 
 
 def failed_process(or_stopped: bool = False) -> str | None:
-    """Names a dead process of the Ray that this process started; None if all live or it started no Ray. or_stopped:
-    also names a stopped process, which may have caused a worker's death."""
+    """Names a dead process of the Ray that this process started; None if all live or it started no
+    Ray. or_stopped: also names a stopped process, which may have caused a worker's death."""
     own = {kind: process for name in _NEEDED for kind, process in _own_processes() if kind == name}
     failed = [(kind, "has died") for kind, process in own.items() if process.poll() is not None]
     if or_stopped:
-        failed += [(kind, "is stopped") for kind, process in own.items() if state_of(process.pid) in _STOPPED]
+        failed += [
+            (kind, "is stopped")
+            for kind, process in own.items()
+            if state_of(process.pid) in _STOPPED
+        ]
     return next((f"Ray's {kind} (pid {own[kind].pid}) {how}" for kind, how in failed), None)
 
 
@@ -140,9 +149,11 @@ def _end_own() -> None:
 
 
 @contextmanager
-def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[dict[int, Bundle]]:
-    """The reserved bundle of each node of the plan, for this run alone, or shared by all runs that one command started.
-    Raises what `reserve` raises."""
+def bundles_of(
+    plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool
+) -> Iterator[dict[int, Bundle]]:
+    """The reserved bundle of each node of the plan, for this run alone, or shared by all runs that
+    one command started. Raises what `reserve` raises."""
     nodes = sorted({rank.node for rank in plan.ranks})
     if shared := os.environ.get(SHARED_BUNDLES):
         group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(shared)))
@@ -153,9 +164,11 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
 
 
 @contextmanager
-def reserve(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[PlacementGroup]:
-    """Reserve one bundle per node of the plan, with the CPUs, the device and the memory of each of its workers. Raises
-    UserError if the cluster lacks them.
+def reserve(
+    plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool
+) -> Iterator[PlacementGroup]:
+    """Reserve one bundle per node of the plan, with the CPUs, the device and the memory of each of
+    its workers. Raises UserError if the cluster lacks them.
 
     ends: this Ray ends with the run, so they are not released, since Ray itself may have failed.
     """
@@ -171,12 +184,20 @@ def reserve(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: boo
             remove_placement_group(group)
 
 
-def wait_for_room(bundles: Collection[Bundle], timeout_s: float, say: Callable[[str], None]) -> None:
-    """Wait until each bundle has a machine that responds; Ray moves bundles of a lost machine. Raises UserError."""
-    wanted = [each.placement_group.bundle_specs[each.placement_group_bundle_index] for each in bundles]
+def wait_for_room(
+    bundles: Collection[Bundle], timeout_s: float, say: Callable[[str], None]
+) -> None:
+    """Wait until each bundle has a machine that responds; Ray moves bundles of a lost machine.
+    Raises UserError."""
+    wanted = [
+        each.placement_group.bundle_specs[each.placement_group_bundle_index] for each in bundles
+    ]
     answer = ray.remote(lambda: None)  # pickled by value: it imports nothing there
     needs = f"{len(wanted)} machine(s) with {', '.join(map(_counted, wanted))}"
-    ready = [answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote() for each in bundles]
+    ready = [
+        answer.options(num_cpus=0, max_retries=-1, scheduling_strategy=each).remote()
+        for each in bundles
+    ]
     if timeout_s and ray.wait(ready, num_returns=len(ready), timeout=_SAYS_AFTER_S)[1]:
         say(f"waiting up to {timeout_s:g} s for {needs}: they are used by other jobs now")
     try:
@@ -184,24 +205,30 @@ def wait_for_room(bundles: Collection[Bundle], timeout_s: float, say: Callable[[
     except GetTimeoutError:
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
-            f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
-            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end other jobs"
+            f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, "
+            "trainer.n_gpus_per_node, "
+            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or "
+            "end other jobs"
         ) from None
 
 
 def check_room(plan: Plan) -> None:
-    """Raises UserError for a plan that does not fit on this machine, or would be hopelessly slow."""
+    """Raises UserError for a plan that does not fit on this machine, or would be hopelessly
+    slow."""
     num_nodes = len({rank.node for rank in plan.ranks})
     if num_nodes > 1:
         raise UserError(
-            f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and RAY_ADDRESS is not "
-            "set: lower them, or run `ray start` on each machine and set RAY_ADDRESS to the head's HOST:PORT"
+            f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and "
+            "RAY_ADDRESS is not "
+            "set: lower them, or run `ray start` on each machine and set RAY_ADDRESS to the head's "
+            "HOST:PORT"
         )
     check_cores(plan, ", or set RAY_ADDRESS to a cluster")
 
 
 def _check_reachable(address: str) -> None:
-    """Raises UserError if nothing listens at HOST:PORT: Ray itself retries for minutes, with a vague message."""
+    """Raises UserError if nothing listens at HOST:PORT: Ray itself retries for minutes, with a
+    vague message."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:  # "auto", or another kind of address
         return
@@ -209,14 +236,16 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), _CONNECTS_WITHIN_S).close()
     except OSError as err:
         raise UserError(
-            f"nothing answers at RAY_ADDRESS={address}: {err}. Set it to the head of a cluster, as printed by `ray "
+            f"nothing answers at RAY_ADDRESS={address}: {err}. Set it to the head of a cluster, as "
+            "printed by `ray "
             "start --head`, or unset it to start Ray on this machine"
         ) from err
 
 
 def _needs(ranks: Sequence[RankPlan], each: WorkerNeeds) -> dict[str, float]:
     """The needs of these workers together. each: of one."""
-    num_gpus, needs = sum(rank.device.startswith("cuda") for rank in ranks), [each.of(rank) for rank in ranks]
+    num_gpus = sum(rank.device.startswith("cuda") for rank in ranks)
+    needs = [each.of(rank) for rank in ranks]
     memory = sum(_WORKER_BYTES if own.memory_mb is None else own.memory_mb * _MB for own in needs)
     gpus = {"GPU": float(num_gpus)} if num_gpus else {}
     return {"CPU": float(sum(own.cpus for own in needs)), **gpus, "memory": float(memory)}
@@ -227,7 +256,14 @@ def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     free = list(nodes)
     for need in wanted:
-        found = next((node for node in free if all(node.get(name, 0) >= count for name, count in need.items())), None)
+        found = next(
+            (
+                node
+                for node in free
+                if all(node.get(name, 0) >= count for name, count in need.items())
+            ),
+            None,
+        )
         if found is None:
             return False
         free.remove(found)
@@ -241,11 +277,13 @@ def _counted(resources: Mapping[str, float]) -> str:
 
 
 def bound_of(spec: Spec) -> int:
-    """Bytes that may wait in shared memory. All groups may be on one machine, so the smallest object store counts. A
-    concurrent run gets its devices' share of it."""
+    """Bytes that may wait in shared memory. All groups may be on one machine, so the smallest
+    object store counts. A concurrent run gets its devices' share of it."""
     if spec.options.max_held_mb is not None:
         return spec.options.max_held_mb * _MB
-    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    stores = [
+        node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]
+    ]
     trainer = spec.config.trainer
     of_devices = len(spec.plan.ranks) / (trainer.nnodes * trainer.n_gpus_per_node)
     return int(_SHARE_OF_STORE * of_devices * min(store for store in stores if store))

@@ -1,5 +1,5 @@
-"""The Ray launcher. It sets the environment that Ray reads on import, so modules that import Ray are imported
-afterwards."""
+"""The Ray launcher. It sets the environment that Ray reads on import, so modules that import Ray
+are imported afterwards."""
 
 import functools
 import importlib.util
@@ -35,8 +35,8 @@ _TOKEN = ".ray-token"
 
 
 def launch_ray(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
-    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts and ends its own Ray, unless it is
-    already connected to one."""
+    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts and ends its own
+    Ray, unless it is already connected to one."""
     with _starting(spec, options.allow_change) as (spec, start):
         if done := done_before(spec, start, options.say):
             return done
@@ -47,7 +47,9 @@ def launch_ray(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
 
 
 @contextmanager
-def open_ray(spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None]) -> "Iterator[OwnLoop]":
+def open_ray(
+    spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None]
+) -> "Iterator[OwnLoop]":
     """The run driven by a user's own loop: see `open_local`."""
     with _starting(spec, allow_change) as (spec, start):
         from distflow.cluster.own_loop_driver import OwnLoop, RemoteIntake, TrainingRanks
@@ -66,7 +68,8 @@ def open_ray(spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], Non
 def _starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[tuple[Spec, Start]]:
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
-    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
+    # actors start elsewhere
+    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))
     with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
         yield spec, start
 
@@ -87,8 +90,9 @@ def _bundles(spec: Spec, start: Start, say: Callable[[str], None]) -> "Iterator[
 
 
 def gpus_of_machines() -> list[int]:
-    """Ray's count of GPUs on each machine of the cluster that RAY_ADDRESS names or that this process is connected to;
-    else those of this machine, on which a Ray would be started. Raises UserError without Ray."""
+    """Ray's count of GPUs on each machine of the cluster that RAY_ADDRESS names or that this
+    process is connected to; else those of this machine, on which a Ray would be started. Raises
+    UserError without Ray."""
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     if not os.environ.get("RAY_ADDRESS") and not _is_connected():
@@ -108,13 +112,28 @@ def launch_several_ray(runs: Sequence[PlannedRun], options: SeveralOptions) -> E
         from ray import get_runtime_context
 
         from distflow.cluster.concurrent_run_processes import RunProcesses
-        from distflow.cluster.ray_cluster import SHARED_BUNDLES, connect_ray, failed_process, reserve
+        from distflow.cluster.ray_cluster import (
+            SHARED_BUNDLES,
+            connect_ray,
+            failed_process,
+            reserve,
+        )
 
-        plan = Plan(", ".join(run.name for run in runs), tuple(rank for run in runs for rank in run.plan.ranks), ())
+        plan = Plan(
+            ", ".join(run.name for run in runs),
+            tuple(rank for run in runs for rank in run.plan.ranks),
+            (),
+        )
         num_cpus = sum(run.needs.num_reward_actors * run.needs.reward_cpus for run in runs)
         say = options.say
-        with connect_ray(plan, say, num_cpus) as ends, reserve(plan, runs[0].needs, say, ends) as bundles:
-            joins = {"RAY_ADDRESS": get_runtime_context().gcs_address, SHARED_BUNDLES: bundles.id.hex()}
+        with (
+            connect_ray(plan, say, num_cpus) as ends,
+            reserve(plan, runs[0].needs, say, ends) as bundles,
+        ):
+            joins = {
+                "RAY_ADDRESS": get_runtime_context().gcs_address,
+                SHARED_BUNDLES: bundles.id.hex(),
+            }
             with RunProcesses(runs, {run.name: joins for run in runs}, options) as processes:
                 return processes.watch(failed_process)
 
@@ -126,8 +145,8 @@ def is_installed() -> bool:
 
 @contextmanager
 def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
-    """A Ray on this machine for all runs inside with at most this many workers, ignoring RAY_ADDRESS; or the one that
-    this process is already connected to."""
+    """A Ray on this machine for all runs inside with at most this many workers, ignoring
+    RAY_ADDRESS; or the one that this process is already connected to."""
     if _is_connected():
         yield
         return
@@ -145,8 +164,8 @@ def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
 
 @contextmanager
 def _private_ray(folder: Path) -> Iterator[None]:
-    """A Ray that is started inside listens only on loopback, and rejects clients without a token in `folder` that only
-    this user can read. A running one has its own settings."""
+    """A Ray that is started inside listens only on loopback, and rejects clients without a token in
+    `folder` that only this user can read. A running one has its own settings."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" in os.environ or _is_connected():
         yield

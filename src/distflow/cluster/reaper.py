@@ -1,6 +1,8 @@
-"""A process that briefly outlives the driver of a Ray, and kills what is left of that Ray's processes.
+"""A process that briefly outlives the driver of a Ray, and kills what is left of that Ray's
+processes.
 
-Ray ends its workers when their driver dies, but some of its helpers check for their parent only occasionally.
+Ray ends its workers when their driver dies, but some of its helpers check for their parent only
+occasionally.
 """
 
 import os
@@ -14,11 +16,14 @@ _LOOKS_EVERY_S = 0.5
 
 
 def main() -> None:
-    """Arguments: a file to remove at the end, and the pid of the driver, which holds the other end of standard input
-    and writes a byte there when it has ended normally."""
-    token, driver = sys.argv[1], int(sys.argv[2])
-    ended = os.pidfd_open(driver)  # a process that the driver forked may hold the other end of standard input too
-    others, known = descendants(driver), set[Process]()
+    """Arguments: a file to remove at the end, and the pid of the driver, which holds the other end
+    of standard input and writes a byte there when it has ended normally."""
+    token = sys.argv[1]
+    driver = int(sys.argv[2])
+    # a process that the driver forked may hold the other end of standard input too
+    ended = os.pidfd_open(driver)
+    others = descendants(driver)
+    known = set[Process]()
     while not (ready := select.select([sys.stdin, ended], [], [], _LOOKS_EVERY_S)[0]):
         known |= descendants(driver) - others
     if not (sys.stdin in ready and sys.stdin.buffer.read(1)):

@@ -1,7 +1,8 @@
-"""Calls to a run's actors: replies and errors, in messages of bounded size, and whether the actors respond.
+"""Calls to a run's actors: replies and errors, in messages of bounded size, and whether the actors
+respond.
 
-The actors are Ray's, or processes of the local launcher, which works without Ray: a `Peer` calls one over a socket with
-the interface of Ray's actors.
+The actors are Ray's, or processes of the local launcher, which works without Ray: a `Peer` calls
+one over a socket with the interface of Ray's actors.
 """
 
 import io
@@ -22,12 +23,15 @@ from typing import Any
 
 REPLIES_WITHIN_S = 60.0
 STOPPED_S = 5.0
-"""How long a process may be stopped by a signal. One that replies late because it is busy is not stopped."""
+"""How long a process may be stopped by a signal. One that replies late because it is busy is not
+stopped."""
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
 STARVED_S = 10.0
 """How long a busy machine may take to report a death, or that others are late too."""
-COORDINATOR, EXCHANGE, FIRST_REWARD_ACTOR = -1, -2, -3
+COORDINATOR = -1
+EXCHANGE = -2
+FIRST_REWARD_ACTOR = -3
 """Numbers in place of a rank; further reward actors have lower numbers."""
 MOST_TEXT = 2000
 """Most characters of a text that is sent to the coordinator or the driver."""
@@ -36,13 +40,15 @@ _AWAY_S = 5.0
 
 
 class WorkerDied(RuntimeError):
-    """A worker's process is gone: the run ends, and resumes from its last checkpoint when started again."""
+    """A worker's process is gone: the run ends, and resumes from its last checkpoint when started
+    again."""
 
     exit_status = 75  # EX_TEMPFAIL of sysexits(3): the job of `slurm.sbatch` is requeued
 
 
 class WorkerHangs(WorkerDied):
-    """A worker's process is alive, but does not reach the collective call in which the other ranks wait."""
+    """A worker's process is alive, but does not reach the collective call in which the other ranks
+    wait."""
 
 
 class PeersLate(RuntimeError):
@@ -57,7 +63,9 @@ def name_of(number: int) -> str:
     """The process's name in messages. number: a rank, or a number in place of one."""
     if number <= FIRST_REWARD_ACTOR:
         return f"actor {FIRST_REWARD_ACTOR - number} of the reward actors"
-    return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
+    return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(
+        number, f"worker {number}"
+    )
 
 
 def future_of(ref: Any) -> "Future[Any]":
@@ -79,14 +87,17 @@ def reply(ref: Any) -> Any:
 
 
 def reply_of(ref: Any, number: int) -> Any:
-    """The reply of the Ray actor of a rank or service. Raises WorkerDied if it is gone or unresponsive."""
+    """The reply of the Ray actor of a rank or service. Raises WorkerDied if it is gone or
+    unresponsive."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
     try:
         return ray.get(ref, timeout=REPLIES_WITHIN_S)
     except (RayActorError, GetTimeoutError) as err:
-        raise WorkerDied(f"{name_of(number)}'s process is gone or does not reply ({type(err).__name__}).") from err
+        raise WorkerDied(
+            f"{name_of(number)}'s process is gone or does not reply ({type(err).__name__})."
+        ) from err
 
 
 def kill(actor: Any) -> None:
@@ -111,8 +122,9 @@ def shorten(error: BaseException) -> None:
 def hanging(
     calls: "Mapping[int, Future[Any]]", workers: Mapping[int, Any], stacks: Path, limit_s: float
 ) -> WorkerHangs | None:
-    """Names the training workers that did not reach a collective call within `limit_s`; None if they have ended since.
-    calls: their runs, by rank. workers: all running ones, which append the stacks of their threads to `stacks`."""
+    """Names the training workers that did not reach a collective call within `limit_s`; None if
+    they have ended since. calls: their runs, by rank. workers: all running ones, which append the
+    stacks of their threads to `stacks`."""
     not_done = wait(calls.values(), STARVED_S).not_done
     late = [rank for rank, call in calls.items() if call in not_done]
     if not late:
@@ -120,10 +132,15 @@ def hanging(
     asked = [future_of(worker.write_stacks.remote(stacks)) for worker in workers.values()]
     where = {rank: future_of(workers[rank].where.remote()) for rank in late}
     answered = wait([*asked, *where.values()], ENDS_WITHIN_S).done
-    places = [f"worker {rank} is {each.result() if each in answered else 'silent'}" for rank, each in where.items()]
+    places = [
+        f"worker {rank} is {each.result() if each in answered else 'silent'}"
+        for rank, each in where.items()
+    ]
     return WorkerHangs(
-        f"{' and '.join(places)}, and has not reached a collective call of all ranks within {limit_s:g} s "
-        "(trainer.peers_timeout_s): a function or a lock does not end, or the rank has much more work than others. "
+        f"{' and '.join(places)}, and has not reached a collective call of all ranks within "
+        f"{limit_s:g} s "
+        "(trainer.peers_timeout_s): a function or a lock does not end, or the rank has much more "
+        "work than others. "
         f"{_stacks_in('Its stacks are', stacks)}"
     )
 
@@ -134,19 +151,22 @@ def _stacks_in(which: str, stacks: Path) -> str:
 
 def process_here() -> tuple[str, int]:
     """This process: the kernel's name of its machine (or container), and its pid there."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid"), os.getpid()
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink(
+        "/proc/self/ns/pid"
+    ), os.getpid()
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the state of a process: T if SIGSTOP or Ctrl-Z has stopped it, t if a debugger has;
-    empty if it has ended, or this is not Linux."""
+    """The kernel's letter for the state of a process: T if SIGSTOP or Ctrl-Z has stopped it, t if a
+    debugger has; empty if it has ended, or this is not Linux."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 class Heartbeat:
-    """Repeatedly asks processes whether they respond, on a thread of theirs that does nothing else."""
+    """Repeatedly asks processes whether they respond, on a thread of theirs that does nothing
+    else."""
 
     def __init__(self, actors: Mapping[int, Any]) -> None:
         """actors: by rank."""
@@ -167,12 +187,15 @@ class Heartbeat:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of a process that has not responded for too long (`_limit_s`), or is stopped; None if all are
-        well."""
-        now, before = time.monotonic(), self._looked
+        """The rank of a process that has not responded for too long (`_limit_s`), or is stopped;
+        None if all are well."""
+        now = time.monotonic()
+        before = self._looked
         self._looked = now
         if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
-            self._asked = {rank: (asked, since + now - before) for rank, (asked, since) in self._asked.items()}
+            self._asked = {
+                rank: (asked, since + now - before) for rank, (asked, since) in self._asked.items()
+            }
         for rank, (asked, since) in list(self._asked.items()):
             if asked.done():
                 self._heard[rank] = asked.result() if asked.exception() is None else None
@@ -182,13 +205,18 @@ class Heartbeat:
         return None
 
     def describe_silence(self, silent: int, stacks: Path) -> str:
-        """The message about an unresponsive process, after responding workers have written their threads' stacks to
-        `stacks`."""
+        """The message about an unresponsive process, after responding workers have written their
+        threads' stacks to `stacks`."""
         workers = [actor for rank, actor in self._actors.items() if rank >= 0 and rank != silent]
         wait([future_of(worker.write_stacks.remote(stacks)) for worker in workers], ENDS_WITHIN_S)
-        why = "is stopped, hangs in native code" if silent in self._heard else "has not started, is stopped"
+        why = (
+            "is stopped, hangs in native code"
+            if silent in self._heard
+            else "has not started, is stopped"
+        )
         return (
-            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process {why}, or its machine "
+            f"{name_of(silent)} has not responded for {self._limit_s(silent):g} s: its process "
+            f"{why}, or its machine "
             f"is gone or overloaded. {_stacks_in('The stacks of the others are', stacks)}"
         )
 
@@ -202,7 +230,15 @@ class Heartbeat:
         return REPLIES_WITHIN_S if rank in self._heard else STARTS_WITHIN_S
 
 
-_DOES_NOT_PICKLE = (pickle.PickleError, TypeError, AttributeError, ImportError, ValueError, KeyError, IndexError)
+_DOES_NOT_PICKLE = (
+    pickle.PickleError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    ValueError,
+    KeyError,
+    IndexError,
+)
 
 
 class PeerGone(RuntimeError):
@@ -210,16 +246,18 @@ class PeerGone(RuntimeError):
 
 
 class Peer:
-    """The object at the other end of a socket: `peer.method.remote(...)` calls its method on a thread of that process,
-    and returns a future.
+    """The object at the other end of a socket: `peer.method.remote(...)` calls its method on a
+    thread of that process, and returns a future.
 
     Only the two processes have the ends of the socket, so messages are unpickled.
     """
 
     def __init__(self, connection: Connection, num_threads: int) -> None:
         """num_threads: for simultaneous calls from the other process."""
-        self._connection, self._sending = connection, threading.Lock()
-        self._replies, self._numbers = dict[int, Future[Any]](), count()
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._replies = dict[int, Future[Any]]()
+        self._numbers = count()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="peer")
 
     def __getattr__(self, name: str) -> Any:
@@ -240,8 +278,10 @@ class Peer:
             self._gone(number)
 
     def _call(self, name: str, *arguments: Any) -> "Future[Any]":
-        number, reply = next(self._numbers), Future[Any]()
-        reply.set_running_or_notify_cancel()  # it arrives even if a coroutine that waited for it was cancelled
+        number = next(self._numbers)
+        reply = Future[Any]()
+        # it arrives even if a coroutine that waited for it was cancelled
+        reply.set_running_or_notify_cancel()
         self._replies[number] = reply
         try:
             self._send(number, name, arguments)
@@ -252,7 +292,8 @@ class Peer:
     def _answer(self, number: int, call: "Future[Any]") -> None:
         error = call.exception()
         if error is not None and not isinstance(error, PeerGone):
-            error.add_note("".join(traceback.format_exception(error)))  # traceback of the other process
+            # traceback of the other process
+            error.add_note("".join(traceback.format_exception(error)))
         with suppress(OSError):
             self._send(number, None, (None if error else call.result(), error))
 
@@ -268,8 +309,8 @@ class Peer:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an error so that it arrives as text if it cannot be recreated from its arguments, or the process at the
-    other end has not loaded the user's module that defines it."""
+    """Pickles an error so that it arrives as text if it cannot be recreated from its arguments, or
+    the process at the other end has not loaded the user's module that defines it."""
 
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, BaseException):

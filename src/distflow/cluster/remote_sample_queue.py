@@ -1,6 +1,6 @@
-"""The sample queue for a worker in a separate process: a client of the coordinator actor. Groups are plain buffers of
-their columns. They are in Ray's object store, and the coordinator has references to them; without Ray it has the groups
-themselves."""
+"""The sample queue for a worker in a separate process: a client of the coordinator actor. Groups
+are plain buffers of their columns. They are in Ray's object store, and the coordinator has
+references to them; without Ray it has the groups themselves."""
 
 import asyncio
 import time
@@ -32,7 +32,8 @@ from distflow.runtime.sample_queue.queue_base import joined
 from distflow.scheduling.group_states import PromptGroup
 
 GroupRef = Any
-"""Ray's reference to a group's buffers, in a tuple so that Ray does not pass the object; without Ray, the buffers."""
+"""Ray's reference to a group's buffers, in a tuple so that Ray does not pass the object; without
+Ray, the buffers."""
 
 
 Taken = TrainingStep[Sequence[GroupRef]]
@@ -43,8 +44,8 @@ class GroupLost(RuntimeError):
 
 
 def to_group(batch: Batch, by_ray: bool) -> tuple[GroupRef, int]:
-    """Store the group's columns, with Ray in memory that every process of this machine reads without a copy. Also
-    returns their size."""
+    """Store the group's columns, with Ray in memory that every process of this machine reads
+    without a copy. Also returns their size."""
     buffers = to_buffers(batch)
     num_bytes = sum(column.nbytes for column in buffers.values())
     if not by_ray:
@@ -70,12 +71,16 @@ def _fetched(groups: Sequence[GroupRef]) -> Sequence[Buffers]:
 def to_batch(groups: Sequence[GroupRef]) -> Batch:
     """The rows of the groups in order. Raises GroupLost."""
     parts = _fetched(groups)
-    rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
+    rows = []
+    for part, buffers in enumerate(parts):
+        for row in range(buffers["lengths.prompt"].size // 8):
+            rows.append((part, row))
     return gather(parts, rows)
 
 
 class RemoteSampleQueue:
-    """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups from worker to worker."""
+    """The `SampleQueuePort` of a worker. It calls the coordinator actor, and moves the groups from
+    worker to worker."""
 
     def __init__(
         self,
@@ -88,17 +93,27 @@ class RemoteSampleQueue:
         wait: Callable[[Any], Any] = reply,
         read: Callable[[Taken, Sequence[GroupRef]], tuple[Batch | None, list[int]]] | None = None,
     ) -> None:
-        """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among the rollout
-        workers. first: the number of the first rank of its dp group. ready: set when its engine has weights, before
-        which it requests no groups; None if it has them from the start. stop: becomes wanted on all ranks at the
-        release of the same step. wait: gets the coordinator's reply. read: as `read_groups`."""
-        self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
-        self._stop, self._ready, self._reply = stop, ready, wait
-        self._read = read or (lambda taken, groups: read_groups(taken.own or taken.group_ids[:1], groups))
+        """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among
+        the rollout workers. first: the number of the first rank of its dp group. ready: set when
+        its engine has weights, before which it requests no groups; None if it has them from the
+        start. stop: becomes wanted on all ranks at the release of the same step. wait: gets the
+        coordinator's reply. read: as `read_groups`."""
+        self._coordinator = coordinator
+        self._worker = worker
+        self._first = first
+        self._waits = waits
+        self._stop = stop
+        self._ready = ready
+        self._reply = wait
+        self._read = read or (
+            lambda taken, groups: read_groups(taken.own or taken.group_ids[:1], groups)
+        )
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
 
-    async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    async def prompt_groups(
+        self, engine_version: Callable[[], int | None]
+    ) -> AsyncIterator[list[PromptGroup]]:
         if self._ready is not None:
             with self._waits("rollout", "weights", on="training"):
                 await asyncio.wrap_future(self._ready)
@@ -114,7 +129,9 @@ class RemoteSampleQueue:
     def put(self, finished: FinishedGroup[Batch]) -> None:
         fault_injection.reach("queue.put")
         reference, num_bytes = to_group(finished.data, self._by_ray)
-        stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(reference)
+        stored = replace(finished, num_bytes=num_bytes, failure=_short(finished.failure)).stored_as(
+            reference
+        )
         self._end(stored)
 
     def put_loaded(self, loaded: LoadedGroups) -> None:
@@ -126,7 +143,9 @@ class RemoteSampleQueue:
         return []
 
     def drop(self, dropped: DroppedGroup) -> None:
-        self._end(replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure)))
+        self._end(
+            replace(dropped, reason=shortened(dropped.reason), failure=_short(dropped.failure))
+        )
 
     def abort(self, aborted: AbortedGroups) -> None:
         self._end(aborted)
@@ -143,7 +162,9 @@ class RemoteSampleQueue:
         while True:
             timeout_s = None if deadline is None else deadline - time.monotonic()
             with self._waits("training", f"step {step + 1}", on="rollout"):
-                taken = self._reply(self._coordinator.take.remote(step, self._first + rank, wanted, timeout_s))
+                taken = self._reply(
+                    self._coordinator.take.remote(step, self._first + rank, wanted, timeout_s)
+                )
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
             groups = [*taken.batch]
@@ -160,7 +181,9 @@ class RemoteSampleQueue:
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step + 1}", on=RANKS):
-            released: Released = reply(self._coordinator.release.remote(step, self._first + rank, sent_weights))
+            released: Released = reply(
+                self._coordinator.release.remote(step, self._first + rank, sent_weights)
+            )
         self._stop.wanted = released.stopping
         return released
 
@@ -169,7 +192,9 @@ class RemoteSampleQueue:
 
     def resume_point(self) -> ResumePoint[Batch]:
         page: ResumePoint[GroupRef] = reply(self._coordinator.resume_page.remote(0))
-        snapshot, queued, num_pages = page.snapshot, dict[int, FinishedGroup[Batch]](), 1
+        snapshot = page.snapshot
+        queued = dict[int, FinishedGroup[Batch]]()
+        num_pages = 1
         while page.snapshot["live"] or page.queued:
             for number, group in page.queued.items():
                 with suppress(GroupLost):  # a resumed run generates it again
@@ -180,11 +205,14 @@ class RemoteSampleQueue:
         return ResumePoint(snapshot, queued)
 
     def _end(self, group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups) -> None:
-        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
+        reward_counts = self._reward_counts
+        self._reward_counts = RewardCounts()
         self._coordinator.end.remote(group, reward_counts)
 
 
-def read_groups(numbers: Sequence[int], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+def read_groups(
+    numbers: Sequence[int], groups: Sequence[GroupRef]
+) -> tuple[Batch | None, list[int]]:
     """The rows of the groups, or the ids of lost groups. numbers: their ids."""
     with suppress(GroupLost):
         return to_batch(groups), []

@@ -1,5 +1,5 @@
-"""Forwards reports of workers to the driver's terminal and to the user's callbacks: the workers' side, the queue in the
-coordinator, and the driver's side."""
+"""Forwards reports of workers to the driver's terminal and to the user's callbacks: the workers'
+side, the queue in the coordinator, and the driver's side."""
 
 import pickle
 import secrets
@@ -31,16 +31,22 @@ _MAX_BYTES = 32_768
 
 
 class MessageSender:
-    """Sends messages to the driver through the coordinator, numbered, since calls run on many threads."""
+    """Sends messages to the driver through the coordinator, numbered, since calls run on many
+    threads."""
 
     def __init__(self, coordinator: Any) -> None:
-        self._coordinator, self._sender, self._lock = coordinator, secrets.token_hex(8), threading.Lock()
-        self._num_messages, self._under_way = 0, set[Future[Any]]()
+        self._coordinator = coordinator
+        self._sender = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._num_messages = 0
+        self._under_way = set[Future[Any]]()
 
     def __call__(self, method: str, *arguments: Any) -> None:
         with self._lock:
             self._wait(timeout_s=0.0)
-            call = self._coordinator.add_message.remote(self._sender, self._num_messages, method, *arguments)
+            call = self._coordinator.add_message.remote(
+                self._sender, self._num_messages, method, *arguments
+            )
             self._under_way.add(future_of(call))
             self._num_messages += 1
 
@@ -64,14 +70,17 @@ class RemoteView:
     """The driver's `TerminalView`, for a worker; one that does not lead shows only notes."""
 
     def __init__(self, send: MessageSender, place: Place) -> None:
-        self._send, self._place = send, place
+        self._send = send
+        self._place = place
 
     def note(self, kind: str, message: str) -> None:
         where = "" if self._place.leads else f"worker {self._place.rank}: "
         self._send("note", kind, where + shortened(message))
 
     def sample(self, prompt: str, response: str, score: float | None) -> None:
-        self._send_if_leading("sample", prompt[:_MAX_SAMPLE_CHARS], response[:_MAX_SAMPLE_CHARS], score)
+        self._send_if_leading(
+            "sample", prompt[:_MAX_SAMPLE_CHARS], response[:_MAX_SAMPLE_CHARS], score
+        )
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._send_if_leading, name)
@@ -87,7 +96,8 @@ class MessageQueue:
     def __init__(self) -> None:
         self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
         self._newest: dict[str, tuple[Any, ...]] = {}
-        self._early: dict[str, dict[int, Message]] = defaultdict(dict)  # before an earlier one of the same sender
+        # before an earlier one of the same sender
+        self._early: dict[str, dict[int, Message]] = defaultdict(dict)
         self._num_queued = Counter[str]()
         self._changed = threading.Condition()
 
@@ -107,11 +117,14 @@ class MessageQueue:
             self._changed.notify_all()
 
     def fetch(self, timeout_s: float) -> list[Message]:
-        """The messages since the last call (if many, the first of them); waits up to `timeout_s` for one."""
+        """The messages since the last call (if many, the first of them); waits up to `timeout_s`
+        for one."""
         with self._changed:
             if not self._messages:
                 self._changed.wait(timeout_s)
-            found, self._newest, num_bytes = list(self._newest.items()), {}, 0
+            found = list(self._newest.items())
+            self._newest = {}
+            num_bytes = 0
             while self._messages and num_bytes < _MAX_BYTES:
                 found.append(self._messages.popleft())
                 num_bytes += len(pickle.dumps(found[-1]))
@@ -125,7 +138,9 @@ def shown(
     """Shows what workers report meanwhile in this terminal. waits_s: see `DriverOutput`."""
     view = make_view(spec, total_steps)
     try:
-        yield DriverOutput(view, Caller(callbacks, lambda message: view.note("warning", message)), waits_s)
+        yield DriverOutput(
+            view, Caller(callbacks, lambda message: view.note("warning", message)), waits_s
+        )
     finally:
         view.close()
 
@@ -135,18 +150,23 @@ class DriverOutput:
 
     def __init__(self, view: TerminalView, caller: Caller, waits_s: float) -> None:
         """waits_s: how long to wait for the next report."""
-        self._view, self._caller, self._waits_s = view, caller, waits_s
+        self._view = view
+        self._caller = caller
+        self._waits_s = waits_s
         self._asked: Any = None
 
     def show(self, coordinator: Any, last: bool = False) -> None:
-        """Show new reports, waiting a moment for them. Raises WorkerDied if the coordinator is gone. last: no more are
-        sent, and all are shown."""
+        """Show new reports, waiting a moment for them. Raises WorkerDied if the coordinator is
+        gone. last: no more are sent, and all are shown."""
         while True:
             is_new = self._asked is None
-            self._asked = self._asked or coordinator.messages.remote(0.0 if last else _LOOKS_EVERY_S)
+            self._asked = self._asked or coordinator.messages.remote(
+                0.0 if last else _LOOKS_EVERY_S
+            )
             if not last and not wait([future_of(self._asked)], self._waits_s).done:
                 return  # its heartbeat reports whether it responds at all
-            asked, self._asked = self._asked, None
+            asked = self._asked
+            self._asked = None
             messages = reply_of(asked, COORDINATOR)
             self.pass_on(messages)
             if not last or (is_new and not messages):
@@ -154,7 +174,9 @@ class DriverOutput:
 
     def note_stop(self, name: str) -> None:
         """name: of the first signal."""
-        self._view.note("info", f"{name}: finishing this step, then exiting; a second signal exits at once")
+        self._view.note(
+            "info", f"{name}: finishing this step, then exiting; a second signal exits at once"
+        )
 
     def pass_on(self, messages: Sequence[Message]) -> None:
         for method, arguments in messages:

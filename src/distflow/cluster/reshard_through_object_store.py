@@ -1,7 +1,8 @@
-"""Resharding between dp groups: a Ray actor that matches writers and readers, and a worker's client of it.
+"""Resharding between dp groups: a Ray actor that matches writers and readers, and a worker's client
+of it.
 
-A put is one object in the shared memory of the writer's node. A reader on the same node maps it and copies its rows
-once. The actor handles only metadata and references.
+A put is one object in the shared memory of the writer's node. A reader on the same node maps it and
+copies its rows once. The actor handles only metadata and references.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ SMALL_BYTES = 2**20
 
 @ray.remote(num_cpus=0)
 class ReshardActor:
-    """Drives the state machine on Ray's asyncio loop, so that waiting needs no thread and no polling. Each wait ends
-    with its condition or with `fail`."""
+    """Drives the state machine on Ray's asyncio loop, so that waiting needs no thread and no
+    polling. Each wait ends with its condition or with `fail`."""
 
     def __init__(self, limit_bytes: int) -> None:
         """limit_bytes: see `Reshard`."""
@@ -38,15 +39,25 @@ class ReshardActor:
         """Reserve room for a put; waits until there is room."""
         await self._until(lambda: self._exchange.reserve(key, writer, num_writers, num_bytes))
 
-    async def put(self, key: Key, writer: int, uids: Sequence[str], ref: Sequence[ObjectRef]) -> None:
-        """Put by a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
+    async def put(
+        self, key: Key, writer: int, uids: Sequence[str], ref: Sequence[ObjectRef]
+    ) -> None:
+        """Put by a writer that has reserved room. ref: one, in a list: Ray would replace a bare one
+        by its object."""
         self._exchange.put(key, writer, uids, ref[0])
         await self._wake()
 
     async def put_at_once(
-        self, key: Key, writer: int, num_writers: int, num_bytes: int, uids: Sequence[str], ref: Sequence[ObjectRef]
+        self,
+        key: Key,
+        writer: int,
+        num_writers: int,
+        num_bytes: int,
+        uids: Sequence[str],
+        ref: Sequence[ObjectRef],
     ) -> None:
-        """Put by a writer that has not reserved room: its small object is stored while it waits for room."""
+        """Put by a writer that has not reserved room: its small object is stored while it waits for
+        room."""
         await self.reserve(key, writer, num_writers, num_bytes)
         await self.put(key, writer, uids, ref)
 
@@ -66,7 +77,8 @@ class ReshardActor:
         return self._exchange.held_bytes
 
     async def fail(self, failure: BaseException) -> None:
-        """Raise a failure in every waiting and later call. The first one counts; later ones follow from it."""
+        """Raise a failure in every waiting and later call. The first one counts; later ones follow
+        from it."""
         self._failure = self._failure or failure
         await self._wake()
 
@@ -83,14 +95,16 @@ class ReshardActor:
 
 
 class RayReshard:
-    """A worker's client, which puts and picks the batches of steps; each call waits until it is done."""
+    """A worker's client, which puts and picks the batches of steps; each call waits until it is
+    done."""
 
     def __init__(self, actor: ActorHandle, waits: Waits) -> None:
-        self._actor, self._waits = actor, waits
+        self._actor = actor
+        self._waits = waits
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """See `ReshardPort`. Waits while there is no room. Raises TypeError for an object that is not a JSON value, and
-        ReshardError for an invalid step."""
+        """See `ReshardPort`. Waits while there is no room. Raises TypeError for an object that is
+        not a JSON value, and ReshardError for an invalid step."""
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
         uids = tuple(batch["uid"])
@@ -103,15 +117,16 @@ class RayReshard:
             _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, uids, refs))
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """See `ReshardPort`. Waits until the step is complete, and copies its rows. Raises ReshardError if the step
-        cannot be completed any more."""
+        """See `ReshardPort`. Waits until the step is complete, and copies its rows. Raises
+        ReshardError if the step cannot be completed any more."""
         with self._waits("exchange", str(key), on="writers"):
             share: Share[ObjectRef] = _result(self._actor.pick.remote(key, num_ranks, uids))
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
             raise ReshardError(
-                f"samples of {key} are lost, because one of their writers {list(share.writers)} has died"
+                f"samples of {key} are lost, because one of their writers {list(share.writers)} "
+                "has died"
             ) from lost
         batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
         self._actor.release.remote(key, rank)

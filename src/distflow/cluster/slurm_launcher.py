@@ -1,4 +1,5 @@
-"""The Slurm launcher: submits a job that starts Ray on its nodes and trains with the Ray launcher."""
+"""The Slurm launcher: submits a job that starts Ray on its nodes and trains with the Ray
+launcher."""
 
 import re
 import shlex
@@ -16,9 +17,13 @@ from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
     """See `Launch`. The job runs it; this checks that it can start, and has steps left."""
     if options.embedded:
-        raise UserError("trainer.launcher=slurm submits a command: use `distflow train`, not Python")
+        raise UserError(
+            "trainer.launcher=slurm submits a command: use `distflow train`, not Python"
+        )
     if (sbatch := shutil.which("sbatch")) is None:
-        raise UserError("trainer.launcher=slurm: no sbatch is on the PATH: submit on a machine with Slurm")
+        raise UserError(
+            "trainer.launcher=slurm: no sbatch is on the PATH: submit on a machine with Slurm"
+        )
     with starting(spec, options.allow_change) as start:
         if done := done_before(spec, start, options.say):
             return done
@@ -47,17 +52,31 @@ def _script(spec: Spec) -> str:
 
 
 def _options(spec: Spec) -> list[str]:
-    """Options of sbatch, the user's last. Raises UserError for an option that contains a line break."""
-    trainer, slurm = spec.config.trainer, spec.options.slurm
+    """Options of sbatch, the user's last. Raises UserError for an option that contains a line
+    break."""
+    trainer = spec.config.trainer
+    slurm = spec.options.slurm
     output = f"{spec.run_dir.absolute()}/slurm-".replace("%", "%%") + "%j.out"
     options = [
-        *(f"--job-name={trainer.experiment_name}", f"--chdir={Path.cwd()}", f"--output={output}", "--open-mode=append"),
-        *(f"--nodes={trainer.nnodes}", "--ntasks-per-node=1", "--requeue", "--signal=B:USR1@600"),  # s before the end
+        *(
+            f"--job-name={trainer.experiment_name}",
+            f"--chdir={Path.cwd()}",
+            f"--output={output}",
+            "--open-mode=append",
+        ),
+        # s before the end
+        *(f"--nodes={trainer.nnodes}", "--ntasks-per-node=1", "--requeue", "--signal=B:USR1@600"),
         *([] if trainer.device == "cpu" else [f"--gpus-per-node={trainer.n_gpus_per_node}"]),
         f"--cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else "--exclusive",
-        *(f"--{name}={value}" for name in ("partition", "account", "time") if (value := getattr(slurm, name))),
+        *(
+            f"--{name}={value}"
+            for name in ("partition", "account", "time")
+            if (value := getattr(slurm, name))
+        ),
         *slurm.args,
     ]
     if broken := [option for option in options if not option.isprintable()]:
-        raise UserError(f"trainer.launcher=slurm: {broken[0]!r} has characters not allowed in options of sbatch")
+        raise UserError(
+            f"trainer.launcher=slurm: {broken[0]!r} has characters not allowed in options of sbatch"
+        )
     return options

@@ -1,4 +1,5 @@
-"""The supervisor of a Ray run: starts its actors, one worker per device, watches, kills and restarts them."""
+"""The supervisor of a Ray run: starts its actors, one worker per device, watches, kills and
+restarts them."""
 
 import asyncio
 import time
@@ -13,7 +14,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from distflow import __version__
 from distflow.cluster import remote_calls
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
-from distflow.cluster.failure_causes_and_replacements import Blame, Replacements, start_again, with_resume_hint
+from distflow.cluster.failure_causes_and_replacements import (
+    Blame,
+    Replacements,
+    start_again,
+    with_resume_hint,
+)
 from distflow.cluster.process_groups import new_meeting, remove_meetings
 from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process
 from distflow.cluster.remote_calls import WorkerDied
@@ -35,23 +41,35 @@ from distflow.runtime.worker_place_and_dp_groups import Place
 
 _LOOKS_EVERY_S = 0.5
 Say = Callable[[str], None]
-_NUM_CALLS = 6  # calls of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
-_GENERATE, _NUM_REQUESTS = "generate", 64  # of a user's own loop to one worker at once, in separate threads
+# calls of a worker that may wait at once: groups, a step, its end, messages, the heartbeat
+_NUM_CALLS = 6
+# of a user's own loop to one worker at once, in separate threads
+_GENERATE = "generate"
+_NUM_REQUESTS = 64
 
 
 class RayRun(AbstractContextManager["RayRun"]):
-    """A context manager that starts the actors of a run in the bundles of their nodes, and kills them on exit."""
+    """A context manager that starts the actors of a run in the bundles of their nodes, and kills
+    them on exit."""
 
-    def __init__(self, spec: Spec, start: Start, bundles: Mapping[int, Bundle], own_loop: bool = False) -> None:
+    def __init__(
+        self, spec: Spec, start: Start, bundles: Mapping[int, Bundle], own_loop: bool = False
+    ) -> None:
         """own_loop: see `driven`."""
-        self._spec, self._start, self._bundles, self._own_loop = spec, start, bundles, own_loop
-        max_held_bytes, places = bound_of(spec), places_of(spec)
+        self._spec = spec
+        self._start = start
+        self._bundles = bundles
+        self._own_loop = own_loop
+        max_held_bytes = bound_of(spec)
+        places = places_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         self._reward_actors = start_reward_actors(spec)  # first: there may be no room for them
         self._meeting = new_meeting(spec.run_dir)
         coordinator: Any = ray.remote(CoordinatorActor)  # Ray's handles have no types
         calls = _NUM_CALLS * len(places) + _NUM_CALLS
-        self.coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(spec, start, own_loop)
+        self.coordinator = coordinator.options(num_cpus=0, max_concurrency=calls).remote(
+            spec, start, own_loop
+        )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
         self._workers: list[Any] = [self._start_worker(place) for place in places]
@@ -61,12 +79,23 @@ class RayRun(AbstractContextManager["RayRun"]):
         if self._exchange is not None:
             self._services[remote_calls.EXCHANGE] = self._exchange
         self._blame = Blame(self._spec, self._workers, self.training_ranks, self._services)
-        others = {rank: places[rank] for rank in places[0].generators if rank not in self.training_ranks}
-        self._others = Replacements(others, self._start_worker, self.coordinator, self._workers[self._leader])
+        others = {
+            rank: places[rank] for rank in places[0].generators if rank not in self.training_ranks
+        }
+        self._others = Replacements(
+            others, self._start_worker, self.coordinator, self._workers[self._leader]
+        )
         self._deaths = DeathWatch(self._reward_actors)
-        numbered = {remote_calls.FIRST_REWARD_ACTOR - number: actor for number, actor in enumerate(self._reward_actors)}
-        self._heartbeat = remote_calls.Heartbeat({**dict(enumerate(self._workers)), **self._services, **numbered})
-        self.finished, self._steps, self.stop = False, 0, StopRequest(lambda name: None)
+        numbered = {
+            remote_calls.FIRST_REWARD_ACTOR - number: actor
+            for number, actor in enumerate(self._reward_actors)
+        }
+        self._heartbeat = remote_calls.Heartbeat(
+            {**dict(enumerate(self._workers)), **self._services, **numbered}
+        )
+        self.finished = False
+        self._steps = 0
+        self.stop = StopRequest(lambda name: None)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End all processes of the run, and wait until none writes to its folder."""
@@ -81,21 +110,32 @@ class RayRun(AbstractContextManager["RayRun"]):
             note_failure(self._spec.run_dir, error)
 
     def build(self, say: Callable[[str], None]) -> list[str]:
-        """Build engines and services of all workers; returns the harmless differences from the checkpoint."""
+        """Build engines and services of all workers; returns the harmless differences from the
+        checkpoint."""
         workers = count_of(len(self._workers), "worker")
-        with with_resume_hint(self._spec), lasting(say, f"starting {workers} and loading their models"):
-            reports: list[BuildReport] = self._all([worker.build.remote() for worker in self._workers])
+        with (
+            with_resume_hint(self._spec),
+            lasting(say, f"starting {workers} and loading their models"),
+        ):
+            reports: list[BuildReport] = self._all(
+                [worker.build.remote() for worker in self._workers]
+            )
         for rank, report in enumerate(reports):
             if report.version != __version__:
                 raise UserError(
-                    f"worker {rank} has distflow {report.version}, and this process {__version__}: install the same "
+                    f"worker {rank} has distflow {report.version}, and this process {__version__}: "
+                    "install the same "
                     "version on every machine"
                 )
         return check_reports(reports, self._leader, self._spec, self._start, say)
 
     def watch(self, differences: list[str], options: LaunchOptions) -> int:
-        """Supervise until the run has ended; returns the steps consumed in total. Raises what a worker raised first."""
-        with with_resume_hint(self._spec), shown(self._spec, self._progress().total_steps, options.callbacks) as output:
+        """Supervise until the run has ended; returns the steps consumed in total. Raises what a
+        worker raised first."""
+        with (
+            with_resume_hint(self._spec),
+            shown(self._spec, self._progress().total_steps, options.callbacks) as output,
+        ):
 
             def asked_to_stop(name: str) -> None:
                 output.note_stop(name)
@@ -109,10 +149,11 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     @contextmanager
     def driven(self, differences: list[str]) -> Iterator[Progress]:
-        """Inside, a user's own loop drives the training ranks by `call`, and supervises while it waits. An error there
-        waits only for a checkpoint that is being written."""
+        """Inside, a user's own loop drives the training ranks by `call`, and supervises while it
+        waits. An error there waits only for a checkpoint that is being written."""
         everyone: dict[int, Sequence[Any]] = dict.fromkeys(self.training_ranks, ())
-        progress, has_ended = self._progress(), False
+        progress = self._progress()
+        has_ended = False
         with shown(self._spec, progress.total_steps, Callbacks(), waits_s=0.0) as output:
             self._supervision = self._rounds(differences, output)
             try:
@@ -132,13 +173,16 @@ class RayRun(AbstractContextManager["RayRun"]):
                     ray.wait(saving, num_returns=len(saving), timeout=remote_calls.ENDS_WITHIN_S)
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
-        """The replies of training ranks to a call of `RankCalls`, by rank. Raises the first error."""
-        refs = {self._workers[rank].call.remote(name, *own): rank for rank, own in arguments.items()}
+        """The replies of training ranks to a call of `RankCalls`, by rank. Raises the first
+        error."""
+        refs = {
+            self._workers[rank].call.remote(name, *own): rank for rank, own in arguments.items()
+        }
         return dict(zip(refs.values(), self.replies(refs), strict=True))
 
     def replies(self, refs: Mapping[Any, int]) -> list[Any]:
-        """The replies of actors, while supervising the run. refs: with the number of each. Raises WorkerDied, and what
-        an actor raised."""
+        """The replies of actors, while supervising the run. refs: with the number of each. Raises
+        WorkerDied, and what an actor raised."""
         waiting = list(refs)
         with with_resume_hint(self._spec):
             while waiting:
@@ -147,7 +191,9 @@ class RayRun(AbstractContextManager["RayRun"]):
                     try:
                         remote_calls.reply(ref)
                     except RayActorError as err:
-                        raise self._blame.died(refs[ref], "while the loop waited for it", err) from err
+                        raise self._blame.died(
+                            refs[ref], "while the loop waited for it", err
+                        ) from err
                 next(self._supervision, None)
         return ray.get(list(refs))
 
@@ -204,15 +250,20 @@ class RayRun(AbstractContextManager["RayRun"]):
         output.show(self.coordinator, last=True)
 
     def _progress(self) -> Progress:
-        progress: Progress = remote_calls.reply_of(self.coordinator.progress.remote(), remote_calls.COORDINATOR)
+        progress: Progress = remote_calls.reply_of(
+            self.coordinator.progress.remote(), remote_calls.COORDINATOR
+        )
         return progress
 
     def _start_worker(self, place: Place) -> Any:
-        spec, start = self._spec, self._start
+        spec = self._spec
+        start = self._start
         rank = spec.plan.ranks[place.rank]
         needs = spec.options.worker.of(rank)
         return (
-            cast(Any, ray.remote)(concurrency_groups={_GENERATE: _NUM_REQUESTS if self._own_loop else 1})(WorkerActor)
+            cast(Any, ray.remote)(
+                concurrency_groups={_GENERATE: _NUM_REQUESTS if self._own_loop else 1}
+            )(WorkerActor)
             .options(
                 num_cpus=needs.cpus,
                 num_gpus=int(rank.device.startswith("cuda")),
@@ -220,15 +271,28 @@ class RayRun(AbstractContextManager["RayRun"]):
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
-            .remote(spec, start, place, self.coordinator, self._meeting, self._exchange, self._reward_actors)
+            .remote(
+                spec,
+                start,
+                place,
+                self.coordinator,
+                self._meeting,
+                self._exchange,
+                self._reward_actors,
+            )
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
-        others = {each: self._workers[each] for each in self._others.places} if rank == self._leader else {}
+        others = (
+            {each: self._workers[each] for each in self._others.places}
+            if rank == self._leader
+            else {}
+        )
         return self._workers[rank].run.remote(differences, others, self._own_loop)
 
     def _end(self, running: Mapping[Any, int]) -> None:
-        """End the rollout workers after training. One that has died, or has just started, has nothing to end."""
+        """End the rollout workers after training. One that has died, or has just started, has
+        nothing to end."""
         generating = list[int]()
         with suppress(WorkerDied):
             generating = self.with_newest_weights()
@@ -244,8 +308,8 @@ class RayRun(AbstractContextManager["RayRun"]):
         self.finished = self._progress().finished
 
     def _look_after(self) -> None:
-        """Raises WorkerDied for a process that does not respond; a replaceable one is killed, so that it does nothing
-        if it wakes."""
+        """Raises WorkerDied for a process that does not respond; a replaceable one is killed, so
+        that it does nothing if it wakes."""
         _check_ray()
         for death in self._deaths.new_deaths():
             self._workers[self._leader].note.remote("warning", death)
@@ -255,7 +319,9 @@ class RayRun(AbstractContextManager["RayRun"]):
         message = self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
         if silent <= remote_calls.FIRST_REWARD_ACTOR:
             reward_actor = self._reward_actors[remote_calls.FIRST_REWARD_ACTOR - silent]
-            self._workers[self._leader].note.remote("warning", f"{message} It is killed and restarted")
+            self._workers[self._leader].note.remote(
+                "warning", f"{message} It is killed and restarted"
+            )
             self._deaths.ignore(remote_calls.FIRST_REWARD_ACTOR - silent)
             ray.kill(reward_actor, no_restart=False)
             self._heartbeat.follow(silent, reward_actor)
@@ -268,11 +334,14 @@ class RayRun(AbstractContextManager["RayRun"]):
 
     def _all(self, refs: Sequence[Any]) -> list[Any]:
         """The results in order; the first failure is raised at once."""
-        waiting, ranks = list(refs), {ref: rank for rank, ref in enumerate(refs)}
+        waiting = list(refs)
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
         while waiting:
             _check_ray()
             if (silent := self._heartbeat.silent()) is not None:
-                raise WorkerDied(self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS))
+                raise WorkerDied(
+                    self._heartbeat.describe_silence(silent, self._spec.run_dir / STACKS)
+                )
             done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
@@ -284,9 +353,12 @@ class RayRun(AbstractContextManager["RayRun"]):
         return ray.get(list(refs))
 
 
-def supervise(spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: LaunchOptions) -> Outcome:
-    """Run to the end. If a process is lost, the run restarts from its last checkpoint in the same bundles, at most
-    `trainer.max_restarts` times, unless a signal has asked it to end, or Ray itself has failed."""
+def supervise(
+    spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: LaunchOptions
+) -> Outcome:
+    """Run to the end. If a process is lost, the run restarts from its last checkpoint in the same
+    bundles, at most `trainer.max_restarts` times, unless a signal has asked it to end, or Ray
+    itself has failed."""
     for number in range(1, spec.options.max_restarts + 2):
         run = RayRun(spec, start, bundles)
         try:
@@ -294,7 +366,11 @@ def supervise(spec: Spec, start: Start, bundles: Mapping[int, Bundle], options: 
                 steps = run.watch(run.build(options.say), options)
             break
         except WorkerDied as died:
-            if number > spec.options.max_restarts or run.stop.wanted or failed_process(or_stopped=True):
+            if (
+                number > spec.options.max_restarts
+                or run.stop.wanted
+                or failed_process(or_stopped=True)
+            ):
                 raise
             start = start_again(spec, start, bundles.values(), number, died, options.say)
             if done := done_before(spec, start, options.say):

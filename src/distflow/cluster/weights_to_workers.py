@@ -1,6 +1,8 @@
-"""The rollout workers in other processes: which ones run, which weights they have, and how they get new ones.
+"""The rollout workers in other processes: which ones run, which weights they have, and how they get
+new ones.
 
-Buckets of weights are sent through Ray's object store, files or process groups, and receipts come back.
+Buckets of weights are sent through Ray's object store, files or process groups, and receipts come
+back.
 """
 
 import threading
@@ -18,8 +20,22 @@ from distflow.errors import TrustError, UserError
 from distflow.observe.writing.timing import Waits
 from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 from distflow.runtime.step_metrics import ValidationResults
-from distflow.runtime.weight_sync.bucket_files import Carry, Packed, SentBucket, hash_of, pack, unpack
-from distflow.runtime.weight_sync.protocol import Bucket, Detach, Receive, WeightPort, check_receipt, refused
+from distflow.runtime.weight_sync.bucket_files import (
+    Carry,
+    Packed,
+    SentBucket,
+    hash_of,
+    pack,
+    unpack,
+)
+from distflow.runtime.weight_sync.protocol import (
+    Bucket,
+    Detach,
+    Receive,
+    WeightPort,
+    check_receipt,
+    refused,
+)
 from distflow.scheduling.group_states import Version
 
 if TYPE_CHECKING:
@@ -30,8 +46,8 @@ MAX_SENDS = 3
 
 
 class WeightReceivers:
-    """The rollout workers, by rank. They join on one thread while another calls them. One that dies or does not reply
-    in time is removed; the supervisor notices that it is gone."""
+    """The rollout workers, by rank. They join on one thread while another calls them. One that dies
+    or does not reply in time is removed; the supervisor notices that it is gone."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         """note: called with the reason if one was removed, and with other warnings."""
@@ -47,7 +63,8 @@ class WeightReceivers:
             self._versions.pop(rank, None)
 
     def loaded(self, rank: int, worker: Any, version: Version) -> None:
-        """The worker has the version; ignored if another one has replaced it meanwhile, which has no weights."""
+        """The worker has the version; ignored if another one has replaced it meanwhile, which has
+        no weights."""
         with self._lock:
             if self._workers.get(rank) is worker:
                 self._versions[rank] = version
@@ -55,7 +72,11 @@ class WeightReceivers:
     def without(self, version: Version) -> dict[int, Any]:
         """The workers that have another version, or none."""
         with self._lock:
-            return {rank: worker for rank, worker in self._workers.items() if self._versions.get(rank) != version}
+            return {
+                rank: worker
+                for rank, worker in self._workers.items()
+                if self._versions.get(rank) != version
+            }
 
     def with_weights(self) -> dict[int, Any]:
         with self._lock:
@@ -65,18 +86,28 @@ class WeightReceivers:
         """The workers with the newest version that any of them has."""
         with self._lock:
             newest = max(self._versions.values(), default=None)
-            return {rank: self._workers[rank] for rank in sorted(self._versions) if self._versions[rank] == newest}
+            return {
+                rank: self._workers[rank]
+                for rank in sorted(self._versions)
+                if self._versions[rank] == newest
+            }
 
     def replies(
-        self, workers: Mapping[int, Any], asked: Mapping[int, Any], what: str, timeout_s: float | None
+        self,
+        workers: Mapping[int, Any],
+        asked: Mapping[int, Any],
+        what: str,
+        timeout_s: float | None,
     ) -> dict[int, Any]:
-        """The replies of those that reply. One that does not within `timeout_s` is killed, since it may be between two
-        states. Raises what a worker raised. workers: those that were asked, which may have been replaced since."""
+        """The replies of those that reply. One that does not within `timeout_s` is killed, since it
+        may be between two states. Raises what a worker raised. workers: those that were asked,
+        which may have been replaced since."""
         import ray
         from ray.exceptions import RayActorError
 
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        replies, waiting = {}, {ref: rank for rank, ref in asked.items()}
+        replies = {}
+        waiting = {ref: rank for rank, ref in asked.items()}
         while waiting:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             done, _ = ray.wait(list(waiting), timeout=left_s)
@@ -85,25 +116,33 @@ class WeightReceivers:
                 try:
                     replies[rank] = reply(ref)
                 except RayActorError:
-                    self._remove(rank, workers[rank], f"worker {rank} died before it had replied for {what}")
+                    self._remove(
+                        rank, workers[rank], f"worker {rank} died before it had replied for {what}"
+                    )
             if not done:
                 break
         for rank in waiting.values():
             kill(workers[rank])
             late = f"worker {rank} did not reply for {what} within {timeout_s:g} s"
-            self._remove(rank, workers[rank], f"{late} (actor_rollout_ref.rollout.timeout_s), and is killed")
+            self._remove(
+                rank, workers[rank], f"{late} (actor_rollout_ref.rollout.timeout_s), and is killed"
+            )
         return replies
 
     def validate(self, step: int) -> list[ValidationResults]:
-        """Each worker with the newest weights generates for a part of the validation prompts; if it dies, another one
-        takes over its part. Empty if none is left."""
-        num_parts, results = len(self.with_newest_weights()), dict[int, ValidationResults]()
+        """Each worker with the newest weights generates for a part of the validation prompts; if it
+        dies, another one takes over its part. Empty if none is left."""
+        num_parts = len(self.with_newest_weights())
+        results = dict[int, ValidationResults]()
         while len(results) < num_parts:
             left = [part for part in range(num_parts) if part not in results]
             parts = dict(zip(workers := self.with_newest_weights(), left, strict=False))
             if not parts:
                 break
-            asked = {rank: workers[rank].validate.remote(step, part, num_parts) for rank, part in parts.items()}
+            asked = {
+                rank: workers[rank].validate.remote(step, part, num_parts)
+                for rank, part in parts.items()
+            }
             found = self.replies(workers, asked, f"the validation after step {step}", None)
             results |= {parts[rank]: reply for rank, reply in found.items()}
         if len(results) < max(num_parts, 1):
@@ -125,8 +164,8 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True)
 class InStore:
-    """A `SentBucket` in Ray's object store, which is freed with this reference. Bytes are arrays there, which it
-    shares."""
+    """A `SentBucket` in Ray's object store, which is freed with this reference. Bytes are arrays
+    there, which it shares."""
 
     ref: "ray.ObjectRef[Any]"
 
@@ -140,16 +179,21 @@ class InStore:
         """Nothing to do."""
 
 
-def put_in_store(version: Version, number: int, packed: Packed, to: Collection[int]) -> dict[int, InStore]:
+def put_in_store(
+    version: Version, number: int, packed: Packed, to: Collection[int]
+) -> dict[int, InStore]:
     """See `Carry`."""
     import ray
 
-    return dict.fromkeys(to, InStore(ray.put([(*about, values.numpy()) for *about, values in packed])))
+    return dict.fromkeys(
+        to, InStore(ray.put([(*about, values.numpy()) for *about, values in packed]))
+    )
 
 
 @dataclass
 class _InFlight:
-    """A bucket that workers are receiving. sent, asked: what each one reads, and its pending reply, by rank."""
+    """A bucket that workers are receiving. sent, asked: what each one reads, and its pending reply,
+    by rank."""
 
     number: int
     packed: Packed
@@ -163,11 +207,13 @@ class _InFlight:
 
 
 class RayWeights:
-    """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its own if it has one.
+    """The `WeightPort` of the trainer that sends weights to engines of other processes, and to its
+    own if it has one.
 
-    A bucket is freed when all of them have copied it, before the next is sent. A worker that receives different bytes
-    than were sent rejects it, and gets it again, at most twice. A worker that dies meanwhile, or is late, is skipped
-    from then on: its replacement has nothing of the version. Only the training thread uses it.
+    A bucket is freed when all of them have copied it, before the next is sent. A worker that
+    receives different bytes than were sent rejects it, and gets it again, at most twice. A worker
+    that dies meanwhile, or is late, is skipped from then on: its replacement has nothing of the
+    version. Only the training thread uses it.
     """
 
     def __init__(
@@ -179,11 +225,15 @@ class RayWeights:
         waits: Waits,
         device: str = "cpu",
     ) -> None:
-        """own: to its own engine. timeout_s: how long one bucket may take to arrive everywhere, or a version to be
-        loaded; None for no limit. device: the kind from which `carry` sends."""
+        """own: to its own engine. timeout_s: how long one bucket may take to arrive everywhere, or
+        a version to be loaded; None for no limit. device: the kind from which `carry` sends."""
         self.confirmed = Version(0, 0)  # the initial weights
-        self._own, self._rollout_workers, self._carry = own, workers, carry
-        self._timeout_s, self._waits, self._device = timeout_s, waits, device
+        self._own = own
+        self._rollout_workers = workers
+        self._carry = carry
+        self._timeout_s = timeout_s
+        self._waits = waits
+        self._device = device
         self._version: Version | None = None
         self._receiving: dict[int, Any] = {}  # workers by rank
         self._in_flight: _InFlight | None = None
@@ -197,8 +247,10 @@ class RayWeights:
         self._own.begin(version)
         if self._in_flight is not None:  # of a sync that was aborted
             self._in_flight.drop()
-        self._version, self._receiving = version, self._rollout_workers.without(version)
-        self._in_flight, self._num_buckets = None, 0
+        self._version = version
+        self._receiving = self._rollout_workers.without(version)
+        self._in_flight = None
+        self._num_buckets = 0
 
     def put(self, bucket: Bucket) -> None:
         assert self._version is not None, "a version is begun before it is sent"
@@ -214,23 +266,28 @@ class RayWeights:
         self._own.commit(hashes)
         self._finish_bucket(self._version)
         self._load(self._receiving, self._version, self._num_buckets, hashes)
-        self._version, self._receiving = None, {}
+        self._version = None
+        self._receiving = {}
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
         self._own.renumber(version, hashes)
         self._load(self._rollout_workers.with_weights(), version, None, hashes)
 
-    def _send(self, version: Version, number: int, packed: Packed, own_hash: str, to: Collection[int]) -> None:
+    def _send(
+        self, version: Version, number: int, packed: Packed, own_hash: str, to: Collection[int]
+    ) -> None:
         sent = self._put_for_workers(version, number, packed, to)
         asked = {
-            rank: self._receiving[rank].receive.remote(version, number, each, own_hash) for rank, each in sent.items()
+            rank: self._receiving[rank].receive.remote(version, number, each, own_hash)
+            for rank, each in sent.items()
         }
         self._in_flight = _InFlight(number, packed, own_hash, sent, asked)
 
     def _put_for_workers(
         self, version: Version, number: int, packed: Packed, to: Collection[int]
     ) -> Mapping[int, SentBucket]:
-        """Put on a separate thread, since a write to a hanging file system never returns. Raises Stalled."""
+        """Put on a separate thread, since a write to a hanging file system never returns. Raises
+        Stalled."""
         putting = on_a_thread(partial(self._carry, version, number, packed, to))
         try:
             with self._waits("training", f"weights of step {version.step}", on="storage"):
@@ -239,8 +296,10 @@ class RayWeights:
             if putting.done():  # its own
                 raise
             raise Stalled(
-                f"bucket {number} of the weights of step {version.step} could not be stored for the workers within "
-                f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, or with "
+                f"bucket {number} of the weights of step {version.step} could not be stored for "
+                "the workers within "
+                f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, "
+                "or with "
                 "actor.weight_update_mode=disk the file system of the run's folder, hangs"
             ) from err
 
@@ -250,7 +309,9 @@ class RayWeights:
         while (bucket := self._in_flight) is not None:
             replies = self._replies(self._receiving, bucket.asked, version)
             gone = bucket.asked.keys() - replies.keys()
-            self._receiving = {rank: worker for rank, worker in self._receiving.items() if rank not in gone}
+            self._receiving = {
+                rank: worker for rank, worker in self._receiving.items() if rank not in gone
+            }
             rejections = {rank: why for rank, why in replies.items() if why is not None}
             self._in_flight = None
             bucket.drop()
@@ -260,15 +321,21 @@ class RayWeights:
             what = f"bucket {bucket.number} of the weights of step {version.step}"
             if num_sent == MAX_SENDS:
                 raise TrustError(
-                    f"{what} was sent {MAX_SENDS} times, and was rejected each time ({reasons}). The memory, the disk "
-                    "or the network between this process and the worker corrupts or loses data: fix that first"
+                    f"{what} was sent {MAX_SENDS} times, and was rejected each time ({reasons}). "
+                    "The memory, the disk "
+                    "or the network between this process and the worker corrupts or loses data: "
+                    "fix that first"
                 )
             self._rollout_workers.note(f"{what} was rejected and is sent again ({reasons})")
             self._send(version, bucket.number, bucket.packed, bucket.hash, rejections)
             num_sent += 1
 
     def _load(
-        self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
+        self,
+        workers: Mapping[int, Any],
+        version: Version,
+        num_buckets: int | None,
+        hashes: Mapping[str, str],
     ) -> None:
         asked = {rank: worker.load.remote(version, num_buckets) for rank, worker in workers.items()}
         for rank, receipt in self._replies(workers, asked, version).items():
@@ -276,7 +343,9 @@ class RayWeights:
             self._rollout_workers.loaded(rank, workers[rank], version)
         self.confirmed = version
 
-    def _replies(self, workers: Mapping[int, Any], asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
+    def _replies(
+        self, workers: Mapping[int, Any], asked: Mapping[int, Any], version: Version
+    ) -> dict[int, Any]:
         what = f"weights of step {version.step}"
         on = ", ".join(f"worker {rank}" for rank in asked)
         try:

@@ -1,4 +1,5 @@
-"""A worker as an actor, of Ray or of the local launcher: the process that runs its rank's part of the plan."""
+"""A worker as an actor, of Ray or of the local launcher: the process that runs its rank's part of
+the plan."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,14 @@ from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote
 from distflow.cluster.weights_to_workers import WeightReceivers
 from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_start_and_end import Start, model_lines, note_end, note_resume, open_store, write_facts
+from distflow.launch.run_start_and_end import (
+    Start,
+    model_lines,
+    note_end,
+    note_resume,
+    open_store,
+    write_facts,
+)
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
@@ -43,12 +51,19 @@ class BuildReport:
 
 
 def check_reports(
-    reports: Sequence[BuildReport], leader: int, spec: Spec, start: Start, say: Callable[[str], None]
+    reports: Sequence[BuildReport],
+    leader: int,
+    spec: Spec,
+    start: Start,
+    say: Callable[[str], None],
 ) -> list[str]:
-    """Report what all workers have built; returns the harmless differences from the checkpoint. leader: the rank that
-    reports for all. Raises UserError if the checkpoint is of another model or tokenizer."""
+    """Report what all workers have built; returns the harmless differences from the checkpoint.
+    leader: the rank that reports for all. Raises UserError if the checkpoint is of another model or
+    tokenizer."""
     devices = Counter(report.device for report in reports)
-    say(f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}")
+    say(
+        f"workers compute on: {', '.join(f'{number} × {name}' for name, number in devices.items())}"
+    )
     critic = max(report.sizes.critic for report in reports)  # not every worker trains it
     for line in model_lines(spec, reports[leader].sizes._replace(critic=critic)):
         say(line)
@@ -57,8 +72,8 @@ def check_reports(
 
 
 class WorkerActor:
-    """A worker: `build`, then `run`. Weights arrive meanwhile, on other threads, by `receive` and `load` (see
-    `IncomingWeights`)."""
+    """A worker: `build`, then `run`. Weights arrive meanwhile, on other threads, by `receive` and
+    `load` (see `IncomingWeights`)."""
 
     def __init__(
         self,
@@ -70,14 +85,17 @@ class WorkerActor:
         exchange: Any = None,
         reward_actors: Sequence[Any] = (),
     ) -> None:
-        """coordinator, exchange, reward_actors: handles of the actors. There is no exchange if dp groups send each
-        other nothing, and there are no reward actors if reward functions run beside the worker. meeting: a file through
-        which training workers find each other."""
+        """coordinator, exchange, reward_actors: handles of the actors. There is no exchange if dp
+        groups send each other nothing, and there are no reward actors if reward functions run
+        beside the worker. meeting: a file through which training workers find each other."""
         start.join(spec)
         place.home.enter()
         fault_injection.arm(place.rank)
-        self._spec, self._start, self._place = spec, start, place
-        self._coordinator, self._meeting = coordinator, meeting
+        self._spec = spec
+        self._start = start
+        self._place = place
+        self._coordinator = coordinator
+        self._meeting = meeting
         self._reward_actors = reward_actors
         self._rollout_workers = WeightReceivers(partial(self.note, "warning"))
         self._ports = WorkerPorts(spec, place, coordinator, exchange)
@@ -89,7 +107,8 @@ class WorkerActor:
         """Build engines and services. Raises UserError."""
         fault_injection.reach("build")
         with self._ports.short_errors(are_reported=False):
-            self._spec.pipeline()  # loads the user's modules, and sets threads as in a run of one process
+            # loads the user's modules, and sets threads as in a run of one process
+            self._spec.pipeline()
             torch.set_num_threads(self._place.threads)
             own = self._spec.plan.ranks[self._place.rank]
             device = own_device(own.device)  # before meeting the others, which would wait
@@ -99,18 +118,22 @@ class WorkerActor:
                 from distflow.cluster.reward_actors import RewardActorPool
 
                 start_pool = partial(RewardActorPool, self._reward_actors)
-            self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
+            self._resources = build_resources(
+                self._spec.factories, own, among.data, among.mesh, start_pool
+            )
         return BuildReport(__version__, device, dict(self._resources.facts), self._resources.sizes)
 
     def run(self, differences: list[str], others: Mapping[int, Any], own_loop: bool) -> int:
         """Run this worker's part of the whole run; returns the steps consumed in total.
 
-        differences: from the checkpoint. others: for the leading worker, the workers that only generate, by rank.
-        own_loop: a training rank executes what `call` requests.
+        differences: from the checkpoint. others: for the leading worker, the workers that only
+        generate, by rank. own_loop: a training rank executes what `call` requests.
         """
         if own_loop:
             self._spec = with_submissions(self._spec, self._coordinator)
-        spec, place, checkpoint = self._spec, self._place, self._start.checkpoint
+        spec = self._spec
+        place = self._place
+        checkpoint = self._start.checkpoint
         progress: Progress = reply(self._coordinator.progress.remote())
         state = restore(checkpoint, self._resources) if checkpoint else {}
         send = MessageSender(self._coordinator)
@@ -135,20 +158,39 @@ class WorkerActor:
                 self._recorder.set_result(recorder)
                 for rank, other in others.items():
                     self._rollout_workers.join(rank, other)
-                ports = self._ports.build(self._among, recorder.waits, self._rollout_workers if others else None)
-                stop, store, resources, version = self._ports.stop, open_store(spec), self._resources, progress.version
+                ports = self._ports.build(
+                    self._among, recorder.waits, self._rollout_workers if others else None
+                )
+                stop = self._ports.stop
+                store = open_store(spec)
+                resources = self._resources
+                version = progress.version
                 worker = build_worker(
-                    WorkerInputs(spec, place.rank, resources, ports, recorder, store, stop, state, version, checkpoint)
+                    WorkerInputs(
+                        spec,
+                        place.rank,
+                        resources,
+                        ports,
+                        recorder,
+                        store,
+                        stop,
+                        state,
+                        version,
+                        checkpoint,
+                    )
                 )
             with worker:
                 set_generators(checkpoint, spec.options.seed, place.part)
                 self._worker.set_result(worker)
                 with self._ports.short_errors(are_reported=True):
-                    trains = partial(self._calls.serve, worker) if own_loop else worker.training_loop
+                    trains = (
+                        partial(self._calls.serve, worker) if own_loop else worker.training_loop
+                    )
                     steps = trains() if place.dp_group else worker.serve()
             if place.leads:
                 ended: Progress = reply(self._coordinator.progress.remote())
-                done, planned = ended.version.step, ended.total_steps
+                done = ended.version.step
+                planned = ended.total_steps
                 note_end(recorder, stop, ended.finished, ended.group_counts, done, planned)
         send.flush()
         return steps
@@ -181,7 +223,10 @@ class WorkerActor:
 
     def where(self) -> str:
         """The step and phase of its training thread, in words."""
-        return f"in step {self._worker.result().step + 1}, phase '{self._recorder.result().phases.now}'"
+        return (
+            f"in step {self._worker.result().step + 1}, phase "
+            f"'{self._recorder.result().phases.now}'"
+        )
 
     def note(self, kind: str, message: str) -> None:
         self._recorder.result().note(kind, message)

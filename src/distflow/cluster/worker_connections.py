@@ -1,4 +1,5 @@
-"""The ports of one of several workers: connect its loops and errors to coordinator, object store and other workers."""
+"""The ports of one of several workers: connect its loops and errors to coordinator, object store
+and other workers."""
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -27,16 +28,24 @@ _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 
 class WorkerPorts:
     def __init__(self, spec: Spec, place: Place, coordinator: Any, exchange: Any) -> None:
-        """coordinator, exchange: handles of the actors. exchange: None if dp groups send each other nothing."""
-        self._spec, self._place, self._coordinator, self._exchange = spec, place, coordinator, exchange
-        self.stop, self.incoming_weights = Stop(), IncomingWeights()
+        """coordinator, exchange: handles of the actors. exchange: None if dp groups send each other
+        nothing."""
+        self._spec = spec
+        self._place = place
+        self._coordinator = coordinator
+        self._exchange = exchange
+        self.stop = Stop()
+        self.incoming_weights = IncomingWeights()
 
-    def build(self, among: Collectives, waits: Waits, rollout_workers: WeightReceivers | None) -> Ports:
+    def build(
+        self, among: Collectives, waits: Waits, rollout_workers: WeightReceivers | None
+    ) -> Ports:
         """rollout_workers: those that only generate, for the leading worker."""
         place = self._place
         among.record(waits)
         weights: WeightPort = self.incoming_weights
-        ready, reshard = None, None
+        ready = None
+        reshard = None
         if place.dp_group:
             weights = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
             if self._exchange is not None:
@@ -47,7 +56,8 @@ class WorkerPorts:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
             options = self._spec.options
-            run_dir, timeout_s = self._spec.run_dir, options.engine_timeout_s
+            run_dir = self._spec.run_dir
+            timeout_s = options.engine_timeout_s
             carry: Carry = put_in_store
             device = "cpu"
             if options.weight_update_mode == "disk":
@@ -56,28 +66,42 @@ class WorkerPorts:
                 device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
                 carry = Pairs(run_dir, device, timeout_s, rollout_workers.note)
             weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits, device)
-        queue = RemoteSampleQueue(self._coordinator, place.generator, place.first, waits, self.stop, ready)
-        ports = Ports(queue, weights, among.dp_group, among.data, among.everyone, self._rollout_ended, reshard=reshard)
-        return ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
+        queue = RemoteSampleQueue(
+            self._coordinator, place.generator, place.first, waits, self.stop, ready
+        )
+        ports = Ports(
+            queue,
+            weights,
+            among.dp_group,
+            among.data,
+            among.everyone,
+            self._rollout_ended,
+            reshard=reshard,
+        )
+        return (
+            ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
+        )
 
     @contextmanager
     def short_errors(self, are_reported: bool) -> Iterator[None]:
-        """Shortens the message of an error inside. are_reported: errors are reported to the other workers before this
-        one exits, so that they stop waiting. An error that says that others are late is not: the driver finds out
-        which."""
+        """Shortens the message of an error inside. are_reported: errors are reported to the other
+        workers before this one exits, so that they stop waiting. An error that says that others are
+        late is not: the driver finds out which."""
         try:
             yield
         except BaseException as err:  # anything that ends this worker, including a requested exit
             if are_reported and isinstance(err, RuntimeError) and _OTHERS_ARE_LATE in str(err):
-                raise PeersLate(f"worker {self._place.rank} timed out waiting for other workers: {err}") from err
+                raise PeersLate(
+                    f"worker {self._place.rank} timed out waiting for other workers: {err}"
+                ) from err
             shorten(err)
             if are_reported:
                 self._fail(err)
             raise
 
     def _rollout_ended(self, error: BaseException) -> None:
-        """Called when the rollout loop here ended. A worker that cancels it is exiting, and has reported any
-        failure."""
+        """Called when the rollout loop here ended. A worker that cancels it is exiting, and has
+        reported any failure."""
         if not isinstance(error, CancelledError):
             shorten(error)
             self._fail(error)

@@ -1,5 +1,5 @@
-"""Code shared by commands: arguments, finding a run's folder, and a quick start of runs: reward processes start while
-torch is imported without garbage collection."""
+"""Code shared by commands: arguments, finding a run's folder, and a quick start of runs: reward
+processes start while torch is imported without garbage collection."""
 
 import argparse
 import gc
@@ -21,23 +21,36 @@ LEDGER = "ledger.jsonl"
 
 
 def add_preset_arguments(
-    parser: argparse.ArgumentParser, default: str | None = None, what: str = "a preset's name, or a YAML file"
+    parser: argparse.ArgumentParser,
+    default: str | None = None,
+    what: str = "a preset's name, or a YAML file",
 ) -> None:
-    """default: the preset if none is named; without a default, one is required. what: describes what can be named."""
+    """default: the preset if none is named; without a default, one is required. what: describes
+    what can be named."""
     nargs = "?" if default is not None else None
     parser.add_argument("preset", nargs=nargs, default=default, metavar="PRESET|FILE", help=what)
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="keys of the config: docs/config.md"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="keys of the config: docs/config.md",
     )
 
 
 def add_trust_argument(parser: argparse.ArgumentParser, which: str) -> None:
-    """Add the option without which a command that reads files runs no Python code that they name."""
+    """Add the option without which a command that reads files runs no Python code that they
+    name."""
     parser.add_argument("--trust-code", action="store_true", help=f"run Python code that {which}")
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the run's folder; default: the newest of runs/*/*")
+    parser.add_argument(
+        "run_dir",
+        nargs="?",
+        metavar="RUN",
+        help="the run's folder; default: the newest of runs/*/*",
+    )
 
 
 def at_least(minimum: int, text: str, most: float = math.inf) -> int:
@@ -53,7 +66,9 @@ def a_time(text: str, may_be_zero: bool = True) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)) and (value > 0 or value == 0 and may_be_zero):
             return value
-    raise argparse.ArgumentTypeError(f"must be a number, {'0 or more' if may_be_zero else 'above 0'}, not '{text}'")
+    raise argparse.ArgumentTypeError(
+        f"must be a number, {'0 or more' if may_be_zero else 'above 0'}, not '{text}'"
+    )
 
 
 def find_run(run_dir: str | None) -> Path:
@@ -63,16 +78,25 @@ def find_run(run_dir: str | None) -> Path:
         raise UserError(f"there is no run below {RUNS.absolute()}: name the run's folder")
     if not found.is_dir():
         raise UserError(f"there is no folder {found}: name the run's folder")
-    if not any((found / name).exists() for name in ("events.jsonl", "run.json", "metrics.jsonl", LEDGER)):
+    if not any(
+        (found / name).exists() for name in ("events.jsonl", "run.json", "metrics.jsonl", LEDGER)
+    ):
         raise not_a_run(found)
     return found
 
 
 def not_a_run(folder: Path) -> UserError:
-    """The error for a folder without a run's files; if runs are right below it, their folder was probably meant."""
+    """The error for a folder without a run's files; if runs are right below it, their folder was
+    probably meant."""
     if below := sorted(file.parent.name for file in folder.glob("*/events.jsonl")):
-        return UserError(f"{folder} is not a run's folder, but contains runs: name {folder / below[-1]}, for example")
-    return UserError(f"{folder} is not a run's folder: it has no file events.jsonl; if a run is starting, try later")
+        return UserError(
+            f"{folder} is not a run's folder, but contains runs: name {folder / below[-1]}, for "
+            "example"
+        )
+    return UserError(
+        f"{folder} is not a run's folder: it has no file events.jsonl; if a run is starting, try "
+        "later"
+    )
 
 
 def newest_run() -> Path | None:
@@ -84,15 +108,20 @@ def newest_run() -> Path | None:
 def listen(host: str, port: int) -> socket.socket:
     """Raises UserError if the address cannot be listened on."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except (OSError, OverflowError) as error:
         why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-        raise UserError(f"{host}:{port} cannot be listened on: {why}; choose another --host or --port") from None
+        raise UserError(
+            f"{host}:{port} cannot be listened on: {why}; choose another --host or --port"
+        ) from None
 
 
 @contextmanager
 def rewards_ahead(config: "Config") -> Iterator[None]:
-    """Meanwhile load and self-check the reward functions that a built-in pipeline will use; a custom one may use none.
+    """Meanwhile load and self-check the reward functions that a built-in pipeline will use; a
+    custom one may use none.
 
     Raises UserError for an unknown reward.
     """
@@ -112,8 +141,8 @@ def rewards_ahead(config: "Config") -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Imports torch without the garbage collector, which would repeatedly scan all imported objects: an eighth of the
-    time. The objects are frozen, so that later collections skip them."""
+    """Imports torch without the garbage collector, which would repeatedly scan all imported
+    objects: an eighth of the time. The objects are frozen, so that later collections skip them."""
     if "torch" in sys.modules:
         yield
         return

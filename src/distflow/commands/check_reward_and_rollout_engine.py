@@ -1,5 +1,6 @@
-"""`distflow reward check` tests a reward function on right and wrong responses to a data set, `distflow rollout check`
-a rollout engine on everything that a run expects of it; both before a run."""
+"""`distflow reward check` tests a reward function on right and wrong responses to a data set,
+`distflow rollout check` a rollout engine on everything that a run expects of it; both before a
+run."""
 
 import argparse
 import asyncio
@@ -13,7 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import a_time, add_preset_arguments, at_least, importing
+from distflow.commands.arguments_and_run_folders import (
+    a_time,
+    add_preset_arguments,
+    at_least,
+    importing,
+)
 from distflow.errors import UserError, count_of
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.reward_results import RIGHT
@@ -30,7 +36,9 @@ _SHOWN = 100
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="test the reward function")
     parser.add_argument(
-        "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
+        "reward",
+        metavar="REWARD",
+        help="file.py, file.py:function, module:function or a built-in name",
     )
     parser.add_argument(
         "--data",
@@ -41,30 +49,57 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt-key", default="prompt", help="column of the prompt")
     parser.add_argument("--answer-key", default="answer", help="column of the ground truth")
-    parser.add_argument("--response-key", help="column of correct responses, such as reference solutions")
     parser.add_argument(
-        "--label-key", help="column that says whether the response is correct, to measure the agreement with it"
+        "--response-key", help="column of correct responses, such as reference solutions"
     )
     parser.add_argument(
-        "--right-from", type=float, default=RIGHT, metavar="X", help="score from which a response counts as correct"
+        "--label-key",
+        help="column that says whether the response is correct, to measure the agreement with it",
     )
-    parser.add_argument("--chat", action="store_true", help="treat prompts as chats, as with data.prompt_format=chat")
     parser.add_argument(
-        "--options", type=_options, default={}, metavar="JSON", help="options of the reward function, as a JSON object"
+        "--right-from",
+        type=float,
+        default=RIGHT,
+        metavar="X",
+        help="score from which a response counts as correct",
     )
-    parser.add_argument("--rows", type=partial(at_least, 0), default=200, help="use the first ROWS rows; 0 is all")
     parser.add_argument(
-        "--show", type=partial(at_least, 0), default=3, help="number of faults of each kind to show; 0 is all"
+        "--chat",
+        action="store_true",
+        help="treat prompts as chats, as with data.prompt_format=chat",
+    )
+    parser.add_argument(
+        "--options",
+        type=_options,
+        default={},
+        metavar="JSON",
+        help="options of the reward function, as a JSON object",
+    )
+    parser.add_argument(
+        "--rows", type=partial(at_least, 0), default=200, help="use the first ROWS rows; 0 is all"
+    )
+    parser.add_argument(
+        "--show",
+        type=partial(at_least, 0),
+        default=3,
+        help="number of faults of each kind to show; 0 is all",
     )
     above_zero = partial(a_time, may_be_zero=False)
     parser.add_argument(
-        "--timeout", type=above_zero, default=10.0, metavar="SECONDS", help="time limit of one call, in seconds"
+        "--timeout",
+        type=above_zero,
+        default=10.0,
+        metavar="SECONDS",
+        help="time limit of one call, in seconds",
     )
-    parser.add_argument("--workers", type=partial(at_least, 1), default=2, help="number of reward processes")
+    parser.add_argument(
+        "--workers", type=partial(at_least, 1), default=2, help="number of reward processes"
+    )
 
 
 def run_reward(arguments: argparse.Namespace) -> int:
-    """Print what the reward function scored wrongly; returns 1 if there is anything. Runs its code."""
+    """Print what the reward function scored wrongly; returns 1 if there is anything. Runs its
+    code."""
     from distflow.builtin_names import is_own
     from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
     from distflow.rewards.load_and_call_reward_functions import with_answer_key
@@ -85,21 +120,30 @@ def run_reward(arguments: argparse.Namespace) -> int:
     try:
         pool = RewardPool(settings)
     except UserError as error:  # no config names the function here
-        raise UserError(str(error).replace("; see custom_reward_function.path and reward.functions", "")) from error
+        raise UserError(
+            str(error).replace("; see custom_reward_function.path and reward.functions", "")
+        ) from error
     try:
         if arguments.label_key is not None:
-            agreement = asyncio.run(measure_agreement(pool, "it", rows, labels, arguments.right_from))
-            lines, fault = _agreement_lines(agreement), bool(agreement.failed)
+            agreement = asyncio.run(
+                measure_agreement(pool, "it", rows, labels, arguments.right_from)
+            )
+            lines = _agreement_lines(agreement)
+            fault = bool(agreement.failed)
         else:
             result = asyncio.run(check_reward(pool, "it", rows, arguments.workers))
             if arguments.reward not in ASK_MODELS and not result.hangs:
                 result.cheap = asyncio.run(find_cheap(pool, rows[:NUM_ROWS]))
-            lines, fault = _lines(result, arguments.show), result.num_faults > 0
+            lines = _lines(result, arguments.show)
+            fault = result.num_faults > 0
     finally:
         pool.close()
     head = f"{escape_control(arguments.reward, one_line=True)} on {count_of(len(rows), 'row')}"
     if skipped:
-        head += f"; {count_of(len(skipped), 'bad row')} skipped, the first: {escape_control(skipped[0], one_line=True)}"
+        head += (
+            f"; {count_of(len(skipped), 'bad row')} skipped, the first: "
+            f"{escape_control(skipped[0], one_line=True)}"
+        )
     print("\n".join([head, *lines]))
     return int(fault)
 
@@ -115,14 +159,16 @@ def _options(text: str) -> dict[str, object]:
 
 
 def _target(name: str, has_responses: bool) -> str:
-    """Raises UserError for a built-in that does not compare with the answer if no responses are given."""
+    """Raises UserError for a built-in that does not compare with the answer if no responses are
+    given."""
     from distflow.builtin_names import JUDGE, REWARDS
     from distflow.rewards.load_and_call_reward_functions import custom_target, target_of
 
     if name in REWARDS:
         if not (REWARDS[name].needs_answer or has_responses or name == JUDGE):
             raise UserError(
-                f"'{name}' does not compare with the row's answer: name a column of correct responses with "
+                f"'{name}' does not compare with the row's answer: name a column of correct "
+                "responses with "
                 "--response-key"
             )
         return target_of(name, None)
@@ -130,21 +176,26 @@ def _target(name: str, has_responses: bool) -> str:
     if Path(path).is_dir() and (files := sorted(Path(path).glob("*.py"))):
         raise UserError(f"'{path}' is a folder: name a file in it, e.g. {files[0]}")
     if path.endswith(".py") and not Path(path).expanduser().is_file():
-        raise UserError(f"there is no file '{path}': name the file with the reward function; see {Path.cwd()}")
+        raise UserError(
+            f"there is no file '{path}': name the file with the reward function; see {Path.cwd()}"
+        )
     return custom_target(path, function or "compute_score")
 
 
 def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[str]]":
-    """The rows, whether their responses are right according to a column, and why others were skipped. Raises UserError
-    if the column does not say."""
+    """The rows, whether their responses are right according to a column, and why others were
+    skipped. Raises UserError if the column does not say."""
     from distflow.builtin_names import REWARDS
     from distflow.data.dataset_columns import Columns
     from distflow.data.sources import load_rows
 
-    label, entry = arguments.label_key, REWARDS.get(arguments.reward)
+    label = arguments.label_key
+    entry = REWARDS.get(arguments.reward)
     compares = entry is None or entry.needs_answer
     if label is not None and arguments.response_key is None:
-        raise UserError("--label-key says whether responses are correct: name their column with --response-key")
+        raise UserError(
+            "--label-key says whether responses are correct: name their column with --response-key"
+        )
     columns = Columns(
         arguments.prompt_key,
         arguments.answer_key,
@@ -152,15 +203,23 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool], list[s
         answer_required=label is None and compares,
     )
     with TemporaryDirectory() as folder:
-        kwargs: dict[str, Any] = {"max_samples": arguments.rows or -1, "run_folder": Path(folder), "bad_rows": "skip"}
+        kwargs: dict[str, Any] = {
+            "max_samples": arguments.rows or -1,
+            "run_folder": Path(folder),
+            "bad_rows": "skip",
+        }
         try:
             raw, bad = load_rows(arguments.data, columns, key="--data", **kwargs)
         except UserError as error:  # here options name the columns
             raise UserError(re.sub(r"data\.(\w+)_key", r"--\1-key", str(error))) from error
     labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
     if any(found not in (0, 1) for found in labels):
-        wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
-        raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
+        wrong = next(
+            row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1)
+        )
+        raise UserError(
+            f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0"
+        )
     reads_messages = entry is not None and entry.reads_messages
     rows = [_row(row, reads_messages, arguments.chat) for row in raw]
     return rows, [bool(found) for found in labels], bad.reasons
@@ -175,7 +234,9 @@ def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
     prompt = raw.prompt
     asked: dict[str, object] = {}
     if is_chat or not isinstance(prompt, str):
-        asked[PROMPT_CHAT] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        asked[PROMPT_CHAT] = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
     if not isinstance(prompt, str):
         prompt = asked_text(prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
@@ -186,11 +247,17 @@ def _row(raw: "RawRow", reads_messages: bool, is_chat: bool) -> "Row":
 
 def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
     counts = agreement.counts
-    share, kappa = agreement.share, agreement.kappa
-    yield f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
+    share = agreement.share
+    kappa = agreement.kappa
+    yield (
+        f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
+    )
     yield f"  {counts[True, False]} false negatives, {counts[False, True]} false positives"
     yield f"  {len(agreement.failed)} reward errors"
-    yield from (f"      {escape_control(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
+    yield from (
+        f"      {escape_control(reason, _SHOWN, one_line=True)}"
+        for reason in agreement.failed[:_EXAMPLES]
+    )
 
 
 def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
@@ -198,17 +265,27 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     if result.read:
         yield f"  answers found, of {result.answers}: {found}"
     if result.hangs:
-        yield f"  stopped after {count_of(result.num_hangs, 'call')} that did not return in time (--timeout)"
+        yield (
+            f"  stopped after {count_of(result.num_hangs, 'call')} that did not return in time "
+            "(--timeout)"
+        )
     elif result.read and not result.forms():
-        yield "  it supports none of these forms: see --answer-key, or name correct responses with --response-key"
+        yield (
+            "  it supports none of these forms: see --answer-key, or name correct responses with "
+            "--response-key"
+        )
         if result.unread is not None:
             yield f"  it {escape_control(result.unread.said(), one_line=True)}"
     if not result.read:
-        yield "  the answers are not strings or numbers: only responses wrong for all are tried; see --response-key"
+        yield (
+            "  the answers are not strings or numbers: only responses wrong for all are tried; see "
+            "--response-key"
+        )
     width = max(map(len, result.kinds))
     for name, kind in result.kinds.items():
         what = "false negatives" if kind.is_right else "false positives"
-        errors, hangs = count_of(len(kind.errors), "error"), count_of(len(kind.timeouts), "hang")
+        errors = count_of(len(kind.errors), "error")
+        hangs = count_of(len(kind.timeouts), "hang")
         counts = f"{len(kind.wrong)} {what}, {errors}, {hangs}"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
         yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
@@ -222,15 +299,20 @@ def _lines(result: "CheckResult", shown: int) -> Iterator[str]:
     seconds = sorted(result.seconds)
     yield (
         f"  a call takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
-        f"{1e3 * seconds[int(0.99 * (len(seconds) - 1))]:.2f} ms, the longest {1e3 * seconds[-1]:.0f} ms"
+        f"{1e3 * seconds[int(0.99 * (len(seconds) - 1))]:.2f} ms, the longest "
+        f"{1e3 * seconds[-1]:.0f} ms"
     )
     yield f"  {result.num_faults} faults" if result.num_faults else "  no fault found"
 
 
 def _examples(faults: "Sequence[Fault]", shown: int) -> Iterator[str]:
     for fault in faults[: shown or None]:
-        response, truth = escape_control(repr(fault.response), _SHOWN), escape_control(repr(fault.ground_truth), _SHOWN)
-        yield f"      {response} for {truth} got {escape_control(fault.said, _SHOWN, one_line=True)} ({fault.origin})"
+        response = escape_control(repr(fault.response), _SHOWN)
+        truth = escape_control(repr(fault.ground_truth), _SHOWN)
+        yield (
+            f"      {response} for {truth} got {escape_control(fault.said, _SHOWN, one_line=True)} "
+            f"({fault.origin})"
+        )
     if 0 < shown < len(faults):
         yield f"      and {len(faults) - shown} more; --show 0 shows all"
 
@@ -252,7 +334,9 @@ def run_rollout(arguments: argparse.Namespace) -> int:
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}/run"]
         loaded = load_config(arguments.preset, overrides, complete=False, needed=(MODEL,))
         if not loaded.config.actor_rollout_ref.model.path:
-            raise UserError(f"there is no model to generate with: set {MODEL} to a folder or a hub id")
+            raise UserError(
+                f"there is no model to generate with: set {MODEL} to a folder or a hub id"
+            )
         with importing():
             from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
         return asyncio.run(_check(with_models_of_runs(loaded, partial(print, flush=True)).config))
@@ -261,10 +345,24 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 async def _check(config: "Config") -> int:
     from distflow.launch.without_run.chat_serve_and_check_engine import check_rollout
 
-    settings, failed = config.actor_rollout_ref, 0
-    print(f"distflow {__version__} · rollout engine '{settings.rollout.name}' · {settings.model.path}", flush=True)
+    settings = config.actor_rollout_ref
+    failed = 0
+    print(
+        (
+            f"distflow {__version__} · rollout engine '{settings.rollout.name}' · "
+            f"{settings.model.path}"
+        ),
+        flush=True,
+    )
     async for found in check_rollout(config):
         failed += found.outcome == "failed"
-        print(f"{found.name:<20} {found.outcome:<14} {escape_control(found.text, one_line=True)}", flush=True)
-    print(f"{failed} properties failed: do not train with this engine" if failed else "no property failed")
+        print(
+            f"{found.name:<20} {found.outcome:<14} {escape_control(found.text, one_line=True)}",
+            flush=True,
+        )
+    print(
+        f"{failed} properties failed: do not train with this engine"
+        if failed
+        else "no property failed"
+    )
     return int(failed > 0)

@@ -1,5 +1,6 @@
-"""`distflow config`: the resolved config, one key explained, or its pipeline drawn; `distflow data check`: the data of
-a config as the model will see them. Loads the tokenizer, but no weights."""
+"""`distflow config`: the resolved config, one key explained, or its pipeline drawn;
+`distflow data check`: the data of a config as the model will see them. Loads the tokenizer, but no
+weights."""
 
 import argparse
 import sys
@@ -10,7 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import add_preset_arguments, add_trust_argument, at_least, importing
+from distflow.commands.arguments_and_run_folders import (
+    add_preset_arguments,
+    add_trust_argument,
+    at_least,
+    importing,
+)
 from distflow.errors import UserError
 from distflow.observe.sanitized_output import escape_control
 
@@ -23,9 +29,13 @@ if TYPE_CHECKING:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset_arguments(parser)
-    parser.add_argument("--explain", metavar="KEY", help="show a key's meaning, its default and where it was set")
+    parser.add_argument(
+        "--explain", metavar="KEY", help="show a key's meaning, its default and where it was set"
+    )
     parser.add_argument("--graph", action="store_true", help="draw the pipeline as text")
-    parser.add_argument("--mermaid", action="store_true", help="print the pipeline as a Mermaid flowchart")
+    parser.add_argument(
+        "--mermaid", action="store_true", help="print the pipeline as a Mermaid flowchart"
+    )
     add_trust_argument(parser, "the config names, if it has its own groups or pipeline")
 
 
@@ -60,8 +70,8 @@ def run_config(arguments: argparse.Namespace) -> int:
 
 
 def _checked(loaded: "Loaded", trusted: bool) -> tuple["Loaded", UserError | None]:
-    """The config that a run would have, if local files suffice to determine it, else unchanged; and what a run would
-    refuse."""
+    """The config that a run would have, if local files suffice to determine it, else unchanged; and
+    what a run would refuse."""
     from distflow.config.compose.check_paths import is_incomplete
     from distflow.config.compose.load_config import check_named_files
 
@@ -88,7 +98,11 @@ def why_not_from_files(config: "Config", trusted: bool) -> str:
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     files = (data_files(config, "train_files") | data_files(config, "val_files")).values()
-    elsewhere = [file for named in files for file in named if not is_local_data(file)]
+    elsewhere = []
+    for named in files:
+        for file in named:
+            if not is_local_data(file):
+                elsewhere.append(file)
     if elsewhere:
         return f"'{elsewhere[0]}' is not a file on this machine"
     model = config.actor_rollout_ref.model
@@ -106,17 +120,21 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-_MAX_TEXT, _MAX_IDS = 1_000, 48
+_MAX_TEXT = 1_000
+_MAX_IDS = 48
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="show the data as the model receives it")
     add_preset_arguments(parser)
-    parser.add_argument("--rows", type=partial(at_least, 0), default=2, help="show the first ROWS rows of each file")
+    parser.add_argument(
+        "--rows", type=partial(at_least, 0), default=2, help="show the first ROWS rows of each file"
+    )
 
 
 def run_data(arguments: argparse.Namespace) -> int:
-    """Print counts, lengths, duplicates and the first rows as tokens. Runs the code that the config names."""
+    """Print counts, lengths, duplicates and the first rows as tokens. Runs the code that the config
+    names."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
 
@@ -126,7 +144,11 @@ def run_data(arguments: argparse.Namespace) -> int:
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
-            from distflow.launch.fit_config_to_files import fitted_to_files, follow_pipeline, read_config
+            from distflow.launch.fit_config_to_files import (
+                fitted_to_files,
+                follow_pipeline,
+                read_config,
+            )
             from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 
         loaded = with_models_of_runs(follow_pipeline(loaded), say)
@@ -135,7 +157,11 @@ def run_data(arguments: argparse.Namespace) -> int:
         sets |= {f"validation {name}".strip(): found for name, found in data.validation.items()}
         for name, found in sets.items():
             say(f"\n{name} data: {', '.join(found.report.lines())}")
-            for line in (*_lengths(found), *_duplicates(found), *_shown(found, arguments.rows, data.tokenizer)):
+            for line in (
+                *_lengths(found),
+                *_duplicates(found),
+                *_shown(found, arguments.rows, data.tokenizer),
+            ):
                 say(f"  {line}")
         overlap = data.overlap()
     if overlap and loaded.config.data.allow_overlap:
@@ -152,7 +178,9 @@ def _lengths(rows: "PromptSet") -> Iterator[str]:
     for what, lengths in (("prompt", prompts), ("response", responses)):
         if lengths:
             parts = {"minimum": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "maximum": 1.0}
-            quantiles = (f"{name} {lengths[round(at * (len(lengths) - 1))]:,}" for name, at in parts.items())
+            quantiles = (
+                f"{name} {lengths[round(at * (len(lengths) - 1))]:,}" for name, at in parts.items()
+            )
             yield f"tokens of a {what}: {', '.join(quantiles)}"
 
 

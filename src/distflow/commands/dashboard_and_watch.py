@@ -1,6 +1,6 @@
-"""`distflow dashboard`: a folder of runs in a browser, in pages made of the parts of a report. It answers GET alone,
-reads files of the folder alone, and asks nothing of a run, so that it works on a run that crashed. `distflow watch`: a
-run as its terminal shows it."""
+"""`distflow dashboard`: a folder of runs in a browser, in pages made of the parts of a report. It
+answers GET alone, reads files of the folder alone, and asks nothing of a run, so that it works on a
+run that crashed. `distflow watch`: a run as its terminal shows it."""
 
 import argparse
 import json
@@ -16,14 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow import __version__, http_guard
-from distflow.commands.arguments_and_run_folders import RUNS, add_run_argument, at_least, find_run, listen
+from distflow.commands.arguments_and_run_folders import (
+    RUNS,
+    add_run_argument,
+    at_least,
+    find_run,
+    listen,
+)
 from distflow.errors import UserError
 from distflow.http_guard import Guard, is_loopback, new_token
 from distflow.import_target import check_server_packages
 from distflow.observe.crash_safe_files import encode, read_object, to_number
 from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
-from distflow.observe.run_reader import Event, GrowingMetrics, MetricsRecord, read_events, read_timeline
+from distflow.observe.run_reader import (
+    Event,
+    GrowingMetrics,
+    MetricsRecord,
+    read_events,
+    read_timeline,
+)
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
 
@@ -42,7 +54,8 @@ _BY_SCRIPTS = frozenset(f"/api/{part}" for part in ("sql", "what_if", "groups"))
 
 
 class Page(NamedTuple):
-    """question: that the page answers. key: after "g". of_run: whether it needs one run, or one or several."""
+    """question: that the page answers. key: after "g". of_run: whether it needs one run, or one or
+    several."""
 
     name: str
     title: str
@@ -66,16 +79,27 @@ PAGES = (
 
 def add_dashboard_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="a folder of runs, or one run's folder"
+        "folder",
+        nargs="?",
+        default=RUNS,
+        type=Path,
+        metavar="DIR",
+        help="a folder of runs, or one run's folder",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=partial(at_least, 0), default=6446, help="port to listen on; 0 is any free port")
+    parser.add_argument(
+        "--port",
+        type=partial(at_least, 0),
+        default=6446,
+        help="port to listen on; 0 is any free port",
+    )
 
 
 def run_dashboard(arguments: argparse.Namespace) -> int:
     """Serve until interrupted or terminated."""
     say = partial(print, flush=True)
-    folder, host = arguments.folder.expanduser(), arguments.host
+    folder = arguments.folder.expanduser()
+    host = arguments.host
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the folder that contains the runs")
     from distflow.commands.dashboard_page_data import Dashboard
@@ -83,13 +107,20 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
     check_server_packages("`distflow dashboard`", "ui")
 
     token = new_token()
-    with listen(host, arguments.port) as listening, Dashboard(folder) as dashboard, suppress(KeyboardInterrupt):
+    with (
+        listen(host, arguments.port) as listening,
+        Dashboard(folder) as dashboard,
+        suppress(KeyboardInterrupt),
+    ):
         port = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         say(f"distflow {__version__} · {escape_control(str(folder), one_line=True)}")
         say(f"http://{shown}:{port}/?token={token}  (Ctrl-C ends)")
         if is_loopback(host):
-            say(f"from another machine: ssh -L {port}:{shown}:{port} {socket.gethostname()}, then the same address")
+            say(
+                f"from another machine: ssh -L {port}:{shown}:{port} {socket.gethostname()}, then "
+                "the same address"
+            )
         threading.Thread(target=dashboard.read_ahead, daemon=True).start()
         make_server(dashboard, host, token).run([listening])
     return 0
@@ -98,13 +129,16 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
 def make_server(dashboard: "Dashboard", host: str, token: str) -> Any:
     """A server of uvicorn, to be run on a socket that listens on the host."""
     guard = Guard(host, token, cookie="distflow_dashboard", by_scripts=_BY_SCRIPTS)
-    return http_guard.make_server(make_app(dashboard, token), guard, _HEADERS.items(), stops_within_s=1)
+    return http_guard.make_server(
+        make_app(dashboard, token), guard, _HEADERS.items(), stops_within_s=1
+    )
 
 
 def make_app(dashboard: "Dashboard", token: str) -> Any:
-    """The Starlette application of the pages, their files, and the answers that their scripts ask for. token: for the
-    scripts."""
-    starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
+    """The Starlette application of the pages, their files, and the answers that their scripts ask
+    for. token: for the scripts."""
+    starlette = import_module("starlette.applications")
+    routing = import_module("starlette.routing")
     answer = import_module("starlette.responses").Response
     served = served_files()
 
@@ -114,7 +148,13 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
     def show_page(page: Page, request: Any) -> Any:
         runs = request.query_params.getlist("run")
         pages = [each._asdict() for each in PAGES]
-        data = {"api": "/api/", "token": token, "page": page.name, "pages": pages, **dashboard.frame(runs, page.of_run)}
+        data = {
+            "api": "/api/",
+            "token": token,
+            "page": page.name,
+            "pages": pages,
+            **dashboard.frame(runs, page.of_run),
+        }
         return respond(served_page(data, ", ".join(data["runs"]) or "Runs"), "text/html")
 
     def show_file(request: Any) -> Any:
@@ -129,7 +169,10 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
         return respond(encode(content), "application/json")
 
     def missing(request: Any, error: Exception | None) -> Any:
-        text = f"There is no page {request.url.path}: the pages are {', '.join(page.title for page in PAGES)}."
+        text = (
+            f"There is no page {request.url.path}: the pages are "
+            f"{', '.join(page.title for page in PAGES)}."
+        )
         return refuse(request, UserError(text), 404)
 
     def no_method(request: Any, error: Exception) -> Any:
@@ -141,9 +184,16 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
         return respond(f"{escape_control(str(error))}\n".encode(), "text/plain", status)
 
     def fail(request: Any, error: Exception) -> Any:
-        return refuse(request, UserError(f"{type(error).__name__}: {error}; the terminal has the traceback"), 500)
+        return refuse(
+            request,
+            UserError(f"{type(error).__name__}: {error}; the terminal has the traceback"),
+            500,
+        )
 
-    routes = [routing.Route(f"/{page.name if page.of_run else ''}", partial(show_page, page)) for page in PAGES]
+    routes = [
+        routing.Route(f"/{page.name if page.of_run else ''}", partial(show_page, page))
+        for page in PAGES
+    ]
     routes += [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
     handlers = {404: missing, 405: no_method, UserError: refuse, Exception: fail}
     return starlette.Starlette(routes=routes, exception_handlers=handlers)
@@ -169,38 +219,53 @@ def run_watch(arguments: argparse.Namespace) -> int:
 
 
 class _Watched:
-    """A run that another process writes. Its restarts are followed, in place or by another command."""
+    """A run that another process writes. Its restarts are followed, in place or by another
+    command."""
 
     def __init__(self, run_dir: Path) -> None:
         from distflow.observe.writing.terminal_view import TerminalView
 
         run, plan = (read_object(run_dir / name, run_dir) for name in ("run.json", "plan.json"))
-        total, ranks = run.get("total_steps"), plan.get("ranks")
+        total = run.get("total_steps")
+        ranks = plan.get("ranks")
         generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
-        title, num_steps = str(run.get("experiment") or run_dir), total if isinstance(total, int) else 0
-        self._run_dir, self._metrics = run_dir, GrowingMetrics(run_dir)
-        self._shown, self._num_events, self._was_written = set[tuple[int, int, str]](), 0, True
+        title = str(run.get("experiment") or run_dir)
+        num_steps = total if isinstance(total, int) else 0
+        self._run_dir = run_dir
+        self._metrics = GrowingMetrics(run_dir)
+        self._shown = set[tuple[int, int, str]]()
+        self._num_events = 0
+        self._was_written = True
         self._restart = 0
         records = self._metrics.read(read_timeline(run_dir))
         self._time = records[0].t if records else 0.0  # of what is shown; 0: now
-        self.view = TerminalView(title, num_steps, clock=lambda: self._time or time.time(), generates=generates)
+        self.view = TerminalView(
+            title, num_steps, clock=lambda: self._time or time.time(), generates=generates
+        )
         self.view.phase("")
 
     def look(self) -> bool:
         """Show what is new. Returns whether the run is over."""
-        is_written = writer_of(self._run_dir) is not None  # before its files are read, so that none is missed
+        # before its files are read, so that none is missed
+        is_written = writer_of(self._run_dir) is not None
         events = read_events(self._run_dir)
         records = self._metrics.read(read_timeline(self._run_dir))
         new = [each for each in records if (each.restart, each.step, each.kind) not in self._shown]
         self._shown.update((each.restart, each.step, each.kind) for each in new)
         parts: tuple[Sequence[Event | MetricsRecord], ...] = (events[self._num_events :], new)
-        ordered = [pair for part in parts for pair in zip(accumulate((e.t for e in part), max), part, strict=True)]
-        for self._time, each in sorted(ordered, key=lambda pair: pair[0]):  # a clock may step back within a part
+        ordered = [
+            pair
+            for part in parts
+            for pair in zip(accumulate((e.t for e in part), max), part, strict=True)
+        ]
+        # a clock may step back within a part
+        for self._time, each in sorted(ordered, key=lambda pair: pair[0]):
             if isinstance(each, Event):
                 self._tell(each)
             else:
                 self._log(each)
-        self._num_events, has_ended = len(events), status(events)["word"] != "no end yet"
+        self._num_events = len(events)
+        has_ended = status(events)["word"] != "no end yet"
         if self._was_written and not is_written and not has_ended:
             said = "no process on this machine writes to the run: it was killed, or runs elsewhere"
             self.view.note("warning", f"{said}; it is shown further if it goes on (Ctrl-C ends)")
@@ -220,6 +285,9 @@ class _Watched:
     def _tell(self, event: Event) -> None:
         if event.kind == "start" and event.restart:
             resumed_at = event.fields.get("resumed_at")
-            self.view.note("info", f"restart {event.restart}, from step {max(to_number(resumed_at) or 0, 0):.0f}")
+            self.view.note(
+                "info",
+                f"restart {event.restart}, from step {max(to_number(resumed_at) or 0, 0):.0f}",
+            )
         elif event.kind in PROBLEM_KINDS and not event.rolled_back:
             self.view.note(event.kind, event.message)

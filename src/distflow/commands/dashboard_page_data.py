@@ -1,5 +1,6 @@
-"""What the pages of `distflow dashboard` show, as JSON: the parts of a report, and what `why`, `show`, `doctor`, `diff`
-and `sql` know. Everything is read from the folders of runs; what was read is kept until a file changes."""
+"""What the pages of `distflow dashboard` show, as JSON: the parts of a report, and what `why`,
+`show`, `doctor`, `diff` and `sql` know. Everything is read from the folders of runs; what was read
+is kept until a file changes."""
 
 import json
 import math
@@ -22,7 +23,13 @@ from distflow.commands import sql_show_and_diff as show
 from distflow.commands import why
 from distflow.commands.dashboard_samples import MAX_PICTURE_BYTES, SamplesIndex, whole
 from distflow.errors import UserError
-from distflow.launch.run_folders.sql_over_runs import QUESTIONS, VIEWS, query_runs, saved_tokens, token_texts
+from distflow.launch.run_folders.sql_over_runs import (
+    QUESTIONS,
+    VIEWS,
+    query_runs,
+    saved_tokens,
+    token_texts,
+)
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
@@ -46,28 +53,41 @@ from distflow.untrusted_files import read_file
 MAX_POINTS = 2000
 MAX_VALUES = 600_000
 RUNS_OF_PAGE = 50
-_MAX_OPEN, _MAX_COMPARED, _MAX_DEPTH, _MAX_RUNS = 4, 8, 4, 10_000
+_MAX_OPEN = 4
+_MAX_COMPARED = 8
+_MAX_DEPTH = 4
+_MAX_RUNS = 10_000
 _TAIL_BYTES = 200_000
 _COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
-_WHAT_IF_S, _WHAT_IF_BYTES, _LONGEST_PAUSE_S = 60.0, 2**30, 30.0
+_WHAT_IF_S = 60.0
+_WHAT_IF_BYTES = 2**30
+_LONGEST_PAUSE_S = 30.0
 _HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
 _NO_INVOICE: dict[str, Any] = {"idle": None, "best": {}}
 _HOST = re.compile(rb"pid \d+ on (\S+)")
 _CHARTS_OF = {
     "time": (re.compile(r"timing_s/|throughput/|memory/"), re.compile(r"timing_s/|throughput/")),
-    "trust": (re.compile(r"mismatch/|canary/|async/|rollout_corr/"), re.compile(r"mismatch/|canary/|rollout_corr/")),
+    "trust": (
+        re.compile(r"mismatch/|canary/|async/|rollout_corr/"),
+        re.compile(r"mismatch/|canary/|rollout_corr/"),
+    ),
 }
-"""By page, the metrics of its charts, and those that have a chart each; the overview has them all."""
+"""By page, the metrics of its charts, and those that have a chart each; the overview has them
+all."""
 
 
 class OpenRun:
     """A run that somebody looks at: what was read of it, until a file changes."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self._metrics, self._lock = run_dir, GrowingMetrics(run_dir), threading.Lock()
-        self._version, self._pages, self._index = "", None, None
+        self.run_dir = run_dir
+        self._metrics = GrowingMetrics(run_dir)
+        self._lock = threading.Lock()
+        self._version = ""
+        self._pages = None
+        self._index = None
 
     _pages: RunPages | None
     _index: SamplesIndex | None
@@ -75,13 +95,16 @@ class OpenRun:
     @property
     def version(self) -> str:
         """Changes when the run goes on."""
-        return ".".join(map(str, (_stamp(self.run_dir / name) for name in ("metrics.jsonl", "events.jsonl"))))
+        return ".".join(
+            map(str, (_stamp(self.run_dir / name) for name in ("metrics.jsonl", "events.jsonl")))
+        )
 
     def pages(self) -> RunPages:
         with self._lock:
             version = self.version
             if self._pages is None or version != self._version:
-                self._pages, self._version = RunPages(self.run_dir, self._metrics), version
+                self._pages = RunPages(self.run_dir, self._metrics)
+                self._version = version
             return self._pages
 
     def index(self) -> SamplesIndex:
@@ -111,7 +134,8 @@ class Dashboard:
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
         self._invoices: dict[Path, tuple[object, dict[str, Any]]] = {}
         self._wanted: dict[Path, object] = {}
-        self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         self._reader = threading.Thread(target=self._read_invoices, daemon=True)
 
     def __enter__(self) -> Self:
@@ -137,7 +161,12 @@ class Dashboard:
         if of_run == "one" and len(runs) != 1 or of_run and not runs:
             raise UserError("This page shows a run: choose one on the page Runs, at /.")
         one = _state(self._opened(runs[0]), {}) if len(runs) == 1 else {}
-        return {**one, "runs": list(names) if of_run else [], "views": VIEWS, "questions": QUESTIONS}
+        return {
+            **one,
+            "runs": list(names) if of_run else [],
+            "views": VIEWS,
+            "questions": QUESTIONS,
+        }
 
     def answer(self, part: str, names: Sequence[str], query: Mapping[str, str]) -> dict[str, Any]:
         """A part of a page. Raises UserError with what the reader can do."""
@@ -153,9 +182,15 @@ class Dashboard:
     def _path(self, name: str) -> Path:
         """Raises UserError for anything but a run's folder below the dashboard's."""
         path = self.folder / name
-        inside = "\0" not in name and path.resolve().is_relative_to(self.folder) and ".." not in Path(name).parts
+        inside = (
+            "\0" not in name
+            and path.resolve().is_relative_to(self.folder)
+            and ".." not in Path(name).parts
+        )
         if not inside or not path.is_dir() or not any((path / mark).exists() for mark in _MARKS):
-            raise UserError(f"There is no run {name!r} below {self.folder}: the page Runs, at /, lists them.")
+            raise UserError(
+                f"There is no run {name!r} below {self.folder}: the page Runs, at /, lists them."
+            )
         return path
 
     def _opened(self, path: Path) -> OpenRun:
@@ -169,16 +204,31 @@ class Dashboard:
 
     def _runs(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the runs, those written last first."""
-        found = sorted(((_stamp(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True)
-        words, start = query.get("text", "").lower().split(), RUNS_OF_PAGE * whole(query.get("page", "0"))
+        found = sorted(
+            ((_stamp(path / "metrics.jsonl")[1], path) for path in self._find()), reverse=True
+        )
+        words = query.get("text", "").lower().split()
+        start = RUNS_OF_PAGE * whole(query.get("page", "0"))
         chosen = [path for _, path in found if all(self._fits(path, word) for word in words)]
-        hint = "No run is there: `distflow train` writes into runs/, and a folder can be named after `dashboard`"
+        hint = (
+            "No run is there: `distflow train` writes into runs/, and a folder can be named after "
+            "`dashboard`"
+        )
         note = "" if chosen else "None of them fits" if found else hint
-        rows = [self._row(path) | self._invoice(path) for path in chosen[start : start + RUNS_OF_PAGE]]
-        return {"runs": rows, "total": len(chosen), "of_page": RUNS_OF_PAGE, "folder": str(self.folder), "note": note}
+        rows = [
+            self._row(path) | self._invoice(path) for path in chosen[start : start + RUNS_OF_PAGE]
+        ]
+        return {
+            "runs": rows,
+            "total": len(chosen),
+            "of_page": RUNS_OF_PAGE,
+            "folder": str(self.folder),
+            "note": note,
+        }
 
     def _fits(self, path: Path, word: str) -> bool:
-        """Whether a run's name or state has the word, or its config the end of a key with the value: `lr=1e-06`."""
+        """Whether a run's name or state has the word, or its config the end of a key with the
+        value: `lr=1e-06`."""
         key, is_setting, value = word.partition("=")
         if not is_setting:
             return word in self._name(path).lower() or word in self._row(path)["state"]
@@ -204,11 +254,18 @@ class Dashboard:
         known = self._rows.get(path)
         if known is None or known[0] != stamp:
             known = self._rows[path] = (stamp, {"run": self._name(path), **_run_row(path)})
-        return known[1] | ({"state": _state_of(path, NO_END)["word"]} if known[1]["state"] == NO_END["word"] else {})
+        return known[1] | (
+            {"state": _state_of(path, NO_END)["word"]}
+            if known[1]["state"] == NO_END["word"]
+            else {}
+        )
 
     def _invoice(self, path: Path) -> dict[str, Any]:
         """What takes longer to read of a run. Until that is read: what was read before."""
-        stamp, (known, columns) = _stamp(path / "metrics.jsonl"), self._invoices.get(path, (None, _NO_INVOICE))
+        stamp, (known, columns) = (
+            _stamp(path / "metrics.jsonl"),
+            self._invoices.get(path, (None, _NO_INVOICE)),
+        )
         if known != stamp:
             self._wanted[path] = stamp
             with self._lock:
@@ -217,8 +274,8 @@ class Dashboard:
         return columns
 
     def _read_invoices(self) -> None:
-        """Consumes the runs whose invoices are wanted · waits five times as long as each took · unblocked by the end ·
-        produces columns of the page Runs."""
+        """Consumes the runs whose invoices are wanted · waits five times as long as each took ·
+        unblocked by the end · produces columns of the page Runs."""
         pause = 0.1
         while not self._is_closed.wait(pause):
             pause = 0.1
@@ -236,7 +293,12 @@ def _lower_config(path: Path, stamp: tuple[int, int]) -> list[tuple[str, str]]:
 def _run_row(path: Path) -> dict[str, Any]:
     """A run in one line, from the ends of its files."""
     row: dict[str, Any] = dict.fromkeys(("step", "total", "speed", *_HEADLINES))
-    row |= {"state": "unreadable", "rewards": [], "problems": 0, "written": _stamp(path / "metrics.jsonl")[1] / 1e9}
+    row |= {
+        "state": "unreadable",
+        "rewards": [],
+        "problems": 0,
+        "written": _stamp(path / "metrics.jsonl")[1] / 1e9,
+    }
     try:
         records = read_records(path / "metrics.jsonl", _TAIL_BYTES, path)[0]
         events = read_events(path, None, _TAIL_BYTES)
@@ -245,12 +307,21 @@ def _run_row(path: Path) -> dict[str, Any]:
         return row | {"state": str(error)[:200]}
     values = [flatten(nested) for record in records if isinstance(nested := record.get("m"), dict)]
     for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
-        row[name] = next((to_number(each[metric]) for each in reversed(values) if metric in each), None)
+        row[name] = next(
+            (to_number(each[metric]) for each in reversed(values) if metric in each), None
+        )
     steps = [step for record in records if isinstance(step := record.get("step"), int)]
     problems = sum(event.kind in PROBLEM_KINDS and not event.rolled_back for event in events)
-    row |= {"step": max(steps, default=0), "total": total, "state": status(events)["word"], "problems": problems}
+    row |= {
+        "step": max(steps, default=0),
+        "total": total,
+        "state": status(events)["word"],
+        "problems": problems,
+    }
     rewards = [to_number(each[REWARD]) for each in values if REWARD in each]
-    return row | {"rewards": [value for value in rewards if value is not None and math.isfinite(value)]}
+    return row | {
+        "rewards": [value for value in rewards if value is not None and math.isfinite(value)]
+    }
 
 
 def _invoice_columns(path: Path) -> dict[str, Any]:
@@ -267,7 +338,8 @@ def _invoice_columns(path: Path) -> dict[str, Any]:
 
 
 def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
-    """The status of a run; of one without an end whether it is running, by the lock of its folder."""
+    """The status of a run; of one without an end whether it is running, by the lock of its
+    folder."""
     if found["word"] != NO_END["word"]:
         return found
     if (writer := writer_of(run_dir)) is not None:
@@ -275,7 +347,10 @@ def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
     with suppress(OSError):
         host = _HOST.match(read_file(run_dir / WRITER, run_dir, _TAIL_BYTES))
         if host and host[1].decode("utf-8", "replace") == os.uname().nodename:
-            return {"word": "crashed", "detail": "it has no end, and no process of this machine writes to the folder"}
+            return {
+                "word": "crashed",
+                "detail": "it has no end, and no process of this machine writes to the folder",
+            }
     return found
 
 
@@ -295,18 +370,25 @@ def _status(run: OpenRun) -> dict[str, str]:
 
 def _curves(run: OpenRun, query: Query) -> dict[str, Any]:
     """The charts of a page, with the columns that they draw, or (`others`) those of all metrics."""
-    pages, chosen = run.pages(), _CHARTS_OF.get(query.get("page", ""))
+    pages = run.pages()
+    chosen = _CHARTS_OF.get(query.get("page", ""))
     found = pages.layout(chart_data.series(pages.steps, _COARSE, table=pages.table)["y"])
     if chosen:
         names, alone = chosen
         charts = [chart for chart in found["charts"] if any(map(names.match, chart["names"]))]
-        units, single = found["units"], [name for name in found["others"] if alone.match(name)]
-        charts += [{"question": n, "kind": "line", "unit": units.get(n, ""), "names": [n]} for n in single]
+        units = found["units"]
+        single = [name for name in found["others"] if alone.match(name)]
+        charts += [
+            {"question": n, "kind": "line", "unit": units.get(n, ""), "names": [n]} for n in single
+        ]
         constants = [each for each in found["constants"] if names.match(str(each["name"]))]
         found |= {"charts": charts, "others": [], "constants": constants}
     drawn = {name for chart in found["charts"] for name in chart["names"]}
     drawn |= {*found["others"]} if query.get("others") else set()
-    return {**found, **pages.columns(chart_data.series(pages.steps, MAX_POINTS, MAX_VALUES, drawn, pages.table))}
+    return {
+        **found,
+        **pages.columns(chart_data.series(pages.steps, MAX_POINTS, MAX_VALUES, drawn, pages.table)),
+    }
 
 
 def _others(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -315,13 +397,18 @@ def _others(run: OpenRun, query: Query) -> dict[str, Any]:
 
 def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
-    known = sorted(step for step, values in pages.steps.items() if "timing_s/step" in values or step > 0)
+    known = sorted(
+        step for step, values in pages.steps.items() if "timing_s/step" in values or step > 0
+    )
     step = whole(text) if (text := query.get("step", "")) else max(known, default=0)
     content: dict[str, Any] = {"step": step, "head": [], "slowest": ""}
     content |= {"groups": [], "dropped_note": "", "dropped": []}
     try:
         found = why.step_content(run.run_dir, step)
-        content |= {name: getattr(found, name) for name in ("head", "slowest", "groups", "dropped_note", "dropped")}
+        content |= {
+            name: getattr(found, name)
+            for name in ("head", "slowest", "groups", "dropped_note", "dropped")
+        }
     except UserError as error:  # the time line may be there
         content["head"] = [str(error)]
     return content | {
@@ -337,17 +424,32 @@ def _phases(run_dir: Path, values: Mapping[str, float], name: str) -> list[dict[
     predicted = read_object(run_dir / "plan.json", run_dir).get("predicted")
     phases = predicted.get("phases") if isinstance(predicted, dict) else None
     planned = phases if isinstance(phases, dict) else {}
-    measured = {n.removeprefix("timing_s/"): value for n, value in values.items() if n.startswith("timing_s/")}
-    return [{"phase": n, name: measured.get(n), "predicted": planned.get(n)} for n in sorted({*measured, *planned})]
+    measured = {
+        n.removeprefix("timing_s/"): value
+        for n, value in values.items()
+        if n.startswith("timing_s/")
+    }
+    return [
+        {"phase": n, name: measured.get(n), "predicted": planned.get(n)}
+        for n in sorted({*measured, *planned})
+    ]
 
 
 def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
-    uid, step = query.get("uid", ""), query.get("step", "")
+    uid = query.get("uid", "")
+    step = query.get("step", "")
     if not uid:
-        raise UserError("Name a sample by its uid, such as 27570-2: the page Samples has a link for each.")
+        raise UserError(
+            "Name a sample by its uid, such as 27570-2: the page Samples has a link for each."
+        )
     found = show.find_sample(run.run_dir, uid, whole(step) if step else None)
-    group, row = found.group, found.row
-    facts = [] if group is None else [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
+    group = found.group
+    row = found.row
+    facts = (
+        []
+        if group is None
+        else [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
+    )
     if group is not None and group.started is not None and group.completed is not None:
         facts.append(["generated and scored in", f"{group.completed - group.started:.3g} s"])
     names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version", "text", "owner")
@@ -368,7 +470,9 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
         "split": found.split,
         "facts": facts,
         "group": shown[0],
-        "others": [{"uid": each.get("uid"), "score": to_number(each.get("score"))} for each in found.rows],
+        "others": [
+            {"uid": each.get("uid"), "score": to_number(each.get("score"))} for each in found.rows
+        ],
         "tokens": tokens,
     }
 
@@ -376,31 +480,53 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
 def _waits(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     medians = {f"timing_s/{name}": value for name, value in measured_phases(pages.steps).items()}
-    return {"waits": step_parts.waits(pages.activity), "phases": _phases(run.run_dir, medians, "median")}
+    return {
+        "waits": step_parts.waits(pages.activity),
+        "phases": _phases(run.run_dir, medians, "median"),
+    }
 
 
 _planning = threading.Lock()
 
 
 def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
-    """What `distflow plan` says of the run with a change: in a process of its own, with limits of time and memory. It
-    imports no code that the run's config or the change names."""
+    """What `distflow plan` says of the run with a change: in a process of its own, with limits of
+    time and memory. It imports no code that the run's config or the change names."""
     change = query.get("change", "").replace("\0", "")
-    command = [sys.executable, "-m", "distflow", "plan", "--from", str(run.run_dir), f"--what-if={change}"]
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    quiet["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}  # each thread of NumPy's would take memory
+    command = [
+        sys.executable,
+        "-m",
+        "distflow",
+        "plan",
+        "--from",
+        str(run.run_dir),
+        f"--what-if={change}",
+    ]
+    quiet: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    # each thread of NumPy's would take memory
+    quiet["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
         _planning,  # one at a time
-        subprocess.Popen([*command, "--no-code", "--json"], **quiet, start_new_session=True) as planning,
+        subprocess.Popen(
+            [*command, "--no-code", "--json"], **quiet, start_new_session=True
+        ) as planning,
     ):
         resource.prlimit(planning.pid, resource.RLIMIT_DATA, (_WHAT_IF_BYTES, _WHAT_IF_BYTES))
         try:
             found, said = planning.communicate(timeout=_WHAT_IF_S)
         except subprocess.TimeoutExpired as error:
             os.killpg(planning.pid, signal.SIGKILL)
-            raise UserError(f"the plan took more than {_WHAT_IF_S:g} s: use `distflow plan --what-if`") from error
+            raise UserError(
+                f"the plan took more than {_WHAT_IF_S:g} s: use `distflow plan --what-if`"
+            ) from error
     if planning.returncode:
-        raise UserError(said.decode("utf-8", "replace").removeprefix("distflow: ").strip()[:_MAX_TEXT])
+        raise UserError(
+            said.decode("utf-8", "replace").removeprefix("distflow: ").strip()[:_MAX_TEXT]
+        )
     return {"outcomes": json.loads(found)["what_if"]}
 
 
@@ -408,7 +534,10 @@ def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     found = doctor.problems(pages, pages.examination, writer_of(run.run_dir) is not None)
     audits = [
-        {"audit of": _audited_part(each), **{name: _listed(each.get(name, [])) for name in ("proven", "unproven")}}
+        {
+            "audit of": _audited_part(each),
+            **{name: _listed(each.get(name, [])) for name in ("proven", "unproven")},
+        }
         for each in audited(pages.events)
     ]
     return {
@@ -421,8 +550,15 @@ def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
 
 def _audited_part(fields: Mapping[str, object]) -> str:
     """`step 13`, or `validation after step 10`."""
-    part, step = fields.get("of", "step"), fields.get("step")
-    return str(part) if step is None else f"step {step}" if part == "step" else f"{part} after step {step}"
+    part = fields.get("of", "step")
+    step = fields.get("step")
+    return (
+        str(part)
+        if step is None
+        else f"step {step}"
+        if part == "step"
+        else f"{part} after step {step}"
+    )
 
 
 def _listed(value: object) -> str:
@@ -440,7 +576,13 @@ def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     found = show.differences(*([runs[name].pages()] for name in (names[0], str(other))))
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
-    return {**found, "metrics": metrics, "runs": names, "pair": [names[0], other], "curves": _overlaid(runs)}
+    return {
+        **found,
+        "metrics": metrics,
+        "runs": names,
+        "pair": [names[0], other],
+        "curves": _overlaid(runs),
+    }
 
 
 def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
@@ -467,7 +609,14 @@ def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
         if len(steps) > 1
     ]
     series = {**chart_data.series(steps, MAX_POINTS, MAX_VALUES), "axes": {}}
-    return {"series": series, "charts": charts, "others": [], "constants": [], "bars": {}, "docs": {}}
+    return {
+        "series": series,
+        "charts": charts,
+        "others": [],
+        "constants": [],
+        "bars": {},
+        "docs": {},
+    }
 
 
 def _sql(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
@@ -475,7 +624,10 @@ def _sql(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     return {"columns": answer.columns, "rows": answer.rows, "is_cut": answer.is_cut}
 
 
-_OF_SEVERAL: Mapping[str, Callable[[Mapping[str, OpenRun], Query], dict[str, Any]]] = {"compare": _compare, "sql": _sql}
+_OF_SEVERAL: Mapping[str, Callable[[Mapping[str, OpenRun], Query], dict[str, Any]]] = {
+    "compare": _compare,
+    "sql": _sql,
+}
 _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "state": _state,
     "top": lambda run, query: run.pages().top() | {"status": _status(run)},

@@ -1,7 +1,7 @@
 """The samples of a run as the dashboard's table asks for them: sorted, filtered and by pages.
 
-A thread reads the sample files, the last steps first, into a table of DuckDB: a row for each group of responses, as in
-a report. The texts are in a nameless file, which only a search reads.
+A thread reads the sample files, the last steps first, into a table of DuckDB: a row for each group
+of responses, as in a report. The texts are in a nameless file, which only a search reads.
 """
 
 import math
@@ -25,10 +25,17 @@ from distflow.observe.report.samples import SampleGroup, add_pictures, sample_gr
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
 from distflow.observe.sample_files import SAMPLES
 
-ROWS_OF_PAGE, MAX_PICTURE_BYTES = 20, 2**24
-_MAX_SHOWN, _WHOLE_TEXT, _MAX_DOMAINS = 160, 1_000_000, 200
-_FIRST_ANSWER_S, _SEARCH_S = 0.4, 0.25
-_BLOCK, _PIECES, _BITS, _MAX_HASHES = 64, (2, 3, 6), 15, 48
+ROWS_OF_PAGE = 20
+MAX_PICTURE_BYTES = 2**24
+_MAX_SHOWN = 160
+_WHOLE_TEXT = 1_000_000
+_MAX_DOMAINS = 200
+_FIRST_ANSWER_S = 0.4
+_SEARCH_S = 0.25
+_BLOCK = 64
+_PIECES = (2, 3, 6)
+_BITS = 15
+_MAX_HASHES = 48
 _HASH: Final = np.uint64(0x9E3779B97F4A7C15)
 _WHICH = {
     "all": "true",
@@ -51,7 +58,9 @@ _KINDS = {
     **dict.fromkeys(("id", "step", "first", "n", "scored"), "BIGINT"),
     **dict.fromkeys(("split", "name", "domain", "prompt", "response", "scores"), "VARCHAR"),
     **dict.fromkeys(("mean", "low", "high", "tokens"), "DOUBLE"),
-    **dict.fromkeys((condition for condition in _WHICH.values() if condition.startswith("has_")), "BOOLEAN"),
+    **dict.fromkeys(
+        (condition for condition in _WHICH.values() if condition.startswith("has_")), "BOOLEAN"
+    ),
 }
 
 
@@ -63,12 +72,18 @@ class SamplesIndex:
             import duckdb
         except ImportError as error:
             raise UserError("the page Samples needs DuckDB: pip install 'distflow[ui]'") from error
-        self._run_dir, self._texts = run_dir, Texts()
+        self._run_dir = run_dir
+        self._texts = Texts()
         self._connection = duckdb.connect(":memory:", config={"memory_limit": "1GB"})
-        self._connection.execute(f"create table groups ({', '.join(f'{n} {kind}' for n, kind in _KINDS.items())})")
-        self._read, self._known = set[tuple[str, int]](), set[tuple[str, int]]()  # up to date, and in the tables
+        self._connection.execute(
+            f"create table groups ({', '.join(f'{n} {kind}' for n, kind in _KINDS.items())})"
+        )
+        # up to date, and in the tables
+        self._read = set[tuple[str, int]]()
+        self._known = set[tuple[str, int]]()
         self._seen: object = None
-        self._is_closed, self._lock = threading.Event(), threading.Lock()
+        self._is_closed = threading.Event()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
@@ -79,16 +94,21 @@ class SamplesIndex:
         self._texts.close()
 
     def refresh(self) -> str:
-        """Begin to read what is new, and wait a little for it. Returns what changes when more was read."""
+        """Begin to read what is new, and wait a little for it. Returns what changes when more was
+        read."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                folder, timeline = self._run_dir / SAMPLES, read_timeline(self._run_dir)
+                folder = self._run_dir / SAMPLES
+                timeline = read_timeline(self._run_dir)
                 seen = (timeline, folder.stat().st_mtime_ns if folder.is_dir() else 0)
                 if seen != self._seen:
-                    if isinstance(self._seen, tuple) and self._seen[0] != timeline:  # a resume took steps back
+                    # a resume took steps back
+                    if isinstance(self._seen, tuple) and self._seen[0] != timeline:
                         self._read.clear()
                     self._seen = seen
-                    self._thread = threading.Thread(target=self._fill, args=(timeline,), name="samples", daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._fill, args=(timeline,), name="samples", daemon=True
+                    )
                     self._thread.start()
             thread = self._thread
         if thread is not None:
@@ -101,7 +121,8 @@ class SamplesIndex:
         return sorted(found, key=lambda each: (-each[1], each[0]))
 
     def _fill(self, timeline: Timeline) -> None:
-        files, connection = self._files(), self._connection.cursor()
+        files = self._files()
+        connection = self._connection.cursor()
         newest = dict(sorted(files, key=lambda each: each[1]))
         for split, step in files:
             if self._is_closed.is_set():
@@ -119,13 +140,18 @@ class SamplesIndex:
         """Replace the groups of a file."""
         import pyarrow
 
-        rows = [_row(group, self._texts.append(_text_of(group)), place) for place, group in enumerate(groups)]
+        rows = [
+            _row(group, self._texts.append(_text_of(group)), place)
+            for place, group in enumerate(groups)
+        ]
         connection.execute("begin")
         if (split, step) in self._known:
             connection.execute("delete from groups where split = ? and step = ?", [split, step])
         self._known.add((split, step))
         if rows:
-            connection.register("arriving", pyarrow.table({name: [row[name] for row in rows] for name in _KINDS}))
+            connection.register(
+                "arriving", pyarrow.table({name: [row[name] for row in rows] for name in _KINDS})
+            )
             connection.execute("insert into groups select * from arriving")
         connection.execute("commit")
 
@@ -133,12 +159,19 @@ class SamplesIndex:
         """What there is to choose from."""
         self.refresh()
         counts = ", ".join(f"count(*) filter (where {condition})" for condition in _WHICH.values())
-        numbers = "count(*), sum(n), sum(scored), min(low), max(high), bool_or(has_error or has_timeout)"
-        cursor, files, num_files = self._connection.cursor(), self._files(), len(self._read)  # at most what is counted
+        numbers = (
+            "count(*), sum(n), sum(scored), min(low), max(high), bool_or(has_error or has_timeout)"
+        )
+        # at most what is counted
+        cursor = self._connection.cursor()
+        files = self._files()
+        num_files = len(self._read)
         number, responses, scored, lowest, highest, fails, *which = cursor.execute(
             f"select {numbers}, {counts} from groups"
         ).fetchall()[0]
-        domains = cursor.execute(f"select distinct domain from groups order by 1 limit {_MAX_DOMAINS}").fetchall()
+        domains = cursor.execute(
+            f"select distinct domain from groups order by 1 limit {_MAX_DOMAINS}"
+        ).fetchall()
         return {
             "num_shown": number,
             "num_groups": number,
@@ -154,28 +187,40 @@ class SamplesIndex:
         }
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the groups that fit. is_most: `total` is an upper bound, since a text was not sought in all of
-        them. Raises UserError for a wrong number."""
+        """A page of the groups that fit. is_most: `total` is an upper bound, since a text was not
+        sought in all of them. Raises UserError for a wrong number."""
         conditions, values = _conditions(query)
         if where := query.get("where", ""):
             conditions.append("concat_ws(' ', step, split, name) in (select unnest(?))")
             values.append(self._where(where))
         order = (
-            f"{_SORTS.get(query.get('sort', ''), 'step')} {'asc' if query.get('down') == '0' else 'desc'} nulls last"
+            f"{_SORTS.get(query.get('sort', ''), 'step')} "
+            f"{'asc' if query.get('down') == '0' else 'desc'} nulls last"
         )
-        chosen, cursor = f"from groups where {' and '.join(conditions)}", self._connection.cursor()
-        order, start = f"order by {order}, step desc, first", ROWS_OF_PAGE * whole(query.get("page", "0"))
-        names = ("step", "split", "first", "name", "domain", "prompt", "response", "scores", "tokens")
+        chosen = f"from groups where {' and '.join(conditions)}"
+        cursor = self._connection.cursor()
+        order = f"order by {order}, step desc, first"
+        start = ROWS_OF_PAGE * whole(query.get("page", "0"))
+        names = (
+            "step",
+            "split",
+            "first",
+            "name",
+            "domain",
+            "prompt",
+            "response",
+            "scores",
+            "tokens",
+        )
         is_most = False
         if text := query.get("text", ""):
             ids = cursor.execute(f"select id {chosen} {order}", values).fetchnumpy()["id"]
             found, left = self._texts.search(_lowered(text), ids, start + ROWS_OF_PAGE)
-            total, is_most = len(found) + left, left > 0
-            chosen, values, start = (
-                "from groups where id in (select unnest(?::bigint[]))",
-                [found[start:][:ROWS_OF_PAGE]],
-                0,
-            )
+            total = len(found) + left
+            is_most = left > 0
+            chosen = "from groups where id in (select unnest(?::bigint[]))"
+            values = [found[start:][:ROWS_OF_PAGE]]
+            start = 0
         else:
             ((total,),) = cursor.execute(f"select count(*) {chosen}", values).fetchall()
         limits = f"{order} limit {ROWS_OF_PAGE} offset {start}"
@@ -184,23 +229,35 @@ class SamplesIndex:
         return {"total": total, "is_most": is_most, "groups": groups}
 
     def _where(self, condition: str) -> list[str]:
-        """The groups with a sample that fits a condition of SQL. Raises UserError if it is wrong, or too many fit."""
+        """The groups with a sample that fits a condition of SQL. Raises UserError if it is wrong,
+        or too many fit."""
         select = r"select distinct step, split, regexp_replace(uid, '-[^-]*$', '') from samples"
         answer = query_runs([self._run_dir], f"{select} where (\n{condition}\n)")
         if answer.is_cut:
-            raise UserError(f"more than {MAX_ROWS:,} groups have such a sample: narrow the condition")
+            raise UserError(
+                f"more than {MAX_ROWS:,} groups have such a sample: narrow the condition"
+            )
         return [" ".join(map(str, row)) for row in answer.rows]
 
     def group(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One group with all that is shown of it. Raises UserError if it is not there."""
-        step, split, place = whole(query.get("step", "")), query.get("split", ""), whole(query.get("first", ""))
+        step = whole(query.get("step", ""))
+        split = query.get("split", "")
+        place = whole(query.get("first", ""))
         rows = read_samples(self._run_dir, step, split)
         found = sample_groups(rows, step, split)
         if place >= len(found):
-            raise UserError(f"the samples of step {step} are not there any more: a resume may have taken it back")
+            raise UserError(
+                f"the samples of step {step} are not there any more: a resume may have taken it "
+                "back"
+            )
         group = found[place]
         group["pictures"] = add_pictures(self._run_dir, [group], MAX_PICTURE_BYTES)
-        uids = [str(row.get("uid")) for row in rows if str(row.get("uid")).rpartition("-")[0] == group["name"]]
+        uids = [
+            str(row.get("uid"))
+            for row in rows
+            if str(row.get("uid")).rpartition("-")[0] == group["name"]
+        ]
         if group["name"] and len(uids) == len(group["responses"]):
             for uid, response in zip(uids, group["responses"], strict=True):
                 response |= {"uid": uid, "step": step, "split": split}
@@ -248,7 +305,13 @@ def _row(group: SampleGroup, number: int, place: int) -> dict[str, Any]:
     failures = [response.get("failure") for response in responses]
     right = [_is_right(response) for response in responses]
     row = {
-        **{"id": number, "step": group["step"], "first": place, "n": len(scores), "scored": len(known)},
+        **{
+            "id": number,
+            "step": group["step"],
+            "first": place,
+            "n": len(scores),
+            "scored": len(known),
+        },
         **{"split": group["split"], "name": group["name"], "domain": str(group["domain"] or "")},
         "prompt": str(group["prompt"] or "")[:_MAX_SHOWN],
         "response": str(responses[0].get("response", ""))[:_MAX_SHOWN],
@@ -259,10 +322,14 @@ def _row(group: SampleGroup, number: int, place: int) -> dict[str, Any]:
         "tokens": sum(lengths) / len(lengths) if lengths else None,
         "has_right": True in right,
         "has_wrong": False in right,
-        "has_cut": any(response.get("finish_reason") in ("length", "context") for response in responses),
+        "has_cut": any(
+            response.get("finish_reason") in ("length", "context") for response in responses
+        ),
         "has_error": "error" in failures,
         "has_timeout": "timeout" in failures,
-        "has_masked": any(_is_number(m := response.get("masked")) and m > 0 for response in responses),
+        "has_masked": any(
+            _is_number(m := response.get("masked")) and m > 0 for response in responses
+        ),
         "has_dropped": any(response.get("dropped") for response in responses),
     }
     return {name: plain(value) for name, value in row.items()}
@@ -280,7 +347,11 @@ def _is_right(response: Mapping[str, Any]) -> bool | None:
 def _text_of(group: SampleGroup) -> bytes:
     """All that a search looks through."""
     parts = [group["prompt"], group["truth"]]
-    parts += [response.get(name) for response in group["responses"] for name in ("response", "errors", "remarks")]
+    parts += [
+        response.get(name)
+        for response in group["responses"]
+        for name in ("response", "errors", "remarks")
+    ]
     return _lowered("\n".join(str(part) for part in parts if part is not None))
 
 
@@ -289,13 +360,15 @@ def _lowered(text: str) -> bytes:
 
 
 class Texts:
-    """Texts by number, in a file. A second file has for each `_BLOCK` of them the hashes of their pieces of `_PIECES`
-    bytes, a word of bits for each hash: a search reads the few words of its own pieces, and only the texts that have
-    all of them. One thread appends."""
+    """Texts by number, in a file. A second file has for each `_BLOCK` of them the hashes of their
+    pieces of `_PIECES` bytes, a word of bits for each hash: a search reads the few words of its own
+    pieces, and only the texts that have all of them. One thread appends."""
 
     def __init__(self) -> None:
-        self._file, self._blocks = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115  closed by close
-        self._ends, self._words = array("q", [0]), np.zeros(1 << _BITS, np.uint64)
+        # closed by close
+        self._file, self._blocks = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
+        self._ends = array("q", [0])
+        self._words = np.zeros(1 << _BITS, np.uint64)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -306,7 +379,8 @@ class Texts:
 
     def append(self, text: bytes) -> int:
         """Its number."""
-        number, has_piece = len(self), np.zeros(1 << _BITS, np.bool_)
+        number = len(self)
+        has_piece = np.zeros(1 << _BITS, np.bool_)
         has_piece[_hashes(text)] = True
         self._words |= has_piece.astype(np.uint64) << np.uint64(number % _BLOCK)
         self._file.write(text)
@@ -317,14 +391,16 @@ class Texts:
         return number
 
     def search(self, text: bytes, numbers: NDArray[np.int64], number: int) -> tuple[list[int], int]:
-        """Those of the numbers whose text has this one, and how many more there may be: beyond the first `number`, it
-        looks for more only for a short time."""
-        hashes, known = np.unique(_hashes(text))[-_MAX_HASHES:], self._ends[:]
+        """Those of the numbers whose text has this one, and how many more there may be: beyond the
+        first `number`, it looks for more only for a short time."""
+        hashes = np.unique(_hashes(text))[-_MAX_HASHES:]
+        known = self._ends[:]
         words = np.bitwise_and.reduce([*self._of_pieces(hashes)], axis=0) if len(hashes) else None
         may_have = None if words is None else np.unpackbits(words.view(np.uint8), bitorder="little")
         chosen = numbers[numbers < len(known) - 1]
         chosen = chosen if may_have is None else chosen[may_have[chosen] > 0]
-        found, deadline = list[int](), time.thread_time() + _SEARCH_S
+        found = list[int]()
+        deadline = time.thread_time() + _SEARCH_S
         for place, each in enumerate(chosen.tolist()):
             if len(found) >= number and time.thread_time() > deadline:
                 return found, len(chosen) - place
@@ -334,7 +410,8 @@ class Texts:
 
     def _of_pieces(self, hashes: NDArray[np.uint64]) -> Iterator[NDArray[np.uint64]]:
         """For each hash the words of all blocks."""
-        last, size = self._words.copy(), os.fstat(self._blocks.fileno()).st_size
+        last = self._words.copy()
+        size = os.fstat(self._blocks.fileno()).st_size
         written = mmap.mmap(self._blocks.fileno(), size, access=mmap.ACCESS_READ) if size else b""
         blocks = np.frombuffer(written, np.uint64).reshape(-1, len(last))
         for place in hashes:
@@ -352,8 +429,11 @@ def _hashes(text: bytes) -> NDArray[np.uint64]:
 
 
 def _group(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as the table of a report has it: the scores of all responses, and the first one's beginning."""
+    """A row as the table of a report has it: the scores of all responses, and the first one's
+    beginning."""
     scores = (parse_object(row.pop("scores").encode()) or {}).get("of")
-    responses: list[dict[str, JSON]] = [{"score": score} for score in scores] if isinstance(scores, list) else []
+    responses: list[dict[str, JSON]] = (
+        [{"score": score} for score in scores] if isinstance(scores, list) else []
+    )
     responses[0] |= {"response": row.pop("response"), "response_length": row.pop("tokens")}
     return {**row, "responses": responses}

@@ -1,6 +1,6 @@
-"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves both with a report;
-`distflow chat`: chats with a model, or a run's policy, in the terminal; `distflow serve`: serves one over routes
-compatible with OpenAI's and Anthropic's."""
+"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves
+both with a report; `distflow chat`: chats with a model, or a run's policy, in the terminal;
+`distflow serve`: serves one over routes compatible with OpenAI's and Anthropic's."""
 
 import argparse
 import asyncio
@@ -46,15 +46,22 @@ _OF_RUN = "a run's own config names"
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    add_preset_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
-    parser.add_argument("--to", metavar="DIR", help="folder for responses and report; default: runs/evals/NAME-NUMBER")
+    add_preset_arguments(
+        parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint"
+    )
+    parser.add_argument(
+        "--to",
+        metavar="DIR",
+        help="folder for responses and report; default: runs/evals/NAME-NUMBER",
+    )
     add_trust_argument(parser, _OF_RUN)
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
     from distflow.observe.report.chart_data import wilson
 
-    say, to = partial(print, flush=True), arguments.to
+    say = partial(print, flush=True)
+    to = arguments.to
     chosen = None if to is None else empty_folder(to, "--to ")
     say(f"distflow {__version__} · evaluating {arguments.preset}")
     # Encoded prompts go to a temporary folder: a run may be writing to the config's.
@@ -73,7 +80,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
             found = evaluate(spec, say)
     for name, value in sorted(found.metrics.items()):
         number = found.num_prompts.get(name)
-        interval = "" if number is None else "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
+        interval = (
+            "" if number is None else "  (95 %: {:.4f} to {:.4f})".format(*wilson(value, number))
+        )
         print(f"{escape_control(name, one_line=True)}: {value:.4f}{interval}")
     target = chosen or _numbered(arguments.preset)
     report = _write(target, arguments.preset, loaded.config, found)
@@ -98,7 +107,10 @@ def _write(target: Path, title: str, config: "Config", found: "Evaluation") -> P
     from distflow.observe.writing.run_folder import RunFolder
 
     with RunFolder(target, restart=0) as folder:
-        folder.write_json("run.json", {"title": f"evaluation of {title}", "model": config.actor_rollout_ref.model.path})
+        folder.write_json(
+            "run.json",
+            {"title": f"evaluation of {title}", "model": config.actor_rollout_ref.model.path},
+        )
         folder.write_text("config.yaml", to_yaml(config))
         folder.samples(0, found.rows, split="val")
         folder.metrics(0, "val", found.metrics)
@@ -124,20 +136,38 @@ def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None
         data = replace(data, train_files=data.val_files)
     loaded = replace(loaded, config=replace(loaded.config, data=data))
     if not validates(loaded.config):
-        raise UserError("there are no validation problems: set data.val_files=FILE.jsonl (or .parquet, .csv)")
+        raise UserError(
+            "there are no validation problems: set data.val_files=FILE.jsonl (or .parquet, .csv)"
+        )
     if not loaded.config.actor_rollout_ref.model.path:
-        raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
+        raise UserError(
+            "there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub "
+            "id"
+        )
     return loaded
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL|RUN", help="a model's folder or hub id, a run's folder or a checkpoint")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="keys of the config, e.g. data.system_prompt="
+        "model",
+        metavar="MODEL|RUN",
+        help="a model's folder or hub id, a run's folder or a checkpoint",
     )
-    parser.add_argument("--max-tokens", type=partial(at_least, 1), metavar="N", help="of a response; default: 512")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: as in the config")
-    parser.add_argument("--plain", action="store_true", help="do not use the chat template: each line is a prompt")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="keys of the config, e.g. data.system_prompt=",
+    )
+    parser.add_argument(
+        "--max-tokens", type=partial(at_least, 1), metavar="N", help="of a response; default: 512"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0 is greedy; default: as in the config"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="do not use the chat template: each line is a prompt"
+    )
     add_trust_argument(parser, _OF_RUN)
 
 
@@ -148,10 +178,15 @@ def run_chat(arguments: argparse.Namespace) -> int:
     with importing():
         from distflow.launch.without_run.chat_serve_and_check_engine import ChatOptions, load_chat
 
-    options = ChatOptions(arguments.max_tokens, arguments.temperature, arguments.plain, arguments.trust_code)
+    options = ChatOptions(
+        arguments.max_tokens, arguments.temperature, arguments.plain, arguments.trust_code
+    )
     with TemporaryDirectory() as folder:
         chat = load_chat(arguments.model, arguments.overrides, options, Path(folder), note)
-    note(f"{'with its chat template' if chat.has_template else 'each line is a prompt, as plain text'}; Ctrl-D ends")
+    note(
+        f"{'with its chat template' if chat.has_template else 'each line is a prompt, as plain text'}; "  # noqa: E501
+        "Ctrl-D ends"
+    )
     messages: list[dict[str, str]] = []
     for line in _lines():
         asked = [*messages, {"role": "user", "content": line}]
@@ -180,12 +215,25 @@ _KEY = "DISTFLOW_API_KEY"
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL|RUN", help="a model's folder or hub id, a run's folder or a checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config: docs/config.md")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=partial(at_least, 0), default=8000, help="port to listen on; 0 is any free port")
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"key that clients must send; default: ${_KEY}, or a random key, printed once"
+        "model",
+        metavar="MODEL|RUN",
+        help="a model's folder or hub id, a run's folder or a checkpoint",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys of the config: docs/config.md"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--port",
+        type=partial(at_least, 0),
+        default=8000,
+        help="port to listen on; 0 is any free port",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that clients must send; default: ${_KEY}, or a random key, printed once",
     )
     add_trust_argument(parser, _OF_RUN)
 
@@ -202,11 +250,16 @@ def run_serve(arguments: argparse.Namespace) -> int:
     key = chosen or secrets.token_urlsafe(24)
 
     def report(url: str) -> None:
-        say(f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}\nmodel: {arguments.model}; Ctrl-C ends")
+        say(
+            f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}\n"
+            f"model: {arguments.model}; Ctrl-C ends"
+        )
         if not chosen:
             say(f"OPENAI_API_KEY={key}")
 
     with TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
-        config = load_config_of(arguments.model, arguments.overrides, Path(folder), say, arguments.trust_code)
+        config = load_config_of(
+            arguments.model, arguments.overrides, Path(folder), say, arguments.trust_code
+        )
         asyncio.run(serve(config, arguments.model, key, listening, report))
     return 0

@@ -1,5 +1,5 @@
-"""`distflow new`: a folder to start from, with a config, a reward function and data. `distflow list`: presets, built-in
-models, and the runs of a folder."""
+"""`distflow new`: a folder to start from, with a config, a reward function and data.
+`distflow list`: presets, built-in models, and the runs of a folder."""
 
 import argparse
 import json
@@ -31,40 +31,61 @@ NUM_VALIDATION = 100
 
 
 def add_new_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", help="folder to write into; it must be empty or not exist")
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="folder to write into; it must be empty or not exist"
+    )
 
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Write a config, a reward function and problems that are ready to train."""
     folder = empty_folder(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 50)]
+    sums = []
+    for a in range(10, 50):
+        for b in range(10, 50):
+            sums.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
     Random(0).shuffle(sums)
     for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(folder / file) for name, file in FILES.items()}
     quoted = {
-        key: json.dumps(text, ensure_ascii=False) for key, text in {"name": folder.resolve().name, **files}.items()
+        key: json.dumps(text, ensure_ascii=False)
+        for key, text in {"name": folder.resolve().name, **files}.items()
     }
-    (folder / "config.yaml").write_text(CONFIG.read_text("utf-8").format(folder=folder, **quoted), "utf-8")
+    (folder / "config.yaml").write_text(
+        CONFIG.read_text("utf-8").format(folder=folder, **quoted), "utf-8"
+    )
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     name = escape_control(str(folder), one_line=True)
     print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
-    config, reward, data = (shlex.quote(f"{name}/{file}") for file in ("config.yaml", "reward.py", "problems.jsonl"))
-    for command in (f"data check {config}", f"reward check {reward} --data {data}", f"train {config}"):
+    config, reward, data = (
+        shlex.quote(f"{name}/{file}") for file in ("config.yaml", "reward.py", "problems.jsonl")
+    )
+    for command in (
+        f"data check {config}",
+        f"reward check {reward} --data {data}",
+        f"train {config}",
+    ):
         print(f"  distflow {command}")
     return 0
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=["presets", "models", "runs"], metavar="presets|models|runs", help="what to list"
+        "what",
+        choices=["presets", "models", "runs"],
+        metavar="presets|models|runs",
+        help="what to list",
     )
-    parser.add_argument("folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="folder of the runs")
+    parser.add_argument(
+        "folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="folder of the runs"
+    )
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    lines = {"presets": _presets, "models": _models, "runs": lambda: _runs(arguments.folder)}[arguments.what]
+    lines = {"presets": _presets, "models": _models, "runs": lambda: _runs(arguments.folder)}[
+        arguments.what
+    ]
     rows = list(lines())
     width = max((len(name) for name, _ in rows), default=0)
     for name, what in rows:
@@ -86,8 +107,16 @@ def _models() -> Iterator[tuple[str, str]]:
     with importing():
         from distflow.launch.configured_models import builtin_models
     for path, config, has_weights in builtin_models():
-        size = f"{config['model_type']}, {config['num_hidden_layers']} layers of width {config['hidden_size']}"
-        yield path, size if has_weights else f"{size}; without weights: actor_rollout_ref.model.init=random"
+        size = (
+            f"{config['model_type']}, {config['num_hidden_layers']} layers of width "
+            f"{config['hidden_size']}"
+        )
+        yield (
+            path,
+            size
+            if has_weights
+            else f"{size}; without weights: actor_rollout_ref.model.init=random",
+        )
 
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
@@ -106,9 +135,12 @@ def _runs(folder: Path) -> Iterator[tuple[str, str]]:
         try:
             records = read_metrics(run)
             before, after = accuracies(records, read_events(run))
-            step, word = max((record.step for record in records), default=0), status(read_events(run))["word"]
+            step = max((record.step for record in records), default=0)
+            word = status(read_events(run))["word"]
             first = "" if before is None else f"{before:.2f} → "
-            said = f"{word}, step {step}" + (f", accuracy {first}{after:.2f}" if after is not None else "")
+            said = f"{word}, step {step}" + (
+                f", accuracy {first}{after:.2f}" if after is not None else ""
+            )
         except UserError as error:  # of one run, which should not hide the others
             said = escape_control(f"unreadable: {error}", one_line=True)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))

@@ -1,5 +1,5 @@
-"""`distflow plan`: what a run needs and how long it takes, before it starts and without its devices: no torch, no Ray,
-no weights."""
+"""`distflow plan`: what a run needs and how long it takes, before it starts and without its
+devices: no torch, no Ray, no weights."""
 
 import argparse
 import json
@@ -24,35 +24,72 @@ _CALIBRATE = "calibrate the plan by a short run of it (--from RUN)"
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     devices, steps = (partial(at_least, 1, most=most) for most in (8192, 10_000))
-    add_preset_arguments(parser, default="", what="a preset's name, or a YAML file; with --from, that run's config")
-    parser.add_argument("--from", dest="measured", metavar="RUN", help="a run whose times and lengths the plan uses")
+    add_preset_arguments(
+        parser, default="", what="a preset's name, or a YAML file; with --from, that run's config"
+    )
+    parser.add_argument(
+        "--from", dest="measured", metavar="RUN", help="a run whose times and lengths the plan uses"
+    )
     parser.add_argument(
         "--what-if",
         action="append",
         default=[],
         metavar="CHANGE",
-        help="rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value; may be repeated",
-    )
-    parser.add_argument("--device", metavar="NAME", help="h100, a100, cpu, ...; default: this machine's device")
-    parser.add_argument("--devices", type=devices, metavar="N", help="number of devices, 8 on each machine")
-    parser.add_argument(
-        "--prompt-tokens", type=float, metavar="MEAN", help="mean prompt length; default: half of the maximum"
+        help=(
+            "rollout+1, rollout-1, staleness+1, rewards*2, response/2, or key=value; may be "
+            "repeated"
+        ),
     )
     parser.add_argument(
-        "--response-tokens", type=float, metavar="MEAN", help="mean response length; default: half of the maximum"
+        "--device", metavar="NAME", help="h100, a100, cpu, ...; default: this machine's device"
     )
     parser.add_argument(
-        "--lengths", metavar="SPREAD", help="response lengths: lognormal:SIGMA, TOKENS:SHARE,..., or a file"
+        "--devices", type=devices, metavar="N", help="number of devices, 8 on each machine"
     )
-    parser.add_argument("--simulate", type=steps, metavar="STEPS", help="simulate the first steps with the scheduler")
-    for name, what in (("reward", "to score a group"), ("tool", "that the tools of a response take")):
-        parser.add_argument(f"--{name}-seconds", type=a_time, default=0.0, metavar="MEAN", help=f"mean time {what}")
     parser.add_argument(
-        "--mtbf-hours", type=a_time, default=0.0, metavar="MEAN", help="mean time between failures of a device"
+        "--prompt-tokens",
+        type=float,
+        metavar="MEAN",
+        help="mean prompt length; default: half of the maximum",
     )
-    parser.add_argument("--no-code", action="store_true", help="refuse a config that names Python code to import")
+    parser.add_argument(
+        "--response-tokens",
+        type=float,
+        metavar="MEAN",
+        help="mean response length; default: half of the maximum",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="SPREAD",
+        help="response lengths: lognormal:SIGMA, TOKENS:SHARE,..., or a file",
+    )
+    parser.add_argument(
+        "--simulate",
+        type=steps,
+        metavar="STEPS",
+        help="simulate the first steps with the scheduler",
+    )
+    for name, what in (
+        ("reward", "to score a group"),
+        ("tool", "that the tools of a response take"),
+    ):
+        parser.add_argument(
+            f"--{name}-seconds", type=a_time, default=0.0, metavar="MEAN", help=f"mean time {what}"
+        )
+    parser.add_argument(
+        "--mtbf-hours",
+        type=a_time,
+        default=0.0,
+        metavar="MEAN",
+        help="mean time between failures of a device",
+    )
+    parser.add_argument(
+        "--no-code", action="store_true", help="refuse a config that names Python code to import"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the time line and memory bars"
+    )
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -68,22 +105,35 @@ def run_plan(arguments: argparse.Namespace) -> int:
         arguments.prompt_tokens,
         arguments.response_tokens,
         arguments.lengths,
-        {"reward": arguments.reward_seconds, "tool": arguments.tool_seconds, "mtbf": 3600 * arguments.mtbf_hours},
+        {
+            "reward": arguments.reward_seconds,
+            "tool": arguments.tool_seconds,
+            "mtbf": 3600 * arguments.mtbf_hours,
+        },
         arguments.measured,
         not arguments.no_code,
     )
     run = planner.run
     wants_times = arguments.what_if or (arguments.simulate and not arguments.tool_seconds)
     if wants_times and run.why_untimed:
-        raise UserError(f"the times of this run cannot be predicted: {run.why_untimed}; {_CALIBRATE}")
+        raise UserError(
+            f"the times of this run cannot be predicted: {run.why_untimed}; {_CALIBRATE}"
+        )
     simulated = planner.simulate(run, arguments.simulate) if arguments.simulate else None
     changed = outcomes(planner, arguments.what_if) if arguments.what_if else []
     if arguments.json:
-        print(json.dumps({**as_json(planner, simulated), "what_if": [asdict(each) for each in changed]}, indent=1))
+        print(
+            json.dumps(
+                {**as_json(planner, simulated), "what_if": [asdict(each) for each in changed]},
+                indent=1,
+            )
+        )
     else:
         for line in (*planner.loaded.notes, *lines(planner, simulated)):
             print(line)
-        for line in ("\nwhat if", *(f"  {each.line(changed[0])}" for each in changed)) if changed else ():
+        for line in (
+            ("\nwhat if", *(f"  {each.line(changed[0])}" for each in changed)) if changed else ()
+        ):
             print(line)
     if arguments.html:
         write_plan_page(arguments.html, as_json(planner, simulated))
@@ -91,7 +141,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
         _check(planner)
     if not run.fits:
         change = planner.change_that_fits(run)
-        advice = "use a smaller model, shorter sequences, or devices with more memory: no setting here makes it fit"
+        advice = (
+            "use a smaller model, shorter sequences, or devices with more memory: no setting here "
+            "makes it fit"
+        )
         advice = advice if change is None else f"it fits with {' '.join(change)}"
         raise UserError(f"it does not fit: {run.excess()}; {advice}")
     return 0
@@ -144,7 +197,10 @@ def lines(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Iterator[s
     for channel, num_bytes in zip(run.plan.channels, run.channel_bytes, strict=True):
         if num_bytes:
             yield f"  {channel.source} → {channel.target}: {channel.kind}, {_bytes(num_bytes)}"
-    yield f"  weight sync: {_bytes(run.sync_bytes) if run.sync_bytes else 'none, the engine uses the trained weights'}"
+    yield (
+        "  weight sync: "
+        f"{_bytes(run.sync_bytes) if run.sync_bytes else 'none, the engine uses the trained weights'}"  # noqa: E501
+    )
     yield from _memory(planner)
     yield from () if run.why_untimed else _time_line(run)
     if simulated is not None:
@@ -164,7 +220,11 @@ def _time_line(run: "PredictedRun") -> Iterator[str]:
 
 def _graph(planner: "RunPlanner") -> Iterator[str]:
     for node in planner.pipeline.nodes:
-        ranks = tuple(r.rank for r in planner.run.plan.ranks if node.node_id in (*r.rollout_nodes, *r.training_nodes))
+        ranks = tuple(
+            r.rank
+            for r in planner.run.plan.ranks
+            if node.node_id in (*r.rollout_nodes, *r.training_nodes)
+        )
         engines = f", {' and '.join(node.engines)}" if node.engines else ""
         after = f" after {', '.join(node.deps)}" if node.deps else ""
         yield f"{node.node_id} ({node.plane}{engines}) on {_ranks(ranks)}{after}"
@@ -174,7 +234,9 @@ def _memory(planner: "RunPlanner") -> Iterator[str]:
     run = planner.run
     for worker in run.workers:
         share = worker.peak / run.device.memory
-        fullest = f"{_bytes(worker.peak)} in '{worker.peak_phase}', {share:.0%} of each {run.device.name}"
+        fullest = (
+            f"{_bytes(worker.peak)} in '{worker.peak_phase}', {share:.0%} of each {run.device.name}"
+        )
         yield f"\nmemory of {_ranks(worker.ranks)}: {fullest}"
         for item in sorted(worker.items, key=lambda item: -item.num_bytes):
             where = ", in host memory" if item.on_host else ""
@@ -183,22 +245,39 @@ def _memory(planner: "RunPlanner") -> Iterator[str]:
 
 def _whole_run(planner: "RunPlanner") -> Iterator[str]:
     run = planner.run
-    lengths, rates = run.lengths, run.times.rates
-    means = f"{lengths.prompt:.4g} tokens of a prompt and {lengths.response:.4g} of a response on average"
+    lengths = run.lengths
+    rates = run.times.rates
+    means = (
+        f"{lengths.prompt:.4g} tokens of a prompt and {lengths.response:.4g} of a response on "
+        "average"
+    )
     if rates.source:
         yield f"\nmeasured in {rates.source}: {rates.sentence()}"
     if run.why_untimed:
         known = "unknown" if run.steps is None else count_of(run.steps, "step")
-        yield f"\nthe run: {known}; its time is not predicted, because {run.why_untimed}; {_CALIBRATE}"
+        yield (
+            f"\nthe run: {known}; its time is not predicted, because {run.why_untimed}; "
+            f"{_CALIBRATE}"
+        )
         return
-    untimed = "validation and checkpoints" if rates.source else "rewards, validation and checkpoints"
+    untimed = (
+        "validation and checkpoints" if rates.source else "rewards, validation and checkpoints"
+    )
     yield f"\nassumed: {means}; no time for {untimed}"
     if run.steps is None or run.hours is None:
-        yield "the run: unknown length, as the number of rows is unknown; set trainer.total_training_steps"
+        yield (
+            "the run: unknown length, as the number of rows is unknown; set "
+            "trainer.total_training_steps"
+        )
         return
-    money = "" if run.cost is None else f", costs {run.cost:,.2f} (cost.gpu_hour={run.config.cost.gpu_hour:g})"
+    money = (
+        ""
+        if run.cost is None
+        else f", costs {run.cost:,.2f} (cost.gpu_hour={run.config.cost.gpu_hour:g})"
+    )
     yield (
-        f"the run: {count_of(run.steps, 'step')}, {run.steps * run.step_tokens / 1e6:,.1f} million tokens, "
+        f"the run: {count_of(run.steps, 'step')}, {run.steps * run.step_tokens / 1e6:,.1f} million "
+        "tokens, "
         f"{duration_text(3600 * run.hours)}{money}"
     )
 
@@ -208,7 +287,11 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks[:_MOST_LISTED])) + (", ..." if len(ranks) > _MOST_LISTED else "")
+    return (
+        "ranks "
+        + ", ".join(map(str, ranks[:_MOST_LISTED]))
+        + (", ..." if len(ranks) > _MOST_LISTED else "")
+    )
 
 
 def _bytes(number: float) -> str:
@@ -225,14 +308,23 @@ def as_json(planner: "RunPlanner", simulated: "SimulatedRun | None") -> Mapping[
     for channel, num_bytes in zip(plan["channels"], run.channel_bytes, strict=True):
         channel["bytes"] = num_bytes
     memory = [
-        {"ranks": w.ranks, "peak_bytes": w.peak, "peak_phase": w.peak_phase, "items": [asdict(i) for i in w.items]}
+        {
+            "ranks": w.ranks,
+            "peak_bytes": w.peak,
+            "peak_phase": w.peak_phase,
+            "items": [asdict(i) for i in w.items],
+        }
         for w in run.workers
     ]
     found = planner.search.best if planner.search else ()
     return {
         "fits": run.fits,
         "allocations": [
-            {"allocation": each.text, "max_staleness": each.staleness, "step_seconds": each.step_seconds}
+            {
+                "allocation": each.text,
+                "max_staleness": each.staleness,
+                "step_seconds": each.step_seconds,
+            }
             for each in found
         ],
         "simulated": simulated and {"step_seconds": simulated.step_seconds, **asdict(simulated)},
@@ -259,8 +351,14 @@ _SCRIPTS = ("dom", "pipeline_graph", "timeline", "plan_page")
 def write_plan_page(path: Path, plan: Mapping[str, Any]) -> None:
     """plan: as `distflow plan --json` prints it. Raises UserError if the file cannot be written."""
     fits = bool(plan["fits"])
-    words = {"title": plan["plan"]["pipeline"], "kind": "plan", "status": "fits" if fits else "does not fit"}
-    content = fill("plan_page.html", _SCRIPTS, _page_data(plan), {**words, "tone": "good" if fits else "bad"})
+    words = {
+        "title": plan["plan"]["pipeline"],
+        "kind": "plan",
+        "status": "fits" if fits else "does not fit",
+    }
+    content = fill(
+        "plan_page.html", _SCRIPTS, _page_data(plan), {**words, "tone": "good" if fits else "bad"}
+    )
     try:
         write_atomically(path, content)
     except OSError as error:
@@ -268,14 +366,22 @@ def write_plan_page(path: Path, plan: Mapping[str, Any]) -> None:
 
 
 def _page_data(plan: Mapping[str, Any]) -> dict[str, Any]:
-    step, run = plan["step"], plan["run"]
+    step = plan["step"]
+    run = plan["run"]
     facts = [
         ("devices", f"{len(plan['plan']['ranks'])} {plan['device']['name']}"),
         ("step", "not predicted" if step["seconds"] is None else f"{step['seconds']:.3g} s"),
-        *([("simulated step", f"{plan['simulated']['step_seconds']:.3g} s")] if plan["simulated"] else []),
+        *(
+            [("simulated step", f"{plan['simulated']['step_seconds']:.3g} s")]
+            if plan["simulated"]
+            else []
+        ),
         ("tokens of a step", f"{step['tokens']:,.0f}"),
         ("steps", "unknown" if run["steps"] is None else f"{run['steps']:,}"),
-        ("time of the run", "unknown" if run["hours"] is None else duration_text(3600 * run["hours"])),
+        (
+            "time of the run",
+            "unknown" if run["hours"] is None else duration_text(3600 * run["hours"]),
+        ),
         *([("cost (by cost.gpu_hour)", f"{run['cost']:,.2f}")] if run["cost"] is not None else []),
     ]
     timed = [bar["what"] for bar in step["bars"] if not bar["why"]]
@@ -284,7 +390,8 @@ def _page_data(plan: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline": drawn_nodes(plan["plan"]["nodes"], {}),
         "timelines": [_timeline(step)] if step["seconds"] else [],
         "memory": [_memory_bars(worker, plan["device"]) for worker in plan["memory"]],
-        "series": {"y": {f"timing_s/{name}": None for name in timed}},  # by which phases get their colours
+        # by which phases get their colours
+        "series": {"y": {f"timing_s/{name}": None for name in timed}},
     }
 
 
@@ -293,17 +400,29 @@ def _timeline(step: Mapping[str, Any]) -> dict[str, Any]:
     lanes: dict[tuple[str, str], list[Any]] = {}
     for bar in step["bars"]:
         ranks = bar["ranks"]
-        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)})"
+        name = (
+            f"rank {ranks[0]}"
+            if len(ranks) == 1
+            else f"ranks {ranks[0]} to {ranks[-1]} ({len(ranks)})"
+        )
         kind, what = ("wait", bar["why"]) if bar["why"] else ("phase", bar["what"])
         span = (round(bar["start"], 4), round(bar["end"], 4), what, None, None)
         lanes.setdefault((kind, f"{name} waits for" if bar["why"] else name), []).append(span)
     drawn = [{"name": name, "kind": kind, "spans": spans} for (kind, name), spans in lanes.items()]
     rest = {"steps": [], "synced": [], "paused": [], "notes": ["Predicted, not measured."]}
-    return {"first": None, "last": None, "why": "a step", "seconds": step["seconds"], "lanes": drawn, **rest}
+    return {
+        "first": None,
+        "last": None,
+        "why": "a step",
+        "seconds": step["seconds"],
+        "lanes": drawn,
+        **rest,
+    }
 
 
 def _memory_bars(worker: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    ranks, items = worker["ranks"], [item for item in worker["items"] if not item["on_host"]]
+    ranks = worker["ranks"]
+    items = [item for item in worker["items"] if not item["on_host"]]
     phases = ("generate", "forward", "update", "optimizer", "sync")
     parts: dict[str, list[float]] = {}
     for item in items:

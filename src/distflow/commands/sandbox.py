@@ -1,5 +1,5 @@
-"""`distflow sandbox run`: runs one program as code under test, and reports how it ended and its isolation; `distflow
-sandbox serve`: runs programs for other machines."""
+"""`distflow sandbox run`: runs one program as code under test, and reports how it ended and its
+isolation; `distflow sandbox serve`: runs programs for other machines."""
 
 import argparse
 import os
@@ -19,12 +19,24 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     action = actions.add_parser("run", help=_RUN, description=_RUN)
     action.add_argument("file", metavar="FILE", help="the Python file")
-    action.add_argument("--stdin", metavar="FILE", help="file for its standard input; default: empty")
+    action.add_argument(
+        "--stdin", metavar="FILE", help="file for its standard input; default: empty"
+    )
     action = actions.add_parser("serve", help=_SERVE, description=_SERVE)
-    action.add_argument("--host", default="127.0.0.1", help="address to listen on; others need a password")
-    action.add_argument("--port", type=partial(at_least, 0), default=8750, help="port to listen on; 0 is any free port")
-    one, cores = partial(at_least, 1), os.cpu_count() or 1
-    action.add_argument("--at-once", type=one, default=cores, metavar="N", help="number of programs at a time")
+    action.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; others need a password"
+    )
+    action.add_argument(
+        "--port",
+        type=partial(at_least, 0),
+        default=8750,
+        help="port to listen on; 0 is any free port",
+    )
+    one = partial(at_least, 1)
+    cores = os.cpu_count() or 1
+    action.add_argument(
+        "--at-once", type=one, default=cores, metavar="N", help="number of programs at a time"
+    )
 
 
 def run_sandbox(arguments: argparse.Namespace) -> int:
@@ -42,31 +54,46 @@ def _serve(arguments: argparse.Namespace) -> int:
         with Server(service, arguments.host, arguments.port, os.environ.get(TOKEN, "")) as server:
             port = server.server_address[1]
             print(
-                f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} programs at once; {sandbox.level}",
+                (
+                    f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} programs at "
+                    f"once; {sandbox.level}"
+                ),
                 flush=True,
             )
             if server.token_file is not None:
-                print(f"its password is in {server.token_file}; clients of this user find it there", flush=True)
+                print(
+                    f"its password is in {server.token_file}; clients of this user find it there",
+                    flush=True,
+                )
             with suppress(KeyboardInterrupt), closing(service):
                 server.serve_forever()
     return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Returns 0 if the program's exit status is 0. Its output goes to the same streams; the last line, on standard
-    error, is ours."""
+    """Returns 0 if the program's exit status is 0. Its output goes to the same streams; the last
+    line, on standard error, is ours."""
     from distflow.sandbox.local_sandbox import Sandbox
 
     code = _read(arguments.file)
     stdin = _read(arguments.stdin) if arguments.stdin else ""
     with Sandbox() as sandbox:
-        ran, level = sandbox.run(code, stdin), sandbox.level
+        ran = sandbox.run(code, stdin)
+        level = sandbox.level
     sys.stdout.write(ran.stdout)
     sys.stdout.flush()
     sys.stderr.write(ran.stderr)
-    cut = f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown" if ran.cut else ""
+    cut = (
+        f"; only the first {sandbox.limits.output_bytes:,} bytes of each stream are shown"
+        if ran.cut
+        else ""
+    )
     print(
-        f"{ran.status}: exit status {ran.exit_code} after {ran.seconds:.2f} s{cut}; sandbox: {level}", file=sys.stderr
+        (
+            f"{ran.status}: exit status {ran.exit_code} after {ran.seconds:.2f} s{cut}; sandbox: "
+            f"{level}"
+        ),
+        file=sys.stderr,
     )
     return 0 if ran.status == "ok" else 1
 

@@ -1,5 +1,5 @@
-"""`distflow train`: a run from a preset or a YAML file, or several concurrent ones; `distflow sft`: the same with the
-preset `sft` unless another is named."""
+"""`distflow train`: a run from a preset or a YAML file, or several concurrent ones; `distflow sft`:
+the same with the preset `sft` unless another is named."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import add_preset_arguments, importing, rewards_ahead
+from distflow.commands.arguments_and_run_folders import (
+    add_preset_arguments,
+    importing,
+    rewards_ahead,
+)
 from distflow.config.compose.setting_origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
@@ -26,7 +30,9 @@ def add_sft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_train_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     add_preset_arguments(parser, default)
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to resume from; default: auto")
+    parser.add_argument(
+        "--resume", metavar="auto|never|PATH", help="where to resume from; default: auto"
+    )
     parser.add_argument(
         "--allow-change",
         action="append",
@@ -43,12 +49,17 @@ def run_sft(arguments: argparse.Namespace) -> int:
 
 
 def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
-    """The configs of a command line by name, each as a preset or file and its overrides: `preset`, and each word that
-    is one. Other words are overrides of all, or of one: `NAME:key=value`.
+    """The configs of a command line by name, each as a preset or file and its overrides: `preset`,
+    and each word that is one. Other words are overrides of all, or of one: `NAME:key=value`.
 
-    A name is that of the file, with its position if it occurs twice. Raises UserError for another name.
+    A name is that of the file, with its position if it occurs twice. Raises UserError for another
+    name.
     """
-    more = [word for word in words if word in preset_names() or ("=" not in word and word.endswith((".yaml", ".yml")))]
+    more = [
+        word
+        for word in words
+        if word in preset_names() or ("=" not in word and word.endswith((".yaml", ".yml")))
+    ]
     presets = [preset, *more]
     stems = [Path(each).stem for each in presets]
     numbered = len(set(stems)) < len(stems)
@@ -67,14 +78,17 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
-    """Policies of one graph train one after another, over Ray concurrently. All are checked before the first starts."""
+    """Policies of one graph train one after another, over Ray concurrently. All are checked before
+    the first starts."""
     from distflow.config import describe
     from distflow.config.derived_settings import check_keys, launch_target
     from distflow.observe.writing.run_folder import claimed
 
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
         if base != "grpo":
-            raise UserError(f"distflow sft takes one config, not {', '.join(commands)}: use `distflow train`")
+            raise UserError(
+                f"distflow sft takes one config, not {', '.join(commands)}: use `distflow train`"
+            )
         return _train_several(commands, arguments)
     say = partial(print, flush=True)
     say(f"distflow {__version__} · {arguments.preset}")
@@ -113,7 +127,9 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     return 0
 
 
-def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], None]) -> list["Loaded"]:
+def _load_runs(
+    arguments: argparse.Namespace, base: str, say: Callable[[str], None]
+) -> list["Loaded"]:
     """The config, or one for each of its policies."""
     from distflow.config import load_config
     from distflow.config.compose.check_paths import NEEDED_TO_TRAIN
@@ -134,7 +150,8 @@ def _load_runs(arguments: argparse.Namespace, base: str, say: Callable[[str], No
         raise UserError("--resume takes the checkpoint of one policy: write dag.policy=NAME too")
     if policies and loaded.config.trainer.launcher == "slurm":
         raise UserError(
-            f"trainer.launcher=slurm: a job trains one policy: submit one for each of dag.policy={'|'.join(policies)}"
+            "trainer.launcher=slurm: a job trains one policy: submit one for each of "
+            f"dag.policy={'|'.join(policies)}"
         )
     return [load_own([*overrides, *own]) for own in policies.values()] or [loaded]
 

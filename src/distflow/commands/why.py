@@ -1,5 +1,5 @@
-"""`distflow why`: the groups of a step, how each was generated, and the groups dropped since the previous step, from
-the ledger and the samples."""
+"""`distflow why`: the groups of a step, how each was generated, and the groups dropped since the
+previous step, from the ledger and the samples."""
 
 import argparse
 import time
@@ -24,20 +24,24 @@ if TYPE_CHECKING:
     Responses = Sequence[Mapping[str, JSON]]
 
 MAX_TEXT = 80
-_MAX_PARTS, _MAX_TURNS = 20, 40
+_MAX_PARTS = 20
+_MAX_TURNS = 40
 _MAX_SAMPLE_BYTES = 64 * 2**20
 _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("step", metavar="STEP", type=partial(at_least, 1), help="number of the step, counted from 1")
+    parser.add_argument(
+        "step", metavar="STEP", type=partial(at_least, 1), help="number of the step, counted from 1"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 class StepContent(NamedTuple):
-    """What a step was made of. head: sentences. slowest: the uid of the longest response of the group that was done
-    last. groups, dropped: rows of tables. dropped_note: a title. damage: of the samples' files."""
+    """What a step was made of. head: sentences. slowest: the uid of the longest response of the
+    group that was done last. groups, dropped: rows of tables. dropped_note: a title. damage: of the
+    samples' files."""
 
     lineage: StepLineage
     responses: Mapping[int, "Responses"]
@@ -64,7 +68,8 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     try:
         found = read_charges(run_dir, step)
     except UserError as error:
-        found, damage = [], [*damage, f"where its time went is unknown: {error}"]
+        found = []
+        damage = [*damage, f"where its time went is unknown: {error}"]
     last, slowest = _last_done(lineage, responses)
     head = _head(lineage, run_dir) + last
     head += [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
@@ -72,25 +77,51 @@ def step_content(run_dir: Path, step: int) -> StepContent:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
         head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
     head += [_short(each, limit=400) for each in damage]
-    groups = [_group_row(group, lineage, responses.get(group.group_id, ())) for group in lineage.groups]
+    groups = [
+        _group_row(group, lineage, responses.get(group.group_id, ())) for group in lineage.groups
+    ]
     reasons = Counter(_short(group.reason or "") for group in lineage.dropped)
-    note = f"dropped meanwhile: {', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
+    note = (
+        "dropped meanwhile: "
+        f"{', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
+    )
     dropped = [_group_row(group, lineage, ()) for group in lineage.dropped]
-    return StepContent(lineage, responses, invoice_json(found, price), head, slowest, groups, note, dropped, damage)
+    return StepContent(
+        lineage, responses, invoice_json(found, price), head, slowest, groups, note, dropped, damage
+    )
 
 
 def run_why(arguments: argparse.Namespace) -> int:
     content = step_content(find_run(arguments.run_dir), arguments.step)
-    lineage, responses = content.lineage, content.responses
+    lineage = content.lineage
+    responses = content.responses
     if arguments.json:
         kinds = {"groups": lineage.groups, "dropped": lineage.dropped}
-        tables = {kind: [_json_row(group, responses) for group in own] for kind, own in kinds.items()}
-        print(as_json({"step": lineage.step, **tables, "invoice": content.invoice, "damage": content.damage}))
+        tables = {
+            kind: [_json_row(group, responses) for group in own] for kind, own in kinds.items()
+        }
+        print(
+            as_json(
+                {
+                    "step": lineage.step,
+                    **tables,
+                    "invoice": content.invoice,
+                    "damage": content.damage,
+                }
+            )
+        )
         return 0
-    lines = [*content.head, *_table("groups", content.groups), *_table(content.dropped_note, content.dropped)]
+    lines = [
+        *content.head,
+        *_table("groups", content.groups),
+        *_table(content.dropped_note, content.dropped),
+    ]
     if lineage.aborted:
         group_ids = ", ".join(map(str, lineage.aborted))
-        lines += ["", f"aborted when the step was full, and generated again later: groups {group_ids}"]
+        lines += [
+            "",
+            f"aborted when the step was full, and generated again later: groups {group_ids}",
+        ]
         lines += [f"  {lineage.aborted_tokens:,} tokens that were generated for them are discarded"]
     shown = _shown(lineage.groups, responses)
     lines += _remarks(shown) + _conversations(shown)
@@ -109,7 +140,10 @@ def _head(lineage: StepLineage, run_dir: Path) -> list[str]:
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
     return [
         f"{name}: {count_of(len(lineage.groups), 'group')}, {tokens:,} tokens{bound}",
-        f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; {_outcome(lineage)}",
+        (
+            f"consumed {_moment(lineage.consumed_at)} by restart {lineage.restart}; "
+            f"{_outcome(lineage)}"
+        ),
     ]
 
 
@@ -139,13 +173,17 @@ def _outcome(lineage: StepLineage) -> str:
 def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str, str]:
     """own: its responses. The row is unknown if it began in another run's folder."""
     scored = [response for response in own if not response.get("errors")]
-    last, is_dropped = group.attempts[-1] if group.attempts else None, group.state == "dropped"
+    last = group.attempts[-1] if group.attempts else None
+    is_dropped = group.state == "dropped"
     version = last and last.version if is_dropped else group.version
     is_late = version is not None and lineage.consumed_at is not None and not is_dropped
     shown = {
         "group": group.group_id,
         "domain": group.domain and _short(group.domain),
-        **{name: "?" if place is None else place for name, place in (("epoch", group.epoch), ("row", group.row))},
+        **{
+            name: "?" if place is None else place
+            for name, place in (("epoch", group.epoch), ("row", group.row))
+        },
         "state": None if group.state in ("trained", "dropped") else group.state,
         "version": version,
         "stale": lineage.step - 1 - (version or 0) if is_late else None,
@@ -169,9 +207,13 @@ def _json_row(group: Group, responses: Mapping[int, "Responses"]) -> dict[str, o
 
 def _reward_parts(scored: "Responses") -> str:
     """The mean of each part over the samples that have a score."""
-    parts = [part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)]
+    parts = [
+        part for response in scored if isinstance(part := response.get("reward_parts"), Mapping)
+    ]
     names = list(dict.fromkeys(name for part in parts for name in part))[:_MAX_PARTS]
-    return ", ".join(f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names)
+    return ", ".join(
+        f"{_short(name)} {_mean(part.get(name) for part in parts) or '?'}" for name in names
+    )
 
 
 def _mean(values: Iterable[object]) -> str:
@@ -182,7 +224,10 @@ def _mean(values: Iterable[object]) -> str:
 def _restarts(groups: Sequence[Group]) -> list[str]:
     tried = [group for group in groups if len(group.attempts) > 1]
     lines = ["", "started more than once"] if tried else []
-    return lines + [f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}" for group in tried]
+    return lines + [
+        f"  group {group.group_id}: {', then '.join(map(_start, group.attempts))}"
+        for group in tried
+    ]
 
 
 def _shown(groups: Sequence[Group], responses: Mapping[int, "Responses"]) -> "Responses":
@@ -209,24 +254,33 @@ def _remarks(shown: "Responses") -> list[str]:
 
 
 def _conversations(shown: "Responses") -> list[str]:
-    """The messages of a workflow's conversations: the policy's turns were drawn, the others given."""
+    """The messages of a workflow's conversations: the policy's turns were drawn, the others
+    given."""
     lines = []
     for own in shown:
         turns = own.get("conversation")
         for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
             if isinstance(turn, Mapping):
-                owner, fork = _short(str(turn.get("owner"))), _short(str(turn.get("fork") or ""))
+                owner = _short(str(turn.get("owner")))
+                fork = _short(str(turn.get("fork") or ""))
                 agent, why = (_short(str(turn.get(name) or "")) for name in ("agent", "why"))
-                who = f"{agent}: " * bool(agent) + ("drawn" if owner == "policy" else f"given, {owner}")
+                who = f"{agent}: " * bool(agent) + (
+                    "drawn" if owner == "policy" else f"given, {owner}"
+                )
                 who += f" (fork {', '.join(filter(None, (fork, why)))})" * bool(fork)
-                lines.append(f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}")
+                lines.append(
+                    f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}"
+                )
     return ["", "an episode of each group", *lines] if lines else []
 
 
 def _start(attempt: "Attempt") -> str:
     worker = f" by {_short(attempt.worker)}" if attempt.worker else ""
     ended = ", aborted: its step was full" if attempt.aborted else ""
-    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart {attempt.restart}{ended})"
+    return (
+        f"{_moment(attempt.t)} at version {attempt.version}{worker} (restart "
+        f"{attempt.restart}{ended})"
+    )
 
 
 def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
@@ -240,8 +294,8 @@ def _by_group(rows: "Responses") -> dict[int, list[Mapping[str, "JSON"]]]:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """A table without columns that are empty in every row. Numbers are right-aligned; the last column, a text, is
-    left-aligned. Only the title if there are no rows."""
+    """A table without columns that are empty in every row. Numbers are right-aligned; the last
+    column, a text, is left-aligned. Only the title if there are no rows."""
     if not rows:
         return ["", title]
     names = [name for name in rows[0] if any(row[name] for row in rows)]

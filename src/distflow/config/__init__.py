@@ -1,4 +1,5 @@
-"""Typed configuration: schema, composition by Hydra, checks, and derived settings. Does not import torch."""
+"""Typed configuration: schema, composition by Hydra, checks, and derived settings. Does not import
+torch."""
 
 from distflow.config.compose.load_config import (
     Loaded,
@@ -13,7 +14,14 @@ from distflow.config.compose.setting_origins import preset_names
 from distflow.config.derived_settings import RunLimits, pipeline_name
 from distflow.config.describe_config import describe, explain
 from distflow.config.keys.declare import key
-from distflow.config.keys.schema import Config, changed_keys, flatten, register_config_group, to_dict, to_yaml
+from distflow.config.keys.schema import (
+    Config,
+    changed_keys,
+    flatten,
+    register_config_group,
+    to_dict,
+    to_yaml,
+)
 from distflow.config.rules.check_config import check
 from distflow.errors import ConfigError, UserError
 

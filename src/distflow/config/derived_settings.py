@@ -1,5 +1,5 @@
-"""Settings that follow from several keys: the pipeline, the domains' algorithms, data and rewards, sizes, step
-counts."""
+"""Settings that follow from several keys: the pipeline, the domains' algorithms, data and rewards,
+sizes, step counts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,11 @@ from distflow.errors import UserError, allow_change_advice
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
     """The settings of a domain; those of the run for None or a domain without overrides."""
     own = config.algorithm.domains.get(domain) if domain is not None else None
-    return config.algorithm if own is None else replace(changed(peek(config.algorithm), own), domains={})
+    return (
+        config.algorithm
+        if own is None
+        else replace(changed(peek(config.algorithm), own), domains={})
+    )
 
 
 def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
@@ -38,15 +42,22 @@ def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
         yield domain, algorithm_of(config, domain)
 
 
-POLICY_LOSS, ADV_ESTIMATOR = "actor_rollout_ref.actor.policy_loss", "algorithm.adv_estimator"
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+ADV_ESTIMATOR = "algorithm.adv_estimator"
 
 
 def named_algorithms(config: Config) -> list[tuple[str, str]]:
-    """(key, name) of policy loss and estimator, and of those that domains override; empty unless the pipeline is RL."""
+    """(key, name) of policy loss and estimator, and of those that domains override; empty unless
+    the pipeline is RL."""
     if not is_rl(config):
         return []
-    run, named = config.algorithm.adv_estimator, [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
-    domains = [(domain, own.adv_estimator) for domain, own in algorithms(config) if own.adv_estimator != run]
+    run = config.algorithm.adv_estimator
+    named = [(POLICY_LOSS, config.actor_rollout_ref.actor.policy_loss)]
+    domains = [
+        (domain, own.adv_estimator)
+        for domain, own in algorithms(config)
+        if own.adv_estimator != run
+    ]
     others = [(f"algorithm.domains.{domain}.adv_estimator", name) for domain, name in domains]
     for domain in own_losses(config):
         loss = config_of(config, domain).actor_rollout_ref.actor.policy_loss
@@ -56,12 +67,16 @@ def named_algorithms(config: Config) -> list[tuple[str, str]]:
 
 def own_losses(config: Config) -> list[str]:
     """The domains that override a key of the policy loss."""
-    return [name for name, own in config.algorithm.domains.items() if not own.keys().isdisjoint(DIFFERING_LOSS)]
+    return [
+        name
+        for name, own in config.algorithm.domains.items()
+        if not own.keys().isdisjoint(DIFFERING_LOSS)
+    ]
 
 
 def config_of(config: Config, domain: str | None) -> Config:
-    """The config with the settings of a domain; one with its own policy loss does not take over the options of the
-    run's. Reading one of its keys counts as reading the run's."""
+    """The config with the settings of a domain; one with its own policy loss does not take over the
+    options of the run's. Reading one of its keys counts as reading the run's."""
     own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
     changes = {} if domain is None else {**config.algorithm.domains.get(domain, {})}
     losses = {name: value for name, value in changes.items() if name in DIFFERING_LOSS}
@@ -72,7 +87,11 @@ def config_of(config: Config, domain: str | None) -> Config:
         return own
     group = peek(own.actor_rollout_ref)
     rollout = group.rollout if size is None else replace(group.rollout, n=size)
-    return with_group(own, "actor_rollout_ref", replace(group, rollout=rollout, actor=changed(group.actor, losses)))
+    return with_group(
+        own,
+        "actor_rollout_ref",
+        replace(group, rollout=rollout, actor=changed(group.actor, losses)),
+    )
 
 
 def takes_values(algorithm: AlgorithmConfig) -> bool:
@@ -90,11 +109,14 @@ BY_WORKFLOW = frozenset({"responses", "rollout_log_probs", "scores", "reward_par
 
 
 def code_of_workflow(config: Config) -> list[tuple[str, str]]:
-    """(key, target) of user code in `rollout.workflow`: the workflow, its tools, environment and agent."""
+    """(key, target) of user code in `rollout.workflow`: the workflow, its tools, environment and
+    agent."""
     rollout = config.actor_rollout_ref.rollout
     named = _code_of_options(f"{WORKFLOW}_kwargs", rollout.workflow_kwargs)
     for domain, own in rollout.workflow_kwargs.items() if rollout.workflow == "by_domain" else ():
-        named += _code_of_options(f"{WORKFLOW}_kwargs.{domain}", own if isinstance(own, dict) else {"workflow": own})
+        named += _code_of_options(
+            f"{WORKFLOW}_kwargs.{domain}", own if isinstance(own, dict) else {"workflow": own}
+        )
     named += [(WORKFLOW, rollout.workflow)]
     return [(key, target) for key, target in named if isinstance(target, str) and ":" in target]
 
@@ -103,34 +125,49 @@ def _code_of_options(key: str, options: Mapping[str, object]) -> list[tuple[str,
     """(key, value) of options of a workflow that may name code."""
     tools = options.get("tools")
     entries = tools if isinstance(tools, list | tuple) else []
-    named = [(f"{key}.tools", entry.get("name") if isinstance(entry, dict) else entry) for entry in entries]
-    return [*named, *((f"{key}.{name}", options.get(name)) for name in ("workflow", "env", "function", "reward"))]
+    named = [
+        (f"{key}.tools", entry.get("name") if isinstance(entry, dict) else entry)
+        for entry in entries
+    ]
+    return [
+        *named,
+        *(
+            (f"{key}.{name}", options.get(name))
+            for name in ("workflow", "env", "function", "reward")
+        ),
+    ]
 
 
 def action_head(config: Config) -> str | None:
-    """What draws the numbers of a simulator's actions (`actions.head`); None if actions are tokens."""
+    """What draws the numbers of a simulator's actions (`actions.head`); None if actions are
+    tokens."""
     options = config.actor_rollout_ref.rollout.workflow_kwargs
     for own in (options, *options.values()):  # of domains
         actions = own.get("actions") if isinstance(own, Mapping) else None
-        head = actions.get("head", "action_tokens") if isinstance(actions, Mapping) else "action_tokens"
+        head = (
+            actions.get("head", "action_tokens")
+            if isinstance(actions, Mapping)
+            else "action_tokens"
+        )
         if head != "action_tokens":
             return str(head)
     return None
 
 
 def pipeline_name(config: Config) -> str:
-    """The built-in pipeline that runs, or `custom` if `dag.pipeline` is the user's own. If it is null,
-    `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""
+    """The built-in pipeline that runs, or `custom` if `dag.pipeline` is the user's own. If it is
+    null, `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""
     chosen = config.dag.pipeline
     if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
-    workflow_type = config.algorithm.workflow_type  # always read: the rules compare it with dag.pipeline
+    # always read: the rules compare it with dag.pipeline
+    workflow_type = config.algorithm.workflow_type
     return chosen or pipeline_of_algorithm(workflow_type, config.algorithm.adv_estimator) or "grpo"
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the pipeline generates. A custom one counts as such unless `dag.generates` is false; binding verifies
-    it."""
+    """Whether the pipeline generates. A custom one counts as such unless `dag.generates` is false;
+    binding verifies it."""
     pipeline = find_pipeline(config)
     return config.dag.generates is not False if pipeline is None else pipeline.generates
 
@@ -144,7 +181,9 @@ def reads_pairs(config: Config) -> bool:
 def may_have_critic(config: Config) -> bool:
     """Whether the pipeline trains a critic; a custom pipeline may."""
     pipeline = find_pipeline(config)
-    return pipeline is None or pipeline.has_critic or (pipeline.by_estimator and reads_values(config))
+    return (
+        pipeline is None or pipeline.has_critic or (pipeline.by_estimator and reads_values(config))
+    )
 
 
 def reads_values(config: Config) -> bool:
@@ -158,7 +197,8 @@ def find_pipeline(config: Config) -> BuiltinPipeline | None:
 
 
 def functions_of_pipeline(config: Config) -> list[str]:
-    """The functions that `dag.pipeline` names: the one that builds a custom pipeline, or those of its nodes."""
+    """The functions that `dag.pipeline` names: the one that builds a custom pipeline, or those of
+    its nodes."""
     own = config.dag.pipeline if pipeline_name(config) == CUSTOM else None
     if own is None or isinstance(own, str):
         return [own] if own else []
@@ -173,7 +213,11 @@ def is_one_process(config: Config) -> bool:
 
 def launch_target(config: Config) -> str:
     launcher = config.trainer.launcher
-    return SEVERAL_PROCESSES if launcher == "local" and not is_one_process(config) else LAUNCHERS[launcher].target
+    return (
+        SEVERAL_PROCESSES
+        if launcher == "local" and not is_one_process(config)
+        else LAUNCHERS[launcher].target
+    )
 
 
 def is_sharded(config: Config) -> bool:
@@ -184,7 +228,11 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
     """The key that names a role's model, and its path."""
     models = scoring_models(config.reward_model)
     if role in models:
-        key = "reward_model.model.path" if role == REWARD_MODEL else f"reward_model.models.{role}.path"
+        key = (
+            "reward_model.model.path"
+            if role == REWARD_MODEL
+            else f"reward_model.models.{role}.path"
+        )
         return key, models[role].path
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", config.critic.model.path
@@ -193,33 +241,45 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
 
 def offload_keys(config: Config) -> list[str]:
     """The enabled keys for offloading to host memory. Does not count as reading them."""
-    settings, critic = peek(config).actor_rollout_ref, peek(config).critic
+    settings = peek(config).actor_rollout_ref
+    critic = peek(config).critic
     owners: dict[str, ActorConfig | CriticConfig | RefConfig] = {
         ACTOR: settings.actor,
         "critic": critic,
         "actor_rollout_ref.ref": settings.ref,
     }
-    keys = (key for name, owner in owners.items() for key in walk(owner.fsdp_config, f"{name}.fsdp_config"))
+    keys = (
+        key
+        for name, owner in owners.items()
+        for key in walk(owner.fsdp_config, f"{name}.fsdp_config")
+    )
     found = [name for name, _, value, _ in keys if value is True]
     models = scoring_models(peek(config).reward_model)
-    return found + [f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload]
+    return found + [
+        f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload
+    ]
 
 
 Role = Literal["actor", "critic"]
 
 
 def optimizer_steps(config: Config, role: Role, steps: int) -> int:
-    """Optimizer steps of a role in `steps` training steps: the actor takes none while the critic warms up."""
+    """Optimizer steps of a role in `steps` training steps: the actor takes none while the critic
+    warms up."""
     trained = steps - config.trainer.critic_warmup if role == "actor" else steps
     return trained * optimizer_steps_a_step(config, role)
 
 
 def optimizer_steps_a_step(config: Config, role: Role) -> int:
-    """One per mini-batch of each pass over a batch; the last mini-batch may be smaller. SFT makes one pass."""
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    mini_batch, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
+    """One per mini-batch of each pass over a batch; the last mini-batch may be smaller. SFT makes
+    one pass."""
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
+    mini_batch = actor.ppo_mini_batch_size
+    passes = actor.ppo_epochs if is_rl(config) else 1
     if role == "critic":
-        mini_batch, passes = critic.ppo_mini_batch_size or mini_batch, critic.ppo_epochs
+        mini_batch = critic.ppo_mini_batch_size or mini_batch
+        passes = critic.ppo_epochs
     return passes * ceil(config.data.train_batch_size / mini_batch)
 
 
@@ -233,8 +293,8 @@ def clip_range(config: Config) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """The limits of a run, each None until known: the number of training rows, and the model's context in tokens.
-    not_embedded: why the embedded engine cannot run the model, if it cannot."""
+    """The limits of a run, each None until known: the number of training rows, and the model's
+    context in tokens. not_embedded: why the embedded engine cannot run the model, if it cannot."""
 
     rows: int | None = None
     context: int | None = None
@@ -250,9 +310,12 @@ def run_steps(config: Config, room: RunLimits) -> int | None:
 
 
 def resume_override(mode: str | None) -> list[str]:
-    """`--resume` as an override, so that it is checked with the other keys. Raises UserError for other types."""
+    """`--resume` as an override, so that it is checked with the other keys. Raises UserError for
+    other types."""
     if not isinstance(mode, str | None):
-        raise UserError(f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a str")
+        raise UserError(
+            f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a str"
+        )
     return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
 
 
@@ -267,8 +330,8 @@ def policies_of_agents(config: Config) -> dict[str, str]:
 
 
 def policy_of_conversation(config: Config, name: str) -> str:
-    """The policy of a conversation of an episode. name: of an agent or a fork of one; empty for the first agent.
-    Returns "" if there is only one policy."""
+    """The policy of a conversation of an episode. name: of an agent or a fork of one; empty for the
+    first agent. Returns "" if there is only one policy."""
     owners = policies_of_agents(config)
     return owners.get(name.partition(".")[0], next(iter(owners.values()))) if owners else ""
 
@@ -276,25 +339,37 @@ def policy_of_conversation(config: Config, name: str) -> str:
 def agent_sampling(config: Config, conversation: str) -> dict[str, float]:
     """The sampling that the agent of a conversation overrides, by the names of `SamplingParams`."""
     agents = config.actor_rollout_ref.rollout.agents
-    return agents.get(conversation.partition(".")[0], next(iter(agents.values()))).sampling if agents else {}
+    return (
+        agents.get(conversation.partition(".")[0], next(iter(agents.values()))).sampling
+        if agents
+        else {}
+    )
 
 
 def agent_temperatures(config: Config) -> dict[str, float | None]:
-    """The temperature of each agent, None for the run's or the domain's; empty if no agent has its own."""
-    found = {name: agent.temperature for name, agent in config.actor_rollout_ref.rollout.agents.items()}
+    """The temperature of each agent, None for the run's or the domain's; empty if no agent has its
+    own."""
+    found = {
+        name: agent.temperature for name, agent in config.actor_rollout_ref.rollout.agents.items()
+    }
     return found if any(found.values()) else {}
 
 
 def trained_policies(config: Config) -> tuple[str, ...]:
     """The trained policies of agents; empty unless the agents have several policies."""
-    agents, policies = config.actor_rollout_ref.rollout.agents, policies_of_agents(config)
+    agents = config.actor_rollout_ref.rollout.agents
+    policies = policies_of_agents(config)
     trained = {policies[name] for name, agent in agents.items() if agent.trainable and policies}
     return tuple(name for name in policies_of(config) if name in trained)
 
 
 def config_of_policy(config: Config, policy: str) -> Config:
-    """The config with the policy's own keys in place of those of `actor_rollout_ref`, and with its own seed."""
-    own = {f"actor_rollout_ref.{name}": value for name, value in config.dag.policies.get(policy, {}).items()}
+    """The config with the policy's own keys in place of those of `actor_rollout_ref`, and with its
+    own seed."""
+    own = {
+        f"actor_rollout_ref.{name}": value
+        for name, value in config.dag.policies.get(policy, {}).items()
+    }
     seed = config.trainer.seed + policies_of(config).index(policy)
     return with_values(config, {**own, "trainer.seed": seed})
 
@@ -305,21 +380,30 @@ def policy_of(config: Config) -> str:
 
 
 def with_own_policies(config: Config) -> dict[str, list[str]]:
-    """The overrides of each policy's run, which has its own folder; empty if the config describes a single run."""
-    dag, trainer = config.dag, config.trainer
+    """The overrides of each policy's run, which has its own folder; empty if the config describes a
+    single run."""
+    dag = config.dag
+    trainer = config.trainer
     if not dag.policies or dag.policy is not None or policies_of_agents(config):
         return {}
-    key, own = "default_local_dir", str(trainer.run_dir)
+    key = "default_local_dir"
+    own = str(trainer.run_dir)
     if trainer.default_local_dir is None:
-        key, own = "experiment_name", trainer.experiment_name
+        key = "experiment_name"
+        own = trainer.experiment_name
     own = own.replace("'", r"\'")
-    return {name: [f"dag.policy={name}", f"trainer.{key}='{own}-{name}'"] for name in policies_of(config)}
+    return {
+        name: [f"dag.policy={name}", f"trainer.{key}='{own}-{name}'"]
+        for name in policies_of(config)
+    }
 
 
 def check_keys(allow_change: Sequence[str]) -> None:
     for key in allow_change:
         if key not in schema_keys():
-            raise UserError(f"{allow_change_advice([key])}: there is no such key; {suggest(key, schema_keys())}")
+            raise UserError(
+                f"{allow_change_advice([key])}: there is no such key; {suggest(key, schema_keys())}"
+            )
 
 
 Files = dict[str, tuple[str, ...]]
@@ -328,19 +412,30 @@ Files = dict[str, tuple[str, ...]]
 
 def data_files(config: Config, name: str) -> Files:
     """The files of the domains, and those of `data`. name: train_files or val_files."""
-    domains, common = config.data.domains, getattr(config.data, name)
-    own = {f"data.domains.{domain}.{name}": getattr(settings, name) for domain, settings in domains.items()}
+    domains = config.data.domains
+    common = getattr(config.data, name)
+    own = {
+        f"data.domains.{domain}.{name}": getattr(settings, name)
+        for domain, settings in domains.items()
+    }
     return own | ({f"data.{name}": common} if common or not own else {})
 
 
 def chooses_by_tags(config: Config, domain: str, name: str) -> bool:
-    """Whether the domain's rows are those in the files of `data` with its tags. name: of the key for files."""
+    """Whether the domain's rows are those in the files of `data` with its tags. name: of the key
+    for files."""
     settings = config.data.domains.get(domain)
-    return settings is not None and bool(settings.tags and getattr(config.data, name) and not getattr(settings, name))
+    return settings is not None and bool(
+        settings.tags and getattr(config.data, name) and not getattr(settings, name)
+    )
 
 
 def domain_of_tag(config: Config) -> dict[str, str]:
-    return {tag: name for name, domain in config.data.domains.items() for tag in domain.tags}
+    found: dict[str, str] = {}
+    for name, domain in config.data.domains.items():
+        for tag in domain.tags:
+            found[tag] = name
+    return found
 
 
 def validates(config: Config) -> bool:
@@ -348,11 +443,14 @@ def validates(config: Config) -> bool:
 
 
 def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
-    """The reward functions by domain, from `reward.functions` and the domains' own `reward`. Without `data.domains`,
-    `default` applies to all domains that are not listed; with it, each domain with reward functions is listed."""
-    functions, domains = config.reward.functions, config.data.domains
+    """The reward functions by domain, from `reward.functions` and the domains' own `reward`.
+    Without `data.domains`, `default` applies to all domains that are not listed; with it, each
+    domain with reward functions is listed."""
+    functions = config.reward.functions
+    domains = config.data.domains
     chosen = {
-        name: domain.reward or functions.get(name) or functions.get("default", ()) for name, domain in domains.items()
+        name: domain.reward or functions.get(name) or functions.get("default", ())
+        for name, domain in domains.items()
     } or functions
     return {name: parts for name, parts in chosen.items() if parts}
 
@@ -366,7 +464,9 @@ def named_rewards(config: Config) -> Iterator[tuple[str, str, tuple[RewardPart, 
 
 
 def uses_custom_reward(config: Config) -> bool:
-    return any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
+    return any(
+        part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts
+    )
 
 
 def response_limit(config: Config, domain: str) -> int:
@@ -378,8 +478,13 @@ def response_limit(config: Config, domain: str) -> int:
 
 def temperatures(config: Config) -> dict[str, float]:
     """Temperatures of the domains that override the run's."""
-    common, domains = config.actor_rollout_ref.rollout.temperature, config.data.domains
-    own = {name: domain.temperature for name, domain in domains.items() if domain.temperature is not None}
+    common = config.actor_rollout_ref.rollout.temperature
+    domains = config.data.domains
+    own = {
+        name: domain.temperature
+        for name, domain in domains.items()
+        if domain.temperature is not None
+    }
     return {name: temperature for name, temperature in own.items() if temperature != common}
 
 

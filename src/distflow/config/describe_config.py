@@ -25,18 +25,34 @@ from distflow.import_target import own_name
 def describe(config: Config) -> list[str]:
     """A few lines such as `64 prompts × 8 = 512 samples → 1 optimizer step of 512, on-policy`."""
     if not is_rl(config):
-        return [_supervised_step(config), _learning_rate(config), _run(config), *_unsaved(config.trainer)]
-    lines = [_step(config), _objective(config), _kl(config), _tokens(config), _learning_rate(config), _run(config)]
+        return [
+            _supervised_step(config),
+            _learning_rate(config),
+            _run(config),
+            *_unsaved(config.trainer),
+        ]
+    lines = [
+        _step(config),
+        _objective(config),
+        _kl(config),
+        _tokens(config),
+        _learning_rate(config),
+        _run(config),
+    ]
     return lines + _notes(config) + _unsaved(config.trainer)
 
 
 def _step(config: Config) -> str:
-    common, domains = config.actor_rollout_ref.rollout.n, config.data.domains.values()
-    sizes, staleness = sorted({domain.n or common for domain in domains} or {common}), config.async_.max_staleness
+    common = config.actor_rollout_ref.rollout.n
+    domains = config.data.domains.values()
+    sizes = sorted({domain.n or common for domain in domains} or {common})
+    staleness = config.async_.max_staleness
     prompts = config.data.train_batch_size
     first = "on-policy" if optimizer_steps_a_step(config, "actor") == 1 else "the first on-policy"
     policy = first if staleness == 0 else f"weights at most {count_of(staleness, 'step')} old"
-    samples = f"{count_of(prompts, 'prompt')} × {sizes[0]} = {count_of(prompts * sizes[0], 'sample')}"
+    samples = (
+        f"{count_of(prompts, 'prompt')} × {sizes[0]} = {count_of(prompts * sizes[0], 'sample')}"
+    )
     if len(sizes) > 1:
         samples = f"{count_of(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
     return f"{samples} → {_updates(config, *sizes)}, {policy}"
@@ -45,13 +61,19 @@ def _step(config: Config) -> str:
 def _supervised_step(config: Config) -> str:
     longest = config.data.max_prompt_length + config.data.max_response_length
     examples = count_of(config.data.train_batch_size, "example")
-    return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, {_micro_batches(config)}"
+    return (
+        f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, "
+        f"{_micro_batches(config)}"
+    )
 
 
 def _updates(config: Config, group_size: int, *others: int) -> str:
-    """How a batch is split into optimizer steps, in samples; in prompts if groups have several sizes."""
-    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
-    mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
+    """How a batch is split into optimizer steps, in samples; in prompts if groups have several
+    sizes."""
+    actor = config.actor_rollout_ref.actor
+    prompts = config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    passes = actor.ppo_epochs if is_rl(config) else 1
     counted, unit = (1, " prompts") if others else (group_size, "")
     steps = count_of(optimizer_steps_a_step(config, "actor"), "optimizer step")
     shape = f"{steps} of {min(mini, prompts) * counted}{unit}"
@@ -62,12 +84,18 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    name = "a custom pipeline" if pipeline_name(config) == CUSTOM else f"pipeline {pipeline_name(config)}"
+    name = (
+        "a custom pipeline"
+        if pipeline_name(config) == CUSTOM
+        else f"pipeline {pipeline_name(config)}"
+    )
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
     estimator, loss = map(own_name, (config.algorithm.adv_estimator, actor.policy_loss))
-    losses = ((domain, config_of(config, domain).actor_rollout_ref.actor) for domain in own_losses(config))
+    losses = (
+        (domain, config_of(config, domain).actor_rollout_ref.actor) for domain in own_losses(config)
+    )
     details += [f"{own_name(own.policy_loss)} loss in {domain}" for domain, own in losses]
     return f"{name}: {estimator} advantages, {loss} loss ({', '.join(details)})"
 
@@ -83,12 +111,15 @@ def _clips(config: Config) -> list[str]:
         return [f"divergence at most {low:g} down, {high:g} up", f"weight {weight}"]
     clips = [f"ratio in [{1 - low:g}, {1 + high:g}]"]
     if loss.dual_clips:
-        clips.append("no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}")
+        clips.append(
+            "no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}"
+        )
     return clips
 
 
 def _kl(config: Config) -> str:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    algorithm = config.algorithm
+    actor = config.actor_rollout_ref.actor
     terms = []
     if algorithm.use_kl_in_reward:
         control = algorithm.kl_ctrl
@@ -97,21 +128,37 @@ def _kl(config: Config) -> str:
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
     if not terms:  # a custom pipeline may use a reference for something else
-        return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is loaded"
+        return (
+            "no KL term"
+            if pipeline_name(config) == CUSTOM
+            else "no KL term: no reference is loaded"
+        )
     return f"KL to the reference {' and '.join(terms)}"
 
 
 def _tokens(config: Config) -> str:
-    data, limit = config.data, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    data = config.data
+    limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
-    total = f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at most"
-    alone = "; the longest sample is its own micro-batch" if limit is not None and longest > limit else ""
+    total = (
+        f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens per sample at "
+        "most"
+    )
+    alone = (
+        "; the longest sample is its own micro-batch"
+        if limit is not None and longest > limit
+        else ""
+    )
     return f"{total}, {_micro_batches(config)}{alone}"
 
 
 def _micro_batches(config: Config) -> str:
     limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    return "micro-batches of a size that fits the device" if limit is None else f"micro-batches of {limit} tokens"
+    return (
+        "micro-batches of a size that fits the device"
+        if limit is None
+        else f"micro-batches of {limit} tokens"
+    )
 
 
 def _learning_rate(config: Config) -> str:
@@ -133,7 +180,9 @@ def _run(config: Config) -> str:
         else count_of(trainer.total_training_steps, "step")
     )
     saves = f"checkpoint {_every(trainer, 'save_freq')}"
-    validation = f"validation {_every(trainer, 'test_freq')}" if validates(config) else "no validation data"
+    validation = (
+        f"validation {_every(trainer, 'test_freq')}" if validates(config) else "no validation data"
+    )
     return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
 
 
@@ -141,21 +190,38 @@ def _notes(config: Config) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     shaped = [name for name, value in off.items() if getattr(rollout, name) != value]
-    notes = [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"] if shaped else []
+    notes = (
+        [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"]
+        if shaped
+        else []
+    )
     if rollout.url:
         notes.append(
-            f"note: {rollout.name} at {', '.join(rollout.url)}: the run can neither restart a server at an address nor "
-            "set its options; weights are sent as files, so the server must read this machine's /dev/shm and /tmp"
+            f"note: {rollout.name} at {', '.join(rollout.url)}: the run can neither restart a "
+            "server at an address nor "
+            "set its options; weights are sent as files, so the server must read this machine's "
+            "/dev/shm and /tmp"
         )
-    if rollout.n == 1 and (estimator := ESTIMATORS.get(config.algorithm.adv_estimator)) and estimator.needs_group:
-        notes.append(f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare")
+    if (
+        rollout.n == 1
+        and (estimator := ESTIMATORS.get(config.algorithm.adv_estimator))
+        and estimator.needs_group
+    ):
+        notes.append(
+            f"note: {config.algorithm.adv_estimator} has only one response per prompt to compare"
+        )
     return notes
 
 
 def _unsaved(trainer: TrainerConfig) -> list[str]:
-    """A note for 0, which may be meant as "only the last step"; -1 is known to switch checkpoints off."""
+    """A note for 0, which may be meant as "only the last step"; -1 is known to switch checkpoints
+    off."""
     is_unsaved = trainer.save_freq == 0 and _every(trainer, "save_freq") == _NEVER
-    return ["note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost"] if is_unsaved else []
+    return (
+        ["note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost"]
+        if is_unsaved
+        else []
+    )
 
 
 _NEVER = "never"
@@ -169,7 +235,8 @@ def _every(trainer: TrainerConfig, key: str) -> str:
 
 
 def explain(key: str, loaded: Loaded) -> str:
-    """The meaning of a key, its allowed values, its value here and where it was set; for a group, a line per key.
+    """The meaning of a key, its allowed values, its value here and where it was set; for a group, a
+    line per key.
 
     Raises ConfigError naming the nearest key.
     """
@@ -180,7 +247,8 @@ def explain(key: str, loaded: Loaded) -> str:
     if below:
         values = flatten(loaded.config)
         return "\n".join(
-            f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}" for name in below
+            f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}"
+            for name in below
         )
     raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
 

@@ -1,8 +1,8 @@
-"""The kinds of parts that extend the package: the folders of their files, what the files define, and where parts are
-registered.
+"""The kinds of parts that extend the package: the folders of their files, what the files define,
+and where parts are registered.
 
-A new part is a file, and a line in the registry of its kind. `find_unregistered` finds files without that line; it
-reads them as text and imports nothing.
+A new part is a file, and a line in the registry of its kind. `find_unregistered` finds files
+without that line; it reads them as text and imports nothing.
 """
 
 import re
@@ -20,10 +20,11 @@ BUILTIN_NAMES = "builtin_names.toml"
 class ExtensionPoint:
     """A kind of part; paths are relative to the package.
 
-    folders: of its files. defines: pattern of a part in such a file, with the groups `attribute` and, if the file has
-    it, `name`. table: the place for the line that registers a part. registry: the files or folder that hold the table.
-    registered: pattern of a registered part. line: the line to add. Both are formats of {name}, {attribute}, {module},
-    {stem} (the file's) and {target}, which is "module:attribute".
+    folders: of its files. defines: pattern of a part in such a file, with the groups `attribute`
+    and, if the file has it, `name`. table: the place for the line that registers a part. registry:
+    the files or folder that hold the table. registered: pattern of a registered part. line: the
+    line to add. Both are formats of {name}, {attribute}, {module}, {stem} (the file's) and
+    {target}, which is "module:attribute".
     """
 
     kind: str
@@ -48,9 +49,14 @@ class Unregistered:
     line: str
 
     def __str__(self) -> str:
-        where = self.point.table if "/" in self.point.table else f"{self.point.table} ({self.point.registry})"
+        where = (
+            self.point.table
+            if "/" in self.point.table
+            else f"{self.point.table} ({self.point.registry})"
+        )
         return (
-            f"{self.file} defines the {self.point.kind} {self.attribute}, but nothing registers it: add this line "
+            f"{self.file} defines the {self.point.kind} {self.attribute}, but nothing registers "
+            "it: add this line "
             f"to {where} of the package:\n  {self.line}"
         )
 
@@ -60,9 +66,13 @@ def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
     """The parts in files of the package that are not registered, each once."""
     found = {}
     for point in EXTENSION_POINTS:
-        registry = "\n".join(path.read_text("utf-8") for path in _files(package, point.registry.split(",")))
+        registry = "\n".join(
+            path.read_text("utf-8") for path in _files(package, point.registry.split(","))
+        )
         for file, names in _defined(point, package):
-            if not re.search(point.registered.format_map({k: re.escape(v) for k, v in names.items()}), registry):
+            if not re.search(
+                point.registered.format_map({k: re.escape(v) for k, v in names.items()}), registry
+            ):
                 line = point.line.format_map(names)
                 part = Unregistered(point, names["name"], file, names["attribute"], line)
                 found[point.kind, file, part.name] = part
@@ -71,12 +81,16 @@ def find_unregistered(package: Path = PACKAGE) -> list[Unregistered]:
 
 def _files(package: Path, places: list[str]) -> list[Path]:
     """The places that are files, and the files inside those that are folders."""
-    return [
-        path
-        for place in places
-        for path in (sorted((package / place).rglob("*.py")) if (package / place).is_dir() else [package / place])
-        if path.is_file()
-    ]
+    found: list[Path] = []
+    for place in places:
+        for path in (
+            sorted((package / place).rglob("*.py"))
+            if (package / place).is_dir()
+            else [package / place]
+        ):
+            if path.is_file():
+                found.append(path)
+    return found
 
 
 def _defined(point: ExtensionPoint, package: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -92,4 +106,13 @@ def _defined(point: ExtensionPoint, package: Path) -> Iterator[tuple[str, dict[s
             name = (groups.get("name") or groups.get("stem") or of_file).lower()
             module = f"distflow.{file.removesuffix('.py').replace('/', '.')}"
             target = f"{module}:{attribute}"
-            yield file, {"name": name, "attribute": attribute, "module": module, "stem": path.stem, "target": target}
+            yield (
+                file,
+                {
+                    "name": name,
+                    "attribute": attribute,
+                    "module": module,
+                    "stem": path.stem,
+                    "target": target,
+                },
+            )

@@ -1,8 +1,8 @@
-"""Columns over many samples, and transfers between host and device. Per-token columns are stored flat (values +
-lengths), never padded at rest.
+"""Columns over many samples, and transfers between host and device. Per-token columns are stored
+flat (values + lengths), never padded at rest.
 
-A device processes a queue. Copies from plain memory, and each number that is read, wait until the queue is empty;
-copies from pinned memory do not wait, and many numbers read together wait once.
+A device processes a queue. Copies from plain memory, and each number that is read, wait until the
+queue is empty; copies from pinned memory do not wait, and many numbers read together wait once.
 """
 
 import json
@@ -21,7 +21,15 @@ from torch import Tensor
 
 from distflow.data.sample import Sample
 from distflow.device_transfer import send
-from distflow.graph.fields import ALIASES, DERIVED, STANDARD_FIELDS, TOKEN_AXES, Axis, Field, find_field
+from distflow.graph.fields import (
+    ALIASES,
+    DERIVED,
+    STANDARD_FIELDS,
+    TOKEN_AXES,
+    Axis,
+    Field,
+    find_field,
+)
 from distflow.untrusted_files import check_tensors
 
 Column = Tensor | list[object]
@@ -46,10 +54,10 @@ class RemoteColumn(Protocol):
 class Batch:
     """Named columns over `len(batch)` samples.
 
-    A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry per sample, or plain
-    Python objects. `batch[name]` returns token columns padded as `(bs, longest)`, `batch.flat(name)` as stored.
-    `input_ids`, `attention_mask`, `loss_mask`, `token_level_scores` and `token_level_rewards` are derived unless
-    written.
+    A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry
+    per sample, or plain Python objects. `batch[name]` returns token columns padded as
+    `(bs, longest)`, `batch.flat(name)` as stored. `input_ids`, `attention_mask`, `loss_mask`,
+    `token_level_scores` and `token_level_rewards` are derived unless written.
     """
 
     def __init__(self, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
@@ -65,7 +73,8 @@ class Batch:
         """The standard columns of finished trajectories."""
         prompts = torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64)
         responses = torch.tensor(
-            [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples], dtype=torch.int64
+            [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples],
+            dtype=torch.int64,
         )
         batch = Batch(prompts, responses)
         segments = [segment for s in samples for segment in s.response_segments]
@@ -79,7 +88,9 @@ class Batch:
             "extra_info": [s.extra_info for s in samples],
             "finish_reason": [s.finish_reason for s in samples],
             "forks": [[list(fork) for fork in s.forks] for s in samples],
-            "owners": [[[part.owner, len(part.token_ids)] for part in s.response_segments] for s in samples],
+            "owners": [
+                [[part.owner, len(part.token_ids)] for part in s.response_segments] for s in samples
+            ],
             "conversation": [[dict(turn) for turn in s.conversation] for s in samples],
             "images": [_images(s) for s in samples],
         }
@@ -94,8 +105,13 @@ class Batch:
         batch["response_mask"] = _flat_tensor(
             [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments], np.float32
         )
-        batch["versions"] = _flat_tensor([seg.versions or [-1] * len(seg.token_ids) for seg in segments], np.int64)
-        for name, attribute in (("rollout_log_probs", "log_probs"), ("sampling_log_probs", "sampling_log_probs")):
+        batch["versions"] = _flat_tensor(
+            [seg.versions or [-1] * len(seg.token_ids) for seg in segments], np.int64
+        )
+        for name, attribute in (
+            ("rollout_log_probs", "log_probs"),
+            ("sampling_log_probs", "sampling_log_probs"),
+        ):
             values = [getattr(seg, attribute) or [0.0] * len(seg.token_ids) for seg in segments]
             batch[name] = _flat_tensor(values, np.float32)
         if any(s.head for s in samples):
@@ -110,7 +126,9 @@ class Batch:
 
     def __contains__(self, name: object) -> bool:
         name = ALIASES.get(str(name), str(name))
-        return name in self._columns or (name in _DERIVED and all(other in self for other in _DERIVED[name]))
+        return name in self._columns or (
+            name in _DERIVED and all(other in self for other in _DERIVED[name])
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,10 +151,13 @@ class Batch:
 
     def __getitem__(self, name: str) -> Any:
         field = self.field(name)
-        return self.pad(self.flat(name), field.axis) if field.axis in TOKEN_AXES else self.flat(name)
+        return (
+            self.pad(self.flat(name), field.axis) if field.axis in TOKEN_AXES else self.flat(name)
+        )
 
     def flat(self, name: str) -> Any:
-        """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for samples, or a list."""
+        """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for
+        samples, or a list."""
         name = ALIASES.get(name, name)
         if name in self._columns:
             return _read(self._columns[name])
@@ -144,7 +165,8 @@ class Batch:
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
         if name == "attention_mask":
-            num_tokens, device = int(self._lengths[Axis.SEQUENCE].sum()), self.flat("prompt_ids").device
+            num_tokens = int(self._lengths[Axis.SEQUENCE].sum())
+            device = self.flat("prompt_ids").device
             return torch.ones(num_tokens, dtype=torch.float32, device=device)
         if name == "token_level_rewards":
             return self.flat("token_level_scores")
@@ -153,11 +175,14 @@ class Batch:
         return self._derived_loss_mask() if name == "loss_mask" else self._placed_scores()
 
     def pad(self, values: Tensor, axis: Axis | str) -> Tensor:
-        """Spread flat `(tokens,)` values over `(bs, longest)`, with 0 elsewhere; keeps the gradient."""
+        """Spread flat `(tokens,)` values over `(bs, longest)`, with 0 elsewhere; keeps the
+        gradient."""
         lengths = self._lengths[Axis(axis)]
         longest = int(lengths.max()) if len(self) else 0
         padded = torch.zeros(len(self) * longest, dtype=values.dtype, device=values.device)
-        return padded.index_copy_(0, self._padded_places(Axis(axis), values.device), values).view(len(self), longest)
+        return padded.index_copy_(0, self._padded_places(Axis(axis), values.device), values).view(
+            len(self), longest
+        )
 
     def mask(self, axis: Axis | str) -> Tensor:
         """bool `(bs, longest)`: where a padded token column has a token."""
@@ -168,11 +193,13 @@ class Batch:
     def __setitem__(self, name: str, value: Written) -> None:
         """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
 
-        Raises ValueError if the shape does not fit. The axis of an unregistered name is inferred from the shape if that
-        fits exactly one.
+        Raises ValueError if the shape does not fit. The axis of an unregistered name is inferred
+        from the shape if that fits exactly one.
         """
         name = ALIASES.get(name, name)
-        field = find_field(name) or self._fields.get(name) or _guess_field(name, value, self._shapes())
+        field = (
+            find_field(name) or self._fields.get(name) or _guess_field(name, value, self._shapes())
+        )
         self._columns[name] = self._stored(field, value)
         self._fields[name] = field
 
@@ -181,7 +208,10 @@ class Batch:
         index = torch.as_tensor(indices, dtype=torch.int64).reshape(-1)
         out = Batch(self._lengths[Axis.PROMPT][index], self._lengths[Axis.RESPONSE][index])
         rows = index.tolist()
-        tokens = {axis: _ranges((of.cumsum(0) - of)[index], of[index]) for axis, of in self._lengths.items()}
+        tokens = {
+            axis: _ranges((of.cumsum(0) - of)[index], of[index])
+            for axis, of in self._lengths.items()
+        }
         for name, column in self._columns.items():
             field = self._fields[name]
             picked: Column | RemoteColumn
@@ -193,26 +223,37 @@ class Batch:
                 picked = column[tokens[field.axis]]
             else:
                 picked = column[index]
-            out._columns[name], out._fields[name] = picked, field
+            out._columns[name] = picked
+            out._fields[name] = field
         return out
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same samples with their tensors on `device`; lengths stay on the CPU, where they are used."""
+        """The same samples with their tensors on `device`; lengths stay on the CPU, where they are
+        used."""
         out = self.copy()
         where = torch.device(device)
         columns = {name: _read(column) for name, column in self._columns.items()}
-        out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in columns.items()}
+        out._columns = {
+            name: c if isinstance(c, list) else send(c, where) for name, c in columns.items()
+        }
         return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
         """At most `num_chunks` runs of neighbouring samples, as even as possible."""
-        return [self.select(part) for part in torch.arange(len(self)).tensor_split(num_chunks) if part.numel()]
+        return [
+            self.select(part)
+            for part in torch.arange(len(self)).tensor_split(num_chunks)
+            if part.numel()
+        ]
 
     def copy(self) -> "Batch":
         """A batch with the same columns, which may get others."""
         out = Batch.__new__(Batch)
-        out._lengths, out._places = self._lengths, self._places  # of the same samples
-        out._columns, out._fields = {**self._columns}, {**self._fields}
+        # of the same samples
+        out._lengths = self._lengths
+        out._places = self._places
+        out._columns = {**self._columns}
+        out._fields = {**self._fields}
         return out
 
     def only(self, names: Iterable[str]) -> "Batch":
@@ -226,14 +267,16 @@ class Batch:
         return out
 
     def copy_columns(self, other: "Batch", **names: str) -> None:
-        """Write columns of another batch over the same samples, by their names here: `batch.copy_columns(scored,
-        old_log_probs="log_probs")`. Raises ValueError if the samples differ in length."""
+        """Write columns of another batch over the same samples, by their names here:
+        `batch.copy_columns(scored, old_log_probs="log_probs")`. Raises ValueError if the samples
+        differ in length."""
         self._check_same_samples(other)
         for name, theirs in names.items():
             theirs = ALIASES.get(theirs, theirs)
             field = replace(other.field(theirs), name=ALIASES.get(name, name))
             if theirs in other._columns and find_field(field.name) in (None, field):
-                self._columns[field.name], self._fields[field.name] = other._columns[theirs], field
+                self._columns[field.name] = other._columns[theirs]
+                self._fields[field.name] = field
             else:
                 self[name] = other.flat(theirs)
 
@@ -255,13 +298,16 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence["Batch"]) -> "Batch":
-        """All samples of all batches in order. Raises ValueError if their columns differ in name, dtype or axis."""
+        """All samples of all batches in order. Raises ValueError if their columns differ in name,
+        dtype or axis."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         names = set(batches[0].names)
         for other in batches[1:]:
             if set(other.names) != names:
-                raise ValueError(f"batches with different columns: {sorted(names ^ set(other.names))} not in all")
+                raise ValueError(
+                    f"batches with different columns: {sorted(names ^ set(other.names))} not in all"
+                )
             _check_same_fields(batches[0]._fields, other._fields)
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
@@ -273,7 +319,8 @@ class Batch:
         return out
 
     def save(self, path: Path) -> None:
-        """Write to one safetensors file. Raises TypeError for an object that is not a JSON value."""
+        """Write to one safetensors file. Raises TypeError for an object that is not a JSON
+        value."""
         save_file(self.to_tensors(), path, metadata=_SAVED)
 
     @staticmethod
@@ -295,15 +342,20 @@ class Batch:
 
         Raises TypeError for an object that is not a JSON value.
         """
-        tensors = {"lengths.prompt": self._lengths[Axis.PROMPT], "lengths.response": self._lengths[Axis.RESPONSE]}
+        tensors = {
+            "lengths.prompt": self._lengths[Axis.PROMPT],
+            "lengths.response": self._lengths[Axis.RESPONSE],
+        }
         header = []
         for name, column in self._columns.items():
-            field, column = self._fields[name], _read(column)
+            field = self._fields[name]
+            column = _read(column)
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
                 tensors[f"column.{name}"] = _json_bytes(column)
             else:
-                tensors[f"column.{name}"] = column.clone(memory_format=torch.contiguous_format)  # two may share storage
+                # two may share storage
+                tensors[f"column.{name}"] = column.clone(memory_format=torch.contiguous_format)
         return {**tensors, "fields": _json_bytes(header)}
 
     @staticmethod
@@ -319,23 +371,30 @@ class Batch:
 
     @staticmethod
     def from_columns(
-        prompt_lengths: Tensor, response_lengths: Tensor, columns: Iterable[tuple[Field, Column | RemoteColumn]]
+        prompt_lengths: Tensor,
+        response_lengths: Tensor,
+        columns: Iterable[tuple[Field, Column | RemoteColumn]],
     ) -> "Batch":
         """A batch from another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
         for field, column in columns:
-            batch._columns[field.name], batch._fields[field.name] = column, field
+            batch._columns[field.name] = column
+            batch._fields[field.name] = field
         return batch
 
     def _check_same_samples(self, other: "Batch") -> None:
         if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
-            raise ValueError("batches over different samples cannot be merged: their lengths differ")
+            raise ValueError(
+                "batches over different samples cannot be merged: their lengths differ"
+            )
 
     def _stored(self, field: Field, value: Written) -> Column:
         if field.axis is Axis.OBJECT:
             values = list(value)
             if len(values) != len(self):
-                raise ValueError(f"column '{field.name}' has {len(values)} entries for {len(self)} samples")
+                raise ValueError(
+                    f"column '{field.name}' has {len(values)} entries for {len(self)} samples"
+                )
             return values
         try:
             tensor = torch.as_tensor(value, dtype=getattr(torch, field.dtype)).detach()
@@ -343,7 +402,9 @@ class Batch:
             raise ValueError(f"column '{field.name}' takes numbers: {err}") from err
         if field.axis is Axis.SAMPLE:
             if tensor.shape != (len(self),):
-                raise ValueError(f"column '{field.name}' has shape {tuple(tensor.shape)}, wanted ({len(self)},)")
+                raise ValueError(
+                    f"column '{field.name}' has shape {tuple(tensor.shape)}, wanted ({len(self)},)"
+                )
             return tensor
         return self._flatten(field, tensor)
 
@@ -355,7 +416,8 @@ class Batch:
         if tensor.shape == mask.shape:
             return tensor[mask]
         raise ValueError(
-            f"column '{field.name}' is per {field.axis.value} token: it has shape {tuple(tensor.shape)}, expected "
+            f"column '{field.name}' is per {field.axis.value} token: it has shape "
+            f"{tuple(tensor.shape)}, expected "
             f"{tuple(mask.shape)} padded or ({num_tokens},) flat"
         )
 
@@ -366,7 +428,8 @@ class Batch:
         return {Axis.SAMPLE: ((len(self),),), **tokens}
 
     def _padded_places(self, axis: Axis, device: torch.device) -> Tensor:
-        """Position of each token of a flat column in the flattened padded one: int64 `(tokens,)`, computed once."""
+        """Position of each token of a flat column in the flattened padded one: int64 `(tokens,)`,
+        computed once."""
         if (axis, device) not in self._places:
             self._places[axis, device] = send(self.mask(axis).reshape(-1).nonzero()[:, 0], device)
         return self._places[axis, device]
@@ -384,13 +447,14 @@ class Batch:
         return repeated(torch.arange(len(self)), self._lengths[Axis(axis)])
 
     def response_positions(self) -> Tensor:
-        """Position of each response token in the flat `sequence` columns: int64 `(response tokens,)`."""
+        """Position of each response token in the flat `sequence` columns: int64
+        `(response tokens,)`."""
         responses = self._lengths[Axis.RESPONSE]
         return _ranges(self._lengths[Axis.SEQUENCE].cumsum(0) - responses, responses)
 
     def conversation_lengths(self) -> Tensor:
-        """Tokens of each conversation of each sample, one after another: int64 `(conversations,)`. A conversation
-        attends to no other, even of its own episode."""
+        """Tokens of each conversation of each sample, one after another: int64 `(conversations,)`.
+        A conversation attends to no other, even of its own episode."""
         if "forks" not in self or not any(forks := self.flat("forks")):
             return self._lengths[Axis.SEQUENCE]
         prompts, lengths = (self._lengths[axis].tolist() for axis in (Axis.PROMPT, Axis.SEQUENCE))
@@ -398,35 +462,47 @@ class Batch:
             [0, *(prompt + start for _, start in own), length]
             for prompt, length, own in zip(prompts, lengths, forks, strict=True)
         ]
-        return torch.tensor([after - before for own in ends for before, after in pairwise(own)], dtype=torch.int64)
+        return torch.tensor(
+            [after - before for own in ends for before, after in pairwise(own)], dtype=torch.int64
+        )
 
     @property
     def row_names(self) -> list[str]:
-        """A name of each sample: its uid, with the number of the decision if it is one (see `by_decision`)."""
+        """A name of each sample: its uid, with the number of the decision if it is one (see
+        `by_decision`)."""
         if "decision" not in self:
             return list(self.flat("uid"))
-        return [f"{uid}/{number}" for uid, number in zip(self.flat("uid"), self.flat("decision").tolist(), strict=True)]
+        return [
+            f"{uid}/{number}"
+            for uid, number in zip(self.flat("uid"), self.flat("decision").tolist(), strict=True)
+        ]
 
     def by_decision(self) -> "tuple[Batch, Tensor]":
-        """Each conversation of each sample as a sample of its own, and the place of each of its response tokens in the
-        flat response columns here: int64 `(tokens,)`.
+        """Each conversation of each sample as a sample of its own, and the place of each of its
+        response tokens in the flat response columns here: int64 `(tokens,)`.
 
-        Its prompt is what was given before its first reply, by `turn_index`; what is no token is the sample's, even
-        the uid. `decision`: its number in the sample.
+        Its prompt is what was given before its first reply, by `turn_index`; what is no token is
+        the sample's, even the uid. `decision`: its number in the sample.
         """
-        lengths, is_drawn = self.conversation_lengths(), torch.zeros(int(self._lengths[Axis.SEQUENCE].sum())).bool()
-        positions, starts = self.response_positions(), lengths.cumsum(0) - lengths
+        lengths = self.conversation_lengths()
+        is_drawn = torch.zeros(int(self._lengths[Axis.SEQUENCE].sum())).bool()
+        positions = self.response_positions()
+        starts = lengths.cumsum(0) - lengths
         is_drawn[positions] = self.flat("turn_index").cpu() >= 0
         given = [int((own.cumsum(0) == 0).sum()) for own in is_drawn.split(lengths.tolist())]
         prompts = torch.tensor(given, dtype=torch.int64)
-        out, place_of = Batch(prompts, lengths - prompts), torch.full(is_drawn.shape, -1)
+        out = Batch(prompts, lengths - prompts)
+        place_of = torch.full(is_drawn.shape, -1)
         place_of[positions] = torch.arange(len(positions))
         places = place_of[_ranges(starts + prompts, lengths - prompts)]
-        numbers = [1 + len(own) for own in self.flat("forks")] if "forks" in self else [1] * len(self)
+        numbers = (
+            [1 + len(own) for own in self.flat("forks")] if "forks" in self else [1] * len(self)
+        )
         rows = [(row, number) for row, count in enumerate(numbers) for number in range(count)]
         own_rows = torch.tensor([row for row, _ in rows], dtype=torch.int64)
         for name, stored in self._columns.items():
-            column, axis = _read(stored), self._fields[name].axis
+            column = _read(stored)
+            axis = self._fields[name].axis
             if name == "images":
                 out[name] = [self[name][row][number : number + 1] for row, number in rows]
             elif isinstance(column, list):
@@ -441,9 +517,10 @@ class Batch:
         return out, places
 
     def speakers(self, agents: Sequence[str]) -> Tensor:
-        """The index of the agent in whose conversation each response token is: int64 `(response tokens,)`. A
-        conversation without an agent's name is the first agent's."""
-        index, known = list[Tensor](), {name: number for number, name in enumerate(agents)}
+        """The index of the agent in whose conversation each response token is: int64
+        `(response tokens,)`. A conversation without an agent's name is the first agent's."""
+        index = list[Tensor]()
+        known = {name: number for number, name in enumerate(agents)}
         for length, forks in zip(self._lengths[Axis.RESPONSE].tolist(), self["forks"], strict=True):
             ends = [*(start for _, start in forks), length]
             owners = [0, *(known.get(name.partition(".")[0], 0) for name, _ in forks)]
@@ -461,12 +538,14 @@ class Batch:
     def _placed_scores(self) -> Tensor:
         """The score of a sample, on the last token of the policy: flat `(response tokens,)`.
 
-        Not on a later token of a tool or environment: estimators read only rewards of the policy's tokens.
+        Not on a later token of a tool or environment: estimators read only rewards of the policy's
+        tokens.
         """
         mask: Tensor = self.flat("response_mask")
         positions = (mask > 0).nonzero()[:, 0]
         ends = send(self._lengths[Axis.RESPONSE].cumsum(0), mask.device)
-        before = torch.searchsorted(positions, ends)  # tokens of the policy up to the end of the sample
+        # tokens of the policy up to the end of the sample
+        before = torch.searchsorted(positions, ends)
         answered = before > torch.cat([before.new_zeros(1), before[:-1]])
         scores = self.flat("scores").double()[answered]
         placed = torch.zeros_like(mask, dtype=torch.float64)
@@ -476,7 +555,8 @@ class Batch:
 def _images(sample: Sample) -> list[list[str]]:
     """The images of the prompt of each conversation; empty if none has any."""
     begins = {start for _, start in sample.forks}
-    found, length = [list(sample.segments[0].images)], 0
+    found = [list(sample.segments[0].images)]
+    length = 0
     for segment in sample.response_segments:
         if length in begins:
             begins.discard(length)
@@ -490,7 +570,8 @@ def _read(column: Column | RemoteColumn) -> Column:
 
 
 def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
-    """One column from many: all tensors or all lists, after fetching columns if only some are remote."""
+    """One column from many: all tensors or all lists, after fetching columns if only some are
+    remote."""
     remote = [part for part in parts if not isinstance(part, Tensor | list)]
     if parts and len(remote) == len(parts):
         return remote[0].concat(remote[1:])
@@ -501,12 +582,14 @@ def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """The `lengths[i]` consecutive numbers from each `starts[i]` on: int64 `(sum of lengths,)`."""
-    return repeated(starts - lengths.cumsum(0) + lengths, lengths) + torch.arange(int(lengths.sum()))
+    return repeated(starts - lengths.cumsum(0) + lengths, lengths) + torch.arange(
+        int(lengths.sum())
+    )
 
 
 def repeated(values: Tensor, counts: Tensor) -> Tensor:
-    """Each value as often as its count. On the CPU without `repeat_interleave`, which wakes all of torch's threads for
-    any size. counts: on the CPU."""
+    """Each value as often as its count. On the CPU without `repeat_interleave`, which wakes all of
+    torch's threads for any size. counts: on the CPU."""
     if values.device.type != "cpu":
         return values.repeat_interleave(send(counts, values.device), output_size=int(counts.sum()))
     return torch.from_numpy(np.repeat(values.detach().numpy(), counts.numpy()))
@@ -514,7 +597,8 @@ def repeated(values: Tensor, counts: Tensor) -> Tensor:
 
 def _json_bytes(value: list[Any]) -> Tensor:
     return torch.frombuffer(
-        bytearray(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")), dtype=torch.uint8
+        bytearray(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")),
+        dtype=torch.uint8,
     )
 
 
@@ -523,7 +607,8 @@ def _from_json_bytes(tensor: Tensor) -> list[Any]:
 
 
 def _flat_tensor(parts: Iterable[Iterable[float]], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))  # a third of the time of `torch.tensor`
+    # a third of the time of `torch.tensor`
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))
 
 
 def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
@@ -538,9 +623,12 @@ def _guess_field(name: str, value: Written, shapes: Shapes) -> Field:
     fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
     if len(fitting) == 1:
         return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
-    found = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
+    found = "; ".join(
+        f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes
+    )
     raise ValueError(
-        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({found}): "
+        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of "
+        f"this batch ({found}): "
         f"declare it once with register_field('{name}', dtype=..., axis=...)"
     )
 
@@ -551,6 +639,7 @@ def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -
     if different:
         name = different[0]
         raise ValueError(
-            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, "
+            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write "
+            "the same in both, "
             f"or declare it with register_field('{name}', dtype=..., axis=...)"
         )

@@ -1,7 +1,8 @@
-"""A batch as plain bytes for transfer between processes, and a batch from rows of several such batches.
+"""A batch as plain bytes for transfer between processes, and a batch from rows of several such
+batches.
 
-A buffer holds one column, row after row. Code that transfers buffers needs to know nothing about tokens, dtypes or
-texts, and rows are picked by copying bytes.
+A buffer holds one column, row after row. Code that transfers buffers needs to know nothing about
+tokens, dtypes or texts, and rows are picked by copying bytes.
 """
 
 import json
@@ -19,8 +20,8 @@ from distflow.graph.fields import TOKEN_AXES, Axis, Field
 
 Bytes = NDArray[np.uint8]
 Buffers = Mapping[str, Bytes]
-"""Uint8 arrays `(bytes,)` by name: both lengths, the header, and one per column; for objects another one with the
-lengths of their rows."""
+"""Uint8 arrays `(bytes,)` by name: both lengths, the header, and one per column; for objects
+another one with the lengths of their rows."""
 
 _HEADER = "fields"
 _LENGTHS = {Axis.PROMPT: "lengths.prompt", Axis.RESPONSE: "lengths.response"}
@@ -30,7 +31,8 @@ _to_json = json.JSONEncoder(ensure_ascii=False).encode
 def to_buffers(batch: Batch) -> dict[str, Bytes]:
     """The batch's own memory as bytes, without copies of CPU tensors; objects as JSON.
 
-    Raises TypeError for an object that is not a JSON value. As with any JSON, a tuple comes back as a list.
+    Raises TypeError for an object that is not a JSON value. As with any JSON, a tuple comes back as
+    a list.
     """
     buffers = {name: _as_bytes(batch.lengths(axis)) for axis, name in _LENGTHS.items()}
     fields = [batch.field(name) for name in batch.names]
@@ -41,7 +43,9 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
         if field.axis is Axis.OBJECT:
             rows = [f"{_to_json(value)},".encode("utf-8", "surrogatepass") for value in column]
             buffers[f"column.{field.name}"] = np.frombuffer(b"".join(rows), dtype=np.uint8)
-            buffers[f"rows.{field.name}"] = np.array([len(row) for row in rows], dtype=np.int64).view(np.uint8)
+            buffers[f"rows.{field.name}"] = np.array(
+                [len(row) for row in rows], dtype=np.int64
+            ).view(np.uint8)
         else:
             buffers[f"column.{field.name}"] = _as_bytes(column)
     return buffers
@@ -50,8 +54,8 @@ def to_buffers(batch: Batch) -> dict[str, Bytes]:
 def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
     """The batch of the rows `picks`, each as (part, row), in that order, of several batches.
 
-    Each byte is copied once, from memory that may be read-only and shared. Raises ValueError if the parts used differ
-    in the name, dtype or axis of a column.
+    Each byte is copied once, from memory that may be read-only and shared. Raises ValueError if the
+    parts used differ in the name, dtype or axis of a column.
     """
     used = sorted({part for part, _ in picks}) or [0]
     fields = _common_fields([parts[part] for part in used])
@@ -60,7 +64,9 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
 
     def picked(name: str, field: Field) -> Tensor:
         ends = {part: of_column(field) for part, of_column in ends_of.items()}
-        slices = [parts[part][name][ends[part][first] : ends[part][end]] for part, first, end in runs]
+        slices = [
+            parts[part][name][ends[part][first] : ends[part][end]] for part, first, end in runs
+        ]
         values = np.concatenate(slices) if slices else np.empty(0, np.uint8)
         return torch.from_numpy(values) if values.size else torch.empty(0, dtype=torch.uint8)
 
@@ -71,7 +77,8 @@ def gather(parts: Sequence[Buffers], picks: Sequence[tuple[int, int]]) -> Batch:
         return values.view(getattr(torch, field.dtype))
 
     prompts, responses = (
-        picked(name, Field(name, "int64", Axis.SAMPLE)).view(torch.int64) for name in _LENGTHS.values()
+        picked(name, Field(name, "int64", Axis.SAMPLE)).view(torch.int64)
+        for name in _LENGTHS.values()
     )
     return Batch.from_columns(prompts, responses, ((field, column(field)) for field in fields))
 
@@ -109,11 +116,15 @@ def _runs(picks: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 def _common_fields(parts: Sequence[Buffers]) -> list[Field]:
     headers = [json.loads(_text(buffers[_HEADER])) for buffers in parts]
-    first, *others = [{name: Field(name, dtype, Axis(axis)) for name, dtype, axis in header} for header in headers]
+    first, *others = [
+        {name: Field(name, dtype, Axis(axis)) for name, dtype, axis in header} for header in headers
+    ]
     for other in others:
         if other != first:
             odd = sorted({field.name for field in {*other.values()} ^ {*first.values()}})
-            raise ValueError(f"batches that do not fit together: {odd} not in all, or of different dtype or axis")
+            raise ValueError(
+                f"batches that do not fit together: {odd} not in all, or of different dtype or axis"
+            )
     return list(first.values())
 
 

@@ -1,6 +1,8 @@
-"""Bin packing of samples by tokens: into micro-batches of bounded size, and of a step's groups evenly over ranks.
+"""Bin packing of samples by tokens: into micro-batches of bounded size, and of a step's groups
+evenly over ranks.
 
-Micro-batches use first-fit decreasing, then balancing; ranks use the better of Karmarkar-Karp and a sorted greedy.
+Micro-batches use first-fit decreasing, then balancing; ranks use the better of Karmarkar-Karp and a
+sorted greedy.
 """
 
 import heapq
@@ -10,26 +12,32 @@ Parts = list[list[int]]
 
 
 def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Parts:
-    """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
+    """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing
+    needs.
 
-    An item longer than `max_tokens` is never cut, but gets its own bin. There are at least `min_bins` bins, including
-    empty ones if items are too few, so that all ranks can run the same number. Loads are balanced over the bins, which
-    keeps peak memory and waits between ranks low. Indices ascend within a bin, bins by their first index, empty ones
-    last. The same arguments always give the same bins.
+    An item longer than `max_tokens` is never cut, but gets its own bin. There are at least
+    `min_bins` bins, including empty ones if items are too few, so that all ranks can run the same
+    number. Loads are balanced over the bins, which keeps peak memory and waits between ranks low.
+    Indices ascend within a bin, bins by their first index, empty ones last. The same arguments
+    always give the same bins.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
     lengths = [int(length) for length in lengths]
     assert min_bins >= 0 and all(length >= 0 for length in lengths)
     alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
-    longest_first = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i])
+    longest_first = sorted(
+        (i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i]
+    )
 
     packed = _first_fit(longest_first, lengths, max_tokens)
     num_bins = max(len(packed), min_bins - len(alone))
     if num_bins:
         even = lightest_first(longest_first, lengths, num_bins)
         fits = max(_load(bin_, lengths) for bin_ in even) <= max_tokens
-        packed = even if fits else _level(packed + [[] for _ in range(num_bins - len(packed))], lengths)
+        packed = (
+            even if fits else _level(packed + [[] for _ in range(num_bins - len(packed))], lengths)
+        )
     bins = [sorted(bin_) for bin_ in alone + packed]
     return sorted(bins, key=lambda bin_: bin_[0] if bin_ else len(lengths))
 
@@ -60,14 +68,16 @@ def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens:
 
 
 def _level(bins: Parts, lengths: Sequence[int]) -> Parts:
-    """Move or swap items between the heaviest and the lightest bin while this brings the two closer.
+    """Move or swap items between the heaviest and the lightest bin while this brings the two
+    closer.
 
-    No bin gets heavier than the heaviest was, so bins that fitted still fit; the squares of the loads only fall, so it
-    terminates.
+    No bin gets heavier than the heaviest was, so bins that fitted still fit; the squares of the
+    loads only fall, so it terminates.
     """
     loads = [_load(bin_, lengths) for bin_ in bins]
     while True:
-        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        heavy = loads.index(max(loads))
+        light = loads.index(min(loads))
         gap = loads[heavy] - loads[light]
         shifts = [
             (abs(2 * shift - gap), give, take)
@@ -91,32 +101,42 @@ def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def partition(lengths: Sequence[int], num_parts: int) -> Parts:
-    """Exactly `num_parts` lists of indices into `lengths`, with sums balanced by the better of two heuristics.
+    """Exactly `num_parts` lists of indices into `lengths`, with sums balanced by the better of two
+    heuristics.
 
-    Neither always wins: differencing is better on typical lengths, the greedy on a few long ones. The result is the one
-    whose heaviest part is lighter. Parts are empty if items are too few. Indices ascend within a part, parts by their
-    first index, empty ones last; the same arguments always give the same parts.
+    Neither always wins: differencing is better on typical lengths, the greedy on a few long ones.
+    The result is the one whose heaviest part is lighter. Parts are empty if items are too few.
+    Indices ascend within a part, parts by their first index, empty ones last; the same arguments
+    always give the same parts.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
     loads = [int(length) for length in lengths]
     heaviest_first = sorted(range(len(loads)), key=lambda item: -loads[item])
-    candidates = (karmarkar_karp(loads, num_parts), lightest_first(heaviest_first, loads, num_parts))
+    candidates = (
+        karmarkar_karp(loads, num_parts),
+        lightest_first(heaviest_first, loads, num_parts),
+    )
     best = min(candidates, key=lambda parts: max(_load(part, loads) for part in parts))
     return sorted(map(sorted, best), key=lambda part: part[0] if part else len(loads))
 
 
-def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int) -> Parts:
-    """Divide the items of a step over ranks so that no optimizer step waits for a rank with more of its mini-batch.
+def divide_step(
+    lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int
+) -> Parts:
+    """Divide the items of a step over ranks so that no optimizer step waits for a rank with more of
+    its mini-batch.
 
-    passes: the mini-batches of each pass over the step, of indices into `lengths`, each index in one of them. In a
-    single pass `partition` balances each mini-batch; several passes draw new mini-batches of items that stay on their
-    ranks, and a sorted greedy balances all of them together.
+    passes: the mini-batches of each pass over the step, of indices into `lengths`, each index in
+    one of them. In a single pass `partition` balances each mini-batch; several passes draw new
+    mini-batches of items that stay on their ranks, and a sorted greedy balances all of them
+    together.
     """
     if len(passes) == 1:
         return _divide_pass(lengths, passes[0], num_parts)
     parts: Parts = [[] for _ in range(num_parts)]
-    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]  # loads of each part, by mini-batch
+    # loads of each part, by mini-batch
+    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]
     homes: list[list[list[int]]] = [[] for _ in lengths]  # loads of each item's mini-batches
     for own, mini_batches in zip(loads, passes, strict=True):
         for load, mini_batch in zip(own, mini_batches, strict=True):
@@ -124,39 +144,54 @@ def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]
                 homes[item].append(load)
     totals = [0] * num_parts
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        part = min(range(num_parts), key=lambda part: (sum(load[part] for load in homes[item]), totals[part]))
+        part = min(
+            range(num_parts),
+            key=lambda part: (sum(load[part] for load in homes[item]), totals[part]),
+        )
         parts[part].append(item)
         for load in (*homes[item], totals):
             load[part] += lengths[item]
     return [sorted(part) for part in parts]
 
 
-def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
+def _divide_pass(
+    lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int
+) -> Parts:
     """Give the heaviest share of each mini-batch to the part that was lightest before it."""
     parts: Parts = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     for mini_batch in mini_batches:
-        found = [[mini_batch[i] for i in part] for part in partition([lengths[i] for i in mini_batch], num_parts)]
+        found = [
+            [mini_batch[i] for i in part]
+            for part in partition([lengths[i] for i in mini_batch], num_parts)
+        ]
         found.sort(key=lambda items: -sum(lengths[i] for i in items))
-        for part, items in zip(sorted(range(num_parts), key=lambda part: loads[part]), found, strict=True):
+        for part, items in zip(
+            sorted(range(num_parts), key=lambda part: loads[part]), found, strict=True
+        ):
             parts[part] += items
             loads[part] += sum(lengths[i] for i in items)
     return [sorted(part) for part in parts]
 
 
 def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
-    """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial solutions with the
-    largest spread are joined, the heaviest part of one with the lightest of the other, until one solution is left."""
+    """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial
+    solutions with the largest spread are joined, the heaviest part of one with the lightest of the
+    other, until one solution is left."""
     if not lengths:
         return [[] for _ in range(num_parts)]
     empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
-    splits = [[(length, [item]), *empty] for item, length in enumerate(lengths)]  # each with its heaviest part first
+    # each with its heaviest part first
+    splits = [[(length, [item]), *empty] for item, length in enumerate(lengths)]
     heap = [(split[-1][0] - split[0][0], item) for item, split in enumerate(splits)]
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
         pairs = zip(splits[first], reversed(splits[second]), strict=True)
-        joined = [(load_a + load_b, items_a + items_b) for (load_a, items_a), (load_b, items_b) in pairs]
-        splits[first], splits[second] = sorted(joined, key=lambda part: -part[0]), []
+        joined = [
+            (load_a + load_b, items_a + items_b) for (load_a, items_a), (load_b, items_b) in pairs
+        ]
+        splits[first] = sorted(joined, key=lambda part: -part[0])
+        splits[second] = []
         heapq.heappush(heap, (splits[first][-1][0] - splits[first][0][0], first))
     return [items for _, items in splits[heap[0][1]]]

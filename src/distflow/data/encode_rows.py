@@ -1,5 +1,5 @@
-"""Converts rows to token ids: templates, chat messages, responses; each prompt is tokenised once. Prompts and responses
-that are too long are left out or cut, and counted."""
+"""Converts rows to token ids: templates, chat messages, responses; each prompt is tokenised once.
+Prompts and responses that are too long are left out or cut, and counted."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,7 +21,13 @@ from distflow.data.chat_template_and_turns import (
     template_of,
 )
 from distflow.data.dataset_columns import BadRows, RawRow
-from distflow.data.encoded_prompts import Encoded, PromptOptions, PromptReport, PromptSet, UnusableRow
+from distflow.data.encoded_prompts import (
+    Encoded,
+    PromptOptions,
+    PromptReport,
+    PromptSet,
+    UnusableRow,
+)
 from distflow.data.images import IMAGE_MARK, encoder_of, parts_of
 from distflow.data.messages import Messages, RowError
 from distflow.data.preference_pairs import encode_pair
@@ -54,8 +60,10 @@ def fit(
         shortest = min((len(entry.ids) for _, entry in good), default=0)
         raise UnusableRow(
             "overlong",
-            f"none of {len(good):,} rows is short enough: data.max_prompt_length={options.max_prompt_length} "
-            f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}: "
+            f"none of {len(good):,} rows is short enough: "
+            f"data.max_prompt_length={options.max_prompt_length} "
+            f"(the shortest prompt has {shortest} tokens), "
+            f"data.max_response_length={options.max_response_length}: "
             "raise the limit",
         )
     report = PromptReport(
@@ -72,7 +80,9 @@ def fit(
     return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
 
 
-def _cut(row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> Encoded:
+def _cut(
+    row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> Encoded:
     """The prompt cut by `truncation`; a response loses its end, including the end token."""
     # A score belongs to a whole text, and an image to all of its placeholders.
     if options.truncation == "error" or entry.rejected_ids is not None or row.images:
@@ -80,7 +90,8 @@ def _cut(row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, option
         part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.longest_response)
         raise UserError(
             f"{row.origin}: the {part} has {len(ids)} tokens, more than data.max_{part}_length="
-            f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise it, "
+            f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise "
+            "it, "
             "or set data.filter_overlong_prompts=true"
             + ("" if entry.rejected_ids or row.images else " or data.truncation=left")
         )
@@ -113,23 +124,30 @@ def encode_rows(
     bad_rows: BadRows,
     end_ids: Collection[int] = (),
 ) -> PromptSet:
-    """Tokenise the prompts (and responses, if the rows have them); leave out or cut those that are too long.
+    """Tokenise the prompts (and responses, if the rows have them); leave out or cut those that are
+    too long.
 
-    A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
-    generation prompt, without further special tokens. The response of a conversation is the assistant's turns; it
-    becomes several rows if the template writes a turn differently once others follow. Rows that the template rejects,
-    or whose trained part cannot be determined, are added to `bad_rows`. end_ids: tokens that end a turn, besides the
-    tokenizer's end token. Raises UserError for a tokenizer that lacks a template or an end token, for bad rows unless
-    skipped, for a prompt that is too long with truncation "error", and if no row is left.
+    A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its
+    template, with the generation prompt, without further special tokens. The response of a
+    conversation is the assistant's turns; it becomes several rows if the template writes a turn
+    differently once others follow. Rows that the template rejects, or whose trained part cannot be
+    determined, are added to `bad_rows`. end_ids: tokens that end a turn, besides the tokenizer's
+    end token. Raises UserError for a tokenizer that lacks a template or an end token, for bad rows
+    unless skipped, for a prompt that is too long with truncation "error", and if no row is left.
     """
     rows, num_outside = _within(rows, options)
     _check_options(tokenizer, rows, options)
     if options.keep_messages:
         rows = [_with_messages(row, options, PROMPT_MESSAGES) for row in rows]
     if options.keep_chats:
-        rows = [_with_messages(row, options, PROMPT_CHAT) if _is_chat(row, options) else row for row in rows]
+        rows = [
+            _with_messages(row, options, PROMPT_CHAT) if _is_chat(row, options) else row
+            for row in rows
+        ]
     if options.pair and any(row.images for row in rows):
-        raise UserError("preference pairs with images cannot be trained on: set data.image_key=null")
+        raise UserError(
+            "preference pairs with images cannot be trained on: set data.image_key=null"
+        )
     encoded = _encode_all(rows, tokenizer, options, end_ids)
     if names := options.pair:
         encoded = (encode_pair(row, tokenizer, names) for row in rows)
@@ -141,7 +159,9 @@ def encode_rows(
             good.extend((row, entry) for entry in entries)
     bad_rows.check()
     if not good:
-        raise UnusableRow("bad_row", f"all rows are bad and were skipped; the first: {bad_rows.reasons[0]}")
+        raise UnusableRow(
+            "bad_row", f"all rows are bad and were skipped; the first: {bad_rows.reasons[0]}"
+        )
     return fit(good, tokenizer, options, len(bad_rows.reasons), num_outside)
 
 
@@ -155,28 +175,42 @@ def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[Ra
         rates = [row.pass_rate for row in rows if row.pass_rate is not None]
         raise UnusableRow(
             "pass_rate",
-            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none is in this range; their rates "
+            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none is in this "
+            "range; their rates "
             f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}",
         )
     return kept, len(rows) - len(kept)
 
 
-def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], options: PromptOptions) -> None:
+def _check_options(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], options: PromptOptions
+) -> None:
     chat = any(_is_chat(row, options) for row in rows)
     if chat and not getattr(tokenizer, "chat_template", None):
-        why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"
+        why = (
+            "data.prompt_format=chat"
+            if options.prompt_format == "chat"
+            else "the prompts are chat messages"
+        )
         raise UserError(
-            f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text prompts, "
-            "set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model, or put a chat_template.jinja "
+            f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text "
+            "prompts, "
+            "set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model, or put a "
+            "chat_template.jinja "
             "into the tokenizer's folder"
         )
-    if any(row.response is not None or row.is_conversation for row in rows) and tokenizer.eos_token_id is None:
+    if (
+        any(row.response is not None or row.is_conversation for row in rows)
+        and tokenizer.eos_token_id is None
+    ):
         raise UserError(
-            "the tokenizer has no end token, so responses cannot end: see actor_rollout_ref.model.tokenizer_path"
+            "the tokenizer has no end token, so responses cannot end: see "
+            "actor_rollout_ref.model.tokenizer_path"
         )
     if any(row.is_conversation for row in rows) and not tokenizer.is_fast:
         raise UserError(
-            "the tokenizer does not give the positions of tokens in a text, which conversations need: use one with "
+            "the tokenizer does not give the positions of tokens in a text, which conversations "
+            "need: use one with "
             "a tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
         )
     for name in options.template_kwargs:
@@ -190,11 +224,16 @@ def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], o
 
 
 def _encode_all(
-    rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, end_ids: Collection[int]
+    rows: Sequence[RawRow],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    end_ids: Collection[int],
 ) -> Iterator[list[Encoded] | str]:
-    """Encode in chunks, over threads if there are several: tokenizers written in Rust release the interpreter's lock.
+    """Encode in chunks, over threads if there are several: tokenizers written in Rust release the
+    interpreter's lock.
 
-    The threads share one tokenizer: no call asks for padding or truncation, which would change its settings.
+    The threads share one tokenizer: no call asks for padding or truncation, which would change its
+    settings.
     """
     ends = sorted({*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
     texts = _render(rows, tokenizer, options, ends)
@@ -223,7 +262,11 @@ def _encode_chunk(
     ends: Collection[int],
 ) -> list[list[Encoded] | str]:
     """One entry per row: its encoded rows, or an error."""
-    prompts = {i: text for i, text in enumerate(texts) if isinstance(text, str) and not isinstance(text, Refused)}
+    prompts = {
+        i: text
+        for i, text in enumerate(texts)
+        if isinstance(text, str) and not isinstance(text, Refused)
+    }
     responses = _response_ids(rows, prompts, tokenizer)
     encoded: dict[int, list[Encoded] | str] = {}
     for is_chat in (False, True):
@@ -236,24 +279,31 @@ def _encode_chunk(
             except ValueError as error:
                 encoded[i] = str(error)
                 continue
-            encoded[i] = [Encoded(prompts[i], ids, responses.get(i))] if ids else "the prompt has no tokens"
+            encoded[i] = (
+                [Encoded(prompts[i], ids, responses.get(i))] if ids else "the prompt has no tokens"
+            )
     for i, text in enumerate(texts):
         if i not in prompts:
-            encoded[i] = str(text) if isinstance(text, str) else _conversation(text, tokenizer, ends)
+            encoded[i] = (
+                str(text) if isinstance(text, str) else _conversation(text, tokenizer, ends)
+            )
     return [encoded[i] for i in range(len(texts))]
 
 
 def _with_images(
     row: RawRow, text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, **special: bool
 ) -> list[int]:
-    """The ids of a prompt with the placeholders of its images. Raises RowError if it cannot have both."""
+    """The ids of a prompt with the placeholders of its images. Raises RowError if it cannot have
+    both."""
     processor = encoder_of(tokenizer)
     if processor is None:
         return ids
     if row.images:
         return processor.encode(text, row.images, **special)
     if processor.token_id in ids:
-        raise RowError(f"the prompt has the text {processor.mark!r}, which stands for an image, but no image")
+        raise RowError(
+            f"the prompt has the text {processor.mark!r}, which stands for an image, but no image"
+        )
     return ids
 
 
@@ -276,7 +326,10 @@ def _conversation(
 
 
 def _render(
-    rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, ends: Collection[int]
+    rows: Sequence[RawRow],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    ends: Collection[int],
 ) -> list[_Text]:
     """One entry per row. The template runs for all rows that are chats, see `render_all`."""
     template = ChatTemplate(tokenizer, options.has_own_replies)
@@ -287,7 +340,10 @@ def _render(
         template.check(asked, response)
         if not is_conversation:
             return template.render(asked, prompts=True)
-        return [[text, [list(turn) for turn in turns]] for text, turns in render_turns(asked, template, end_texts)]
+        return [
+            [text, [list(turn) for turn in turns]]
+            for text, turns in render_turns(asked, template, end_texts)
+        ]
 
     prompts = [_with_marks(_prompt(row, options), row, tokenizer) for row in rows]
     end = tokenizer.eos_token or ""
@@ -308,14 +364,17 @@ def _with_marks(prompt: str | Chat, row: RawRow, tokenizer: PreTrainedTokenizerB
     if isinstance(prompt, str):
         return prompt.replace(IMAGE_MARK, processor.mark)
     messages: Messages = [
-        {**message, "content": parts_of(text)} if IMAGE_MARK in (text := str(message.get("content"))) else message
+        {**message, "content": parts_of(text)}
+        if IMAGE_MARK in (text := str(message.get("content")))
+        else message
         for message in prompt.messages
     ]
     return replace(prompt, messages=messages)
 
 
 def _is_chat(row: RawRow, options: PromptOptions) -> bool:
-    """Whether the row's prompt goes through the chat template, which writes special tokens itself."""
+    """Whether the row's prompt goes through the chat template, which writes special tokens
+    itself."""
     return options.prompt_format == "chat" or not isinstance(row.prompt, str)
 
 
@@ -327,27 +386,48 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
             prompt = options.prompt_template.format(prompt=prompt)
         if options.prompt_format == "text":
             return prompt
-    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages: Messages = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
     if options.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
-    kwargs = {"enable_thinking": options.enable_thinking, **options.template_kwargs, **row.template_kwargs}
+    kwargs = {
+        "enable_thinking": options.enable_thinking,
+        **options.template_kwargs,
+        **row.template_kwargs,
+    }
     return Chat(messages, row.tools, kwargs)
 
 
 def _with_messages(row: RawRow, options: PromptOptions, column: str) -> RawRow:
     asked = _prompt(row, options)
-    messages: list[JSON] = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
+    messages: list[JSON] = (
+        [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
+    )
     return replace(row, extra_info={**row.extra_info, column: messages})
 
 
-def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: bool) -> list[list[int]]:
-    return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
+def _tokenise(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: bool
+) -> list[list[int]]:
+    return (
+        tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"]
+        if texts
+        else []
+    )
 
 
 def _response_ids(
     rows: Sequence[RawRow], indices: Iterable[int], tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, list[int]]:
-    """Responses are tokenised separately, as an engine generates them, and end with the end token."""
-    answered, end = [i for i in indices if rows[i].response is not None], tokenizer.eos_token_id
-    responses = _tokenise(tokenizer, [str(rows[i].response) for i in answered], add_special_tokens=False)
-    return {i: ids if ids and ids[-1] == end else [*ids, end] for i, ids in zip(answered, responses, strict=True)}
+    """Responses are tokenised separately, as an engine generates them, and end with the end
+    token."""
+    answered = [i for i in indices if rows[i].response is not None]
+    end = tokenizer.eos_token_id
+    responses = _tokenise(
+        tokenizer, [str(rows[i].response) for i in answered], add_special_tokens=False
+    )
+    return {
+        i: ids if ids and ids[-1] == end else [*ids, end]
+        for i, ids in zip(answered, responses, strict=True)
+    }

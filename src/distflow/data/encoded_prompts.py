@@ -17,7 +17,16 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
-    *("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index", "episode_index"),
+    *(
+        "uid",
+        "prompts",
+        "prompt_ids",
+        "domain",
+        "ground_truth",
+        "extra_info",
+        "group_index",
+        "episode_index",
+    ),
     *("agent", "forks", "conversation", "images"),
 )
 """The fields that exist before any node has run."""
@@ -29,10 +38,11 @@ Turns = tuple[tuple[int, int], ...]
 class PromptRow:
     """One prompt, ready for an engine.
 
-    index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response to train on, with
-    the end token (SFT), else None. turns: start and end of the assistant's turns in the response of a conversation;
-    None if it is a single turn. origin: file and line. tag: "" if none is read. rejected_ids: for a preference pair the
-    worse response (`response_ids` is the better one), else None. images: paths, see
+    index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response
+    to train on, with the end token (SFT), else None. turns: start and end of the assistant's turns
+    in the response of a conversation; None if it is a single turn. origin: file and line. tag: ""
+    if none is read. rejected_ids: for a preference pair the worse response (`response_ids` is the
+    better one), else None. images: paths, see
     `read_images`. workflow: of its episodes, replacing the run's.
     """
 
@@ -56,14 +66,18 @@ class PromptRow:
         return self.prompt_text, self.response_ids, self.images
 
     def answer(self, version: int) -> list[Segment]:
-        """The response: trained segments as the policy's of that version, others as the environment's."""
+        """The response: trained segments as the policy's of that version, others as the
+        environment's."""
         ids = self.response_ids or ()
-        segments, done = [], 0
+        segments = []
+        done = 0
         for start, end in self.turns or ((0, len(ids)),):
             if start > done:
                 segments.append(Segment("environment", ids[done:start]))
             zeros = (0.0,) * (end - start)
-            segments.append(Segment("policy", ids[start:end], zeros, zeros, (version,) * (end - start)))
+            segments.append(
+                Segment("policy", ids[start:end], zeros, zeros, (version,) * (end - start))
+            )
             done = end
         return segments
 
@@ -72,13 +86,14 @@ class PromptRow:
 class PromptOptions:
     """The keys of `data` that turn a row into a prompt; lengths in tokens.
 
-    prompt_format: "text", or "chat": a str prompt becomes one user message. Lists of messages are always chat.
-    prompt_template: text around a str prompt, with `{prompt}` in it, plain braces doubled. system_prompt: only for
-    chat; a row's own takes precedence. template_kwargs: for the chat template; a row's own take precedence.
-    keep_messages: keep the prompt's messages in the row's extra info, for reward functions that read them; keep_chats:
-    only those of chats, also for workflows. num_workers: threads that tokenise; 0 uses the calling thread. The result
-    is the same. pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for messages. pair:
-    the columns of the chosen and the rejected response, of preference pairs.
+    prompt_format: "text", or "chat": a str prompt becomes one user message. Lists of messages are
+    always chat. prompt_template: text around a str prompt, with `{prompt}` in it, plain braces
+    doubled. system_prompt: only for chat; a row's own takes precedence. template_kwargs: for the
+    chat template; a row's own take precedence. keep_messages: keep the prompt's messages in the
+    row's extra info, for reward functions that read them; keep_chats: only those of chats, also for
+    workflows. num_workers: threads that tokenise; 0 uses the calling thread. The result is the
+    same. pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for
+    messages. pair: the columns of the chosen and the rejected response, of preference pairs.
     """
 
     max_prompt_length: int
@@ -93,7 +108,8 @@ class PromptOptions:
     keep_messages: bool = False
     keep_chats: bool = False
     has_own_replies: bool = False
-    """The assistant's messages in the prompts are the model's own, and may have words of the template."""
+    """The assistant's messages in the prompts are the model's own, and may have words of the
+    template."""
     num_workers: int = 4
     pass_rate: tuple[float, float] | None = None
     group: str = "data"
@@ -102,7 +118,8 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Counts of rows. num_turns: assistant turns to train on. num_texts_more: extra texts of conversations."""
+    """Counts of rows. num_turns: assistant turns to train on. num_texts_more: extra texts of
+    conversations."""
 
     num_rows: int
     num_bad: int
@@ -118,7 +135,9 @@ class PromptReport:
         """Lines on the rows that are used, and on those left out, with the reasons."""
         counts = {
             "assistant turns to train on": self.num_turns,
-            "more rows, of turns that the chat template renders differently if others follow": self.num_texts_more,
+            (
+                "more rows, of turns that the chat template renders differently if others follow"
+            ): self.num_texts_more,
             "bad rows skipped": self.num_bad,
             "rows outside data.pass_rate left out": self.num_outside,
             "overlong prompts left out": self.num_overlong_prompts,
@@ -136,8 +155,13 @@ class PromptReport:
     @staticmethod
     def joined(parts: Sequence["PromptReport"]) -> "PromptReport":
         """The sum over several sets."""
-        sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(PromptReport)}
-        return PromptReport(**{**sums, "longest_prompt_tokens": max(part.longest_prompt_tokens for part in parts)})
+        sums = {
+            item.name: sum(getattr(part, item.name) for part in parts)
+            for item in fields(PromptReport)
+        }
+        return PromptReport(
+            **{**sums, "longest_prompt_tokens": max(part.longest_prompt_tokens for part in parts)}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +180,16 @@ class Encoded:
 
     def packed(self) -> "Encoded":
         """The entry with four bytes per id."""
-        both = [None if ids is None else array("i", ids) for ids in (self.response_ids, self.rejected_ids)]
+        both = [
+            None if ids is None else array("i", ids)
+            for ids in (self.response_ids, self.rejected_ids)
+        ]
         return Encoded(self.text, array("i", self.ids), both[0], self.turns, both[1])
 
 
 class UnusableRow(UserError):
-    """No usable row: among all that are read, or the current one. reason: a short name for the counts."""
+    """No usable row: among all that are read, or the current one. reason: a short name for the
+    counts."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -169,7 +197,8 @@ class UnusableRow(UserError):
 
 
 class PromptRows(Sequence[PromptRow]):
-    """Prompts that are created when read; subclasses have `__len__` and `_row`. A slice has only usable ones."""
+    """Prompts that are created when read; subclasses have `__len__` and `_row`. A slice has only
+    usable ones."""
 
     @abstractmethod
     def _row(self, index: int) -> PromptRow:
@@ -197,17 +226,21 @@ class PromptRows(Sequence[PromptRow]):
 class PromptSet(PromptRows):
     """Prompts in row order. has_responses: whether there are responses to train on."""
 
-    def __init__(self, rows: Sequence[RawRow], encoded: Sequence[Encoded], report: PromptReport) -> None:
+    def __init__(
+        self, rows: Sequence[RawRow], encoded: Sequence[Encoded], report: PromptReport
+    ) -> None:
         assert len(rows) == len(encoded)
         self.report = report
-        self._rows, self._encoded = list(rows), [entry.packed() for entry in encoded]
+        self._rows = list(rows)
+        self._encoded = [entry.packed() for entry in encoded]
         self.has_responses = any(entry.response_ids is not None for entry in encoded)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def _row(self, index: int) -> PromptRow:
-        row, entry = self._rows[index], self._encoded[index]
+        row = self._rows[index]
+        entry = self._encoded[index]
         return PromptRow(
             index=index,
             prompt_ids=tuple(entry.ids),
@@ -248,19 +281,28 @@ class PromptSet(PromptRows):
         return any(row.images for row in self._rows)
 
     def fingerprint(self) -> str:
-        """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra info, tags."""
+        """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra
+        info, tags."""
         digest = hashlib.sha256()
         digest.update(_flat([entry.ids for entry in self._encoded]))
         responses = [entry.response_ids or () for entry in self._encoded]
         digest.update(_flat(responses) if self.has_responses else b"no responses")
         for entry, row in zip(self._encoded, self._rows, strict=True):
-            digest.update(json.dumps([entry.text, row.answer, row.domain, row.extra_info], sort_keys=True).encode())
+            digest.update(
+                json.dumps(
+                    [entry.text, row.answer, row.domain, row.extra_info], sort_keys=True
+                ).encode()
+            )
         if any(entry.turns for entry in self._encoded):
             digest.update(json.dumps([entry.turns for entry in self._encoded]).encode())
         if any(row.tag for row in self._rows):
             digest.update(json.dumps([row.tag for row in self._rows]).encode())
         if any(row.images for row in self._rows):
-            digest.update(json.dumps([[Path(path).stem for path in row.images] for row in self._rows]).encode())
+            digest.update(
+                json.dumps(
+                    [[Path(path).stem for path in row.images] for row in self._rows]
+                ).encode()
+            )
         return digest.hexdigest()
 
 

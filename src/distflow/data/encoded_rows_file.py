@@ -1,5 +1,5 @@
-"""Encoded rows as Arrow files in the run's folder: written atomically, readable only by the owner, and memory-mapped by
-every process that needs them."""
+"""Encoded rows as Arrow files in the run's folder: written atomically, readable only by the owner,
+and memory-mapped by every process that needs them."""
 
 import json
 import zlib
@@ -29,7 +29,11 @@ _SCHEMA = pyarrow.schema(
 def write_arrow(file: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
     """Write atomically. Raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with replacing(file) as aside, aside.open("wb") as sink, pyarrow.ipc.new_file(sink, schema) as writer:
+    with (
+        replacing(file) as aside,
+        aside.open("wb") as sink,
+        pyarrow.ipc.new_file(sink, schema) as writer,
+    ):
         for batch in batches:
             writer.write_batch(batch)
 
@@ -44,7 +48,8 @@ def metadata_of(file: Path) -> Mapping[bytes, bytes]:
 
 
 def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
-    """The file `data/NAME-FINGERPRINT.arrow` of the run, written unless it exists. Raises OSError."""
+    """The file `data/NAME-FINGERPRINT.arrow` of the run, written unless it exists. Raises
+    OSError."""
     fingerprint = prompts.fingerprint()
     file = run_folder / "data" / f"{name}-{fingerprint[:12]}.arrow"
     header = json.dumps([_FORMAT, fingerprint, len(prompts), prompts.domains]).encode()
@@ -56,10 +61,11 @@ def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
 
 
 class EncodedRows(PromptRows):
-    """The rows of a `PromptSet` from `write_encoded`, each decoded when read. It is pickled as its path.
+    """The rows of a `PromptSet` from `write_encoded`, each decoded when read. It is pickled as its
+    path.
 
-    domains: sorted, each once. Raises UserError if the file is not from `write_encoded`, or a row that is read has
-    changed since it was written.
+    domains: sorted, each once. Raises UserError if the file is not from `write_encoded`, or a row
+    that is read has changed since it was written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +77,9 @@ class EncodedRows(PromptRows):
             raise self._damaged(str(err)) from err
         metadata = self._reader.schema.metadata or {}
         header = metadata.get(b"header", b"")
-        if metadata.get(b"crc32") != b"%d" % zlib.crc32(header) or not self._reader.schema.equals(_SCHEMA):
+        if metadata.get(b"crc32") != b"%d" % zlib.crc32(header) or not self._reader.schema.equals(
+            _SCHEMA
+        ):
             raise self._damaged("it is a different kind of file")
         found, self._fingerprint, self._num_rows, self.domains = json.loads(header)
         if found != _FORMAT:
@@ -90,16 +98,32 @@ class EncodedRows(PromptRows):
         return str(self._fingerprint)
 
     def _row(self, index: int) -> PromptRow:
-        prompt, response, rest, crc32 = (column[index % CHUNK_ROWS] for column in self._batch(index // CHUNK_ROWS))
+        prompt, response, rest, crc32 = (
+            column[index % CHUNK_ROWS] for column in self._batch(index // CHUNK_ROWS)
+        )
         prompt_ids = _ids_of(prompt.values)
         response_ids = _ids_of(response.values) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
             raise self._damaged(f"row {index} has changed since it was written")
-        text, answer, domain, extra_info, origin, turns, tag, worse, images = json.loads(rest.as_py())
+        text, answer, domain, extra_info, origin, turns, tag, worse, images = json.loads(
+            rest.as_py()
+        )
         turns = tuple((start, end) for start, end in turns) if turns is not None else None
         rejected = None if worse is None else tuple(worse)
         return PromptRow(
-            *(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns, tag, rejected),
+            *(
+                index,
+                prompt_ids,
+                text,
+                answer,
+                domain,
+                extra_info,
+                response_ids,
+                origin,
+                turns,
+                tag,
+                rejected,
+            ),
             images=tuple(images),
         )
 
@@ -118,7 +142,8 @@ class EncodedRows(PromptRows):
 
     def _damaged(self, why: str) -> UserError:
         return UserError(
-            f"the encoded data '{self.path}' cannot be used: {why}. Delete the file and restart the run, which "
+            f"the encoded data '{self.path}' cannot be used: {why}. Delete the file and restart "
+            "the run, which "
             "writes it again"
         )
 
@@ -138,13 +163,18 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
             "images",
         )
         rest = [json.dumps([getattr(row, name) for name in names]) for row in rows]
-        checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
+        checksums = [
+            _crc32(row.prompt_ids, row.response_ids, text)
+            for row, text in zip(rows, rest, strict=True)
+        ]
         texts = [text.encode() for text in rest]
         memory = pyarrow.py_buffer(b"".join(texts))
         arrays = [
             _id_lists([row.prompt_ids for row in rows]),
             _id_lists([row.response_ids for row in rows]),
-            pyarrow.Array.from_buffers(pyarrow.string(), len(texts), [None, _offsets(map(len, texts)), memory]),
+            pyarrow.Array.from_buffers(
+                pyarrow.string(), len(texts), [None, _offsets(map(len, texts)), memory]
+            ),
             _numbers("I", checksums),
         ]
         yield pyarrow.record_batch(arrays, schema=schema)
@@ -155,12 +185,17 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
 
 def _ids_of(values: pyarrow.Array) -> tuple[int, ...]:
     numbers = values.buffers()[1]
-    return tuple(memoryview(numbers).cast("i")[values.offset : values.offset + len(values)]) if numbers else ()
+    return (
+        tuple(memoryview(numbers).cast("i")[values.offset : values.offset + len(values)])
+        if numbers
+        else ()
+    )
 
 
 def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:
     ids = _numbers("i", chain.from_iterable(row or () for row in rows))
-    present = sum(1 << i for i, row in enumerate(rows) if row is not None)  # the first row's bit is the lowest
+    # the first row's bit is the lowest
+    present = sum(1 << i for i, row in enumerate(rows) if row is not None)
     bits = pyarrow.py_buffer(present.to_bytes(-(-len(rows) // 8), "little"))
     buffers = [bits, _offsets(len(row or ()) for row in rows)]
     return pyarrow.Array.from_buffers(_IDS, len(rows), buffers, children=[ids])
@@ -178,6 +213,7 @@ def _offsets(lengths: Iterable[int]) -> pyarrow.Buffer:
 
 
 def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: str) -> int:
-    """Checksum of a row's content. It starts with the number of prompt ids, so that no id can move to the response."""
+    """Checksum of a row's content. It starts with the number of prompt ids, so that no id can move
+    to the response."""
     ids = array("i", (*prompt_ids, *(response_ids or ())))
     return zlib.crc32(rest.encode(), zlib.crc32(ids.tobytes(), len(prompt_ids)))

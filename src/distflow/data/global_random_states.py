@@ -1,9 +1,11 @@
-"""The process's global random generators of `random`, numpy and torch, which belong to user functions.
+"""The process's global random generators of `random`, numpy and torch, which belong to user
+functions.
 
-Nothing in this package uses them: samples, shuffles and initial weights have their own generators. In the training loop
-functions run one after another, so the states that user functions leave persist, and are in every checkpoint. In the
-rollout loop and in reward processes calls run in no fixed order: each call has its own generators, seeded by its row or
-group, and does not change the global ones.
+Nothing in this package uses them: samples, shuffles and initial weights have their own generators.
+In the training loop functions run one after another, so the states that user functions leave
+persist, and are in every checkpoint. In the rollout loop and in reward processes calls run in no
+fixed order: each call has its own generators, seeded by its row or group, and does not change the
+global ones.
 
 Imports neither numpy nor torch, which a reward worker may not need.
 """
@@ -26,7 +28,8 @@ def loaded() -> tuple[str, ...]:
 
 
 def device_module() -> Any:
-    """torch's module for the accelerator that this process uses, e.g. `torch.cuda`; None if it uses none."""
+    """torch's module for the accelerator that this process uses, e.g. `torch.cuda`; None if it uses
+    none."""
     torch = sys.modules["torch"]
     if torch.accelerator.current_accelerator() is None:
         return None
@@ -35,8 +38,11 @@ def device_module() -> Any:
 
 
 def seed(*identity: object) -> None:
-    """Seed all loaded generators; equal `repr` of the identity gives the same seed on every machine."""
-    digest = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    """Seed all loaded generators; equal `repr` of the identity gives the same seed on every
+    machine."""
+    digest = hashlib.blake2b(
+        repr(identity).encode("utf-8", "surrogatepass"), digest_size=8
+    ).digest()
     number = int.from_bytes(digest, "little")
     random.seed(number)
     if numpy := sys.modules.get("numpy"):
@@ -72,7 +78,8 @@ def put_back(found: States) -> None:
 
 @contextmanager
 def lent(begin: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, the generators are as `begin` sets them, or unchanged; afterwards they have the states from before."""
+    """Inside, the generators are as `begin` sets them, or unchanged; afterwards they have the
+    states from before."""
     before = states()
     try:
         begin()
@@ -84,8 +91,9 @@ def lent(begin: Callable[[], None] = lambda: None) -> Iterator[None]:
 _NUMPY_BYTES = 2500
 """Of the memory of numpy's generator: 624 words of state and the position."""
 _known: tuple[bytes, Any] = b"", None
-"""The memory of numpy's generator and its state, when it was last seen. numpy copies its state word by word (30 µs),
-which for each await of user code took longer than most of that code; its memory is compared and copied in 1 µs."""
+"""The memory of numpy's generator and its state, when it was last seen. numpy copies its state word
+by word (30 µs), which for each await of user code took longer than most of that code; its memory is
+compared and copied in 1 µs."""
 
 
 def _numpy_state(numpy: Any) -> Any:
@@ -107,12 +115,14 @@ def _set_numpy_state(numpy: Any, state: Any) -> None:
 
 
 def _is_known(memory: bytes) -> bool:
-    """Whether the state is still `_known`, without the stored normal variate that is in another part of the memory."""
+    """Whether the state is still `_known`, without the stored normal variate that is in another
+    part of the memory."""
     return bool(memory) and memory == _known[0] and not _known[1][3]
 
 
 def _numpy_memory(numpy: Any) -> tuple[int, bytes]:
-    """Its address and content; (0, b"") for a generator that the user has replaced by another kind."""
+    """Its address and content; (0, b"") for a generator that the user has replaced by another
+    kind."""
     generator = numpy.random.get_bit_generator()
     if type(generator) is not numpy.random.MT19937:
         return 0, b""

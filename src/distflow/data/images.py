@@ -1,5 +1,5 @@
-"""Images of rows: read within limits, and kept in the run's folder by the hash of their content; their places in a
-prompt."""
+"""Images of rows: read within limits, and kept in the run's folder by the hash of their content;
+their places in a prompt."""
 
 import base64
 import binascii
@@ -17,15 +17,17 @@ IMAGE_MARK = "<image>"
 """The place of an image in a row's prompt."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Others are not opened: Pillow runs programs for some of them."""
-MAX_PIXELS, MAX_BYTES = 2**26, 2**26
+MAX_PIXELS = 2**26
+MAX_BYTES = 2**26
 """Of one image; a larger one makes its row a bad row."""
 _DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 def read_images(found: object, name: str, folder: Path | None, store: Path) -> tuple[str, ...]:
-    """The images of a row, which has one or a list of them, as encoded bytes, a mapping with `bytes` or `path` (as in
-    Parquet files of `datasets`), a data URI, or a path below `folder`. Returns the path of each in `store`, a PNG file
-    that is named by the hash of its content. name: of the column. Raises RowError for anything else.
+    """The images of a row, which has one or a list of them, as encoded bytes, a mapping with
+    `bytes` or `path` (as in Parquet files of `datasets`), a data URI, or a path below `folder`.
+    Returns the path of each in `store`, a PNG file that is named by the hash of its content. name:
+    of the column. Raises RowError for anything else.
     """
     listed = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     paths = list[str]()
@@ -36,24 +38,28 @@ def read_images(found: object, name: str, folder: Path | None, store: Path) -> t
 
 
 def keep_pixels(pixels: Any, store: Path) -> str:
-    """The path in `store` of an image of uint8 `(H, W, 3)`. It is not synced to the disk: an episode that a crash of
-    the machine cuts short is drawn again."""
+    """The path in `store` of an image of uint8 `(H, W, 3)`. It is not synced to the disk: an
+    episode that a crash of the machine cuts short is drawn again."""
     from PIL import Image
 
     return str(_keep(Image.fromarray(pixels), store, synced=False))
 
 
 def place_images(prompt: Any, number: int) -> JSON:
-    """The prompt with a mark for each image: as it is if it has them, else with all of them in front of the text, or of
-    the first message of the user. Raises RowError if it has marks for another number of images.
+    """The prompt with a mark for each image: as it is if it has them, else with all of them in
+    front of the text, or of the first message of the user. Raises RowError if it has marks for
+    another number of images.
 
-    Contents of messages may be lists of parts, `{"type": "image"}` and `{"type": "text", "text": ...}`.
+    Contents of messages may be lists of parts, `{"type": "image"}` and
+    `{"type": "text", "text": ...}`.
     """
     if isinstance(prompt, str):
         return prompt if _has_marks(prompt, number) else IMAGE_MARK * number + prompt
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt  # `read_prompt` says what is wrong
-    messages: list[Any] = [{**message, "content": _text_of(message.get("content"))} for message in prompt]
+    messages: list[Any] = [
+        {**message, "content": _text_of(message.get("content"))} for message in prompt
+    ]
     texts: list[Any] = [message for message in messages if isinstance(message["content"], str)]
     if not _has_marks("".join(message["content"] for message in texts), number):
         first = next((message for message in texts if message.get("role") == "user"), None)
@@ -73,14 +79,15 @@ def parts_of(text: str) -> list[JSON]:
 
 
 class ImageEncoder(Protocol):
-    """The processor of a model's images, as far as prompts need it: see `models/image_inputs.py`."""
+    """The processor of a model's images, as far as prompts need it: see
+    `models/image_inputs.py`."""
 
     token_id: int
     mark: str
 
     def encode(self, text: str, paths: Sequence[str], **special: bool) -> list[int]:
-        """Token ids of a text with the placeholders of its images. Raises ValueError if the text has marks for another
-        number of images."""
+        """Token ids of a text with the placeholders of its images. Raises ValueError if the text
+        has marks for another number of images."""
         ...
 
 
@@ -101,7 +108,8 @@ def _keep(image: Any, store: Path, synced: bool = True) -> Path:
 def _bytes_of(value: object, what: str, folder: Path | None) -> bytes:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
-    if callable(save := getattr(value, "save", None)):  # an image of Pillow, as `datasets` decodes it
+    # an image of Pillow, as `datasets` decodes it
+    if callable(save := getattr(value, "save", None)):
         memory = io.BytesIO()
         save(memory, format="PNG")
         value = memory.getvalue()
@@ -113,13 +121,18 @@ def _bytes_of(value: object, what: str, folder: Path | None) -> bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value:
-        raise RowError(f"{what} is {kind(value)}, not bytes, a path, a data URI or a mapping with 'bytes' or 'path'")
+        raise RowError(
+            f"{what} is {kind(value)}, not bytes, a path, a data URI or a mapping with 'bytes' or "
+            "'path'"
+        )
     return _file_of(value, what, folder)
 
 
 def _file_of(name: str, what: str, folder: Path | None) -> bytes:
     if folder is None:
-        raise RowError(f"{what} is the path '{name}', but the rows are not in a file's folder: give its bytes")
+        raise RowError(
+            f"{what} is the path '{name}', but the rows are not in a file's folder: give its bytes"
+        )
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise RowError(f"{what} is '{name}', outside the folder '{folder}' of the data")
@@ -139,7 +152,9 @@ def _decoded(content: bytes, what: str) -> Any:
         with Image.open(io.BytesIO(content), formats=FORMATS) as file:
             width, height = file.size
             if width * height > MAX_PIXELS or len(content) > MAX_BYTES:
-                raise RowError(f"{what} has {width} x {height} pixels, more than {MAX_PIXELS:,} together")
+                raise RowError(
+                    f"{what} has {width} x {height} pixels, more than {MAX_PIXELS:,} together"
+                )
             return file.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         if isinstance(error, RowError):

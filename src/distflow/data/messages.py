@@ -1,6 +1,8 @@
-"""A row's values for the chat template: messages, tools and further arguments, checked and in the templates' form.
+"""A row's values for the chat template: messages, tools and further arguments, checked and in the
+templates' form.
 
-Entries that are null count as absent: files with typed columns have them where other rows have a value.
+Entries that are null count as absent: files with typed columns have them where other rows have a
+value.
 """
 
 import json
@@ -15,7 +17,10 @@ Messages = list[dict[str, JSON]]
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
-_ROLES_ELSEWHERE = {"human": "user", **dict.fromkeys(("gpt", "bot", "ai", "model", "chatbot"), ASSISTANT)}
+_ROLES_ELSEWHERE = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "bot", "ai", "model", "chatbot"), ASSISTANT),
+}
 
 
 class RowError(ValueError):
@@ -36,7 +41,8 @@ def read_prompt(found: JSON, name: str) -> str | Messages:
 
 
 def read_conversation(found: JSON, name: str) -> Messages:
-    """Messages, or their JSON text, whose last is the assistant's. name: of the column. Raises RowError."""
+    """Messages, or their JSON text, whose last is the assistant's. name: of the column. Raises
+    RowError."""
     what = f"the conversation (column '{name}')"
     found = _parsed(found, what)
     if not isinstance(found, list):
@@ -47,19 +53,31 @@ def read_conversation(found: JSON, name: str) -> Messages:
         raise RowError(f"{what} has no turn of the {ASSISTANT}, so there is nothing to train on")
     if roles[-1] != ASSISTANT:
         raise RowError(
-            f"{what} ends with a message of the {roles[-1]}, which has no answer: end it with the {ASSISTANT}'s turn"
+            f"{what} ends with a message of the {roles[-1]}, which has no answer: end it with the "
+            f"{ASSISTANT}'s turn"
         )
     if roles[0] == ASSISTANT:
-        raise RowError(f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: add a message before it")
+        raise RowError(
+            f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: add a message "
+            "before it"
+        )
     for number, message in enumerate(messages, 1):
-        if message["role"] == ASSISTANT and not message.get("content") and "tool_calls" not in message:
+        if (
+            message["role"] == ASSISTANT
+            and not message.get("content")
+            and "tool_calls" not in message
+        ):
             raise RowError(f"message {number} of {what} is empty, so there is nothing to train on")
     return messages
 
 
 def asked_text(messages: Sequence[Mapping[str, object]]) -> str:
     """What a chat's messages ask, as text without a template: those of the system are left out."""
-    texts = [message.get("content") for message in messages if message.get("role") not in ("system", "developer")]
+    texts = [
+        message.get("content")
+        for message in messages
+        if message.get("role") not in ("system", "developer")
+    ]
     return "\n\n".join(text for text in texts if isinstance(text, str))
 
 
@@ -70,11 +88,15 @@ def prompt_of(text: str, extra_info: Mapping[str, Any] | None) -> str:
 
 
 def read_tools(found: JSON, name: str) -> list[JSON]:
-    """Functions as JSON schemas, from a list or its JSON text; empty if none. name: of the column. Raises RowError."""
+    """Functions as JSON schemas, from a list or its JSON text; empty if none. name: of the column.
+    Raises RowError."""
     what = f"the tools (column '{name}')"
     found = _without_nulls(_parsed(found, what)) if found else []
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise RowError(f"{what} are {kind(found)}, not a list of JSON schemas; data.tools_key names another column")
+        raise RowError(
+            f"{what} are {kind(found)}, not a list of JSON schemas; data.tools_key names another "
+            "column"
+        )
     check_unicode(found, what)
     return found
 
@@ -107,7 +129,9 @@ def kind(value: object) -> str:
 def _messages(found: list[JSON], what: str) -> Messages:
     if not found:
         raise RowError(f"{what} is an empty list of chat messages")
-    return [_message(message, f"message {number} of {what}") for number, message in enumerate(found, 1)]
+    return [
+        _message(message, f"message {number} of {what}") for number, message in enumerate(found, 1)
+    ]
 
 
 def _message(message: JSON, what: str) -> dict[str, JSON]:
@@ -116,23 +140,32 @@ def _message(message: JSON, what: str) -> dict[str, JSON]:
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
         raise RowError(
-            f"{what} has 'from' and 'value': rename them to 'role' and 'content', and the roles to user and {ASSISTANT}"
+            f"{what} has 'from' and 'value': rename them to 'role' and 'content', and the roles to "
+            f"user and {ASSISTANT}"
         )
     role = message.get("role")
     if not isinstance(role, str):
         raise RowError(f"{what} needs the str values 'role' and 'content'")
     if role not in ROLES:
         meant = _ROLES_ELSEWHERE.get(role.lower())
-        raise RowError(f"{what} has the role '{role}'" + (f"; did you mean '{meant}'?" if meant else hint(role, ROLES)))
+        raise RowError(
+            f"{what} has the role '{role}'"
+            + (f"; did you mean '{meant}'?" if meant else hint(role, ROLES))
+        )
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], what)
         if not message["tool_calls"]:
             del message["tool_calls"]
     content = message.get("content")
     if isinstance(content, list):
-        raise RowError(f"{what} has a list of parts as its content: make one str of it (only text can be trained on)")
+        raise RowError(
+            f"{what} has a list of parts as its content: make one str of it (only text can be "
+            "trained on)"
+        )
     if not isinstance(content, str) and (content is not None or "tool_calls" not in message):
-        raise RowError(f"{what} needs the str values 'role' and 'content'; its content is {kind(content)}")
+        raise RowError(
+            f"{what} needs the str values 'role' and 'content'; its content is {kind(content)}"
+        )
     check_unicode(message, what)
     return message
 

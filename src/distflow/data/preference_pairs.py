@@ -1,5 +1,5 @@
-"""Preference pairs: a prompt with a chosen and a rejected response; and the token ids of a text for a reward model,
-which are the same in training and in scoring."""
+"""Preference pairs: a prompt with a chosen and a rejected response; and the token ids of a text for
+a reward model, which are the same in training and in scoring."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -34,24 +34,30 @@ def encode_text(
     max_length: int | None = None,
     is_encoder: bool = False,
 ) -> tuple[list[int], int]:
-    """Token ids of a prompt's messages and the response for a reward model, and how many were cut off: for a decoder,
-    the first ones after the start token.
+    """Token ids of a prompt's messages and the response for a reward model, and how many were cut
+    off: for a decoder, the first ones after the start token.
 
-    They come from the chat template, if any; else they are prompt, response and end token, or for an encoder a pair.
-    """
+    They come from the chat template, if any; else they are prompt, response and end token, or for
+    an encoder a pair."""
     response = _whole(response)
     ids = _encode(tokenizer, asked, response, is_encoder)
     cut = 0 if max_length is None else max(len(ids) - max_length, 0)
     if not cut:
         return ids, 0
     if is_encoder:
-        return _encode(tokenizer, asked, response, is_encoder, truncation=True, max_length=max_length), cut
+        return _encode(
+            tokenizer, asked, response, is_encoder, truncation=True, max_length=max_length
+        ), cut
     start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
     return start + ids[cut + len(start) :], cut
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, asked: Messages, response: str, is_encoder: bool, **cut: object
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Messages,
+    response: str,
+    is_encoder: bool,
+    **cut: object,
 ) -> list[int]:
     options: dict[str, Any] = {"return_attention_mask": False, "verbose": False, **cut}
     if tokenizer.chat_template:
@@ -64,11 +70,14 @@ def _encode(
     return tokenizer(prompt + response + (tokenizer.eos_token or ""), **options)["input_ids"]
 
 
-def encode_pair(row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]) -> list[Encoded] | str:
-    """The row with both texts, or why they are not a pair. Their common prefix is the prompt, which is computed once;
-    each text keeps at least its last token, at which it is scored.
+def encode_pair(
+    row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]
+) -> list[Encoded] | str:
+    """The row with both texts, or why they are not a pair. Their common prefix is the prompt, which
+    is computed once; each text keeps at least its last token, at which it is scored.
 
-    names: of the columns of the chosen and the rejected response: text, or messages that end with it.
+    names: of the columns of the chosen and the rejected response: text, or messages that end with
+    it.
     """
     asked: Any = row.extra_info[PROMPT_MESSAGES]
     texts = list[list[int]]()
@@ -77,11 +86,16 @@ def encode_pair(row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[st
         last = found[-1] if isinstance(found, list) and found else None
         response = last.get("content") if isinstance(last, dict) else found
         if not isinstance(response, str) or not response:
-            what = f"the response (column '{name}') is {kind(found)}, neither a text nor messages that end with one"
+            what = (
+                f"the response (column '{name}') is {kind(found)}, neither a text nor messages "
+                "that end with one"
+            )
             return f"{what}; data.chosen_key and data.rejected_key name the columns"
         if tokenizer.chat_template:
             try:
-                ChatTemplate(tokenizer).check_contents([*asked, {"role": "assistant", "content": response}])
+                ChatTemplate(tokenizer).check_contents(
+                    [*asked, {"role": "assistant", "content": response}]
+                )
             except RowError as error:
                 return str(error)
         texts.append(encode_text(tokenizer, asked, response)[0])
@@ -92,4 +106,11 @@ def encode_pair(row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[st
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], both)))
     if not same:
         return "the prompt has no tokens"
-    return [Encoded(str(tokenizer.decode(chosen[:same])), chosen[:same], chosen[same:], rejected_ids=rejected[same:])]
+    return [
+        Encoded(
+            str(tokenizer.decode(chosen[:same])),
+            chosen[:same],
+            chosen[same:],
+            rejected_ids=rejected[same:],
+        )
+    ]

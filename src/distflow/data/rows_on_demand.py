@@ -1,6 +1,6 @@
-"""Rows that are read on demand. Those of a large file are read individually, with an index of their positions (lines of
-JSONL, row groups of Parquet). Those of many files, compressed JSON lines and streamed data sets can only be read
-forward, so their number is unknown."""
+"""Rows that are read on demand. Those of a large file are read individually, with an index of their
+positions (lines of JSONL, row groups of Parquet). Those of many files, compressed JSON lines and
+streamed data sets can only be read forward, so their number is unknown."""
 
 import hashlib
 import json
@@ -23,7 +23,8 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import replacing
 from distflow.untrusted_files import check_file, is_compressed, lines_of, matching_files, open_file
 
-NUM_FIRST, NUM_HELD = 256, 8192
+NUM_FIRST = 256
+NUM_HELD = 8192
 """Rows of a stream kept in memory: the first ones of each pass, and the last ones read."""
 
 
@@ -34,9 +35,10 @@ _LINES = (".jsonl", ".ndjson")
 class IndexedFile:
     """A file whose rows can be read individually, by any process.
 
-    size: in bytes, when indexed. fingerprint: of all bytes, for Parquet of the footer. places: for JSONL, the file with
-    each row's line number and first byte. group_ends: for Parquet, the rows up to the end of each row group. chosen:
-    the file with the numbers of the used rows, if not all are.
+    size: in bytes, when indexed. fingerprint: of all bytes, for Parquet of the footer. places: for
+    JSONL, the file with each row's line number and first byte. group_ends: for Parquet, the rows up
+    to the end of each row group. chosen: the file with the numbers of the used rows, if not all
+    are.
     """
 
     path: Path
@@ -48,7 +50,8 @@ class IndexedFile:
     chosen: Path | None = None
 
     def record(self, index: int) -> Record:
-        """The row, from 0. Raises UserError if the file has changed since it was indexed, or cannot be read."""
+        """The row, from 0. Raises UserError if the file has changed since it was indexed, or cannot
+        be read."""
         try:
             if self.path.stat().st_size != self.size:
                 raise ValueError("the file has changed since the run began: start the run again")
@@ -59,11 +62,15 @@ class IndexedFile:
                 row = index - (self.group_ends[group - 1] if group else 0)
                 table = _row_group(self.path, group, self.fingerprint)
                 return Record(f"{self.path}, row {index + 1}", table.slice(row, 1).to_pylist()[0])
-            number, start = np.memmap(check_file(self.places), np.int64, "r").reshape(-1, 2)[index].tolist()
+            number, start = (
+                np.memmap(check_file(self.places), np.int64, "r").reshape(-1, 2)[index].tolist()
+            )
             with open_file(self.path) as file:
                 file.seek(start)
                 line = next(lines_of(file))
-            return json_record(line if start else line.removeprefix(BOM_UTF8), f"{self.path}:{number}")
+            return json_record(
+                line if start else line.removeprefix(BOM_UTF8), f"{self.path}:{number}"
+            )
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise UserError(f"row {index + 1} of '{self.path}' cannot be read: {error}") from error
 
@@ -84,10 +91,11 @@ def _write(numbers: "array[int]", folder: Path, fingerprint: str) -> Path:
 
 
 def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
-    """Pass over a JSONL file once for its line ends, without parsing; for Parquet only read the footer.
+    """Pass over a JSONL file once for its line ends, without parsing; for Parquet only read the
+    footer.
 
-    folder: where the positions of lines are written. key: the config key that names the file, for messages. Raises
-    UserError for a file that has no such index.
+    folder: where the positions of lines are written. key: the config key that names the file, for
+    messages. Raises UserError for a file that has no such index.
     """
     try:
         if path.suffix.lower() == ".parquet":
@@ -96,11 +104,16 @@ def index_file(path: Path, folder: Path, key: str) -> IndexedFile:
             return _index_lines(path, folder)
     except (OSError, pyarrow.ArrowException, ValueError) as error:
         raise UserError(f"{key}: '{path}' cannot be read: {error}") from error
-    raise UserError(f"{key}: data.lazy reads .jsonl and .parquet files, and '{path}' is neither: set data.lazy=false")
+    raise UserError(
+        f"{key}: data.lazy reads .jsonl and .parquet files, and '{path}' is neither: set "
+        "data.lazy=false"
+    )
 
 
 def _index_lines(path: Path, folder: Path) -> IndexedFile:
-    digest, found, size = hashlib.sha256(), array("q"), 0
+    digest = hashlib.sha256()
+    found = array("q")
+    size = 0
     with open_file(path) as file:
         for number, line in enumerate(lines_of(file), 1):
             digest.update(line)
@@ -114,7 +127,8 @@ def _index_lines(path: Path, folder: Path) -> IndexedFile:
 def _index_parquet(path: Path) -> IndexedFile:
     import pyarrow.parquet
 
-    size, footer = path.stat().st_size, pyarrow.parquet.ParquetFile(check_file(path)).metadata
+    size = path.stat().st_size
+    footer = pyarrow.parquet.ParquetFile(check_file(path)).metadata
     groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
     if any(group.total_byte_size > max(MAX_LIST_BYTES, 1000 * size) for group in groups):
         raise ValueError("a row group expands to too many bytes")
@@ -137,20 +151,25 @@ def reads_by_row(source: str) -> bool:
 
 
 def is_streamed(source: str) -> bool:
-    """Whether the source can only be read forward: a pattern, compressed lines, a folder or a data set of the hub."""
+    """Whether the source can only be read forward: a pattern, compressed lines, a folder or a data
+    set of the hub."""
     return bool(matching_files(source)) or is_compressed(Path(source)) or is_data_set(source)
 
 
 class RowStream:
-    """The rows of some sources, reread from the start when they end; row numbers continue from one pass to the next. It
-    can be pickled, and reads anew in another process."""
+    """The rows of some sources, reread from the start when they end; row numbers continue from one
+    pass to the next. It can be pickled, and reads anew in another process."""
 
     def __init__(self, sources: Sequence[str], key: str, most: int) -> None:
         """key: of the config, for messages. most: rows of a pass, -1 for all."""
-        self._sources, self._key, self._most = tuple(sources), key, most
+        self._sources = tuple(sources)
+        self._key = key
+        self._most = most
         self._lock = Lock()  # rollout loop and audit both read
         self._pass: Iterator[Record] | None = None
-        self._held, self._next, self._began = dict[int, Record](), 0, 0
+        self._held = dict[int, Record]()
+        self._next = 0
+        self._began = 0
         self._num_rows: int | None = None  # known after the first pass
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -163,8 +182,8 @@ class RowStream:
         return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
 
     def record(self, index: int) -> Record:
-        """The row, from 0. One that is neither held nor ahead costs a pass from the start. Raises UserError if the
-        sources cannot be read."""
+        """The row, from 0. One that is neither held nor ahead costs a pass from the start. Raises
+        UserError if the sources cannot be read."""
         with self._lock:
             if index not in self._held and index < self._next:
                 self._pass = None
@@ -176,7 +195,9 @@ class RowStream:
         if self._pass is None:
             self._pass = self._one_pass()
             self._began = self._next = wanted - wanted % self._num_rows if self._num_rows else 0
-        rows, self._pass = self._pass, None  # an error ends this pass, but not the stream
+        # an error ends this pass, but not the stream
+        rows = self._pass
+        self._pass = None
         record = next(rows, None)
         self._pass = rows
         if record is not None:
@@ -188,8 +209,11 @@ class RowStream:
         self._num_rows = self._next - self._began
         if not self._num_rows:
             raise UserError(f"{self._key}: no rows in {', '.join(self._sources)}")
-        self._pass, self._began = self._one_pass(), self._next
+        self._pass = self._one_pass()
+        self._began = self._next
 
     def _one_pass(self) -> Iterator[Record]:
-        rows = chain.from_iterable(records_of(source, self._key, streaming=True) for source in self._sources)
+        rows = chain.from_iterable(
+            records_of(source, self._key, streaming=True) for source in self._sources
+        )
         return rows if self._most < 0 else islice(rows, self._most)

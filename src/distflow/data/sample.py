@@ -1,5 +1,5 @@
-"""One trajectory: append-only segments of token ids, which are never re-tokenised; and hooks that record the messages,
-tokens and rewards of its episode where they enter or leave our code."""
+"""One trajectory: append-only segments of token ids, which are never re-tokenised; and hooks that
+record the messages, tokens and rewards of its episode where they enter or leave our code."""
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -11,14 +11,16 @@ Owner = Literal["prompt", "policy", "tool", "environment", "unused"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids with one owner. Policy segments have one log-prob and one weight version per token. Unused ones were
-    drawn, but had no effect: actions after the end of an episode.
+    """Token ids with one owner. Policy segments have one log-prob and one weight version per token.
+    Unused ones were drawn, but had no effect: actions after the end of an episode.
 
-    images: the paths of a prompt's images, in the order of their placeholders (see `data/images.py`).
-    values: of continuous actions, one per token, unclipped; empty for other tokens. log_probs: under softmax(logits /
-    T), or log-densities of the values. sampling_log_probs: after truncations and penalties. reward: this turn's part of
-    the episode's score. turn: one more than that of the episode's latest reply when this one was requested, which
-    orders replies in time; those requested at once share it.
+    images: the paths of a prompt's images, in the order of their placeholders (see
+    `data/images.py`).
+    values: of continuous actions, one per token, unclipped; empty for other tokens. log_probs:
+    under softmax(logits / T), or log-densities of the values. sampling_log_probs: after truncations
+    and penalties. reward: this turn's part of the episode's score. turn: one more than that of the
+    episode's latest reply when this one was requested, which orders replies in time; those
+    requested at once share it.
     """
 
     owner: Owner
@@ -35,9 +37,15 @@ class Segment:
         expected = len(self.token_ids) if self.owner == "policy" else 0
         for name in ("log_probs", "sampling_log_probs", "versions"):
             if len(getattr(self, name)) != expected:
-                raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} {name}")
+                raise ValueError(
+                    f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} "
+                    f"{name}"
+                )
         if len(self.values) not in (0, expected):
-            raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens has {len(self.values)} values")
+            raise ValueError(
+                f"a {self.owner} segment of {len(self.token_ids)} tokens has {len(self.values)} "
+                "values"
+            )
 
 
 ENV_ERROR = "env_error"
@@ -50,12 +58,14 @@ LIMIT_REASONS = ("length", "context", "max_turns", "max_steps")
 class Sample:
     """A trajectory for one prompt, whose first segment is the prompt.
 
-    uid: "<group number>-<sample index>". group_index: the group number. episode: index of its episode in the group.
-    agent: the one with these turns. forks: if the episode's conversation branched, the name of each further
-    conversation and the position of its first token in the response, where they follow the first one, end to end.
-    last_turn: the policy segment that was the last in time, since there may be several conversations. conversation: the
-    messages, for display. valid: False once it has a reward error. outcome: the score from a workflow, if there is one.
-    rejected: the workflow wants it dropped. head: the fields of the `ActionHead` that drew its values.
+    uid: "<group number>-<sample index>". group_index: the group number. episode: index of its
+    episode in the group. agent: the one with these turns. forks: if the episode's conversation
+    branched, the name of each further conversation and the position of its first token in the
+    response, where they follow the first one, end to end. last_turn: the policy segment that was
+    the last in time, since there may be several conversations. conversation: the messages, for
+    display. valid: False once it has a reward error. outcome: the score from a workflow, if there
+    is one. rejected: the workflow wants it dropped. head: the fields of the `ActionHead` that drew
+    its values.
     """
 
     uid: str
@@ -105,7 +115,8 @@ class Sample:
 on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", default=None)
 """Called in the tasks of an episode with the kind of each event and its values:
 
-- turn: the conversation's name, whether it uses the template, the workflow's content, the tools, the reply's tokens
+- turn: the conversation's name, whether it uses the template, the workflow's content, the tools,
+  the reply's tokens
 - forked: the fork's name, its initial tokens, the messages of its history
 - limit: the conversation's name, what its call asked for (max_tokens, stops), the reply's tokens
 - kept: the conversation's name, how many tokens of its last reply had an effect
@@ -117,7 +128,8 @@ on_event: ContextVar[Callable[..., None] | None] = ContextVar("on_event", defaul
 """
 
 on_token: ContextVar[Callable[[int], None] | None] = ContextVar("on_token", default=None)
-"""Called on the event loop with each token of the task's request while it is drawn, if the engine tells."""
+"""Called on the event loop with each token of the task's request while it is drawn, if the engine
+tells."""
 
 
 def note_event(kind: str, *values: object) -> None:

@@ -1,7 +1,8 @@
-"""Tasks in folders, in the format of Harbor: `task.toml`, `instruction.md`, `environment/`, `tests/test.sh`.
+"""Tasks in folders, in the format of Harbor: `task.toml`, `instruction.md`, `environment/`,
+`tests/test.sh`.
 
-They run with this machine's software, without a container and without a network. A task that names an image, has a
-Dockerfile, or needs anything else that is missing is a bad row, with that reason.
+They run with this machine's software, without a container and without a network. A task that names
+an image, has a Dockerfile, or needs anything else that is missing is a bad row, with that reason.
 """
 
 import math
@@ -18,7 +19,8 @@ HARBOR = "harbor"
 _WORKDIR = "/app"
 _TAKEN = ("usr", "bin", "sbin", "lib", "lib64", "proc", "dev", "etc", "tmp", "logs", "tests")
 _CONTAINER = (
-    "{} is a container image, and containers are not supported: remove it, install here what the task needs, and "
+    "{} is a container image, and containers are not supported: remove it, install here what the "
+    "task needs, and "
     "put the files that the task begins with into environment/"
 )
 _IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "compose.yaml")
@@ -40,8 +42,8 @@ _UNSUPPORTED: dict[str, str] = {
 
 
 class Task(NamedTuple):
-    """workdir: where commands start, with the files of `environment/`. agent_s, verifier_s: time limits. memory_mb: of
-    each process; None for the sandbox's."""
+    """workdir: where commands start, with the files of `environment/`. agent_s, verifier_s: time
+    limits. memory_mb: of each process; None for the sandbox's."""
 
     folder: Path
     instruction: str
@@ -65,7 +67,9 @@ def read_task_folders(folder: Path) -> Iterator[Record]:
         except (ValueError, OSError, RecursionError) as error:
             yield Record(str(file.parent), bad=" ".join(str(error).split()))
         else:
-            yield Record(str(file.parent), {"prompt": task.instruction, HARBOR: {"folder": str(file.parent)}})
+            yield Record(
+                str(file.parent), {"prompt": task.instruction, HARBOR: {"folder": str(file.parent)}}
+            )
 
 
 def read_task_folder(folder: Path) -> Task:
@@ -79,19 +83,26 @@ def read_task_folder(folder: Path) -> Task:
         table, _, key = name.rpartition(".")
         if (tables[table] if table else config).get(key):
             raise ValueError(
-                f"task.toml: {why if table and 'image' in key else f'{name}: the task {why}, which is not supported'}"
+                "task.toml: "
+                f"{why if table and 'image' in key else f'{name}: the task {why}, which is not supported'}"  # noqa: E501
             )
     if image := next((name for name in _IMAGES if (folder / "environment" / name).exists()), None):
         raise ValueError(_CONTAINER.format(f"environment/{image}"))
-    if environment.get("os", "linux") != "linux" or verifier.get("environment_mode", "shared") != "shared":
+    if (
+        environment.get("os", "linux") != "linux"
+        or verifier.get("environment_mode", "shared") != "shared"
+    ):
         raise ValueError(
-            "task.toml: the task needs another system than Linux, or a separate container for tests: unsupported"
+            "task.toml: the task needs another system than Linux, or a separate container for "
+            "tests: unsupported"
         )
     if any(table.get("network_mode", "no-network") != "no-network" for table in tables.values()):
         raise ValueError("task.toml: network_mode: the task wants a network")
     instruction = _text(folder, "instruction.md").strip()
     if not instruction or not (folder / "tests" / "test.sh").is_file():
-        raise ValueError("instruction.md is empty" if not instruction else "tests/test.sh is missing")
+        raise ValueError(
+            "instruction.md is empty" if not instruction else "tests/test.sh is missing"
+        )
     memory = environment.get("memory_mb")
     if memory is not None and (type(memory) is not int or memory < 1):
         raise ValueError(f"task.toml: environment.memory_mb={memory!r}: write a number of MiB")
@@ -114,9 +125,15 @@ def _text(folder: Path, name: str) -> str:
 
 def _workdir(found: object) -> str:
     path = PurePosixPath(str(found))
-    if not path.is_absolute() or ".." in path.parts or len(path.parts) < 2 or path.parts[1] in _TAKEN:
+    if (
+        not path.is_absolute()
+        or ".." in path.parts
+        or len(path.parts) < 2
+        or path.parts[1] in _TAKEN
+    ):
         raise ValueError(
-            f"task.toml: environment.workdir={found!r}: write an absolute path outside /{', /'.join(_TAKEN)}"
+            f"task.toml: environment.workdir={found!r}: write an absolute path outside "
+            f"/{', /'.join(_TAKEN)}"
         )
     return str(path)
 
@@ -133,5 +150,8 @@ def _variables(table: Mapping[str, Any], name: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"task.toml: {name}.env must be a table of strings")
     if asked := [key for key, value in found.items() if "${" in value]:
-        raise ValueError(f"task.toml: {name}.env.{asked[0]} wants a variable of this machine, which tasks do not get")
+        raise ValueError(
+            f"task.toml: {name}.env.{asked[0]} wants a variable of this machine, which tasks do "
+            "not get"
+        )
     return dict(found)

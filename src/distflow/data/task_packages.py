@@ -1,12 +1,15 @@
 """Rows of tasks from other packages: of the procedural data sets of `reasoning-gym`, as
-`reasoning-gym:NAME?size=100&seed=7&min_terms=2`, and of the tasksets of `verifiers`, as `verifiers:ID?name=value`.
+`reasoning-gym:NAME?size=100&seed=7&min_terms=2`, and of the tasksets of `verifiers`, as
+`verifiers:ID?name=value`.
 
-They are generated in a separate process, `python -P -m distflow.data.task_packages PACKAGE NAME SETTINGS WANTED`, which
-confines imports of the package, and has fixed string hashes: some data sets depend on these, and the same seed must
+They are generated in a separate process,
+`python -P -m distflow.data.task_packages PACKAGE NAME SETTINGS WANTED`, which confines imports of
+the package, and has fixed string hashes: some data sets depend on these, and the same seed must
 give the same rows.
 
-A task of `verifiers` that ends with one response, without tools, and whose rewards need only that response, can be
-scored by the reward `verifiers`. Any other has what it `needs` in its column; the workflow `verifiers` plays it.
+A task of `verifiers` that ends with one response, without tools, and whose rewards need only that
+response, can be scored by the reward `verifiers`. Any other has what it `needs` in its column; the
+workflow `verifiers` plays it.
 """
 
 import ast
@@ -26,11 +29,13 @@ from distflow.data.dataset_columns import Record
 from distflow.errors import UserError, hint
 from distflow.observe.crash_safe_files import JSON
 
-GYM, VERIFIERS = "reasoning_gym", "verifiers"
-"""Columns for the reward functions: name and settings of the data set or taskset, and the row's entry or task. They are
-also the names of the packages' modules."""
+GYM = "reasoning_gym"
+VERIFIERS = "verifiers"
+"""Columns for the reward functions: name and settings of the data set or taskset, and the row's
+entry or task. They are also the names of the packages' modules."""
 PACKAGES = {"reasoning-gym": GYM, "verifiers": VERIFIERS}
-_SIZE, _SEED = 500, 0
+_SIZE = 500
+_SEED = 0
 
 
 def missing(package: str) -> str:
@@ -40,9 +45,9 @@ def missing(package: str) -> str:
 def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
     """The rows of `source`, the first `wanted` of them if that is not negative.
 
-    A row has the columns prompt, answer (if the task has one), data_source (`PACKAGE/NAME`) and the package's own.
-    Raises UserError, naming the config's `key`, if a package, a data set or a setting does not exist, or a task is not
-    supported.
+    A row has the columns prompt, answer (if the task has one), data_source (`PACKAGE/NAME`) and the
+    package's own. Raises UserError, naming the config's `key`, if a package, a data set or a
+    setting does not exist, or a task is not supported.
     """
     package, _, rest = source.partition(":")
     name, _, query = rest.partition("?")
@@ -66,7 +71,9 @@ def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
         stdin=subprocess.DEVNULL,
     )
     if process.returncode:
-        reason = (process.stderr.strip() or f"its process ended with {process.returncode}").splitlines()[-1]
+        reason = (
+            process.stderr.strip() or f"its process ended with {process.returncode}"
+        ).splitlines()[-1]
         raise UserError(f"{key}: '{source}' returned no rows: {reason}")
     for number, line in enumerate(process.stdout.rstrip("\n").split("\n"), 1):
         found = json.loads(line)
@@ -108,7 +115,8 @@ def write_entry(entry: Mapping[str, object]) -> str:
 
 
 def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
-    """A data set of `reasoning-gym`. Raises UserError for an unknown name or setting, or one that it rejects."""
+    """A data set of `reasoning-gym`. Raises UserError for an unknown name or setting, or one that
+    it rejects."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
@@ -118,9 +126,12 @@ def make_dataset(name: str, settings: Mapping[str, object]) -> Any:
         raise UserError(f"'{name}' has no setting '{unknown[0]}'{hint(unknown[0], known)}")
     try:
         return create_dataset(name, **settings)
-    except (AssertionError, LookupError, TypeError, ValueError) as error:  # the package uses assertions for its checks
+    # the package uses assertions for its checks
+    except (AssertionError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"'{name}' rejects its settings {json.dumps(dict(settings))}: {reason}") from error
+        raise UserError(
+            f"'{name}' rejects its settings {json.dumps(dict(settings))}: {reason}"
+        ) from error
 
 
 def _gym_rows(name: str, settings: Mapping[str, Any], wanted: int) -> Iterator[dict[str, object]]:
@@ -128,7 +139,11 @@ def _gym_rows(name: str, settings: Mapping[str, Any], wanted: int) -> Iterator[d
     for index in range(settings["size"] if wanted < 0 else min(settings["size"], wanted)):
         entry = dataset[index]
         origin = {"name": name, "settings": settings, "entry": write_entry(entry)}
-        row = {"prompt": entry["question"], "answer": entry["answer"], "data_source": f"reasoning-gym/{name}"}
+        row = {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "data_source": f"reasoning-gym/{name}",
+        }
         yield {**row, GYM: origin}
 
 
@@ -137,10 +152,15 @@ def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
     from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
     try:
-        return taskset_class(name)(taskset_config_type(name).model_validate({**settings, "id": name}))
-    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:  # others end the process
+        return taskset_class(name)(
+            taskset_config_type(name).model_validate({**settings, "id": name})
+        )
+    # others end the process
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:500]
-        raise UserError(f"the taskset '{name}' cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise UserError(
+            f"the taskset '{name}' cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def find_need(name: str, taskset: Any, task: Any) -> str:
@@ -157,11 +177,17 @@ def find_need(name: str, taskset: Any, task: Any) -> str:
         return "a container"
     if type(taskset).toolsets(taskset.config) or kind.toolsets(task.config):
         return "tools"
-    if own := [hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(Task, hook)]:
+    if own := [
+        hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(Task, hook)
+    ]:
         return f"a runtime ({own[0]})"
     if task.data.prompt is None:
         return "a user who opens the conversation"
-    signals = [*task.hooks("reward"), *task.hooks("metric"), *(judge.score for judge in task.plugged_judges())]
+    signals = [
+        *task.hooks("reward"),
+        *task.hooks("metric"),
+        *(judge.score for judge in task.plugged_judges()),
+    ]
     for signal in signals:
         runtime = inspect.signature(signal).parameters.get("runtime")
         if runtime is not None and runtime.default is runtime.empty:
@@ -178,24 +204,35 @@ def read_task(name: str, settings: Mapping[str, object], data: object) -> Any:
     return kind(kind.data_type().model_validate(data), taskset.config.task)
 
 
-def _task_rows(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
+def _task_rows(
+    name: str, settings: Mapping[str, object], wanted: int
+) -> Iterator[dict[str, object]]:
     taskset = load_taskset(name, settings)
     if wanted < 0 and not taskset.bounded:
-        raise UserError("the taskset is infinite: set data.train_max_samples (of the domain, if it has one)")
+        raise UserError(
+            "the taskset is infinite: set data.train_max_samples (of the domain, if it has one)"
+        )
     for task in taskset if wanted < 0 else taskset.take(wanted):
         data = task.data.model_dump(mode="json", exclude_none=True)
-        prompt = data.get("prompt") or data.get("name") or f"task {task.data.idx}"  # the environment may open
+        # the environment may open
+        prompt = data.get("prompt") or data.get("name") or f"task {task.data.idx}"
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if "system_prompt" in data:
             messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
         row = {"prompt": messages, "data_source": f"verifiers/{name}"}
         row |= {"answer": data["answer"]} if "answer" in data else {}
-        origin = {"name": name, "settings": dict(settings), "needs": find_need(name, taskset, task), "task": data}
+        origin = {
+            "name": name,
+            "settings": dict(settings),
+            "needs": find_need(name, taskset, task),
+            "task": data,
+        }
         yield {**row, VERIFIERS: origin}
 
 
 def _print_rows(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows, or an error, for `read_records`; other output of their code goes to standard error."""
+    """Print rows, or an error, for `read_records`; other output of their code goes to standard
+    error."""
     out = sys.stdout
     with redirect_stdout(sys.stderr):
         try:

@@ -1,4 +1,5 @@
-"""Episodes of several turns: a workflow talks to the policy through a chat, whose tokens are never re-encoded."""
+"""Episodes of several turns: a workflow talks to the policy through a chat, whose tokens are never
+re-encoded."""
 
 from distflow.environments.chat import Chat, ChatError, Prompt, Reply
 from distflow.environments.workflow_loading_and_builtins import Row, workflow

@@ -1,5 +1,5 @@
-"""The workflows `agent` and `verifiers`: a third-party agent, or environment with an agent, talks to the policy through
-an endpoint of the run."""
+"""The workflows `agent` and `verifiers`: a third-party agent, or environment with an agent, talks
+to the policy through an endpoint of the run."""
 
 import asyncio
 import importlib.util
@@ -20,7 +20,12 @@ from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
 from distflow.environments.endpoint import Endpoint, Session
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations, RequestError
+from distflow.environments.endpoint_calls_and_conversations import (
+    Answer,
+    Call,
+    Conversations,
+    RequestError,
+)
 from distflow.environments.parse_tool_calls import check_format
 from distflow.environments.user_code_process import MadeByOptions, ProcessServer, options_of
 from distflow.environments.workflow_loading_and_builtins import REWARD, RewardFn, Row
@@ -32,8 +37,8 @@ _LOOPBACK = "127.0.0.1,localhost"
 
 
 class AgentWorkflow(MadeByOptions):
-    """Runs a function or a command in a separate process per episode, and answers its calls with the policy until it
-    ends. The score is the function's result, or that of `reward`."""
+    """Runs a function or a command in a separate process per episode, and answers its calls with
+    the policy until it ends. The score is the function's result, or that of `reward`."""
 
     def __init__(
         self,
@@ -45,16 +50,22 @@ class AgentWorkflow(MadeByOptions):
         format: str | None = None,
         max_calls: int = 64,
     ) -> None:
-        """function, reward: file.py:name or module:name. kwargs: further arguments of the function. reward: a function
-        of the messages, or `reward_fn` for the run's reward functions. format: of tool calls; None for the chat
-        template's. max_calls: maximum of calls answered per episode. Raises UserError."""
+        """function, reward: file.py:name or module:name. kwargs: further arguments of the function.
+        reward: a function of the messages, or `reward_fn` for the run's reward functions. format:
+        of tool calls; None for the chat template's. max_calls: maximum of calls answered per
+        episode. Raises UserError."""
         self._options = options_of(locals())
         if (function is None) == (command is None):
             raise UserError(f"{KEY}: the workflow agent needs either function or command")
         if kwargs and function is None:
-            raise UserError(f"{KEY}.kwargs are arguments of a function, and a command takes none: write them into it")
+            raise UserError(
+                f"{KEY}.kwargs are arguments of a function, and a command takes none: write them "
+                "into it"
+            )
         if command is not None and reward is None:
-            raise UserError(f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}")
+            raise UserError(
+                f"{KEY}.reward is missing: a command returns no score. Name a function, or {REWARD}"
+            )
         check_format(format)
         check_server_packages("the endpoint", "endpoint")
         self.uses_reward_fn = reward == REWARD
@@ -68,15 +79,19 @@ class AgentWorkflow(MadeByOptions):
         }
         self._server = ProcessServer(f"{agent_process.__name__}:Agent", options)
         weakref.finalize(self, self._server.close)
-        self._format, self._max_calls, self._endpoint = format, max_calls, cast(Endpoint | None, None)
+        self._format = format
+        self._max_calls = max_calls
+        self._endpoint = cast(Endpoint | None, None)
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn | None = None) -> object:
-        """Raises CallFailed if the agent fails, RequestError if it makes no call: errors of the episode."""
+        """Raises CallFailed if the agent fails, RequestError if it makes no call: errors of the
+        episode."""
         if self._endpoint is None:
             self._endpoint = Endpoint()
             weakref.finalize(self, self._endpoint.close)
         conversations = Conversations(chat, self._format, self._max_calls)
-        calls, seed = _Calls(conversations), random.getrandbits(64)
+        calls = _Calls(conversations)
+        seed = random.getrandbits(64)
         with chat.clock_stopped():
             process = await self._server.fork(seed)
         try:
@@ -91,14 +106,19 @@ class AgentWorkflow(MadeByOptions):
                         raise conversations.templated_twice
             talks = conversations.messages
             if not talks and session.refused:
-                raise UserError(f"every call of the agent was refused; the last: {session.refused[-1]}")
+                raise UserError(
+                    f"every call of the agent was refused; the last: {session.refused[-1]}"
+                )
             if not talks:
                 raise UserError(
-                    "the agent ended without calling its endpoint: create its client inside the function, with the "
+                    "the agent ended without calling its endpoint: create its client inside the "
+                    "function, with the "
                     "address in OPENAI_BASE_URL"
                 )
             if reward_fn is not None:
-                return await reward_fn(returned if isinstance(returned, str) and returned else conversations.last)
+                return await reward_fn(
+                    returned if isinstance(returned, str) and returned else conversations.last
+                )
             if self._reward is None:
                 return _score(returned)
             given |= {"result": returned, "conversations": talks, "messages": talks[-1]}
@@ -111,24 +131,34 @@ class VerifiersWorkflow(AgentWorkflow):
     """The agent is an environment of the package `verifiers`, which scores the episode itself."""
 
     def __init__(
-        self, *, env: Mapping[str, object] | None = None, format: str | None = None, max_calls: int = 64
+        self,
+        *,
+        env: Mapping[str, object] | None = None,
+        format: str | None = None,
+        max_calls: int = 64,
     ) -> None:
         """env: config of the environment, beside its taskset. Raises UserError."""
         options = options_of(locals())
         if importlib.util.find_spec(VERIFIERS) is None:
             raise UserError(f"the workflow verifiers {missing(VERIFIERS)}")
         target = "distflow.environments.verifiers_episode:play"
-        super().__init__(function=target, kwargs={"env": dict(env or {})}, format=format, max_calls=max_calls)
+        super().__init__(
+            function=target, kwargs={"env": dict(env or {})}, format=format, max_calls=max_calls
+        )
         self._options = options
 
 
 class _Calls:
-    """Passes calls from the endpoint's thread to the episode, which answers them concurrently, in order of arrival."""
+    """Passes calls from the endpoint's thread to the episode, which answers them concurrently, in
+    order of arrival."""
 
     def __init__(self, conversations: Conversations) -> None:
-        self._conversations, self._loop = conversations, asyncio.get_running_loop()
-        self._context = copy_context()  # the episode's context: its clock stops while calls are answered
-        self._answering, self._has_ended = set[asyncio.Task[Answer]](), False
+        self._conversations = conversations
+        self._loop = asyncio.get_running_loop()
+        # the episode's context: its clock stops while calls are answered
+        self._context = copy_context()
+        self._answering = set[asyncio.Task[Answer]]()
+        self._has_ended = False
         self._failed: asyncio.Future[None] = self._loop.create_future()
 
     def submit(self, call: Call) -> "Future[Answer]":
@@ -138,8 +168,8 @@ class _Calls:
         return future
 
     async def answer_while(self, running: Coroutine[Any, Any, Any]) -> Any:
-        """The agent's result; later calls are rejected. Raises what it raises, asyncio.CancelledError if the engine
-        fails."""
+        """The agent's result; later calls are rejected. Raises what it raises,
+        asyncio.CancelledError if the engine fails."""
         agent = asyncio.ensure_future(running)
         try:
             await asyncio.wait((agent, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +204,9 @@ class _Calls:
                 self._failed.set_exception(error)
         with suppress(InvalidStateError):  # the client has gone
             if task.cancelled():
-                future.set_exception(RequestError(503, "the call's episode has ended", "server_error"))
+                future.set_exception(
+                    RequestError(503, "the call's episode has ended", "server_error")
+                )
             elif error is not None:
                 future.set_exception(error)
             else:
@@ -187,7 +219,10 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
         word = command.split()[0] if command.split() else ""
         # `type` also knows shell builtins; assignments and quotations are not plain words.
         is_plain = re.fullmatch(r"[\w./-]+", word) is not None
-        if is_plain and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode:
+        if (
+            is_plain
+            and subprocess.run(["/bin/sh", "-c", f"type {word}"], capture_output=True).returncode
+        ):
             raise UserError(f"{KEY}.command: there is no executable '{word}'")
         return ("/bin/sh", "-c", command)
     words = list(command or ())
@@ -200,25 +235,40 @@ def _command(command: str | Sequence[str] | None) -> Sequence[str]:
 
 def _arguments(row: Row, session: Session) -> dict[str, Any]:
     """Arguments that functions may take by name; `row` is the whole row."""
-    messages = [dict(message) for message in row.prompt.messages] or [{"role": "user", "content": str(row.prompt)}]
+    messages = [dict(message) for message in row.prompt.messages] or [
+        {"role": "user", "content": str(row.prompt)}
+    ]
     own = {"prompt": str(row.prompt), "messages": messages, "ground_truth": row.ground_truth}
     whole = {**row.extra_info, **own, "domain": row.domain}
-    return {**own, "row": whole, "base_url": f"{session.base_url}/v1", "api_key": session.key, "model": "policy"}
+    return {
+        **own,
+        "row": whole,
+        "base_url": f"{session.base_url}/v1",
+        "api_key": session.key,
+        "model": "policy",
+    }
 
 
 def _environment(session: Session) -> dict[str, str | None]:
-    """Variables for the process: no proxy in between, and a command finds its modules as without us."""
+    """Variables for the process: no proxy in between, and a command finds its modules as without
+    us."""
     kept = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    around = {name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK))) for name in ("NO_PROXY", "no_proxy")}
+    around = {
+        name: ",".join(filter(None, (os.environ.get(name), _LOOPBACK)))
+        for name in ("NO_PROXY", "no_proxy")
+    }
     return {**agent_process.client_variables(session.base_url, session.key), **kept, **around}
 
 
 def _score(returned: object) -> object:
     """Raises UserError for anything that is not a score."""
-    if isinstance(returned, Mapping) or (isinstance(returned, int | float) and not isinstance(returned, bool)):
+    if isinstance(returned, Mapping) or (
+        isinstance(returned, int | float) and not isinstance(returned, bool)
+    ):
         return returned
     if isinstance(returned, bool):
         return float(returned)
     raise UserError(
-        f"the agent returned {returned!r:.80}, not a score: return a number or a mapping, or set {KEY}.reward"
+        f"the agent returned {returned!r:.80}, not a score: return a number or a mapping, or set "
+        f"{KEY}.reward"
     )

@@ -22,8 +22,15 @@ _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-_FUNCTIONS: dict[str, Callable[..., float]] = {"abs": abs, "min": min, "max": max, "round": round, "sqrt": math.sqrt}
-_MAX_EXPONENT, _MAX_CHARACTERS = 10_000, 1000
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "round": round,
+    "sqrt": math.sqrt,
+}
+_MAX_EXPONENT = 10_000
+_MAX_CHARACTERS = 1000
 
 
 def calculator(expression: str) -> str:
@@ -44,7 +51,8 @@ def _value(node: ast.AST) -> float:
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](_value(operand))
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            first, second = _value(left), _value(right)
+            first = _value(left)
+            second = _value(right)
             if isinstance(sign, ast.Pow) and abs(second) > _MAX_EXPONENT:
                 raise ValueError(f"the exponent is larger than {_MAX_EXPONENT}")
             return _OPERATORS[type(sign)](first, second)
@@ -56,10 +64,12 @@ def _value(node: ast.AST) -> float:
 class Search:
     """Ranks the texts of a file by BM25 (k1 = 1.2, b = 0.75); on a tie the earlier comes first."""
 
-    _K1, _B = 1.2, 0.75
+    _K1 = 1.2
+    _B = 0.75
 
     def __init__(self, file: str, count: int = 3) -> None:
-        """file: a text on each line, or in `text` (and `title`) of each line's JSON object if it ends in .jsonl."""
+        """file: a text on each line, or in `text` (and `title`) of each line's JSON object if it
+        ends in .jsonl."""
         self._texts = _read_texts(Path(file).expanduser())
         self._count = count
         self._places: dict[str, list[tuple[int, int]]] = {}
@@ -85,7 +95,9 @@ class Search:
             for number, times in places:
                 scores[number] += rarity * times * (self._K1 + 1) / (times + self._weights[number])  # type: ignore[assignment]
         best = sorted(scores, key=lambda number: (-scores[number], number))[: self._count]
-        return "\n\n".join(self._texts[number] for number in best) or "no text has any of these words"
+        return (
+            "\n\n".join(self._texts[number] for number in best) or "no text has any of these words"
+        )
 
 
 def _words(text: str) -> list[str]:
@@ -97,11 +109,19 @@ def _read_texts(file: Path) -> list[str]:
         lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
         if file.suffix == ".jsonl":
             rows = [json.loads(line) for line in lines]
-            lines = ["\n".join(str(row[key]) for key in ("title", "text") if row.get(key)) for row in rows]
+            lines = [
+                "\n".join(str(row[key]) for key in ("title", "text") if row.get(key))
+                for row in rows
+            ]
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"the texts of the tool search cannot be read from '{file}': {error}") from None
+        raise UserError(
+            f"the texts of the tool search cannot be read from '{file}': {error}"
+        ) from None
     if not any(lines):
-        raise UserError(f"'{file}' has no text for the tool search: put one on each line, or in 'text' of a .jsonl")
+        raise UserError(
+            f"'{file}' has no text for the tool search: put one on each line, or in 'text' of a "
+            ".jsonl"
+        )
     return lines
 
 
@@ -125,7 +145,7 @@ def run(code):
         except:
             return printed.getvalue() + "".join(_traceback.format_exception_only(_sys.exception())), True
     return printed.getvalue() or "(no output)", False
-'''
+'''  # noqa: E501
 """Executed in the sandbox once per episode, so that names persist between calls."""
 
 

@@ -1,6 +1,7 @@
-"""The conversation of one agent with the policy: append-only token segments, in which each turn's prompt is the exact
-ids of everything before it. It forks if history is rewritten, or several conversations continue from one point. An
-episode of several agents has a conversation for each, and the workflow awaits any of them."""
+"""The conversation of one agent with the policy: append-only token segments, in which each turn's
+prompt is the exact ids of everything before it. It forks if history is rewritten, or several
+conversations continue from one point. An episode of several agents has a conversation for each, and
+the workflow awaits any of them."""
 
 import asyncio
 from collections import Counter
@@ -23,8 +24,8 @@ if TYPE_CHECKING:  # it imports torch, which the processes of tools and environm
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
 Generate = Callable[..., Awaitable[tuple[Segment, str]]]
-"""(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before, images=paths) → the tokens that the
-policy drew, and why it stopped."""
+"""(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before, images=paths) →
+the tokens that the policy drew, and why it stopped."""
 THOUGHT_TOKENS = 16
 """At the end of a prompt, which contain the beginning of the thinking."""
 
@@ -40,23 +41,28 @@ class TemplatedTwice(ChatError):
 
 
 class Prompt(str):
-    """The prompt of a row: its text without a chat template, with the data set's token ids. messages: of a chat."""
+    """The prompt of a row: its text without a chat template, with the data set's token ids.
+    messages: of a chat."""
 
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
 
-    def __new__(cls, text: str, token_ids: Sequence[int], messages: Sequence[Message] = ()) -> "Prompt":
+    def __new__(
+        cls, text: str, token_ids: Sequence[int], messages: Sequence[Message] = ()
+    ) -> "Prompt":
         prompt = super().__new__(cls, text)
-        prompt.token_ids, prompt.messages = tuple(token_ids), tuple(messages)
+        prompt.token_ids = tuple(token_ids)
+        prompt.messages = tuple(messages)
         return prompt
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The policy's reply in one turn. text: without special tokens. token_ids: including the one that ended it.
+    """The policy's reply in one turn. text: without special tokens. token_ids: including the one
+    that ended it.
 
-    finish_reason: "stop"; "length" if it was truncated, or the response had no room left; "context" if the context had
-    no room. A reply without room has no tokens.
+    finish_reason: "stop"; "length" if it was truncated, or the response had no room left; "context"
+    if the context had no room. A reply without room has no tokens.
     """
 
     text: str
@@ -70,7 +76,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in tokens. response: everything after the first prompt, even given tokens. context: with that prompt."""
+    """Limits in tokens. response: everything after the first prompt, even given tokens. context:
+    with that prompt."""
 
     response: int
     context: int
@@ -80,19 +87,22 @@ class Limits:
 class Chat:
     """One agent's conversation. A workflow may read all fields, and calls `ask` and `fork`.
 
-    turns: number of calls of `ask`. messages: the history so far. tools: of the first turn. finish_reason: of the last
-    reply; a workflow may set another one, which the sample then has. templated: whether text becomes messages of the
-    tokenizer's chat template; otherwise its tokens are appended directly. counts: by the name of a metric, which sums
-    them over episodes. sampling: how the policy draws; empty in validation. version: of the weights at the start.
-    clock_stopped: inside, time does not count for the episode's deadline, for waits with their own deadlines. Its
-    argument names what is waited for; without one it is the environment. forked: called with each fork. name: empty for
-    the episode's first conversation, else the numbers of the forks leading to this one, "2.1". why: a fork began:
-    "forked", "rewritten", or for an agent's call (see `Conversations`). conversations: all of the episode, including
-    this one; the one with the last reply is the last. agent: the
-    conversation's agent, if the episode has several. max_tokens, stop: of each of its replies, besides those of the
-    call. waiting: whether it waits for a reply. drawn_at: the place in time of its last reply that has tokens.
-    image_store: the folder of the images that it shows. head: the fields of an `ActionHead`, which draws the replies as
-    continuous actions, whose values the last segment then has.
+    turns: number of calls of `ask`. messages: the history so far. tools: of the first turn.
+    finish_reason: of the last reply; a workflow may set another one, which the sample then has.
+    templated: whether text becomes messages of the tokenizer's chat template; otherwise its tokens
+    are appended directly. counts: by the name of a metric, which sums them over episodes. sampling:
+    how the policy draws; empty in validation. version: of the weights at the start. clock_stopped:
+    inside, time does not count for the episode's deadline, for waits with their own deadlines. Its
+    argument names what is waited for; without one it is the environment. forked: called with each
+    fork. name: empty for the episode's first conversation, else the numbers of the forks leading to
+    this one, "2.1". why: a fork began: "forked", "rewritten", or for an agent's call (see
+    `Conversations`). conversations: all of the episode, including this one; the one with the last
+    reply is the last. agent: the
+    conversation's agent, if the episode has several. max_tokens, stop: of each of its replies,
+    besides those of the call. waiting: whether it waits for a reply. drawn_at: the place in time of
+    its last reply that has tokens. image_store: the folder of the images that it shows. head: the
+    fields of an `ActionHead`, which draws the replies as continuous actions, whose values the last
+    segment then has.
     """
 
     tokens: "TurnTokens"
@@ -156,15 +166,17 @@ class Chat:
     ) -> Reply:
         """Send content, and return the policy's reply.
 
-        content: text, a message, several messages, token ids, or a row's prompt. stop: strings that end the reply,
-        besides those of the config. max_tokens: of the reply. tools: schemas, which the chat template shows the model
-        from the first turn on. images: paths of those of a first prompt, given as token ids with their placeholders.
-        Raises ChatError for invalid content.
+        content: text, a message, several messages, token ids, or a row's prompt. stop: strings that
+        end the reply, besides those of the config. max_tokens: of the reply. tools: schemas, which
+        the chat template shows the model from the first turn on. images: paths of those of a first
+        prompt, given as token ids with their placeholders. Raises ChatError for invalid content.
         """
         if images and (self.segments or not _are_ids(content)):
             raise ChatError("ask: pass images with token ids, in the first turn of a conversation")
         if self.waiting:
-            raise ChatError("ask: this chat is still waiting for a reply: await one before the next")
+            raise ChatError(
+                "ask: this chat is still waiting for a reply: await one before the next"
+            )
         if max_tokens is not None and max_tokens < 1:
             raise ChatError(f"ask: max_tokens={max_tokens}: pass at least 1")
         said = content if isinstance(content, str) else deepcopy(content)  # its owner may change it
@@ -172,21 +184,28 @@ class Chat:
         begins = not self.segments
         if begins and len(given) >= self.limits.context:
             raise ChatError(
-                f"the context is full before the first token: the first prompt has {len(given)} tokens, and the "
-                f"context {self.limits.context} (data.max_prompt_length and data.max_response_length)"
+                f"the context is full before the first token: the first prompt has {len(given)} "
+                "tokens, and the "
+                f"context {self.limits.context} (data.max_prompt_length and "
+                "data.max_response_length)"
             )
         self.turns += 1
-        response, context = self.response_left - len(given) * (not begins), self.context_left - len(given)
+        response = self.response_left - len(given) * (not begins)
+        context = self.context_left - len(given)
         if min(response, context) < 1:
             await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
             return self._replied(Reply("", (), "length" if response < 1 else "context"))
         most = min(response, context, max_tokens or response, self.max_tokens or response)
         prompt = (*self.token_ids, *given)
-        turn = 1 + max((segment.turn for each in self.conversations for segment in each.segments), default=0)
+        turn = 1 + max(
+            (segment.turn for each in self.conversations for segment in each.segments), default=0
+        )
         seen = {"images": tuple(images)} if images else {}
         self.waiting = True
         try:
-            drawn, reason = await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn, **seen)
+            drawn, reason = await self.generate(
+                prompt, most, (*self.stop, *stop), self.num_drawn, **seen
+            )
         finally:
             self.waiting = False
         if given:
@@ -201,7 +220,8 @@ class Chat:
         self.messages += [*messages, reply.message]
         self._replied(reply)
         if reason == "length" and most < min(response, context):
-            self.finish_reason = "stop"  # by the workflow's own max_tokens, which does not truncate the episode
+            # by the workflow's own max_tokens, which does not truncate the episode
+            self.finish_reason = "stop"
         return reply
 
     def opened_thought(self, reply: Reply) -> bool:
@@ -210,8 +230,8 @@ class Chat:
         return opens_thought(self.tokens.written(before[-THOUGHT_TOKENS:]))
 
     def reward(self, value: float) -> None:
-        """Assign this much of the episode's score to the last reply, in addition to earlier assignments. The rest of
-        the score goes to the last turn. Raises ChatError."""
+        """Assign this much of the episode's score to the last reply, in addition to earlier
+        assignments. The rest of the score goes to the last turn. Raises ChatError."""
         try:
             value = finite_number(value, "it is")
         except ValueError as error:
@@ -224,11 +244,15 @@ class Chat:
         self.segments[places[-1]] = replace(last, reward=last.reward + value)
 
     def keep(self, number: int) -> None:
-        """Of the last reply only the first `number` tokens had an effect: the rest is not trained on."""
+        """Of the last reply only the first `number` tokens had an effect: the rest is not trained
+        on."""
         note_event("kept", self.name, number)
         last = self.segments.pop()
         assert last.owner == "policy", "the last segment is a reply"
-        columns = {name: getattr(last, name)[:number] for name in ("token_ids", "log_probs", "versions", "values")}
+        columns = {
+            name: getattr(last, name)[:number]
+            for name in ("token_ids", "log_probs", "versions", "values")
+        }
         sampling = last.sampling_log_probs[:number]
         self.segments.append(replace(last, **columns, sampling_log_probs=sampling))
         if left := last.token_ids[number:]:
@@ -237,15 +261,30 @@ class Chat:
     def fork(self, messages: Sequence[Message] | None = None) -> "Chat":
         """A further, separate conversation of the episode; several may ask at the same time.
 
-        It continues from here with the same tokens, all of which count as given. messages: replace them as its history,
-        e.g. by a summary, which the chat template renders at the start of its first prompt; () begins anew.
+        It continues from here with the same tokens, all of which count as given. messages: replace
+        them as its history, e.g. by a summary, which the chat template renders at the start of its
+        first prompt; () begins anew.
         Raises ChatError for anything that is not a message.
         """
-        history = list(self.messages) if messages is None else _messages(messages, "fork") if messages != () else []
+        history = (
+            list(self.messages)
+            if messages is None
+            else _messages(messages, "fork")
+            if messages != ()
+            else []
+        )
         begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
-        fork = replace(self, name=name, segments=begun, messages=history, turns=0, last=None, finish_reason="stop")
+        fork = replace(
+            self,
+            name=name,
+            segments=begun,
+            messages=history,
+            turns=0,
+            last=None,
+            finish_reason="stop",
+        )
         fork.why = "forked" if messages is None else "rewritten"
         note_event("forked", name, self.token_ids if begun else (), deepcopy(history))
         self.forked(fork)
@@ -258,22 +297,34 @@ class Chat:
 
     def _is_drawn(self, text: str) -> bool:
         """Whether the policy has written this in the episode, or an assistant in the history."""
-        drawn = [s.token_ids for each in self.conversations for s in each.segments if s.owner == "policy"]
-        said = [str(message.get("content")) for message in self.messages if message.get("role") == "assistant"]
+        drawn = [
+            s.token_ids for each in self.conversations for s in each.segments if s.owner == "policy"
+        ]
+        said = [
+            str(message.get("content"))
+            for message in self.messages
+            if message.get("role") == "assistant"
+        ]
         return any(text in each for each in (*map(self.tokens.written, drawn), *said))
 
     def _replied(self, reply: Reply) -> Reply:
-        self.last, self.finish_reason = reply, reply.finish_reason
+        self.last = reply
+        self.finish_reason = reply.finish_reason
         self.conversations.remove(self)
         self.conversations.append(self)
         return reply
 
-    def _encoded(self, content: Content, tools: Sequence[Message]) -> tuple[tuple[int, ...], list[Message]]:
+    def _encoded(
+        self, content: Content, tools: Sequence[Message]
+    ) -> tuple[tuple[int, ...], list[Message]]:
         """The token ids to append, and the messages that they represent."""
         begins = not self.segments
         history = self.messages if begins else []  # of a fork with its own messages
         if tools and not (begins and self.templated):
-            raise ChatError("ask: pass tools in the first turn, with a chat template: set data.prompt_format=chat")
+            raise ChatError(
+                "ask: pass tools in the first turn, with a chat template: set "
+                "data.prompt_format=chat"
+            )
         if isinstance(content, Prompt) and (tools or history):
             content = content.messages or str(content)
         if isinstance(content, Prompt) and begins:
@@ -281,7 +332,8 @@ class Chat:
         if _are_ids(content):
             if history:
                 raise ChatError(
-                    "ask: token ids cannot follow the messages of a fork or a system prompt: ask with a text or "
+                    "ask: token ids cannot follow the messages of a fork or a system prompt: ask "
+                    "with a text or "
                     "messages first"
                 )
             return tuple(content), [_user(self.tokens.decode(content))]
@@ -307,13 +359,15 @@ def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
 
 
 def _messages(content: object, by: str = "ask") -> list[Message]:
-    """Content as messages. by: the method whose argument it is. Raises ChatError for anything else."""
+    """Content as messages. by: the method whose argument it is. Raises ChatError for anything
+    else."""
     said: list[Any] = [content] if isinstance(content, Mapping) else []
     if isinstance(content, list | tuple):
         said = list(content)
     if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
         raise ChatError(
-            f"{by}({content!r:.80}): pass {'a text, ' if by == 'ask' else ''}a message with 'role' and 'content', "
+            f"{by}({content!r:.80}): pass {'a text, ' if by == 'ask' else ''}a message with 'role' "
+            "and 'content', "
             f"messages{', or token ids' if by == 'ask' else ''}"
         )
     return said
@@ -331,19 +385,29 @@ class Agent(Protocol):
 
 
 class Agents(dict[str, Chat]):
-    """The agents' chats by name, in the order of the config. Raises ChatError for an unknown name."""
+    """The agents' chats by name, in the order of the config. Raises ChatError for an unknown
+    name."""
 
     def __missing__(self, name: object) -> NoReturn:
-        raise ChatError(f"agents[{name!r}]: {AGENTS_KEY} has no agent of that name{hint(str(name), self)}")
+        raise ChatError(
+            f"agents[{name!r}]: {AGENTS_KEY} has no agent of that name{hint(str(name), self)}"
+        )
 
 
 def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
-    """The chats of an episode's agents. chat: its first conversation, which becomes that of the first agent."""
+    """The chats of an episode's agents. chat: its first conversation, which becomes that of the
+    first agent."""
     chats = Agents()
     for name, settings in agents.items():
         own = replace(chat, name=name, segments=[], messages=[]) if chats else chat
-        own.agent, own.max_tokens, own.stop = name, settings.max_tokens, settings.stop
-        own.messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        own.agent = name
+        own.max_tokens = settings.max_tokens
+        own.stop = settings.stop
+        own.messages = (
+            [{"role": "system", "content": settings.system_prompt}]
+            if settings.system_prompt
+            else []
+        )
         note_event("forked", own.name, (), list(own.messages))
         own.forked(own)
         chats[name] = own

@@ -1,5 +1,5 @@
-"""The HTTP server for clients of OpenAI and Anthropic. It runs on its own thread, and knows only sessions: a key, and a
-function that answers calls."""
+"""The HTTP server for clients of OpenAI and Anthropic. It runs on its own thread, and knows only
+sessions: a key, and a function that answers calls."""
 
 import asyncio
 import itertools
@@ -17,7 +17,15 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Events, Json, Piece, RequestError, Wire
+from distflow.environments.endpoint_calls_and_conversations import (
+    Answer,
+    Call,
+    Events,
+    Json,
+    Piece,
+    RequestError,
+    Wire,
+)
 from distflow.environments.openai_and_anthropic_formats import (
     CHAT,
     MESSAGES,
@@ -32,7 +40,12 @@ from distflow.http_guard import Guard, is_same, key_of, make_server
 from distflow.import_target import check_server_packages
 
 MAX_BODY_BYTES = 4 * 2**20
-ROUTES = {"chat/completions": CHAT, "completions": TEXT, "responses": RESPONSES, "messages": MESSAGES}
+ROUTES = {
+    "chat/completions": CHAT,
+    "completions": TEXT,
+    "responses": RESPONSES,
+    "messages": MESSAGES,
+}
 _ENDED_KEPT = 10_000
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _STOPS_WITHIN_S = 5
@@ -44,9 +57,10 @@ Submit = Callable[[Call], "Future[Answer]"]
 
 @dataclass(frozen=True)
 class Session:
-    """A session has its own key and base URL. model: the only accepted name; None for any, as in episodes. refused: the
-    reason for each rejected call. responses: by id, the items up to each response of an episode as JSON. texts: these
-    items, each once, since clients may send the whole history in each request."""
+    """A session has its own key and base URL. model: the only accepted name; None for any, as in
+    episodes. refused: the reason for each rejected call. responses: by id, the items up to each
+    response of an episode as JSON. texts: these items, each once, since clients may send the whole
+    history in each request."""
 
     key: str
     base_url: str
@@ -64,11 +78,13 @@ class Session:
 
 
 class Endpoint:
-    """Listens from its construction until `close`, on a loopback socket of its own unless one is given."""
+    """Listens from its construction until `close`, on a loopback socket of its own unless one is
+    given."""
 
     def __init__(self, listening: socket.socket | None = None) -> None:
         check_server_packages("the endpoint", "endpoint")
-        starlette, routing = import_module("starlette.applications"), import_module("starlette.routing")
+        starlette = import_module("starlette.applications")
+        routing = import_module("starlette.routing")
         self._socket = listening or socket.create_server(("127.0.0.1", 0))
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -78,20 +94,31 @@ class Endpoint:
         for prefix in ("", "/episodes/{name}"):
             routes.append(routing.Route(f"{prefix}/v1/models", self._models))
             for path, wire in ROUTES.items():
-                routes.append(routing.Route(f"{prefix}/v1/{path}", partial(self._answer, wire), methods=["POST"]))
+                routes.append(
+                    routing.Route(
+                        f"{prefix}/v1/{path}", partial(self._answer, wire), methods=["POST"]
+                    )
+                )
         for prefix in ("/episodes/{name}", ""):
-            routes.append(routing.Route(f"{prefix}/{{path:path}}", self._no_route, methods=_METHODS))
+            routes.append(
+                routing.Route(f"{prefix}/{{path:path}}", self._no_route, methods=_METHODS)
+            )
         # A session has a key of its own, and the requests that it sent wrongly.
         guard = Guard(host, token=None, max_body_bytes=None)
         self._server = make_server(starlette.Starlette(routes=routes), guard, (), _STOPS_WITHIN_S)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="endpoint", daemon=True
+        )
         self._thread.start()
 
     @contextmanager
     def session(self, submit: Submit) -> Iterator[Session]:
-        """A session with a random key, as long as it is open. submit: called on the endpoint's thread."""
+        """A session with a random key, as long as it is open. submit: called on the endpoint's
+        thread."""
         name = secrets.token_urlsafe(12)
-        self._sessions[name] = made = Session(secrets.token_urlsafe(24), f"{self.url}/episodes/{name}", submit)
+        self._sessions[name] = made = Session(
+            secrets.token_urlsafe(24), f"{self.url}/episodes/{name}", submit
+        )
         try:
             yield made
         finally:
@@ -112,7 +139,9 @@ class Endpoint:
         name = request.path_params.get("name", "")
         session = self._sessions.get(name)
         if session is None and name in self._ended:
-            raise RequestError(410, "this episode has ended: its endpoint answers no more calls", "episode_ended")
+            raise RequestError(
+                410, "this episode has ended: its endpoint answers no more calls", "episode_ended"
+            )
         if session is None or not is_same(key_of(request.headers.items()), session.key):
             raise RequestError(401, "the API key is not that of this base URL", "invalid_api_key")
         return session
@@ -123,15 +152,23 @@ class Endpoint:
         except RequestError as error:
             return _failed(request, error)
         model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "distflow"}
-        listed = {"object": "list", "data": [{**model, "type": "model", "display_name": name}], "has_more": False}
+        listed = {
+            "object": "list",
+            "data": [{**model, "type": "model", "display_name": name}],
+            "has_more": False,
+        }
         return _response(200, {**listed, "first_id": name, "last_id": name})
 
     async def _no_route(self, request: Any) -> Any:
-        refused, path = list[RequestError](), request.path_params["path"]
+        refused = list[RequestError]()
+        path = request.path_params["path"]
         known = ", ".join(f"/v1/{known}" for known in ROUTES)
         try:
             refused = self._found(request).refused
-            said = f"there is no route {request.method} /{path}: there are {known} (POST) and /v1/models (GET)"
+            said = (
+                f"there is no route {request.method} /{path}: there are {known} (POST) and "
+                "/v1/models (GET)"
+            )
             raise RequestError(404, said, "not_found")
         except RequestError as error:
             refused.append(error)
@@ -145,11 +182,15 @@ class Endpoint:
             body = await _body(request)
             if session.model is not None and body.get("model") != session.model:
                 raise RequestError(
-                    404, f"there is no model {body.get('model')!r:.80}: it is {session.model!r}", "model_not_found"
+                    404,
+                    f"there is no model {body.get('model')!r:.80}: it is {session.model!r}",
+                    "model_not_found",
                 )
             body, call = _read(wire, body, session.responses)
-            pieces, head = _Pieces(), _head(body)
-            wants_log_probs = body.get("logprobs") is not None and body["logprobs"] is not False  # 0 wants them too
+            pieces = _Pieces()
+            head = _head(body)
+            # 0 wants them too
+            wants_log_probs = body.get("logprobs") is not None and body["logprobs"] is not False
             if body.get("stream") and call.n == 1 and not wants_log_probs:
                 call = replace(call, told=pieces.tell)
             asked = [session.submit(replace(call, choice=i)) for i in range(call.n)]
@@ -167,18 +208,25 @@ class Endpoint:
         if not body.get("stream"):
             return _response(200, wire.write(body, answers, head))
         lines = _lines(_events(partial(wire.stream, body, head=head), first, pieces, answering))
-        return import_module("starlette.responses").StreamingResponse(lines, media_type="text/event-stream")
+        return import_module("starlette.responses").StreamingResponse(
+            lines, media_type="text/event-stream"
+        )
 
 
 def _head(body: Json) -> Json:
-    return {"id": secrets.token_hex(8), "created": int(time.time()), "model": str(body.get("model"))}
+    return {
+        "id": secrets.token_hex(8),
+        "created": int(time.time()),
+        "model": str(body.get("model")),
+    }
 
 
 class _Pieces:
     """The text of an answer while it is drawn, from the policy's thread to the endpoint's."""
 
     def __init__(self) -> None:
-        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[str | None]()
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue[str | None]()
         self.next = self._queue.get
         """A piece; None after the last one."""
 
@@ -191,9 +239,13 @@ class _Pieces:
 
 
 async def _events(
-    stream: Callable[..., Events], piece: str | None, pieces: _Pieces, answering: "asyncio.Task[list[Answer]]"
+    stream: Callable[..., Events],
+    piece: str | None,
+    pieces: _Pieces,
+    answering: "asyncio.Task[list[Answer]]",
 ) -> AsyncIterator[tuple[str, Json | str]]:
-    """The events of an answer, its text in pieces as they come, from the first on. stream: of a wire, from answers."""
+    """The events of an answer, its text in pieces as they come, from the first on. stream: of a
+    wire, from answers."""
     sent = ""
     try:
         while piece is not None:
@@ -211,7 +263,8 @@ async def _events(
                 if is_new:
                     yield event
                 continue
-            is_new, rest = True, event.text.removeprefix(sent)
+            is_new = True
+            rest = event.text.removeprefix(sent)
             if rest:
                 yield event.name, event.data(rest)
     except RequestError as error:
@@ -240,7 +293,9 @@ async def _body(request: Any) -> Json:
         async for part in request.stream():
             text += part
             if len(text) > MAX_BODY_BYTES:
-                raise RequestError(413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large")
+                raise RequestError(
+                    413, f"a request may have at most {MAX_BODY_BYTES:,} bytes", "request_too_large"
+                )
     except import_module("starlette.requests").ClientDisconnect:
         raise RequestError(499, "the client has closed the connection") from None
     try:
@@ -253,7 +308,8 @@ async def _body(request: Any) -> Json:
 
 
 async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer]:
-    """The answers to a request. If the client disconnects, the calls are cancelled. Raises RequestError."""
+    """The answers to a request. If the client disconnects, the calls are cancelled. Raises
+    RequestError."""
     answering = asyncio.gather(*map(asyncio.wrap_future, futures))
     answering.add_done_callback(_retrieve)
     going = asyncio.ensure_future(request.receive())
@@ -276,7 +332,9 @@ async def _awaited(request: Any, futures: "list[Future[Answer]]") -> list[Answer
         raise error
     is_refused = isinstance(error, UserError)
     raise RequestError(
-        400 if is_refused else 500, str(error), "invalid_request_error" if is_refused else "server_error"
+        400 if is_refused else 500,
+        str(error),
+        "invalid_request_error" if is_refused else "server_error",
     )
 
 
@@ -288,7 +346,8 @@ def _retrieve(done: "asyncio.Future[Any]") -> None:
 
 def _failed(request: Any, error: RequestError) -> Any:
     """The response that both kinds of clients recognise as an error."""
-    is_ours, kind = error.status >= 500, "invalid_request_error"
+    is_ours = error.status >= 500
+    kind = "invalid_request_error"
     if "anthropic-version" in request.headers:
         kind = "api_error" if is_ours else _ANTHROPIC_TYPES.get(error.status, kind)
     elif is_ours:
@@ -299,7 +358,10 @@ def _failed(request: Any, error: RequestError) -> Any:
 
 
 def _shown(error: RequestError, kind: str) -> Json:
-    return {"type": "error", "error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
+    return {
+        "type": "error",
+        "error": {"message": str(error), "type": kind, "code": error.code, "param": None},
+    }
 
 
 def _response(status: int, body: Json, headers: Mapping[str, str] | None = None) -> Any:

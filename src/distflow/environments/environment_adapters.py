@@ -1,8 +1,9 @@
-"""Environments in the process of an episode, with gymnasium's `reset` and `step`: observations become text, and the
-model's text becomes an action.
+"""Environments in the process of an episode, with gymnasium's `reset` and `step`: observations
+become text, and the model's text becomes an action.
 
-An environment is any class (or function) whose object has these methods, the id of one that is registered with
-gymnasium, or the address of an OpenEnv server, which is called by the client of the package openenv-core.
+An environment is any class (or function) whose object has these methods, the id of one that is
+registered with gymnasium, or the address of an OpenEnv server, which is called by the client of the
+package openenv-core.
 """
 
 import importlib
@@ -29,24 +30,38 @@ _INVALID = "VALIDATION_ERROR"
 
 
 class TextEnv:
-    """Loaded in the server process; `reset` creates the environment itself in an episode's process."""
+    """Loaded in the server process; `reset` creates the environment itself in an episode's
+    process."""
 
     def __init__(self, env: str, options: Mapping[str, Any]) -> None:
-        """env: module:Class, file.py:function or a gymnasium id. Raises UserError if it cannot be loaded."""
-        self._make = find_registered(env) if is_registered(env) else cast(Callable[..., Any], load(env))
+        """env: module:Class, file.py:function or a gymnasium id. Raises UserError if it cannot be
+        loaded."""
+        self._make = (
+            find_registered(env) if is_registered(env) else cast(Callable[..., Any], load(env))
+        )
         if not callable(self._make):
-            raise UserError(f"'{env}' cannot be called: name a class, or a function that makes the environment")
-        missing = [name for name in ("reset", "step") if isinstance(self._make, type) and not hasattr(self._make, name)]
+            raise UserError(
+                f"'{env}' cannot be called: name a class, or a function that makes the environment"
+            )
+        missing = [
+            name
+            for name in ("reset", "step")
+            if isinstance(self._make, type) and not hasattr(self._make, name)
+        ]
         if missing:
-            raise UserError(f"'{env}' has no {' and no '.join(missing)}: an environment has gymnasium's reset and step")
+            raise UserError(
+                f"'{env}' has no {' and no '.join(missing)}: an environment has gymnasium's reset "
+                "and step"
+            )
         self._options = dict(options)
         self._env: Any = None
 
     def reset(self, seed: int, options: dict[str, Any] | None) -> str:
-        """The first observation. `reset` gets those of the arguments that it takes. Raises what the environment
-        raises."""
+        """The first observation. `reset` gets those of the arguments that it takes. Raises what the
+        environment raises."""
         self._env = self._make(**self._options)
-        given, parameters = {"seed": seed, "options": options}, inspect.signature(self._env.reset).parameters
+        given = {"seed": seed, "options": options}
+        parameters = inspect.signature(self._env.reset).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
         returned = self._env.reset(**given)
@@ -55,17 +70,28 @@ class TextEnv:
         return self._text(returned[0])
 
     def step(self, text: str) -> list[Any]:
-        """The observation, the reward, and whether the episode has ended. A text without an action gets a message and
-        is not a step."""
+        """The observation, the reward, and whether the episode has ended. A text without an action
+        gets a message and is not a step."""
         space: Any = getattr(self._env, "action_space", None)
         action: object = text
         if hasattr(space, "n"):
-            first, found = int(getattr(space, "start", 0)), _NUMBER.findall(text[-_READ:])
+            first = int(getattr(space, "start", 0))
+            found = _NUMBER.findall(text[-_READ:])
             if not found or not space.contains(action := int(found[-1])):
-                return [f"That is no action. Write a number from {first} to {first + int(space.n) - 1}.", 0.0, False]
+                return [
+                    (
+                        f"That is no action. Write a number from {first} to "
+                        f"{first + int(space.n) - 1}."
+                    ),
+                    0.0,
+                    False,
+                ]
         returned = self._env.step(action)
         if not isinstance(returned, tuple) or len(returned) != 5:
-            raise TypeError(f"step returned {returned!r:.80}, not (observation, reward, terminated, truncated, info)")
+            raise TypeError(
+                f"step returned {returned!r:.80}, not (observation, reward, terminated, truncated, "
+                "info)"
+            )
         observation, reward, terminated, truncated, _ = returned
         return [self._text(observation), finite_reward(reward), bool(terminated) or bool(truncated)]
 
@@ -74,7 +100,8 @@ class TextEnv:
             self._env.close()
 
     def _text(self, observation: object) -> str:
-        """A textual observation, else the environment's text rendering, else the observation's values as JSON."""
+        """A textual observation, else the environment's text rendering, else the observation's
+        values as JSON."""
         if not isinstance(observation, str) and getattr(self._env, "render_mode", None) == "ansi":
             observation = self._env.render()
         if not isinstance(observation, str):
@@ -83,7 +110,8 @@ class TextEnv:
 
 
 def shown(observation: str) -> str:
-    """The observation as shown to the model: without control characters, at most 20,000 characters."""
+    """The observation as shown to the model: without control characters, at most 20,000
+    characters."""
     return bounded(without_control(observation), MAX_CHARACTERS).text
 
 
@@ -97,18 +125,21 @@ def _plain(value: Any) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
-        f"an observation of {type(value).__name__} is not text: wrap the environment in one that writes text"
+        f"an observation of {type(value).__name__} is not text: wrap the environment in one that "
+        "writes text"
     )
 
 
 def is_registered(env: str) -> bool:
-    """Whether it is an id of gymnasium, with or without its module, and not module:Class or file.py:function."""
+    """Whether it is an id of gymnasium, with or without its module, and not module:Class or
+    file.py:function."""
     module, _, name = env.rpartition(":")
     return not module or not all(part.isidentifier() for part in name.split("."))
 
 
 def find_registered(env: str) -> Callable[..., Any]:
-    """The maker of a registered environment; module:ID imports the module that registers it. Raises UserError."""
+    """The maker of a registered environment; module:ID imports the module that registers it. Raises
+    UserError."""
     module, _, name = env.rpartition(":")
     if module:
         load_module(module)
@@ -117,7 +148,8 @@ def find_registered(env: str) -> Callable[..., Any]:
         gymnasium.spec(name)
     except ImportError as error:
         raise UserError(
-            f"'{name}' is an id of gymnasium, which is not installed ({error}): pip install 'distflow[gymnasium]'"
+            f"'{name}' is an id of gymnasium, which is not installed ({error}): pip install "
+            "'distflow[gymnasium]'"
         ) from None
     except gymnasium.error.Error as error:
         advice = "" if module else "; if a package registers it at its import, write package:ID"
@@ -126,38 +158,57 @@ def find_registered(env: str) -> Callable[..., Any]:
 
 
 class OpenEnv:
-    """Created in the server process; a session begins in an episode's process with `reset`, and ends with it.
+    """Created in the server process; a session begins in an episode's process with `reset`, and
+    ends with it.
 
-    If an action has a single required string, the whole reply goes there. Otherwise the model writes the fields as a
-    JSON object.
+    If an action has a single required string, the whole reply goes there. Otherwise the model
+    writes the fields as a JSON object.
     """
 
     def __init__(self, env: str, options: Mapping[str, Any]) -> None:
-        """env: the server's address. options: further arguments of its `reset`. Raises UserError."""
+        """env: the server's address. options: further arguments of its `reset`. Raises
+        UserError."""
         try:
-            self._client: Any = importlib.import_module("openenv.core.generic_client").GenericEnvClient
+            self._client: Any = importlib.import_module(
+                "openenv.core.generic_client"
+            ).GenericEnvClient
         except ImportError as error:
             raise UserError(
                 f"'{env}' is an address of OpenEnv, whose client is not installed ({error}): "
                 "pip install 'distflow[openenv]'"
             ) from None
-        self._url, self._options = env.rstrip("/"), dict(options)
+        self._url = env.rstrip("/")
+        self._options = dict(options)
         self._session: Any = None
         schema = self._schema()
-        fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
-        required = [name for name in schema.get("required", ()) if fields.get(name, {}).get("type") == "string"]
-        self._text_field = required[0] if required == schema.get("required") and len(required) == 1 else None
-        self._form = ", ".join(f"{name} ({field.get('type', 'any')})" for name, field in fields.items())
+        fields = {
+            name: field
+            for name, field in schema.get("properties", {}).items()
+            if name != "metadata"
+        }
+        required = [
+            name
+            for name in schema.get("required", ())
+            if fields.get(name, {}).get("type") == "string"
+        ]
+        self._text_field = (
+            required[0] if required == schema.get("required") and len(required) == 1 else None
+        )
+        self._form = ", ".join(
+            f"{name} ({field.get('type', 'any')})" for name, field in fields.items()
+        )
 
     def reset(self, seed: int, options: dict[str, Any] | None) -> str:
-        """The first observation. options: columns of the row, of which the server takes those that are parameters of
-        its `reset`. Raises what the client raises."""
+        """The first observation. options: columns of the row, of which the server takes those that
+        are parameters of its `reset`. Raises what the client raises."""
         self._session = self._client(self._url).sync()
-        return self._read(self._session.reset(**{**(options or {}), **self._options, "seed": seed}))[0]
+        return self._read(
+            self._session.reset(**{**(options or {}), **self._options, "seed": seed})
+        )[0]
 
     def step(self, text: str) -> list[Any]:
-        """The observation, the reward, and whether the episode has ended. A text that is not an action gets a message
-        and is not a step."""
+        """The observation, the reward, and whether the episode has ended. A text that is not an
+        action gets a message and is not a step."""
         action = {self._text_field: text} if self._text_field else _object_in(text)
         try:
             if action is not None:
@@ -173,7 +224,9 @@ class OpenEnv:
 
     def _read(self, result: Any) -> list[Any]:
         reward = 0.0 if result.reward is None else finite_reward(result.reward)
-        seen = {name: value for name, value in result.observation.items() if name not in _NOT_OBSERVED}
+        seen = {
+            name: value for name, value in result.observation.items() if name not in _NOT_OBSERVED
+        }
         said = [value for value in seen.values() if value is not None]
         is_text = len(said) == 1 and isinstance(said[0], str)
         text = said[0] if is_text else json.dumps(seen, ensure_ascii=False)
@@ -186,7 +239,8 @@ class OpenEnv:
                 schema: dict[str, Any] = json.load(response)["action"]
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"no server of OpenEnv answers at {self._url} ({error}): start it, or correct the address (env)"
+                f"no server of OpenEnv answers at {self._url} ({error}): start it, or correct the "
+                "address (env)"
             ) from None
         return schema
 

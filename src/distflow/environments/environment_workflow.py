@@ -1,4 +1,5 @@
-"""The workflow `environment`: the model plays an environment with gymnasium's or OpenEnv's `reset` and `step`."""
+"""The workflow `environment`: the model plays an environment with gymnasium's or OpenEnv's `reset`
+and `step`."""
 
 import hashlib
 import weakref
@@ -12,20 +13,27 @@ from distflow.environments.workflow_loading_and_builtins import Row
 
 
 class EnvironmentWorkflow(MadeByOptions):
-    """Sends the model each observation and takes its reply as the action, until the environment ends the episode or
-    after `max_turns` actions. The score is the sum of the rewards, each of which belongs to its turn."""
+    """Sends the model each observation and takes its reply as the action, until the environment
+    ends the episode or after `max_turns` actions. The score is the sum of the rewards, each of
+    which belongs to its turn."""
 
     def __init__(
-        self, *, env: str, env_kwargs: Mapping[str, Any] | None = None, max_turns: int = 16, timeout_s: float = 30.0
+        self,
+        *,
+        env: str,
+        env_kwargs: Mapping[str, Any] | None = None,
+        max_turns: int = 16,
+        timeout_s: float = 30.0,
     ) -> None:
-        """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server. timeout_s: of each
-        `reset` and `step`. Raises UserError."""
+        """env: module:Class, file.py:function, a gymnasium id, or the address of an OpenEnv server.
+        timeout_s: of each `reset` and `step`. Raises UserError."""
         self._options = options_of(locals())
         kind = "OpenEnv" if env.startswith(("http://", "https://")) else "TextEnv"
         target = f"{environment_adapters.__name__}:{kind}"
         self._server = ProcessServer(target, {"env": env, "options": dict(env_kwargs or {})})
         weakref.finalize(self, self._server.close)
-        self._max_turns, self._timeout_s = max_turns, timeout_s
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
 
     async def __call__(self, chat: Chat, row: Row) -> float:
         """Play an episode. Raises CallFailed, an error of the episode, if the environment fails."""
@@ -36,7 +44,8 @@ class EnvironmentWorkflow(MadeByOptions):
         try:
             with chat.clock_stopped():
                 first = str(await process.call("reset", self._timeout_s, seed=seed, options=told))
-            reply, total = await _begin(chat, row, first), 0.0
+            reply = await _begin(chat, row, first)
+            total = 0.0
             while reply.finish_reason == "stop":  # a truncated reply is not an action
                 with chat.clock_stopped():
                     step = await process.call("step", self._timeout_s, text=reply.text)
@@ -57,7 +66,8 @@ class EnvironmentWorkflow(MadeByOptions):
 
 
 async def _begin(chat: Chat, row: Row, observation: str) -> Reply:
-    """Ask for the first action: the observation continues the prompt, within its last message if that is the user's."""
+    """Ask for the first action: the observation continues the prompt, within its last message if
+    that is the user's."""
     if not chat.templated:
         return await chat.ask(f"{row.prompt}{observation}")
     *before, last = row.prompt.messages
@@ -67,9 +77,15 @@ async def _begin(chat: Chat, row: Row, observation: str) -> Reply:
 
 
 def seed_of(row: Row) -> int:
-    """The seed in the row's column `seed`, else one derived from the row: the same for all episodes of a group."""
+    """The seed in the row's column `seed`, else one derived from the row: the same for all episodes
+    of a group."""
     found = row.extra_info.get("seed")
     if isinstance(found, int):
         return found
     text = repr((str(row.prompt), row.ground_truth, sorted(row.extra_info.items(), key=str)))
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little"
+        )
+        >> 1
+    )

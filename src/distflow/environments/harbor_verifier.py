@@ -1,7 +1,7 @@
 """The tests of a task in Harbor's format, over the place that a policy leaves behind.
 
-Whatever the policy did to the place is its failure, and scores 0. Only tests that fail over an untouched place too are
-broken, which is an error of the episode.
+Whatever the policy did to the place is its failure, and scores 0. Only tests that fail over an
+untouched place too are broken, which is an error of the episode.
 """
 
 import asyncio
@@ -26,7 +26,15 @@ _KILLED = 128
 """Exit statuses above it are those of a shell that a signal ended."""
 
 _LOADED_BY_TOOLS = frozenset(
-    ("conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini", ".pytest.ini", ".coveragerc", ".bashrc")
+    (
+        "conftest.py",
+        "sitecustomize.py",
+        "usercustomize.py",
+        "pytest.ini",
+        ".pytest.ini",
+        ".coveragerc",
+        ".bashrc",
+    )
 )
 """Files that a tool of the tests loads where it finds them."""
 
@@ -46,13 +54,21 @@ class WithoutCurrentFolder:
 
 script = [word for word in sys.orig_argv[1:2] if not word.startswith('-')]
 sys.meta_path.insert(0, WithoutCurrentFolder)
-"""
+"""  # noqa: E501
 
 _ENVIRONMENT = {
-    **{"HOME": "/verifier/home", "TMPDIR": "/verifier/tmp", "XDG_CONFIG_HOME": "/verifier/home/.config"},
+    **{
+        "HOME": "/verifier/home",
+        "TMPDIR": "/verifier/tmp",
+        "XDG_CONFIG_HOME": "/verifier/home/.config",
+    },
     **{"PYTHONPATH": "/verifier/site", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
     **{"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_COUNT": "3", "GIT_CONFIG_KEY_0": "core.hooksPath"},
-    **{"GIT_CONFIG_VALUE_0": "/dev/null", "GIT_CONFIG_KEY_1": "core.fsmonitor", "GIT_CONFIG_VALUE_1": "false"},
+    **{
+        "GIT_CONFIG_VALUE_0": "/dev/null",
+        "GIT_CONFIG_KEY_1": "core.fsmonitor",
+        "GIT_CONFIG_VALUE_1": "false",
+    },
     **{"GIT_CONFIG_KEY_2": "core.pager", "GIT_CONFIG_VALUE_2": "cat"},
 }
 
@@ -62,8 +78,8 @@ class TestsFailedError(RuntimeError):
 
 
 async def verify(task: Task, shell: Shell) -> Mapping[str, float]:
-    """The rewards that the task's tests write; all are 0 where the policy made that impossible. Raises RuntimeError if
-    the tests write none over an untouched place. Closes the shell."""
+    """The rewards that the task's tests write; all are 0 where the policy made that impossible.
+    Raises RuntimeError if the tests write none over an untouched place. Closes the shell."""
     try:
         await asyncio.to_thread(_clean, task, shell)
         return await _run_tests(task, shell)
@@ -97,15 +113,21 @@ async def _run_tests(task: Task, shell: Shell) -> Mapping[str, float]:
         ("--ro-bind", own / "site", "/verifier/site"),
     )
     env = {**_ENVIRONMENT, **task.verifier_env}
-    ran = await shell.run(("/bin/bash", "/tests/test.sh"), task.verifier_s, _REWARD_BYTES, env, mounts)
+    ran = await shell.run(
+        ("/bin/bash", "/tests/test.sh"), task.verifier_s, _REWARD_BYTES, env, mounts
+    )
     if ran.exit_code is None:
-        raise TestsFailedError(f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s")
+        raise TestsFailedError(
+            f"tests/test.sh of {task.folder} did not end within {task.verifier_s:g} s"
+        )
     if ran.exit_code > _KILLED:
         raise TestsFailedError(f"tests/test.sh of {task.folder} was killed: {_end(ran)}")
     for name in ("reward.json", "reward.txt"):
         if (text := _written(logs / name)) is not None:
             return _rewards(text, name, task, ran)
-    raise TestsFailedError(f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}")
+    raise TestsFailedError(
+        f"tests/test.sh of {task.folder} wrote no /logs/verifier/reward.txt: {_end(ran)}"
+    )
 
 
 def _clean(task: Task, shell: Shell) -> None:
@@ -127,10 +149,14 @@ def _clean(task: Task, shell: Shell) -> None:
             elif entry.is_symlink():
                 if not _stays_inside(os.readlink(entry.path), place, task.workdir):
                     os.unlink(entry.path)
-            elif not entry.is_file(follow_symlinks=False) or _is_loaded(Path(entry.path), shell.files, environment):
+            elif not entry.is_file(follow_symlinks=False) or _is_loaded(
+                Path(entry.path), shell.files, environment
+            ):
                 os.unlink(entry.path)
             else:
-                os.chmod(entry.path, stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode) | 0o600)
+                os.chmod(
+                    entry.path, stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode) | 0o600
+                )
 
 
 def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
@@ -142,25 +168,40 @@ def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
 
 
 def _stays_inside(target: str, place: PurePosixPath, workdir: str) -> bool:
-    """Whether a link leads to a place of the episode or to a program, and not to tests, devices or processes. After a
-    name there is no `..`, which would go up from wherever that name leads."""
+    """Whether a link leads to a place of the episode or to a program, and not to tests, devices or
+    processes. After a name there is no `..`, which would go up from wherever that name leads."""
     parts = PurePosixPath(target).parts
     names = [part for part in parts if part not in ("..", "/")]
     if list(parts[len(parts) - len(names) :]) != names:
         return False
     path = PurePosixPath(os.path.normpath(place / target))
-    inside = (workdir, "/tmp", "/usr", "/bin", "/sbin", "/lib", "/lib64", sys.prefix, sys.base_prefix)
+    inside = (
+        workdir,
+        "/tmp",
+        "/usr",
+        "/bin",
+        "/sbin",
+        "/lib",
+        "/lib64",
+        sys.prefix,
+        sys.base_prefix,
+    )
     return any(path.is_relative_to(root) for root in inside)
 
 
 def _remove(folder: Path) -> None:
     """Whatever is in it, at any depth."""
-    subprocess.run(["/bin/rm", "-rf", "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    subprocess.run(
+        ["/bin/rm", "-rf", "--", folder],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
 
 
 def _written(file: Path) -> str | None:
-    """The content; None unless it is a plain file, since code that runs with the tests may have made it a link or
-    pipe."""
+    """The content; None unless it is a plain file, since code that runs with the tests may have
+    made it a link or pipe."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -171,10 +212,13 @@ def _written(file: Path) -> str | None:
 
 
 def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
-    """Rewards by name; the score is the one called reward, or else the sum. Raises TestsFailedError."""
+    """Rewards by name; the score is the one called reward, or else the sum. Raises
+    TestsFailedError."""
     try:
         found = json.loads(text) if name == "reward.json" else {"reward": float(text)}
-        rewards = {str(key): finite_number(float(value), "it wrote") for key, value in found.items()}
+        rewards = {
+            str(key): finite_number(float(value), "it wrote") for key, value in found.items()
+        }
         if not rewards:
             raise ValueError("there is no number")
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -186,5 +230,6 @@ def _rewards(text: str, name: str, task: Task, ran: Ran) -> Mapping[str, float]:
 
 def _end(ran: Ran) -> str:
     return (
-        f"it ended with exit status {ran.exit_code}, and printed {bounded(ran.output[-_SHOWN:], _SHOWN).text.strip()!r}"
+        f"it ended with exit status {ran.exit_code}, and printed "
+        f"{bounded(ran.output[-_SHOWN:], _SHOWN).text.strip()!r}"
     )

@@ -1,5 +1,5 @@
-"""Tools of MCP servers, through the official client: a server is a command, started for each episode that calls it, or
-a URL, to which each such episode connects."""
+"""Tools of MCP servers, through the official client: a server is a command, started for each
+episode that calls it, or a URL, to which each such episode connects."""
 
 import asyncio
 import shlex
@@ -11,19 +11,24 @@ from distflow.environments.user_code_process import START_TIMEOUT_S
 from distflow.errors import UserError
 from distflow.import_target import users_code
 
-_EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-"""Executes a command that is killed with the thread that started it, since the client starts it in its own session."""
+_EXEC = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Executes a command that is killed with the thread that started it, since the client starts it in
+its own session."""
 
 
 class McpTool:
-    """A tool of a server; the tools of one server share a connection, which their process keeps while it lives."""
+    """A tool of a server; the tools of one server share a connection, which their process keeps
+    while it lives."""
 
     _connections: dict[str, "tuple[asyncio.Future[Any], asyncio.Task[None]]"] = {}
 
     def __init__(self, server: str, tool: str) -> None:
         import mcp  # noqa: F401  which takes seconds: before the processes of episodes are forked
 
-        self._server, self._tool = server, tool
+        self._server = server
+        self._tool = tool
 
     async def __call__(self, **arguments: Any) -> str:
         """Call the tool. Raises RuntimeError for the tool's errors, and what the client raises."""
@@ -32,7 +37,10 @@ class McpTool:
 
         if self._server not in self._connections:
             connected = asyncio.get_running_loop().create_future()
-            self._connections[self._server] = connected, asyncio.create_task(_hold(self._server, connected))
+            self._connections[self._server] = (
+                connected,
+                asyncio.create_task(_hold(self._server, connected)),
+            )
         connected, holding = self._connections[self._server]
         await asyncio.wait((connected, holding), return_when=asyncio.FIRST_COMPLETED)
         if holding.done():
@@ -70,8 +78,11 @@ def mcp_schemas(server: str) -> list[dict[str, Any]]:
             return tools
 
     what = f"workflow_kwargs.mcp: '{server}' does not name its tools:"
-    with users_code(what, passes=UserError), ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
-        tools = thread.submit(lambda: asyncio.run(asyncio.wait_for(ask(), START_TIMEOUT_S))).result()
+    # the caller may have an event loop
+    with users_code(what, passes=UserError), ThreadPoolExecutor(1) as thread:
+        tools = thread.submit(
+            lambda: asyncio.run(asyncio.wait_for(ask(), START_TIMEOUT_S))
+        ).result()
     functions = [{"name": tool.name, "description": tool.description or ""} for tool in tools]
     for function, tool in zip(functions, tools, strict=True):
         function["parameters"] = {"type": "object", "properties": {}, **tool.input_schema}
@@ -82,7 +93,11 @@ def _client(server: str) -> Any:
     try:
         from mcp import Client, StdioServerParameters
     except ImportError as error:
-        raise UserError(f"the package mcp is not installed here ({error}): pip install 'distflow[mcp]'") from None
+        raise UserError(
+            f"the package mcp is not installed here ({error}): pip install 'distflow[mcp]'"
+        ) from None
     if server.startswith(("http://", "https://")):
         return Client(server)
-    return Client(StdioServerParameters(command=sys.executable, args=["-ISc", _EXEC, *shlex.split(server)]))
+    return Client(
+        StdioServerParameters(command=sys.executable, args=["-ISc", _EXEC, *shlex.split(server)])
+    )

@@ -1,4 +1,5 @@
-"""OpenAI's wire formats (chat completions, completions, responses) and Anthropic's (messages). Pure functions."""
+"""OpenAI's wire formats (chat completions, completions, responses) and Anthropic's (messages). Pure
+functions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,9 @@ def read_chat(body: Json) -> Call:
     messages = named_tools([made for message in body["messages"] for made in _message(message)])
     tools = [_tool(tool, tool.get("function") or {}) for tool in body.get("tools") or ()]
     wanted = body.get("tool_choice") != "none"
-    return Call(messages, tools, parses_tools=wanted, n=_num_choices(body), **read_common(body, most))
+    return Call(
+        messages, tools, parses_tools=wanted, n=_num_choices(body), **read_common(body, most)
+    )
 
 
 def _num_choices(body: Json) -> int:
@@ -50,10 +53,13 @@ def _num_choices(body: Json) -> int:
 
 
 def _message(message: Json) -> list[Json]:
-    role, text = message["role"], text_of(message.get("content"))
+    role = message["role"]
+    text = text_of(message.get("content"))
     if role == "assistant":
         calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
-        return assistant(text, [(id, function["name"], function.get("arguments")) for id, function in calls])
+        return assistant(
+            text, [(id, function["name"], function.get("arguments")) for id, function in calls]
+        )
     if role == "tool":
         return [{"role": role, "content": text, "tool_call_id": str(message["tool_call_id"])}]
     return [_given_message(role, text)]
@@ -61,13 +67,17 @@ def _message(message: Json) -> list[Json]:
 
 def _given_message(role: object, text: str) -> Json:
     if role not in ("system", "developer", "user"):
-        raise RequestError(400, f"a message has the role {role!r:.40}: it must be system, user, assistant or tool")
+        raise RequestError(
+            400, f"a message has the role {role!r:.40}: it must be system, user, assistant or tool"
+        )
     return {"role": "system" if role == "developer" else role, "content": text}
 
 
 def _tool(tool: Json, function: Json) -> Json:
     if tool.get("type") != "function":
-        raise RequestError(400, f"a tool of type '{tool.get('type')}' is not supported: only functions are")
+        raise RequestError(
+            400, f"a tool of type '{tool.get('type')}' is not supported: only functions are"
+        )
     return tool_schema(function["name"], function.get("description"), function.get("parameters"))
 
 
@@ -77,22 +87,39 @@ def write_chat(body: Json, answers: Sequence[Answer], head: Json) -> Json:
 
 
 def _choice(body: Json, answer: Answer, index: int) -> Json:
-    choice = {"index": index, "finish_reason": answer.finish_reason, "logprobs": _chat_log_probs(body, answer)}
+    choice = {
+        "index": index,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _chat_log_probs(body, answer),
+    }
     content = answer.text or (None if answer.calls else "")
     calls = {"tool_calls": _calls(answer)} if answer.calls else {}
-    return {**choice, "message": {"role": "assistant", "content": content, "refusal": None, **calls}}
+    return {
+        **choice,
+        "message": {"role": "assistant", "content": content, "refusal": None, **calls},
+    }
 
 
 def stream_chat(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole, head = write_chat(body, answers, head), {**head, "object": "chat.completion.chunk"}
+    whole = write_chat(body, answers, head)
+    head = {**head, "object": "chat.completion.chunk"}
     for choice in whole["choices"]:
-        message, begun = choice["message"], {"index": choice["index"], "logprobs": None, "finish_reason": None}
+        message = choice["message"]
+        begun = {"index": choice["index"], "logprobs": None, "finish_reason": None}
         yield "", _chunk(head, begun, {"role": "assistant", "content": message["content"] and ""})
         if message["content"]:
-            yield Piece("", message["content"], partial(_said, head, {**begun, "logprobs": choice["logprobs"]}))
-        for number, call in enumerate(message.get("tool_calls", ())):  # clients read one call of a chunk
+            yield Piece(
+                "",
+                message["content"],
+                partial(_said, head, {**begun, "logprobs": choice["logprobs"]}),
+            )
+        # clients read one call of a chunk
+        for number, call in enumerate(message.get("tool_calls", ())):
             yield "", _chunk(head, begun, {"tool_calls": [{"index": number, **call}]})
-        yield "", _chunk(head, {"index": choice["index"], "finish_reason": choice["finish_reason"]}, {})
+        yield (
+            "",
+            _chunk(head, {"index": choice["index"], "finish_reason": choice["finish_reason"]}, {}),
+        )
     yield from _stream_end(body, whole, head)
 
 
@@ -128,7 +155,9 @@ def _chat_log_probs(body: Json, answer: Answer) -> Json | None:
     return {"content": tokens, "refusal": None}
 
 
-def _usage(answers: Sequence[Answer], prompt: str = "prompt_tokens", drawn: str = "completion_tokens") -> Json:
+def _usage(
+    answers: Sequence[Answer], prompt: str = "prompt_tokens", drawn: str = "completion_tokens"
+) -> Json:
     numbers = (answers[0].num_prompt_tokens, sum(len(answer.tokens) for answer in answers))
     return {prompt: numbers[0], drawn: numbers[1], "total_tokens": sum(numbers)}
 
@@ -149,18 +178,31 @@ def write_text(body: Json, answers: Sequence[Answer], head: Json) -> Json:
 
 
 def _text_choice(body: Json, answer: Answer, index: int) -> Json:
-    log_probs, offset, offsets = None, 0, []
+    log_probs = None
+    offset = 0
+    offsets = []
     if body.get("logprobs") is not None:
         for text, _ in answer.tokens:
             offsets.append(offset)
             offset += len(text)
         texts, numbers = ([each[part] for each in answer.tokens] for part in (0, 1))
-        log_probs = {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
-    return {"index": index, "text": answer.text, "logprobs": log_probs, "finish_reason": answer.finish_reason}
+        log_probs = {
+            "tokens": texts,
+            "token_logprobs": numbers,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+    return {
+        "index": index,
+        "text": answer.text,
+        "logprobs": log_probs,
+        "finish_reason": answer.finish_reason,
+    }
 
 
 def stream_text(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole, head = write_text(body, answers, head), {**head, "object": "text_completion"}
+    whole = write_text(body, answers, head)
+    head = {**head, "object": "text_completion"}
     for choice in whole["choices"]:
         begun = {**choice, "finish_reason": None}
         if choice["text"]:
@@ -176,8 +218,12 @@ def _continued(head: Json, choice: Json, text: str) -> Json:
 def read_responses(body: Json) -> Call:
     refuse(body, {**_ONE_TEXT, "n": (1,), "conversation": (), "background": (False,), "prompt": ()})
     if (form := (body.get("text") or {}).get("format")) not in (None, {"type": "text"}):
-        raise RequestError(400, f"'text.format' is not supported ({json.dumps(form):.80}): remove it")
-    messages: list[Json] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+        raise RequestError(
+            400, f"'text.format' is not supported ({json.dumps(form):.80}): remove it"
+        )
+    messages: list[Json] = (
+        [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    )
     said: list[Json] = []  # items of the current turn of the policy
     for item in input_items(body):
         if item.get("role") == "assistant" or item.get("type") in ("function_call", "reasoning"):
@@ -199,8 +245,8 @@ def read_responses(body: Json) -> Call:
 
 
 def continued(body: Json, responses: Mapping[str, list[str]]) -> Json:
-    """A request with the items of the response that it continues. responses: by id, the items up to it as JSON. Raises
-    RequestError if there is none of its id."""
+    """A request with the items of the response that it continues. responses: by id, the items up to
+    it as JSON. Raises RequestError if there is none of its id."""
     if (id := body.get("previous_response_id")) is None:
         return body
     if not isinstance(id, str) or id not in responses:
@@ -215,22 +261,40 @@ def input_items(body: Json) -> list[Json]:
 
 
 def _turn(items: list[Json]) -> list[Json]:
-    text = "".join(text_of(item.get("content")) for item in items if item.get("role") == "assistant")
+    text = "".join(
+        text_of(item.get("content")) for item in items if item.get("role") == "assistant"
+    )
     calls = [item for item in items if item.get("type") == "function_call"]
-    return assistant(text, [(call["call_id"], call["name"], call.get("arguments")) for call in calls])
+    return assistant(
+        text, [(call["call_id"], call["name"], call.get("arguments")) for call in calls]
+    )
 
 
 def write_responses(body: Json, answers: Sequence[Answer], head: Json) -> Json:
     (answer,) = answers
     ends_early = answer.finish_reason == "length"
-    usage = {**_usage(answers, "input_tokens", "output_tokens"), "input_tokens_details": {"cached_tokens": 0}}
+    usage = {
+        **_usage(answers, "input_tokens", "output_tokens"),
+        "input_tokens_details": {"cached_tokens": 0},
+    }
     return {
-        **{"id": head["id"], "object": "response", "created_at": head["created"], "model": head["model"]},
+        **{
+            "id": head["id"],
+            "object": "response",
+            "created_at": head["created"],
+            "model": head["model"],
+        },
         "status": "incomplete" if ends_early else "completed",
         "output": output_items(answers, head),
         "usage": {**usage, "output_tokens_details": {"reasoning_tokens": 0}},
         "incomplete_details": {"reason": "max_output_tokens"} if ends_early else None,
-        **{"error": None, "instructions": body.get("instructions"), "metadata": {}, "temperature": None, "top_p": None},
+        **{
+            "error": None,
+            "instructions": body.get("instructions"),
+            "metadata": {},
+            "temperature": None,
+            "top_p": None,
+        },
         **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": body.get("tools") or []},
     }
 
@@ -241,18 +305,34 @@ def output_items(answers: Sequence[Answer], head: Json) -> list[Json]:
     if answer.text or not answer.calls:
         part = {"type": "output_text", "text": answer.text, "annotations": []}
         status = "incomplete" if answer.finish_reason == "length" else "completed"
-        message = {"type": "message", "id": f"msg_{head['id']}", "role": "assistant", "status": status}
+        message = {
+            "type": "message",
+            "id": f"msg_{head['id']}",
+            "role": "assistant",
+            "status": status,
+        }
         output.append({**message, "content": [part]})
     for call in answer.calls:
         named = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
-        output.append({"type": "function_call", "id": f"fc_{call.id}", "status": "completed", **named})
+        output.append(
+            {"type": "function_call", "id": f"fc_{call.id}", "status": "completed", **named}
+        )
     return output
 
 
 def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Events:
-    whole, events = write_responses(body, answers, head), list[Json | Piece]()
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events += [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+    whole = write_responses(body, answers, head)
+    events = list[Json | Piece]()
+    begun = {
+        **whole,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
+    events += [
+        {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
+    ]
     for index, item in enumerate(whole["output"]):
         place: Json = {"output_index": index, "item_id": item["id"]}
         empty: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
@@ -263,18 +343,30 @@ def stream_responses(body: Json, answers: Sequence[Answer], head: Json) -> Event
             place["content_index"] = 0
             begins = {"part": {**part, "text": ""}}
             events.append({"type": "response.content_part.added", **place, **begins})
-            said = {"type": "response.output_text.delta", **place, "logprobs": [], "sequence_number": 0}
+            said = {
+                "type": "response.output_text.delta",
+                **place,
+                "logprobs": [],
+                "sequence_number": 0,
+            }
             events.append(Piece("response.output_text.delta", part["text"], partial(_delta, said)))
-            events.append({"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []})
+            events.append(
+                {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
+            )
             events.append({"type": "response.content_part.done", **place, "part": part})
         else:
-            kind, text = "response.function_call_arguments", item["arguments"]
+            kind = "response.function_call_arguments"
+            text = item["arguments"]
             events.append({"type": f"{kind}.delta", **place, "delta": text})
-            events.append({"type": f"{kind}.done", **place, "arguments": text, "name": item["name"]})
+            events.append(
+                {"type": f"{kind}.done", **place, "arguments": text, "name": item["name"]}
+            )
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{whole['status']}", "response": whole})
     for event in events:  # the endpoint numbers them
-        yield event if isinstance(event, Piece) else (event["type"], {**event, "sequence_number": 0})
+        yield (
+            event if isinstance(event, Piece) else (event["type"], {**event, "sequence_number": 0})
+        )
 
 
 def _delta(event: Json, text: str) -> Json:
@@ -298,7 +390,10 @@ def read_messages(body: Json) -> Call:
     tools = []
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
-            raise RequestError(400, f"the tool '{tool.get('name')}' has no 'input_schema': only your own tools are run")
+            raise RequestError(
+                400,
+                f"the tool '{tool.get('name')}' has no 'input_schema': only your own tools are run",
+            )
         tools.append(tool_schema(tool["name"], tool.get("description"), tool["input_schema"]))
     wanted = (body.get("tool_choice") or {}).get("type") != "none"
     common = read_common(body, "max_tokens", "stop_sequences")
@@ -306,16 +401,21 @@ def read_messages(body: Json) -> Call:
 
 
 def _read(role: str, content: object) -> list[Json]:
-    blocks: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    blocks: list[Any] = (
+        content if isinstance(content, list) else [{"type": "text", "text": content}]
+    )
     if role == "assistant":
         text = text_of([block for block in blocks if block["type"] not in ("tool_use", *_THOUGHTS)])
         calls = [block for block in blocks if block["type"] == "tool_use"]
         return assistant(text, [(call["id"], call["name"], call["input"]) for call in calls])
     if role != "user":
-        raise RequestError(400, f"a message has the role {role!r:.40}: it must be user or assistant")
+        raise RequestError(
+            400, f"a message has the role {role!r:.40}: it must be user or assistant"
+        )
     results = [block for block in blocks if block["type"] == "tool_result"]
     found: list[Json] = [
-        {"role": "tool", "content": _result(block), "tool_call_id": str(block["tool_use_id"])} for block in results
+        {"role": "tool", "content": _result(block), "tool_call_id": str(block["tool_use_id"])}
+        for block in results
     ]
     if texts := [block for block in blocks if block["type"] != "tool_result"]:
         found.append({"role": "user", "content": text_of(texts)})
@@ -331,10 +431,19 @@ def write_messages(body: Json, answers: Sequence[Answer], head: Json) -> Json:
     (answer,) = answers
     content: list[Json] = [{"type": "text", "text": answer.text}] if answer.text else []
     for call in answer.calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
-    reason = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}[answer.finish_reason]
+        content.append(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        )
+    reason = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}[
+        answer.finish_reason
+    ]
     return {
-        **{"id": f"msg_{head['id']}", "type": "message", "role": "assistant", "model": head["model"]},
+        **{
+            "id": f"msg_{head['id']}",
+            "type": "message",
+            "role": "assistant",
+            "model": head["model"],
+        },
         "content": content,
         "stop_reason": "stop_sequence" if answer.stopped_by is not None else reason,
         "stop_sequence": answer.stopped_by,
@@ -349,12 +458,22 @@ def stream_messages(body: Json, answers: Sequence[Answer], head: Json) -> Events
     for index, block in enumerate(whole["content"]):
         is_text = block["type"] == "text"
         empty = {**block, "text": ""} if is_text else {**block, "input": {}}
-        yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": empty}
+        yield (
+            "content_block_start",
+            {"type": "content_block_start", "index": index, "content_block": empty},
+        )
         if is_text:
-            yield Piece("content_block_delta", block["text"], partial(_block_delta, index, "text_delta", "text"))
+            yield Piece(
+                "content_block_delta",
+                block["text"],
+                partial(_block_delta, index, "text_delta", "text"),
+            )
         else:
             arguments = json.dumps(block["input"])
-            yield "content_block_delta", _block_delta(index, "input_json_delta", "partial_json", arguments)
+            yield (
+                "content_block_delta",
+                _block_delta(index, "input_json_delta", "partial_json", arguments),
+            )
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
     ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     yield "message_delta", {"type": "message_delta", "delta": ended, "usage": whole["usage"]}

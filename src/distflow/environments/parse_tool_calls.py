@@ -1,7 +1,7 @@
 """Finds the tool calls in a model's reply, in the format of its chat template: a table of five.
 
-An unreadable call is also returned, with the reason, so that the model can be informed. Text written while thinking (up
-to `</think>`) contains no calls.
+An unreadable call is also returned, with the reason, so that the model can be informed. Text
+written while thinking (up to `</think>`) contains no calls.
 """
 
 import ast
@@ -19,8 +19,8 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. name: "" if unreadable. problem: why it cannot be run, "" if it can. typed: False
-    if the arguments are text whose types the format does not give."""
+    """A call as the model wrote it. name: "" if unreadable. problem: why it cannot be run, "" if it
+    can. typed: False if the arguments are text whose types the format does not give."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -29,8 +29,8 @@ class ToolCall:
 
 
 def find_tool_calls(text: str, format: str, in_thought: bool = False) -> list[ToolCall]:
-    """All calls in a reply, in order. text: with special tokens, but without the one that ends the turn. in_thought:
-    whether the prompt has opened the thinking."""
+    """All calls in a reply, in order. text: with special tokens, but without the one that ends the
+    turn. in_thought: whether the prompt has opened the thinking."""
     return list(FORMATS[format](text[_thought_end(text, format, in_thought) :].strip()))
 
 
@@ -55,7 +55,9 @@ def _thought_end(text: str, format: str, in_thought: bool) -> int:
 def check_format(format: str | None) -> None:
     """Raises UserError."""
     if format is not None and format not in FORMATS:
-        raise UserError(f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}")
+        raise UserError(
+            f"workflow_kwargs.format={format}: no such format of tool calls{hint(format, FORMATS)}"
+        )
 
 
 def format_of(template: str) -> str:
@@ -64,7 +66,8 @@ def format_of(template: str) -> str:
         if mark in template:
             return name
     raise UserError(
-        "the chat template shows no format of tool calls that is known: set workflow_kwargs.format to the one that "
+        "the chat template shows no format of tool calls that is known: set workflow_kwargs.format "
+        "to the one that "
         f"the model writes ({', '.join(FORMATS)})"
     )
 
@@ -83,7 +86,11 @@ def marks_of_calls(format: str) -> tuple[str, ...]:
     return _BEGINS.get(format, ())
 
 
-_BEGINS = {"hermes": ("<tool_call>",), "mistral": ("[TOOL_CALLS]",), "xml": ("<tool_call>", "<function=")}
+_BEGINS = {
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "xml": ("<tool_call>", "<function="),
+}
 _MARKS = (
     ("mistral", "[TOOL_CALLS]"),
     ("xml", "<function="),
@@ -98,7 +105,8 @@ _MARKS = (
 
 def _hermes(text: str) -> Iterator[ToolCall]:
     """`<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`: Qwen 2.5 and 3, Hermes."""
-    begin, end = "<tool_call>", "</tool_call>"
+    begin = "<tool_call>"
+    end = "</tool_call>"
     while begin in text:
         text = text.partition(begin)[2].strip()
         value, rest, problem = _first_json(text)  # the JSON may contain the end mark in a string
@@ -108,7 +116,12 @@ def _hermes(text: str) -> Iterator[ToolCall]:
             continue
         body, closed, text = text.partition(end)
         wrong = problem or f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
-        yield ToolCall("", problem=wrong if closed and body.strip() else f"a tool call is cut off: it has no {end}")
+        yield ToolCall(
+            "",
+            problem=wrong
+            if closed and body.strip()
+            else f"a tool call is cut off: it has no {end}",
+        )
 
 
 def _xml(text: str) -> Iterator[ToolCall]:
@@ -129,7 +142,8 @@ _VALUE_TAG = re.compile(
     r"<parameter=|</parameter>(?=(?P<ends>\s*(?:<parameter=|</function>"
     r"(?P<closes>\s*(?:</tool_call>\s*)?(?:<tool_call>|<function=|\Z))?))?)"
 )
-"""ends: whether a parameter or the end of the call follows. closes: whether the reply ends there, or a call begins."""
+"""ends: whether a parameter or the end of the call follows. closes: whether the reply ends there,
+or a call begins."""
 
 
 def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
@@ -152,8 +166,9 @@ def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
 
 
 def _xml_value_end(text: str, begin: int) -> int:
-    """Where a value ends: at an end mark behind which there is a parameter, or the end of the call and no further text;
-    not at that of a parameter in the value. Else at the first behind which there is an end; -1 if there is none."""
+    """Where a value ends: at an end mark behind which there is a parameter, or the end of the call
+    and no further text; not at that of a parameter in the value. Else at the first behind which
+    there is an end; -1 if there is none."""
     depth = 0
     first = -1
     for tag in _VALUE_TAG.finditer(text, begin):
@@ -162,14 +177,19 @@ def _xml_value_end(text: str, begin: int) -> int:
             continue
         ends = tag["ends"] is not None
         first = tag.start() if ends and first < 0 else first
-        if depth == 0 and ends and (tag["closes"] is not None or tag["ends"].endswith("<parameter=")):
+        if (
+            depth == 0
+            and ends
+            and (tag["closes"] is not None or tag["ends"].endswith("<parameter="))
+        ):
             return tag.start()
         depth = max(depth - 1, 0)
     return -1 if _FUNCTION in text[begin : max(first, begin)] else first  # of another call
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
-    """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`: Llama 3."""
+    """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`: Llama
+    3."""
     marked = "<|python_tag|>" in text and not text.startswith("{")  # else it is in an argument
     text = text.partition("<|python_tag|>")[2].strip() if marked else text
     if marked or (text.startswith("{") and '"name"' in text):
@@ -180,7 +200,8 @@ def _llama3(text: str) -> Iterator[ToolCall]:
 
 
 def _mistral(text: str) -> Iterator[ToolCall]:
-    """`[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}` (since v11)."""
+    """`[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}`
+    (since v11)."""
     mark = "[TOOL_CALLS]"
     while mark in text:
         text = text.partition(mark)[2].strip()
@@ -190,20 +211,26 @@ def _mistral(text: str) -> Iterator[ToolCall]:
             part = text.partition(mark)[0]
             yield from _calls(part.strip())
             continue
-        value, rest, problem = _first_json(body.strip())  # the JSON may contain the mark in a string
+        # the JSON may contain the mark in a string
+        value, rest, problem = _first_json(body.strip())
         text = body if problem else rest
         after = text.partition(mark)[0].strip()
         if not is_json:
-            yield _call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}, problem)
+            yield _call(
+                {"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}, problem
+            )
         elif problem or after:
-            yield ToolCall("", problem=problem or f"{after[:_SHOWN]!r} follows the JSON of a tool call")
+            yield ToolCall(
+                "", problem=problem or f"{after[:_SHOWN]!r} follows the JSON of a tool call"
+            )
         else:
             for each in value if isinstance(value, list) else [value]:
                 yield _call(each)
 
 
 def _pythonic(text: str) -> Iterator[ToolCall]:
-    """The whole reply is a list of calls, `[add(a=1), add(a=2)]`, with literals as arguments: Llama 4, OLMo."""
+    """The whole reply is a list of calls, `[add(a=1), add(a=2)]`, with literals as arguments: Llama
+    4, OLMo."""
     text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", text):
         return
@@ -228,7 +255,9 @@ def _pythonic(text: str) -> Iterator[ToolCall]:
             yield ToolCall(name, problem="an argument is not a plain value")
             continue
         has_names = len(found) == len(node.keywords) and not node.args
-        yield ToolCall(name, found, "" if has_names else "every argument needs its name, as in f(a=1)")
+        yield ToolCall(
+            name, found, "" if has_names else "every argument needs its name, as in f(a=1)"
+        )
 
 
 FORMATS: Mapping[str, Callable[[str], Iterator[ToolCall]]] = {
@@ -277,4 +306,5 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models break lines within strings
+# models break lines within strings
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)

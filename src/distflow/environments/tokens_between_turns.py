@@ -1,5 +1,5 @@
-"""The tokens between two turns, which the chat template writes after a reply: found by rendering the template with a
-stand-in for the reply. Drawn tokens are never decoded and re-encoded."""
+"""The tokens between two turns, which the chat template writes after a reply: found by rendering
+the template with a stand-in for the reply. Drawn tokens are never decoded and re-encoded."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +18,8 @@ from distflow.errors import UserError
 Message = Mapping[str, Any]
 _ASKED: Message = {"role": "user", "content": "stand-in question"}
 _MORE: Message = {"role": "user", "content": "another stand-in question"}
-_STAND_IN, _THINKING = "stand-in reply", "stand-in thinking"
+_STAND_IN = "stand-in reply"
+_THINKING = "stand-in thinking"
 
 
 class TemplateError(UserError):
@@ -26,14 +27,18 @@ class TemplateError(UserError):
 
 
 class TurnTokens:
-    """Encodes the input of a chat with a tokenizer and its template. stop_ids: tokens that end a reply. kwargs: further
-    arguments of the template."""
+    """Encodes the input of a chat with a tokenizer and its template. stop_ids: tokens that end a
+    reply. kwargs: further arguments of the template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], kwargs: Mapping[str, object]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Collection[int],
+        kwargs: Mapping[str, object],
     ) -> None:
         self._tokenizer: Any = tokenizer
-        self._stop_ids, self._kwargs = frozenset(stop_ids), kwargs
+        self._stop_ids = frozenset(stop_ids)
+        self._kwargs = kwargs
         self._between: dict[str, tuple[tuple[int, ...], int]] = {}
 
     @property
@@ -59,7 +64,9 @@ class TurnTokens:
 
     def _images(self) -> ImageEncoder:
         if (encoder := encoder_of(self._tokenizer)) is None:
-            raise TemplateError("the model reads text alone, and was shown an image: take one that reads images")
+            raise TemplateError(
+                "the model reads text alone, and was shown an image: take one that reads images"
+            )
         return encoder
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -75,39 +82,54 @@ class TurnTokens:
         self._check_template()
         template = str(self._tokenizer.get_chat_template(None, list(tools)))
         if "tools" not in template:
-            raise TemplateError(f"{template_of(self._tokenizer)} does not use tools: use a model whose template does")
+            raise TemplateError(
+                f"{template_of(self._tokenizer)} does not use tools: use a model whose template "
+                "does"
+            )
         return template
 
     def control_word(self, messages: Sequence[Message], is_drawn: Callable[[str], bool]) -> str:
-        """Why these messages would be templated twice; empty if they would not. is_drawn: whether the policy has
-        written that word itself, which may then come back in any message."""
+        """Why these messages would be templated twice; empty if they would not. is_drawn: whether
+        the policy has written that word itself, which may then come back in any message."""
         words = control_words(self._tokenizer) if self._tokenizer.chat_template else None
         if words is None:
             return ""
         for message in messages:
-            word = find_control_word(message.get("content"), words) if message.get("role") != "assistant" else ""
+            word = (
+                find_control_word(message.get("content"), words)
+                if message.get("role") != "assistant"
+                else ""
+            )
             if word and not is_drawn(word):
-                return f"a message of the {message.get('role')} {described(word, template_of(self._tokenizer))}"
+                return (
+                    f"a message of the {message.get('role')} "
+                    f"{described(word, template_of(self._tokenizer))}"
+                )
         return ""
 
     def of_text(self, text: str, *, begins: bool) -> tuple[int, ...]:
-        """Plain text; at the beginning with the tokenizer's own special tokens, later without the space that some
-        tokenizers put in front of a text."""
+        """Plain text; at the beginning with the tokenizer's own special tokens, later without the
+        space that some tokenizers put in front of a text."""
         if begins:
             return self._ids(text, special=True)
         for before in ("\n", "x"):
-            start, whole = self._ids(before), self._ids(before + text)
+            start = self._ids(before)
+            whole = self._ids(before + text)
             if whole[: len(start)] == start:
                 return whole[len(start) :]
         return self._ids(text)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> tuple[int, ...]:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> tuple[int, ...]:
         """The tokens of the first prompt. Raises TemplateError."""
         return self._ids(self._render(messages, tools))
 
-    def between(self, messages: Sequence[Message], last_drawn: int, tools: Sequence[Message] = ()) -> tuple[int, ...]:
-        """The tokens from the end of a reply to the prompt of the next: the end of the turn unless it was drawn, the
-        new messages, the generation prompt. Raises TemplateError."""
+    def between(
+        self, messages: Sequence[Message], last_drawn: int, tools: Sequence[Message] = ()
+    ) -> tuple[int, ...]:
+        """The tokens from the end of a reply to the prompt of the next: the end of the turn unless
+        it was drawn, the new messages, the generation prompt. Raises TemplateError."""
         key = json.dumps([messages, tools], default=str)
         if key not in self._between:
             stand_in = _STAND_IN
@@ -120,9 +142,14 @@ class TurnTokens:
         return ids[num_closing or ids[:1] == (last_drawn,) :]
 
     def _rendered_between(
-        self, messages: Sequence[Message], tools: Sequence[Message], stand_in: str, asked: Sequence[Message] = (_ASKED,)
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        stand_in: str,
+        asked: Sequence[Message] = (_ASKED,),
     ) -> tuple[tuple[int, ...], int]:
-        """The ids after a reply, and how many of them belong to the end of its turn, up to its first stop token."""
+        """The ids after a reply, and how many of them belong to the end of its turn, up to its
+        first stop token."""
         begun = [*asked, {"role": "assistant", "content": stand_in}]
         ids = self._after_reply(self._render([*begun, *messages], tools), stand_in)
         closed = self._after_reply(self._render(begun, tools, prompts=False), stand_in)
@@ -137,27 +164,39 @@ class TurnTokens:
         before, found, after = text.partition(stand_in)
         if not found or stand_in in after:
             raise TemplateError(
-                f"{template_of(self._tokenizer)} does not write each reply exactly once and unchanged, so "
-                "the tokens after a reply cannot be determined: use another template, or data.prompt_format=text"
+                f"{template_of(self._tokenizer)} does not write each reply exactly once and "
+                "unchanged, so "
+                "the tokens after a reply cannot be determined: use another template, or "
+                "data.prompt_format=text"
             )
-        start, whole = self._ids(before + found), self._ids(text)
+        start = self._ids(before + found)
+        whole = self._ids(text)
         if whole[: len(start)] != start:
             raise TemplateError(
-                f"{template_of(self._tokenizer)} continues after a reply with {after[:20]!r}, which the tokenizer "
-                "joins with the reply, so its tokens depend on the sampled text: use a template that ends a turn "
+                f"{template_of(self._tokenizer)} continues after a reply with {after[:20]!r}, "
+                "which the tokenizer "
+                "joins with the reply, so its tokens depend on the sampled text: use a template "
+                "that ends a turn "
                 "with a special token, or data.prompt_format=text"
             )
         return whole[len(start) :]
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompts: bool = True) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompts: bool = True
+    ) -> str:
         self._check_template()
         try:
-            rows = Rows([dict(message) for message in messages], [dict(tool) for tool in tools], self._kwargs)
+            rows = Rows(
+                [dict(message) for message in messages],
+                [dict(tool) for tool in tools],
+                self._kwargs,
+            )
             return ChatTemplate(self._tokenizer).render(rows, prompts=prompts)
         except (jinja2.TemplateError, RowError, TypeError, KeyError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateError(
-                f"{template_of(self._tokenizer)} refuses messages of {roles}: {type(error).__name__}: {error}"
+                f"{template_of(self._tokenizer)} refuses messages of {roles}: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _check_template(self) -> None:
@@ -168,12 +207,15 @@ class TurnTokens:
             )
 
     def _ids(self, text: str, special: bool = False) -> tuple[int, ...]:
-        without = {"return_attention_mask": False, "return_token_type_ids": False}  # which take as long as the ids
-        return tuple(self._tokenizer(text, add_special_tokens=special, verbose=False, **without)["input_ids"])
+        # which take as long as the ids
+        without = {"return_attention_mask": False, "return_token_type_ids": False}
+        return tuple(
+            self._tokenizer(text, add_special_tokens=special, verbose=False, **without)["input_ids"]
+        )
 
     def describe(self) -> list[str]:
-        """What the template does between turns, in sentences; it runs as in `render_all`. Raises UserError if it cannot
-        be used."""
+        """What the template does between turns, in sentences; it runs as in `render_all`. Raises
+        UserError if it cannot be used."""
 
         def said_or_error(_: None) -> Any:
             try:
@@ -190,19 +232,34 @@ class TurnTokens:
         ids, num_closing = self._rendered_between([_MORE], (), _STAND_IN)
         said = ["each turn follows the tokens of the one before"]
         if num_closing:
-            said.append(f"a reply that was cut off is closed with {self._tokenizer.decode(ids[:num_closing])!r}")
+            said.append(
+                "a reply that was cut off is closed with "
+                f"{self._tokenizer.decode(ids[:num_closing])!r}"
+            )
         else:
             said.append(
-                "no end token is known to end a reply, so the template's text after a reply is always added, except "
+                "no end token is known to end a reply, so the template's text after a reply is "
+                "always added, except "
                 "for an end token at its start that was sampled"
             )
         thought = f"<think>\n{_THINKING}\n</think>\n\n{_STAND_IN}"
-        for reply, what in ((_STAND_IN, "earlier turns"), (thought, "the thinking of earlier turns")):
+        for reply, what in (
+            (_STAND_IN, "earlier turns"),
+            (thought, "the thinking of earlier turns"),
+        ):
             begun = self._render([_ASKED]) + reply
-            if not self._render([_ASKED, {"role": "assistant", "content": reply}, _MORE]).startswith(begun):
-                said.append(f"it would write {what} anew in later prompts; an episode keeps what was sampled")
+            if not self._render(
+                [_ASKED, {"role": "assistant", "content": reply}, _MORE]
+            ).startswith(begun):
+                said.append(
+                    f"it would write {what} anew in later prompts; an episode keeps what was "
+                    "sampled"
+                )
                 break
         earlier = [_ASKED, {"role": "assistant", "content": "earlier reply"}, _MORE]
         if self._rendered_between([_MORE], (), _STAND_IN, earlier)[0] != ids:
-            said.append("it writes a turn differently by its place; an episode writes every turn as its second one")
+            said.append(
+                "it writes a turn differently by its place; an episode writes every turn as its "
+                "second one"
+            )
         return said

@@ -1,9 +1,9 @@
-"""The workflow `tools`: the model calls tools until it gives an answer. Tools have schemas for the model, and each call
-becomes a text.
+"""The workflow `tools`: the model calls tools until it gives an answer. Tools have schemas for the
+model, and each call becomes a text.
 
-A tool is a plain or async function, or a class whose instances are called; the signature and the docstring are its
-schema. Calls run in a separate process per episode (`user_code_process.py`), so module state lasts for the episode; the
-model's Python code runs in the sandbox.
+A tool is a plain or async function, or a class whose instances are called; the signature and the
+docstring are its schema. Calls run in a separate process per episode (`user_code_process.py`), so
+module state lasts for the episode; the model's Python code runs in the sandbox.
 """
 
 import asyncio
@@ -17,14 +17,23 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
 
 from distflow.data.sample import note_event
 from distflow.environments import builtin_tools, mcp_tools, tools_in_user_code_process
 from distflow.environments.builtin_tools import BUILTIN_TOOLS, PYTHON_SESSION
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.mcp_tools import mcp_schemas
-from distflow.environments.parse_tool_calls import ToolCall, check_format, find_tool_calls, format_of
+from distflow.environments.parse_tool_calls import (
+    ToolCall,
+    check_format,
+    find_tool_calls,
+    format_of,
+)
 from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded
 from distflow.environments.user_code_process import (
     CallFailed,
@@ -41,16 +50,16 @@ from distflow.sandbox.interface import DEFAULT_LIMITS, Broken, Raised
 from distflow.sandbox.local_sandbox import Sandbox, Session
 
 Entry = str | Mapping[str, Any]
-"""A tool: a built-in name or a target ("file.py:function"), or {name, options} with keyword arguments that the model
-does not see."""
+"""A tool: a built-in name or a target ("file.py:function"), or {name, options} with keyword
+arguments that the model does not see."""
 PYTHON = "python"
 _SESSION_CPU_S = 600.0
 _SHOWN = 500
 
 
 class ToolWorkflow(MadeByOptions):
-    """Asks, runs the calls in the reply and returns their results to the model, until a reply has no calls. The run's
-    reward functions score the last reply."""
+    """Asks, runs the calls in the reply and returns their results to the model, until a reply has
+    no calls. The run's reward functions score the last reply."""
 
     def __init__(
         self,
@@ -62,17 +71,21 @@ class ToolWorkflow(MadeByOptions):
         max_characters: int = 4000,
         format: str | None = None,
     ) -> None:
-        """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for the chat template's.
-        mcp: commands and URLs of MCP servers, whose tools are added. Raises UserError."""
+        """timeout_s: of each call. max_characters: of each answer. format: of the calls; None for
+        the chat template's. mcp: commands and URLs of MCP servers, whose tools are added. Raises
+        UserError."""
         self._options = options_of(locals())
         if not all(isinstance(names, list | tuple) for names in (tools, mcp)) or not (*tools, *mcp):
-            raise UserError("workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]")
+            raise UserError(
+                "workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]"
+            )
         if wrong := [server for server in mcp if not isinstance(server, str) or not server.strip()]:
             raise UserError(f"workflow_kwargs.mcp: {wrong[0]!r} is neither a command nor a URL")
         check_format(format)
         self._tools = Tools(tools, timeout_s, max_characters, mcp)
         weakref.finalize(self, self._tools.close)
-        self._max_turns, self._format = max_turns, format
+        self._max_turns = max_turns
+        self._format = format
 
     async def __call__(self, chat: Chat, row: Row, reward_fn: RewardFn) -> Rewarded:
         template = chat.tokens.tool_template(self._tools.schemas)
@@ -80,10 +93,18 @@ class ToolWorkflow(MadeByOptions):
         with EpisodeTools(self._tools, (row.prompt, row.ground_truth)) as episode:
             try:
                 reply = await chat.ask(row.prompt, tools=self._tools.schemas)
-                await answer_calls(chat, reply, format, self._max_turns, episode.run, self._tools.parameters)
+                await answer_calls(
+                    chat, reply, format, self._max_turns, episode.run, self._tools.parameters
+                )
             finally:
-                for kind, counts in (("calls", episode.calls), ("errors", episode.errors), ("ms", episode.ms)):
-                    chat.counts.update({f"tool/{name}/{kind}": number for name, number in counts.items()})
+                for kind, counts in (
+                    ("calls", episode.calls),
+                    ("errors", episode.errors),
+                    ("ms", episode.ms),
+                ):
+                    chat.counts.update(
+                        {f"tool/{name}/{kind}": number for name, number in counts.items()}
+                    )
         return await reward_fn(None)
 
 
@@ -95,8 +116,11 @@ async def answer_calls(
     run: Callable[[ToolCall], Awaitable[str]],
     names: Collection[str],
 ) -> None:
-    """Run the calls in each reply and return their results to the model, until a reply has none. names: of tools."""
-    while calls := find_tool_calls(chat.tokens.written(reply.token_ids), format, chat.opened_thought(reply)):
+    """Run the calls in each reply and return their results to the model, until a reply has none.
+    names: of tools."""
+    while calls := find_tool_calls(
+        chat.tokens.written(reply.token_ids), format, chat.opened_thought(reply)
+    ):
         if reply.finish_reason != "stop":  # the reply is truncated
             break
         if chat.turns >= max_turns:
@@ -106,7 +130,8 @@ async def answer_calls(
         for call in calls:
             with chat.clock_stopped(f"tool {call.name if call.name in names else 'unknown'}"):
                 texts.append(await run(call))
-        ids = [f"{number:09d}" for number in range(len(calls))]  # Mistral's templates require this form
+        # Mistral's templates require this form
+        ids = [f"{number:09d}" for number in range(len(calls))]
         answers = [
             {"role": "tool", "name": call.name, "tool_call_id": id, "content": text}
             for call, id, text in zip(calls, ids, texts, strict=True)
@@ -118,7 +143,11 @@ class Tools:
     """The tools of a run, in the run's process. schemas: in the form of chat templates."""
 
     def __init__(
-        self, entries: Sequence[Entry], timeout_s: float, max_characters: int, mcp: Sequence[str] = ()
+        self,
+        entries: Sequence[Entry],
+        timeout_s: float,
+        max_characters: int,
+        mcp: Sequence[str] = (),
     ) -> None:
         """mcp: commands and URLs of servers. Raises UserError for a tool that cannot be used."""
         targets = [_read(entry) for entry in entries]
@@ -126,17 +155,30 @@ class Tools:
         for server in mcp:
             self.schemas += (schemas := mcp_schemas(server))
             names = (schema["function"]["name"] for schema in schemas)
-            targets += [(f"{mcp_tools.__name__}:McpTool", {"server": server, "tool": name}) for name in names]
+            targets += [
+                (f"{mcp_tools.__name__}:McpTool", {"server": server, "tool": name})
+                for name in names
+            ]
         functions = [schema["function"] for schema in self.schemas]
-        self.parameters = {function["name"]: function["parameters"]["properties"] for function in functions}
+        self.parameters = {
+            function["name"]: function["parameters"]["properties"] for function in functions
+        }
         if len(self.parameters) < len(targets):
-            raise UserError(f"two tools have the same name: {', '.join(function['name'] for function in functions)}")
+            raise UserError(
+                "two tools have the same name: "
+                f"{', '.join(function['name'] for function in functions)}"
+            )
         named = dict(zip(self.parameters, targets, strict=True))
-        self.server = ProcessServer(f"{tools_in_user_code_process.__name__}:Toolbox", {"targets": named})
-        self.timeout_s, self.max_characters = timeout_s, max_characters
+        self.server = ProcessServer(
+            f"{tools_in_user_code_process.__name__}:Toolbox", {"targets": named}
+        )
+        self.timeout_s = timeout_s
+        self.max_characters = max_characters
         self.sandbox = None
         if PYTHON in self.parameters:
-            limits = DEFAULT_LIMITS._replace(wall_s=timeout_s, cpu_s=_SESSION_CPU_S, output_bytes=4 * max_characters)
+            limits = DEFAULT_LIMITS._replace(
+                wall_s=timeout_s, cpu_s=_SESSION_CPU_S, output_bytes=4 * max_characters
+            )
             self.sandbox = Sandbox(limits)
 
     def close(self) -> None:
@@ -146,16 +188,20 @@ class Tools:
 
 
 class EpisodeTools:
-    """A context manager; leaving it ends everything that calls have started. calls, errors: numbers by tool. ms: their
-    time."""
+    """A context manager; leaving it ends everything that calls have started. calls, errors: numbers
+    by tool. ms: their time."""
 
     def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
         """identity: seeds what the tools draw."""
-        self._tools, self._identity = tools, identity
+        self._tools = tools
+        self._identity = identity
         self._process: UserProcess | None = None
         self._session: Session | None = None
-        self._session_used, self._has_ended = threading.Lock(), False
-        self.calls, self.errors, self.ms = Counter[str](), Counter[str](), Counter[str]()
+        self._session_used = threading.Lock()
+        self._has_ended = False
+        self.calls = Counter[str]()
+        self.errors = Counter[str]()
+        self.ms = Counter[str]()
 
     def __enter__(self) -> "EpisodeTools":
         return self
@@ -180,14 +226,21 @@ class EpisodeTools:
     async def _answer(self, call: ToolCall) -> ToolAnswer:
         if problem := call.problem or self._misfit(call):
             return ToolAnswer(f"error: {bounded(problem, _SHOWN).text}", True)
-        arguments, declared = dict(call.arguments), self._tools.parameters[call.name]
+        arguments = dict(call.arguments)
+        declared = self._tools.parameters[call.name]
         if not call.typed:
-            arguments = {name: typed_argument(str(text), declared[name]) for name, text in arguments.items()}
+            arguments = {
+                name: typed_argument(str(text), declared[name]) for name, text in arguments.items()
+            }
         try:
-            return await (self._run_python if call.name == PYTHON else self._call)(call.name, arguments)
+            return await (self._run_python if call.name == PYTHON else self._call)(
+                call.name, arguments
+            )
         except ProcessEnded as error:
             self._process = None
-            return ToolAnswer(f"error: {call.name} ended its process: {bounded(str(error), _SHOWN).text}", True)
+            return ToolAnswer(
+                f"error: {call.name} ended its process: {bounded(str(error), _SHOWN).text}", True
+            )
         except CallFailed as error:
             return ToolAnswer(f"error: {call.name} raised {bounded(str(error), _SHOWN).text}", True)
         except RecursionError:
@@ -199,13 +252,23 @@ class EpisodeTools:
         if known is None:
             return f"there is no tool {call.name!r}{hint(call.name, self._tools.parameters)}"
         unknown = [name for name in call.arguments if name not in known]
-        return f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], known)}" if unknown else ""
+        return (
+            f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], known)}"
+            if unknown
+            else ""
+        )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         if self._process is None:
             self._process = await self._tools.server.fork(*self._identity, sum(self.calls.values()))
-        asked: dict[str, Any] = {"name": name, "arguments": arguments, "max_characters": self._tools.max_characters}
-        text, failed = cast(tuple[str, bool], await self._process.call("call", self._tools.timeout_s, **asked))
+        asked: dict[str, Any] = {
+            "name": name,
+            "arguments": arguments,
+            "max_characters": self._tools.max_characters,
+        }
+        text, failed = cast(
+            tuple[str, bool], await self._process.call("call", self._tools.timeout_s, **asked)
+        )
         return ToolAnswer(text, failed)
 
     async def _run_python(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
@@ -222,7 +285,9 @@ class EpisodeTools:
                 self._session = None
             late = f"no answer within {self._tools.timeout_s:g} s"
             reason = late if error.cause == "time" else error.reason
-            return ToolAnswer(f"error: {name} ended its process: {reason}; names defined before are lost", True)
+            return ToolAnswer(
+                f"error: {name} ended its process: {reason}; names defined before are lost", True
+            )
         text, cut = bounded(str(printed), self._tools.max_characters)
         return ToolAnswer(text, bool(failed) or cut)
 
@@ -239,7 +304,8 @@ class EpisodeTools:
                 self._close_session()
 
     def _close_session(self) -> None:
-        """Close the session of an ended episode, unless a thread still uses it: that thread calls this later."""
+        """Close the session of an ended episode, unless a thread still uses it: that thread calls
+        this later."""
         if self._session_used.acquire(blocking=False):
             if self._session is not None:
                 self._session.close()
@@ -249,17 +315,24 @@ class EpisodeTools:
 def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
     """Target and options of an entry. Raises UserError."""
     whole = {"name": entry} if isinstance(entry, str) else entry
-    if not isinstance(whole, Mapping) or not isinstance(whole.get("name"), str) or set(whole) - {"name", "options"}:
+    if (
+        not isinstance(whole, Mapping)
+        or not isinstance(whole.get("name"), str)
+        or set(whole) - {"name", "options"}
+    ):
         raise UserError(
-            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: search, options: {{file: "
+            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: "
+            f"search, options: {{file: "
             "texts.txt}}"
         )
-    name, options = str(whole["name"]), dict(cast(Mapping[str, Any], whole.get("options", {})))
+    name = str(whole["name"])
+    options = dict(cast(Mapping[str, Any], whole.get("options", {})))
     if name in BUILTIN_TOOLS:
         return f"{builtin_tools.__name__}:{BUILTIN_TOOLS[name]}", options
     if ":" not in name:  # code that the config names (`code_of_workflow`)
         raise UserError(
-            f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is \"file.py:function\""
+            f"there is no built-in tool '{name}'{hint(name, BUILTIN_TOOLS)}; one of your own is "
+            '"file.py:function"'
         )
     return name, options
 
@@ -276,7 +349,8 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(found.__call__ if is_class else found)
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UserError(
-            f"the tool '{target}' cannot be described to the model or does not take its options: {error}. Give every "
+            f"the tool '{target}' cannot be described to the model or does not take its options: "
+            f"{error}. Give every "
             "parameter a type, and a line in the docstring under 'Args:', as 'name: what it is'"
         ) from None
     parameters = schema["function"]["parameters"]
@@ -288,8 +362,8 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def typed_argument(text: str, declared: Mapping[str, Any]) -> Any:
-    """An untyped argument, converted as its schema declares: strings are unchanged, others parsed as JSON if
-    possible."""
+    """An untyped argument, converted as its schema declares: strings are unchanged, others parsed
+    as JSON if possible."""
     with suppress(ValueError, RecursionError):
         return text if declared.get("type") == "string" else cast(Any, json.loads(text))
     return text

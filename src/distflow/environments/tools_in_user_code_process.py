@@ -12,8 +12,10 @@ from distflow.errors import UserError
 from distflow.import_target import load, users_code
 
 _CONTROL = re.compile(
-    "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?"  # escape sequences of terminals
-    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"  # control characters except tabs and line ends; unpaired surrogates
+    # escape sequences of terminals
+    "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|.)?"
+    # control characters except tabs and line ends; unpaired surrogates
+    "|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
 )
 
 
@@ -28,12 +30,15 @@ class Toolbox:
     """The tools, created in the server process and called in those of episodes."""
 
     def __init__(self, targets: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
-        """targets: target and options of each, by name. Raises UserError for a tool that cannot be created."""
+        """targets: target and options of each, by name. Raises UserError for a tool that cannot be
+        created."""
         self._functions: dict[str, Callable[..., object]] = {}
         for name, (target, options) in targets.items():
             found = cast(Callable[..., Any], load(target))
             with users_code(f"the tool '{name}' cannot be made:", passes=UserError):
-                self._functions[name] = found(**options) if isinstance(found, type) else partial(found, **options)
+                self._functions[name] = (
+                    found(**options) if isinstance(found, type) else partial(found, **options)
+                )
 
     def call(self, name: str, arguments: dict[str, Any], max_characters: int) -> list[Any]:
         """Call a tool; returns the fields of a `ToolAnswer`. Raises what the tool raises."""
@@ -44,21 +49,26 @@ class Toolbox:
         if isinstance(returned, str):
             return list(bounded(returned, max_characters))
         try:
-            return list(bounded(json.dumps(returned, ensure_ascii=False, allow_nan=False), max_characters))
+            return list(
+                bounded(json.dumps(returned, ensure_ascii=False, allow_nan=False), max_characters)
+            )
         except (TypeError, ValueError):
             kind = type(returned).__name__
             return [f"error: {name} returned {kind}, which is neither text nor a JSON value", True]
 
     @cached_property
     def _loop(self) -> asyncio.Runner:
-        """One event loop for all calls, since connections that an async function keeps open belong to it."""
+        """One event loop for all calls, since connections that an async function keeps open belong
+        to it."""
         return asyncio.Runner()
 
 
 def bounded(text: str, max_characters: int) -> ToolAnswer:
-    """The text, cut and without terminal control characters; if changed, a last line says so and `failed` is set."""
+    """The text, cut and without terminal control characters; if changed, a last line says so and
+    `failed` is set."""
     kept = text[:max_characters]
-    plain, remarks = without_control(kept), ["control characters are left out"]
+    plain = without_control(kept)
+    remarks = ["control characters are left out"]
     if len(plain) == len(kept.replace("\r\n", "\n")):
         remarks = []
     if len(text) > max_characters:

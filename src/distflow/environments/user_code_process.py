@@ -1,16 +1,19 @@
 """User code of an episode (tools and environments) in a separate process.
 
-A server process imports the user's modules once and forks a process for each episode, which takes milliseconds.
-Whatever such a process does (hang, die, fill its memory, start others, signal its parent) ends with the episode. The
-processes, each the parent of the next, and what happens if one is killed:
+A server process imports the user's modules once and forks a process for each episode, which takes
+milliseconds. Whatever such a process does (hang, die, fill its memory, start others, signal its
+parent) ends with the episode. The processes, each the parent of the next, and what happens if one
+is killed:
 
-- the keeper (`processes/keeper.py`), the server, or both: what is left of the three kinds ends all the rest, and
-  `ProcessServer` starts both anew. Episodes that were under way raise `ServerLost`; their groups are issued again;
-- an episode's minder, which waits for the episode's process and kills what that leaves: the episode fails;
+- the keeper (`processes/keeper.py`), the server, or both: what is left of the three kinds ends all
+  the rest, and `ProcessServer` starts both anew. Episodes that were under way raise `ServerLost`;
+  their groups are issued again;
+- an episode's minder, which waits for the episode's process and kills what that leaves: the episode
+  fails;
 - the episode's own process, which runs the user's code: likewise.
 
-Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the minder or
-the server, `{"died": ...}`.
+Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}`
+or, by the minder or the server, `{"died": ...}`.
 """
 
 import asyncio
@@ -48,7 +51,8 @@ _REAPS_EVERY_MS = 1000
 
 
 class MadeByOptions:
-    """A workflow that is pickled as its options: in another process it is made anew, with processes of its own."""
+    """A workflow that is pickled as its options: in another process it is made anew, with processes
+    of its own."""
 
     _options: Mapping[str, Any]
 
@@ -66,7 +70,8 @@ class CallFailed(Exception):
 
 
 class ProcessEnded(CallFailed):
-    """The process died, or was killed because it did not answer in time; it cannot be called any more."""
+    """The process died, or was killed because it did not answer in time; it cannot be called any
+    more."""
 
 
 class ServerLost(RuntimeError):
@@ -78,8 +83,8 @@ class ServerGivenUp(UserError):
 
 
 class ProcessServer:
-    """Forks processes that each have the object `target(**options)`, which is created once, in the server. A server
-    that was killed is started anew.
+    """Forks processes that each have the object `target(**options)`, which is created once, in the
+    server. A server that was killed is started anew.
 
     pid: of the server. num_deaths: of servers that were killed.
     """
@@ -94,7 +99,8 @@ class ProcessServer:
         self._start()
 
     async def fork(self, *identity: object) -> "UserProcess":
-        """identity: seeds the process's random generators. Raises ServerLost, ServerGivenUp, UserError."""
+        """identity: seeds the process's random generators. Raises ServerLost, ServerGivenUp,
+        UserError."""
         seed = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass")).digest()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -128,7 +134,8 @@ class ProcessServer:
     def _start(self) -> None:
         """Raises UserError if the object cannot be created."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, TemporaryFile() as given:  # unlike an argument, it may be long, and no other user can read it
+        # unlike an argument, it may be long, and no other user can read it
+        with theirs, TemporaryFile() as given:
             given.write(self._given)
             given.seek(0)
             self._child = Child(
@@ -146,11 +153,14 @@ class ProcessServer:
             answer = {}
         if "value" not in answer:
             self.close()
-            raise UserError(answer.get("error") or "its modules ended the process that imported them")
+            raise UserError(
+                answer.get("error") or "its modules ended the process that imported them"
+            )
         self.pid = int(answer["value"])
 
     def _replace(self, ended: Child) -> None:
-        """Start another server, unless another thread has done so. Raises ServerLost, ServerGivenUp, UserError."""
+        """Start another server, unless another thread has done so. Raises ServerLost,
+        ServerGivenUp, UserError."""
         with self._starting:
             if self._is_closed:
                 raise ServerLost("the run was closing the processes of episodes")
@@ -159,18 +169,25 @@ class ProcessServer:
             self.num_deaths += 1
             self._deaths_in_a_row += 1
             if self._deaths_in_a_row > _MOST_DEATHS:
-                raise ServerGivenUp(f"{self._how_lost()}; that was time {self._deaths_in_a_row} in a row")
+                raise ServerGivenUp(
+                    f"{self._how_lost()}; that was time {self._deaths_in_a_row} in a row"
+                )
             self._control.close()
             self._start()
 
     def _how_lost(self) -> str:
         status = self._child.status()
-        return f"the process that starts those of agents, tools and environments {_ending(status)}. {_ADVICE}"
+        return (
+            f"the process that starts those of agents, tools and environments {_ending(status)}. "
+            f"{_ADVICE}"
+        )
 
 
 _ADVICE = (
-    "If memory ran out (dmesg shows it), run fewer episodes at once (async.max_concurrent_rollouts, "
-    "data.train_batch_size) or let each use less; an agent, tool or environment must not signal processes that it did "
+    "If memory ran out (dmesg shows it), run fewer episodes at once "
+    "(async.max_concurrent_rollouts, "
+    "data.train_batch_size) or let each use less; an agent, tool or environment must not signal "
+    "processes that it did "
     "not start"
 )
 
@@ -179,16 +196,25 @@ def _ending(status: int | None) -> str:
     """status: as in `subprocess`; None if it is unknown."""
     if status is None:
         return "is gone"
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    return (
+        f"was ended by {signal.Signals(-status).name}"
+        if status < 0
+        else f"exited with status {status}"
+    )
 
 
 class UserProcess:
     """The process of one episode, which runs one call at a time."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ProcessServer | None = None
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        server: ProcessServer | None = None,
     ) -> None:
-        self._reader, self._writer, self._server = reader, writer, server
+        self._reader = reader
+        self._writer = writer
+        self._server = server
 
     async def call(self, method: str, timeout_s: float | None, **arguments: Any) -> Any:
         """The result of the object's method. Raises CallFailed, ProcessEnded, ServerLost."""
@@ -199,19 +225,30 @@ class UserProcess:
         """Begin a call. It is executed after those before, whose answers come first."""
         self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
 
-    async def answer(self, method: str, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
+    async def answer(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float | None
+    ) -> Any:
         """The result of the first call without one. Raises as `call`."""
-        reading = asyncio.ensure_future(self._answer())  # notices an answer that arrives while our task has to wait
+        # notices an answer that arrives while our task has to wait
+        reading = asyncio.ensure_future(self._answer())
         try:
             await asyncio.wait((reading,), timeout=timeout_s)
-            answer = reading.result() if reading.done() else {"died": f"no answer within {timeout_s:g} s"}
+            answer = (
+                reading.result()
+                if reading.done()
+                else {"died": f"no answer within {timeout_s:g} s"}
+            )
         except (ValueError, OSError) as error:
             answer = {"died": f"its answer cannot be read: {error}"}
         finally:
             reading.cancel()  # no effect if it is done
         if not answer:
             self.close()
-            raise ServerLost("the process that started it ended") if self._server is None else await self._server.lost()
+            raise (
+                ServerLost("the process that started it ended")
+                if self._server is None
+                else await self._server.lost()
+            )
         if self._server is not None:
             self._server.answered()
         if "died" in answer:
@@ -226,7 +263,8 @@ class UserProcess:
         """End the process and everything that it started. Idempotent."""
         if not self._writer.is_closing():
             with suppress(OSError):  # the other end is closed
-                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # whoever else inherited it
+                # whoever else inherited it
+                self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             self._writer.transport.abort()
 
     async def _answer(self) -> dict[str, Any]:
@@ -246,7 +284,8 @@ class UserProcess:
 
 
 def main() -> None:
-    """The server: make the object, then fork a process for each request, until its keeper ends it."""
+    """The server: make the object, then fork a process for each request, until its keeper ends
+    it."""
     keeper = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -269,8 +308,11 @@ def main() -> None:
         end_children()
 
 
-def _serve(control: socket.socket, keeper: int, mind: Callable[[int, socket.socket, bytes], NoReturn]) -> None:
-    """Fork minders, and end those whose other end is closed or which have ended. Returns when the keeper has ended."""
+def _serve(
+    control: socket.socket, keeper: int, mind: Callable[[int, socket.socket, bytes], NoReturn]
+) -> None:
+    """Fork minders, and end those whose other end is closed or which have ended. Returns when the
+    keeper has ended."""
     running: dict[int, tuple[socket.socket, int]] = {}  # by pid: its end of the socket, and a pidfd
     own = children()  # processes started by the user's modules, which all episodes use
     while True:
@@ -282,10 +324,14 @@ def _serve(control: socket.socket, keeper: int, mind: Callable[[int, socket.sock
         ready = {descriptor for descriptor, _ in poll.poll()}
         if keeper in ready:
             return
-        for pid in [pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready]:
+        for pid in [
+            pid for pid, (channel, handle) in running.items() if {channel.fileno(), handle} & ready
+        ]:
             _end(pid, *running.pop(pid))
             end_children({*running, *own})
-        seed, descriptors, *_ = socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
+        seed, descriptors, *_ = (
+            socket.recv_fds(control, 2**10, 1) if control.fileno() in ready else (b"", [])
+        )
         if control.fileno() in ready and not descriptors:
             return
         if descriptors:
@@ -303,7 +349,8 @@ def _serve(control: socket.socket, keeper: int, mind: Callable[[int, socket.sock
 
 
 def _end(minder: int, channel: socket.socket, handle: int) -> None:
-    """Kill the minder, with which its episode's process ends, and report it if that is how it ended."""
+    """Kill the minder, with which its episode's process ends, and report it if that is how it
+    ended."""
     with suppress(ProcessLookupError):
         os.kill(minder, signal.SIGKILL)
     os.close(handle)
@@ -317,14 +364,21 @@ def _report(channel: socket.socket, status: int) -> None:
     """Tell whoever still listens how an episode's process ended."""
     with suppress(OSError):
         channel.setblocking(False)
-        channel.send(b"\n" + json.dumps({"died": f"its process {_ending(status)}"}).encode() + b"\n")
+        channel.send(
+            b"\n" + json.dumps({"died": f"its process {_ending(status)}"}).encode() + b"\n"
+        )
 
 
 def _mind(
-    hosted: object, mask: set[int | signal.Signals], server: int, channel: socket.socket, seed: bytes
+    hosted: object,
+    mask: set[int | signal.Signals],
+    server: int,
+    channel: socket.socket,
+    seed: bytes,
 ) -> NoReturn:
-    """The minder of an episode: fork its process, wait for that, and end what it leaves; at the latest when the server
-    has ended. mask: of the process's signals. server: a descriptor of the server."""
+    """The minder of an episode: fork its process, wait for that, and end what it leaves; at the
+    latest when the server has ended. mask: of the process's signals. server: a descriptor of the
+    server."""
     adopt_orphans()
     minder = os.getpid()
     if (process := os.fork()) == 0:
@@ -336,7 +390,9 @@ def _mind(
     for watched in (server, os.pidfd_open(process)):
         poll.register(watched, select.POLLIN)
     status = None
-    while status is None and server not in {descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)}:
+    while status is None and server not in {
+        descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)
+    }:
         status = _reap(process)
     end_children()
     if status is not None:
@@ -345,7 +401,8 @@ def _mind(
 
 
 def _reap(process: int) -> int | None:
-    """Reap children that have ended; returns the wait status of the process, if it is one of them."""
+    """Reap children that have ended; returns the wait status of the process, if it is one of
+    them."""
     found = None
     pid = -1
     while pid:
@@ -381,7 +438,9 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
         place = f" (at {found})" if (found := users_place(error)) else ""
         text = json.dumps({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
     if len(text) >= MAX_MESSAGE_BYTES:
-        text = json.dumps({"error": f"an answer of {len(text):,} bytes; at most {MAX_MESSAGE_BYTES:,}"})
+        text = json.dumps(
+            {"error": f"an answer of {len(text):,} bytes; at most {MAX_MESSAGE_BYTES:,}"}
+        )
     return text.encode()
 
 

@@ -1,4 +1,5 @@
-"""Binds a graph to a config and the data's columns: options of node functions, fields, and the frozen pipeline."""
+"""Binds a graph to a config and the data's columns: options of node functions, fields, and the
+frozen pipeline."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,13 @@ from distflow.errors import MissingColumn, PipelineError, hint, nearest
 from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.fields import STANDARD_FIELDS, Axis, Field, find_field
-from distflow.graph.graph_node import NODE_SETTINGS, Node, contract_of, contracts_of, resolve_factory
+from distflow.graph.graph_node import (
+    NODE_SETTINGS,
+    Node,
+    contract_of,
+    contracts_of,
+    resolve_factory,
+)
 from distflow.graph.node_decorator_and_roles import NodeRole, NodeType, Plane
 from distflow.graph.node_order_and_wiring_checks import Wiring
 from distflow.import_target import is_ours
@@ -21,10 +28,11 @@ from distflow.import_target import is_ours
 class BoundNode:
     """A node under a config.
 
-    fn: the function to run, or what its factory returned. deps: the nodes that run before it, including writers of what
-    it reads. engines: those it uses. options: values by name. phase: the name of its time metric. validates: whether
-    validation runs it too. config: the value of its parameter `config`; config_key: the dotted key of that ("" is the
-    whole config, None the node's own mapping).
+    fn: the function to run, or what its factory returned. deps: the nodes that run before it,
+    including writers of what it reads. engines: those it uses. options: values by name. phase: the
+    name of its time metric. validates: whether validation runs it too. config: the value of its
+    parameter `config`; config_key: the dotted key of that ("" is the whole config, None the node's
+    own mapping).
     """
 
     node_id: str
@@ -47,7 +55,8 @@ class BoundNode:
 class BoundPipeline:
     """The nodes in one deterministic topological order, and what they use.
 
-    fields: the field of each column in the data or written by a node. engines, services: all that nodes use.
+    fields: the field of each column in the data or written by a node. engines, services: all that
+    nodes use.
     """
 
     graph_id: str
@@ -72,7 +81,9 @@ class BoundPipeline:
             if node.node_id == node_id:
                 return node
         ids = [node.node_id for node in self.nodes]
-        raise PipelineError(f"pipeline '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}")
+        raise PipelineError(
+            f"pipeline '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}"
+        )
 
     def to_json(self) -> list[dict[str, object]]:
         """Each node as plain data: its kind, dependencies, and what it reads and writes."""
@@ -98,7 +109,10 @@ class BoundPipeline:
         return text_drawing(self._boxes())
 
     def _boxes(self) -> list[Box]:
-        return [Box(n.node_id, n.node_role.name, n.contract, n.deps, n.plane, n.engines) for n in self.nodes]
+        return [
+            Box(n.node_id, n.node_role.name, n.contract, n.deps, n.plane, n.engines)
+            for n in self.nodes
+        ]
 
 
 _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
@@ -121,8 +135,8 @@ class _ConfiguredNode:
 
 
 def _configure(node: Node, config: object) -> _ConfiguredNode:
-    """The node with its own config, the config group that it names, or its role's group. Raises PipelineError with the
-    nearest key for a group that does not exist."""
+    """The node with its own config, the config group that it names, or its role's group. Raises
+    PipelineError with the nearest key for a group that does not exist."""
     node = resolve_factory(node, config)
     if isinstance(node.config, Mapping):
         return _ConfiguredNode(node, SimpleNamespace(**node.config), None)
@@ -132,54 +146,77 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
         attribute = part if part in names else f"{part}_"  # `async` is `async_` in Python
         if attribute not in names:
             where = f"{node.where} of role {node.node_role.name}"
-            raise PipelineError(f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}")
+            raise PipelineError(
+                f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}"
+            )
         config = getattr(config, attribute)
     return _ConfiguredNode(node, config, key)
 
 
 _NOT_HERE = {
-    "agent_group": "does not exist: the agents of an episode are declared in actor_rollout_ref.rollout.agents, and "
+    "agent_group": "does not exist: the agents of an episode are declared in "
+    "actor_rollout_ref.rollout.agents, and "
     "independent policies have policy=NAME",
-    "filter_plugin": "does not exist: a filter is a node whose function returns Drop(reason) for a prompt group",
+    "filter_plugin": (
+        "does not exist: a filter is a node whose function returns Drop(reason) for a prompt group"
+    ),
 }
 """Arguments of other systems' `add_node`."""
 
 
 def check_options(node: Node, contract: Contract) -> None:
-    """Raises PipelineError for an option that the function does not take or that has another type."""
+    """Raises PipelineError for an option that the function does not take or that has another
+    type."""
     for name, value in node.own_options.items():
         if name in contract.options or contract.open_options:
             wanted = _plain_types(node, name) if name in contract.options else ()
-            fits = type(value) in wanted or (isinstance(value, int) and not isinstance(value, bool) and float in wanted)
+            fits = type(value) in wanted or (
+                isinstance(value, int) and not isinstance(value, bool) and float in wanted
+            )
             if wanted and value is not None and not fits:
                 names = " or ".join(t.__name__ for t in wanted)
-                raise PipelineError(f"{node.where}: option '{name}' must be {names}, {value!r} given")
+                raise PipelineError(
+                    f"{node.where}: option '{name}' must be {names}, {value!r} given"
+                )
         elif name in _NOT_HERE:
             raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
         else:
             known = [*contract.options, *NODE_SETTINGS]
-            raise PipelineError(f"{node.where}: its function takes no option '{name}'{hint(name, known)}")
+            raise PipelineError(
+                f"{node.where}: its function takes no option '{name}'{hint(name, known)}"
+            )
 
 
 def _check_own_config(node: Node, contract: Contract) -> None:
-    """Raises PipelineError for an entry of the node's own `config` mapping that its function cannot receive."""
-    if not isinstance(node.config, Mapping) or contract.open_options or "config" in contract.reserved:
+    """Raises PipelineError for an entry of the node's own `config` mapping that its function cannot
+    receive."""
+    if (
+        not isinstance(node.config, Mapping)
+        or contract.open_options
+        or "config" in contract.reserved
+    ):
         return
     for name in node.config:
         if name not in contract.options:
             raise PipelineError(
-                f"{node.where}: config has '{name}', which its function does not take{hint(name, contract.options)}"
+                f"{node.where}: config has '{name}', which its function does not "
+                f"take{hint(name, contract.options)}"
             )
 
 
 def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[str, object]:
-    """Values of all options: from `add_node` or a `functools.partial`, else from the config, else the default.
+    """Values of all options: from `add_node` or a `functools.partial`, else from the config, else
+    the default.
 
     Raises PipelineError for an option without a value.
     """
-    node, key = configured.node, configured.config_key
+    node = configured.node
+    key = configured.config_key
     preset = node.fn.keywords if isinstance(node.fn, functools.partial) else {}
-    fixed = {**{name: value for name, value in preset.items() if name in contract.options}, **node.own_options}
+    fixed = {
+        **{name: value for name, value in preset.items() if name in contract.options},
+        **node.own_options,
+    }
     values: dict[str, object] = {}
     for name, default in contract.options.items():
         if name in fixed:
@@ -189,16 +226,20 @@ def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[st
         elif default is not REQUIRED:
             values[name] = default
         else:
-            where = "its config" if key is None else f"config group '{key}'" if key else "the config"
+            where = (
+                "its config" if key is None else f"config group '{key}'" if key else "the config"
+            )
             raise PipelineError(
-                f"{node.where}: option '{name}' has no value: add_node gives none, {where} has no such key"
+                f"{node.where}: option '{name}' has no value: add_node gives none, {where} has no "
+                "such key"
                 f"{hint(name, configured.names())}, and the function has no default"
             )
     return {**values, **fixed}
 
 
 def _plain_types(node: Node, name: str) -> tuple[type, ...]:
-    """The plain types (bool, int, float, str) in the parameter's annotation; empty for any other annotation."""
+    """The plain types (bool, int, float, str) in the parameter's annotation; empty for any other
+    annotation."""
     try:
         parameter = signature(node.fn).parameters.get(name)
     except (ValueError, TypeError):
@@ -208,8 +249,12 @@ def _plain_types(node: Node, name: str) -> tuple[type, ...]:
         words = [part.strip() for part in annotation.split("|")]
         parts: tuple[object, ...] = tuple(_PLAIN_TYPES.get(word, word) for word in words)
     else:
-        parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = tuple(part for part in parts if isinstance(part, type) and part in _PLAIN_TYPES.values())
+        parts = (
+            get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        )
+    plain = tuple(
+        part for part in parts if isinstance(part, type) and part in _PLAIN_TYPES.values()
+    )
     none = sum(part in (None, "None", type(None)) for part in parts)
     return plain if len(plain) + none == len(parts) else ()
 
@@ -217,17 +262,21 @@ def _plain_types(node: Node, name: str) -> tuple[type, ...]:
 DataFields = Iterable[str] | Mapping[str, Field]
 
 
-def bind_pipeline(graph_id: str, nodes: Iterable[Node], config: object, data_fields: DataFields) -> BoundPipeline:
+def bind_pipeline(
+    graph_id: str, nodes: Iterable[Node], config: object, data_fields: DataFields
+) -> BoundPipeline:
     """The pipeline of a graph whose structure was checked.
 
-    Raises PipelineError for a role without its config group, a factory that rejects the config, an option without a
-    value, an undeclared column, a field that is read but neither written before nor in the data, and what `Wiring`
-    checks.
+    Raises PipelineError for a role without its config group, a factory that rejects the config, an
+    option without a value, an undeclared column, a field that is read but neither written before
+    nor in the data, and what `Wiring` checks.
     """
     configured = {node.node_id: _configure(node, config) for node in nodes}
     resolved = {key: found.node for key, found in configured.items()}
     loaded = _loaded(data_fields)
-    contracts = contracts_of(resolved, loaded, {key: dir(found.config) for key, found in configured.items()})
+    contracts = contracts_of(
+        resolved, loaded, {key: dir(found.config) for key, found in configured.items()}
+    )
     for key, contract in contracts.items():
         check_options(resolved[key], contract)
         _check_own_config(resolved[key], contract)
@@ -236,7 +285,9 @@ def bind_pipeline(graph_id: str, nodes: Iterable[Node], config: object, data_fie
     for node_id in wiring.order:
         for name in contracts[node_id].reads:
             if canonical(name) not in wiring.columns(node_id, loaded):
-                raise MissingColumn(_missing(wiring, configured[node_id], name, loaded), canonical(name))
+                raise MissingColumn(
+                    _missing(wiring, configured[node_id], name, loaded), canonical(name)
+                )
     bound = tuple(_bind_node(wiring, configured[key]) for key in wiring.order)
     return BoundPipeline(
         graph_id=graph_id,
@@ -248,7 +299,8 @@ def bind_pipeline(graph_id: str, nodes: Iterable[Node], config: object, data_fie
 
 
 def bind_alone(node: Node, config: object) -> BoundNode:
-    """A node outside of a graph: the caller provides its columns. Raises PipelineError as `bind_pipeline` does."""
+    """A node outside of a graph: the caller provides its columns. Raises PipelineError as
+    `bind_pipeline` does."""
     configured = _configure(node, config)
     contract = contract_of(configured.node, config=dir(configured.config))
     return _bind_node(Wiring({node.node_id: configured.node}, {node.node_id: contract}), configured)
@@ -256,10 +308,16 @@ def bind_alone(node: Node, config: object) -> BoundNode:
 
 def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterable[str]) -> str:
     """The error message for a missing field, with the likeliest reason."""
-    columns, keys = wiring.columns(reader.node.node_id, loaded), reader.names()
-    message = f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no such column"
+    columns = wiring.columns(reader.node.node_id, loaded)
+    keys = reader.names()
+    message = (
+        f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no "
+        "such column"
+    )
     standard = STANDARD_FIELDS.keys() - {*(reader.node.writes or ())}
-    message += hint(name, next((names for names in (columns, keys, standard) if nearest(name, names)), columns))
+    message += hint(
+        name, next((names for names in (columns, keys, standard) if nearest(name, names)), columns)
+    )
     for node_id in wiring.order:
         vertex = wiring.vertices[node_id]
         may_write = vertex.contract.form is not Form.WIRED or "batch" in vertex.contract.reserved
@@ -276,8 +334,10 @@ def _written(wiring: Wiring) -> dict[str, Field]:
         field = find_field(name)
         if field is None:
             raise PipelineError(
-                f"node '{writers[0]}' writes '{name}', a column that is not declared, so its axis is unknown. Declare "
-                f'it by @node(writes={{"{name}": "sample"}}) (or "response", "prompt", "sequence", "object"), or '
+                f"node '{writers[0]}' writes '{name}', a column that is not declared, so its axis "
+                "is unknown. Declare "
+                f'it by @node(writes={{"{name}": "sample"}}) (or "response", "prompt", "sequence", '
+                '"object"), or '
                 f'with register_field("{name}", ...)'
             )
         written[name] = field
@@ -286,7 +346,8 @@ def _written(wiring: Wiring) -> dict[str, Field]:
 
 def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
     node = configured.node
-    vertex, by_role = wiring.vertices[node.node_id], node.by_role
+    vertex = wiring.vertices[node.node_id]
+    by_role = node.by_role
     role_phase = (by_role.forward_phase if node.only_forward_compute else None) or by_role.phase
     return BoundNode(
         node_id=node.node_id,

@@ -37,17 +37,24 @@ def flowchart(boxes: Sequence[Box]) -> str:
         if plane is None:
             lines += [f"    {line}" for line in inside]
         else:
-            lines += [f'    subgraph {plane}["{plane} loop"]', *(f"        {line}" for line in inside), "    end"]
+            lines += [
+                f'    subgraph {plane}["{plane} loop"]',
+                *(f"        {line}" for line in inside),
+                "    end",
+            ]
     by_id = {box.node_id: box for box in boxes}
     for box in boxes:
-        lines += [f"    {names[dep]} {_arrow(by_id[dep], box)} {names[box.node_id]}" for dep in box.deps]
+        lines += [
+            f"    {names[dep]} {_arrow(by_id[dep], box)} {names[box.node_id]}" for dep in box.deps
+        ]
     return "\n".join(lines) + "\n"
 
 
 def text_drawing(boxes: Sequence[Box]) -> str:
-    """Nodes in order, with rails on the left from each node (●) down to those that run after it; below each node is
-    what it reads from which node."""
-    by_id, last_use = {box.node_id: box for box in boxes}, {dep: box.node_id for box in boxes for dep in box.deps}
+    """Nodes in order, with rails on the left from each node (●) down to those that run after it;
+    below each node is what it reads from which node."""
+    by_id = {box.node_id: box for box in boxes}
+    last_use = {dep: box.node_id for box in boxes for dep in box.deps}
     rails: list[str | None] = []  # the node of the rail in each column
     lines: list[tuple[str, str]] = []
     plane = None
@@ -67,18 +74,26 @@ def _rails(rails: Sequence[str | None]) -> str:
 
 
 def _joint(rails: list[str | None], box: Box, last_use: Mapping[str, str]) -> str:
-    """The node's mark joined with the rails of its dependencies; changes `rails` to those that continue below."""
+    """The node's mark joined with the rails of its dependencies; changes `rails` to those that
+    continue below."""
     joined = {i for i, rail in enumerate(rails) if rail in box.deps}
     ended = {i for i in joined if last_use[str(rails[i])] == box.node_id}
     own = min([*ended, *(i for i, rail in enumerate(rails) if rail is None), len(rails)])
-    first, last = min(joined | {own}), max(joined | {own})
+    first = min(joined | {own})
+    last = max(joined | {own})
     rails += [None] * (own + 1 - len(rails))
     drawn = ""
     for i, rail in enumerate(rails):
         if i == own:
             mark = "●"
         elif i in joined:
-            mark = ("├", "└")[i in ended] if i == first else ("┤", "┘")[i in ended] if i == last else "┼┴"[i in ended]
+            mark = (
+                ("├", "└")[i in ended]
+                if i == first
+                else ("┤", "┘")[i in ended]
+                if i == last
+                else "┼┴"[i in ended]
+            )
         else:
             mark = "│" if rail else "─" if first < i < last else " "
         drawn += mark + ("─" if first <= i < last else " ")
@@ -91,7 +106,8 @@ def _joint(rails: list[str | None], box: Box, last_use: Mapping[str, str]) -> st
 
 
 def _arrow(start: Box, end: Box) -> str:
-    """The edge between two boxes, with the fields that it carries; thick across the sample queue."""
+    """The edge between two boxes, with the fields that it carries; thick across the sample
+    queue."""
     line = "==>" if start.plane != end.plane else "-->"
     passed = _passed(start, end)
     return f'{line}|"{_text(", ".join(passed))}"|' if passed else line

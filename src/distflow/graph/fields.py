@@ -1,4 +1,5 @@
-"""The columns of a batch: their names, dtypes and axes. Pipelines add columns with `register_field`."""
+"""The columns of a batch: their names, dtypes and axes. Pipelines add columns with
+`register_field`."""
 
 import tomllib
 from dataclasses import dataclass, field
@@ -7,7 +8,8 @@ from pathlib import Path
 
 
 class Axis(Enum):
-    """The unit that one entry of a column belongs to. `RESPONSE` is everything after the first prompt."""
+    """The unit that one entry of a column belongs to. `RESPONSE` is everything after the first
+    prompt."""
 
     PROMPT = "prompt"
     RESPONSE = "response"
@@ -23,7 +25,8 @@ TOKEN_AXES = (Axis.PROMPT, Axis.RESPONSE, Axis.SEQUENCE)
 
 @dataclass(frozen=True)
 class Field:
-    """A column. `dtype` is torch's name of it ("float32", "int64", "bool"), or "object" for plain Python values.
+    """A column. `dtype` is torch's name of it ("float32", "int64", "bool"), or "object" for plain
+    Python values.
 
     Fields are equal if name, dtype and axis are.
     """
@@ -38,7 +41,9 @@ class Field:
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-STANDARD_FIELDS = {name: Field(name, dtype, Axis(axis), doc) for name, (dtype, axis, doc) in _TABLE.items()}
+STANDARD_FIELDS = {
+    name: Field(name, dtype, Axis(axis), doc) for name, (dtype, axis, doc) in _TABLE.items()
+}
 
 ALIASES = {"index": "group_index", "data_source": "domain"}
 
@@ -57,7 +62,9 @@ DERIVED = {
 _registered: dict[str, Field] = {}
 
 
-def register_field(name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = "") -> Field:
+def register_field(
+    name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = ""
+) -> Field:
     """Add a custom column. Raises ValueError if the name already means another column."""
     wanted = Field(name, dtype, Axis(axis), doc)
     known = find_field(name)

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from distflow.errors import PipelineError, hint
-from distflow.graph.contract_from_signature import Contract, Declared, Form, canonical, read_contract
+from distflow.graph.contract_from_signature import (
+    Contract,
+    Declared,
+    Form,
+    canonical,
+    read_contract,
+)
 from distflow.graph.fields import find_field
 from distflow.graph.node_decorator_and_roles import (
     CONFIGURING_TYPES,
@@ -29,7 +35,8 @@ from distflow.import_target import LoadError, load_function
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """A return value of node functions: the batch (or a mapping of columns), and metrics of this call.
+    """A return value of node functions: the batch (or a mapping of columns), and metrics of this
+    call.
 
     weight: the number of values that the metrics average; by default the node's samples.
     """
@@ -41,9 +48,11 @@ class NodeOutput:
 
 @dataclass(frozen=True)
 class Drop:
-    """A return value of nodes in the rollout loop: the group leaves the run, and a new one may start.
+    """A return value of nodes in the rollout loop: the group leaves the run, and a new one may
+    start.
 
-    reason: a short name for the counts (`async/dropped/REASON`). detail: what happened to this group, in words.
+    reason: a short name for the counts (`async/dropped/REASON`). detail: what happened to this
+    group, in words.
     """
 
     reason: str
@@ -57,17 +66,20 @@ _T = TypeVar("_T")
 
 
 def same_batch(batch: _T) -> _T:
-    """The function of a node that marks a reshard. The plan decides whether one occurs; rows do not change."""
+    """The function of a node that marks a reshard. The plan decides whether one occurs; rows do not
+    change."""
     return batch
 
 
 def all_arrived(*, reduce: Any) -> None:
-    """The function of a barrier: returns once all ranks that run the node have reached it. reduce: over them."""
+    """The function of a barrier: returns once all ranks that run the node have reached it. reduce:
+    over them."""
     reduce.sum(0.0)
 
 
 def rows_are_there() -> None:
-    """The function of a node that names the data set. A group has its row before its first node runs."""
+    """The function of a node that names the data set. A group has its row before its first node
+    runs."""
 
 
 _WITHOUT_FUNC: dict[NodeType, str | Callable[..., object]] = {
@@ -84,15 +96,17 @@ _WITHOUT_FUNC: dict[NodeType, str | Callable[..., object]] = {
 class Node:
     """One function of a graph, with the arguments of `add_node`.
 
-    node_id: its name. func: the function or its name; None for types that need none. deps: nodes that must run first,
-    besides those that write what it reads. node_type: inferred from the function's engines by default. node_role:
-    that of `@node` by default, else DEFAULT. only_forward_compute: it uses a train engine without changing weights.
-    retry_limit: number of retries after a failure. options: values for the function's options; keys of the config if
-    the node `configures` it. The others have defaults by role (`ROLE_DEFAULTS`) and take precedence over `@node`:
-    config: the part of the config that it receives: a dotted key, or a mapping. engine: the engine to use if its type
-    needs one and no parameter names it. writes: the fields that it writes. scope: which samples it must see together.
-    plane: where it must run. phase: the name of its time metric. validates: whether validation runs it too. policy:
-    the policy whose path it belongs to; None belongs to every path.
+    node_id: its name. func: the function or its name; None for types that need none. deps: nodes
+    that must run first, besides those that write what it reads. node_type: inferred from the
+    function's engines by default. node_role:
+    that of `@node` by default, else DEFAULT. only_forward_compute: it uses a train engine without
+    changing weights. retry_limit: number of retries after a failure. options: values for the
+    function's options; keys of the config if the node `configures` it. The others have defaults by
+    role (`ROLE_DEFAULTS`) and take precedence over `@node`: config: the part of the config that it
+    receives: a dotted key, or a mapping. engine: the engine to use if its type needs one and no
+    parameter names it. writes: the fields that it writes. scope: which samples it must see
+    together. plane: where it must run. phase: the name of its time metric. validates: whether
+    validation runs it too. policy: the policy whose path it belongs to; None belongs to every path.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
 
@@ -120,7 +134,11 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
-        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _IGNORED})
+        settle(
+            self,
+            "options",
+            {n: value for n, value in self.options.items() if (n, value) not in _IGNORED},
+        )
         if self.writes is not None:
             settle(self, "writes", as_names(self.writes, f"{where}: writes"))
         for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
@@ -164,17 +182,25 @@ class Node:
             trains = any(engine != "rollout" for engine in engines)
             inferred = NodeType.MODEL_TRAIN if trains else NodeType.MODEL_INFERENCE
             object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
-        if self.retry_limit and self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute:
+        if (
+            self.retry_limit
+            and self.node_type is NodeType.MODEL_TRAIN
+            and not self.only_forward_compute
+        ):
             raise PipelineError(
-                f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side effects and cannot "
+                f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side "
+                "effects and cannot "
                 "run again; set only_forward_compute=True if it changes no weights"
             )
         takes_own = "engine" in contract.reserved
         if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
             with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
-            wants = "takes its role's `engine`" if takes_own else f"is of type {self.node_type.name}"
+            wants = (
+                "takes its role's `engine`" if takes_own else f"is of type {self.node_type.name}"
+            )
             raise PipelineError(
-                f"{self.where} {wants}, but neither its function nor its role {self.node_role.name} names an engine; "
+                f"{self.where} {wants}, but neither its function nor its role "
+                f"{self.node_role.name} names an engine; "
                 f"the roles with one: {', '.join(with_one)}"
             )
 
@@ -192,16 +218,19 @@ def resolve_factory(node: Node, config: object) -> Node:
         raise PipelineError(f"{node.where}: {error}") from error
     if not callable(fn) or is_factory(fn):
         raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is not a function")
-    role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
-    result = replace(node, func=fn, node_role=role, options=node.own_options)  # type: ignore[arg-type]  # resolved again
+    role: NodeRole | None = (
+        None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
+    )
+    # resolved again
+    result = replace(node, func=fn, node_role=role, options=node.own_options)  # type: ignore[arg-type]
     declared = {name: value for name, value in vars(result.spec).items() if value is not None}
     object.__setattr__(result, "spec", replace(node.spec, **declared))
     return result
 
 
 def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
-    """The engines that the node uses: those that its function names; else, if its type uses one or its function has a
-    parameter `engine`, its own engine or its role's."""
+    """The engines that the node uses: those that its function names; else, if its type uses one or
+    its function has a parameter `engine`, its own engine or its role's."""
     own = node.engine or node.by_role.engine
     if "engine" in contract.reserved:
         return tuple(dict.fromkeys((own, *contract.engines))) if own else ()
@@ -212,7 +241,8 @@ def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
 def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str] = ()) -> Contract:
     """The contract of a node. For a factory's node, only the defaults of its role are known.
 
-    fields: names of fields, besides the registered ones. config: names in the config group of the node.
+    fields: names of fields, besides the registered ones. config: names in the config group of the
+    node.
     """
     declared = Declared(
         where=node.where,
@@ -226,14 +256,23 @@ def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str
 
 
 def contracts_of(
-    nodes: Mapping[str, Node], fields: Collection[str] = (), configs: Mapping[str, Collection[str]] | None = None
+    nodes: Mapping[str, Node],
+    fields: Collection[str] = (),
+    configs: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, Contract]:
-    """The contract of each node, read twice: the fields that a node may read depend on what the others write."""
+    """The contract of each node, read twice: the fields that a node may read depend on what the
+    others write."""
 
     def read(known: Collection[str]) -> dict[str, Contract]:
-        return {key: contract_of(node, known, (configs or {}).get(key, ())) for key, node in nodes.items()}
+        return {
+            key: contract_of(node, known, (configs or {}).get(key, ()))
+            for key, node in nodes.items()
+        }
 
-    written = {canonical(name) for contract in read(fields).values() for name in contract.writes}
+    written = set()
+    for contract in read(fields).values():
+        for name in contract.writes:
+            written.add(canonical(name))
     return read({*fields, *written})
 
 
@@ -244,7 +283,9 @@ NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.n
 def split_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a node, with those that are none of its settings under `options`."""
     settings = {name: value for name, value in arguments.items() if name in NODE_SETTINGS}
-    return settings | {"options": {name: value for name, value in arguments.items() if name not in NODE_SETTINGS}}
+    return settings | {
+        "options": {name: value for name, value in arguments.items() if name not in NODE_SETTINGS}
+    }
 
 
 def _check_arguments(node: Node) -> None:
@@ -253,10 +294,16 @@ def _check_arguments(node: Node) -> None:
     where = node.where
     is_sequence = isinstance(node.deps, Iterable) and not isinstance(node.deps, str)
     if not is_sequence or not all(isinstance(dep, str) for dep in node.deps):
-        raise PipelineError(f'{where}: deps must be a list of node ids such as ["rollout_actor"], not {node.deps!r}')
+        raise PipelineError(
+            f'{where}: deps must be a list of node ids such as ["rollout_actor"], not {node.deps!r}'
+        )
     as_names(node.deps, f"{where}: deps")
     check_scope(node.scope, f"{where}: scope")
-    if not isinstance(node.retry_limit, int) or isinstance(node.retry_limit, bool) or node.retry_limit < 0:
+    if (
+        not isinstance(node.retry_limit, int)
+        or isinstance(node.retry_limit, bool)
+        or node.retry_limit < 0
+    ):
         raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
     for name, kind, wanted in (
         ("only_forward_compute", bool, "True or False"),
@@ -284,7 +331,11 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
         except LoadError as err:
             raise PipelineError(f"{where}: {err}") from err
     if isinstance(func, type):
-        raise PipelineError(f"{where}: func {func!r} is a class; name one of its methods or pass an instance")
+        raise PipelineError(
+            f"{where}: func {func!r} is a class; name one of its methods or pass an instance"
+        )
     if not callable(func):
-        raise PipelineError(f'{where}: func {func!r} cannot be called; pass a function or "module:function"')
+        raise PipelineError(
+            f'{where}: func {func!r} cannot be called; pass a function or "module:function"'
+        )
     return func

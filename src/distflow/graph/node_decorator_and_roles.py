@@ -1,4 +1,5 @@
-"""What a node declares: its type, role and scope, the defaults of its role, and the `@node` decorator."""
+"""What a node declares: its type, role and scope, the defaults of its role, and the `@node`
+decorator."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +14,13 @@ from distflow.graph.fields import Axis, register_field
 class NodeType(Enum):
     """What kind of work a node does.
 
-    `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one of the node's role.
-    `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark a reshard
-    and change nothing: the plan decides where one is needed. These three need no function, and run in the training
-    loop. Without a function, a `DATA_LOAD` node names the data set, and an `ENV_INTERACT` node runs episodes of a
-    workflow, by default `environment`: their options are keys of the config. The other types only describe a node, as
-    do these two with a function.
+    `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one
+    of the node's role. `BARRIER_SYNC` is a barrier over the ranks that run the node.
+    `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark a reshard and change nothing: the plan decides where
+    one is needed. These three need no function, and run in the training loop. Without a function, a
+    `DATA_LOAD` node names the data set, and an `ENV_INTERACT` node runs episodes of a workflow, by
+    default `environment`: their options are keys of the config. The other types only describe a
+    node, as do these two with a function.
     """
 
     COMPUTE = "COMPUTE"
@@ -55,8 +57,8 @@ CONFIGURING_TYPES = (NodeType.DATA_LOAD, NodeType.ENV_INTERACT)
 ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 
 ENGINES = ("actor", "critic", "ref", "reward_model", "rollout")
-"""Engines that a parameter may name; `add_node(engine=...)` selects any other. All except `rollout` work on whole
-steps."""
+"""Engines that a parameter may name; `add_node(engine=...)` selects any other. All except `rollout`
+work on whole steps."""
 SERVICES = ("reward_fn", "tokenizer")
 """What a worker passes, besides engines, to the parameter of that name."""
 
@@ -83,11 +85,19 @@ ROLE_DEFAULTS = {
         "actor_rollout_ref.actor", "actor", phase="train_step", forward_phase="recompute_logp"
     ),
     NodeRole.ROLLOUT: RoleDefaults("actor_rollout_ref.rollout", "rollout", validates=True),
-    NodeRole.REFERENCE: RoleDefaults("actor_rollout_ref.ref", "ref", phase="ref_logp", forward_phase="ref_logp"),
-    NodeRole.CRITIC: RoleDefaults("critic", "critic", phase="train_critic", forward_phase="compute_value"),
-    NodeRole.ADVANTAGE: RoleDefaults("algorithm", writes=("advantages", "returns"), phase="compute_advantage"),
+    NodeRole.REFERENCE: RoleDefaults(
+        "actor_rollout_ref.ref", "ref", phase="ref_logp", forward_phase="ref_logp"
+    ),
+    NodeRole.CRITIC: RoleDefaults(
+        "critic", "critic", phase="train_critic", forward_phase="compute_value"
+    ),
+    NodeRole.ADVANTAGE: RoleDefaults(
+        "algorithm", writes=("advantages", "returns"), phase="compute_advantage"
+    ),
     NodeRole.REWARD: RoleDefaults("reward", "reward_model", SCORE_FIELDS, "group", validates=True),
-    NodeRole.DYNAMIC_SAMPLING: RoleDefaults("algorithm.filter_groups", scope="group", plane="rollout"),
+    NodeRole.DYNAMIC_SAMPLING: RoleDefaults(
+        "algorithm.filter_groups", scope="group", plane="rollout"
+    ),
 }
 
 
@@ -104,7 +114,8 @@ class NodeSpec:
     reads: tuple[str, ...] | None = None
 
 
-_ATTRIBUTE, _FACTORY = "__distflow_node__", "__distflow_node_factory__"
+_ATTRIBUTE = "__distflow_node__"
+_FACTORY = "__distflow_node_factory__"
 _Fn = TypeVar("_Fn", bound=Callable[..., object])
 
 
@@ -117,18 +128,27 @@ def node(
 ) -> Callable[[_Fn], _Fn]:
     """Declare what a node function's signature cannot say.
 
-    writes: the fields it writes; a role may have a default. A mapping declares custom columns by their axes, e.g.
-        {"bonus": "sample"}: float64 with one number per sample, else float32; see `register_field` for other types.
-    role: the role of its nodes, if `add_node` names none. scope: which samples it must see together: one, a whole
-    group, or all samples of all ranks. reads: the fields it reads, if the parameters do not say; "?name" is optional.
-    Raises PipelineError for an unknown role or scope, ValueError for a column that already means something else.
+    writes: the fields it writes; a role may have a default. A mapping declares custom columns by
+    their axes, e.g.
+        {"bonus": "sample"}: float64 with one number per sample, else float32; see `register_field`
+        for other types.
+    role: the role of its nodes, if `add_node` names none. scope: which samples it must see
+    together: one, a whole group, or all samples of all ranks. reads: the fields it reads, if the
+    parameters do not say; "?name" is optional. Raises PipelineError for an unknown role or scope,
+    ValueError for a column that already means something else.
     """
     if isinstance(writes, Mapping):
         for name, axis in writes.items():
             known = [member.value for member in Axis]
             if axis not in known:
-                meant = hint(axis, known) if axis != "token" else ": one number per token of a response is 'response'"
-                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is not an axis{meant}")
+                meant = (
+                    hint(axis, known)
+                    if axis != "token"
+                    else ": one number per token of a response is 'response'"
+                )
+                raise PipelineError(
+                    f"@node: writes: '{axis}' of column '{name}' is not an axis{meant}"
+                )
             register_field(name, _DTYPES.get(axis, "float32"), axis)
     spec = NodeSpec(
         writes=None if writes is None else as_names(writes, "@node: writes"),
@@ -143,7 +163,8 @@ _DTYPES = {Axis.OBJECT.value: "object", Axis.SAMPLE.value: "float64"}
 
 
 def node_factory(fn: _Fn) -> _Fn:
-    """Mark a function that returns the node function for a config: for nodes whose columns depend on the config.
+    """Mark a function that returns the node function for a config: for nodes whose columns depend
+    on the config.
 
     `TaskGraph.bind` calls it. `@node(role=...)` on it sets the role of its nodes.
     """
@@ -152,11 +173,16 @@ def node_factory(fn: _Fn) -> _Fn:
 
 def is_factory(fn: Callable[..., object]) -> bool:
     """Whether it was marked by `node_factory`."""
-    return is_factory(fn.func) if isinstance(fn, functools.partial) else bool(getattr(fn, _FACTORY, False))
+    return (
+        is_factory(fn.func)
+        if isinstance(fn, functools.partial)
+        else bool(getattr(fn, _FACTORY, False))
+    )
 
 
 def spec_of(fn: Callable[..., object]) -> NodeSpec:
-    """The `@node` declaration of the function, looked up through `functools.partial` and `__call__`."""
+    """The `@node` declaration of the function, looked up through `functools.partial` and
+    `__call__`."""
     spec = getattr(fn, _ATTRIBUTE, None)
     if spec is None and isinstance(fn, functools.partial):
         return spec_of(fn.func)
@@ -169,7 +195,8 @@ def _marked(fn: _Fn, attribute: str, value: object) -> _Fn:
     try:
         setattr(fn, attribute, value)
     except (AttributeError, TypeError):  # builtins and bound methods accept no attributes
-        fn = functools.partial(fn)  # type: ignore[assignment]  # another type, called in the same way
+        # another type, called in the same way
+        fn = functools.partial(fn)  # type: ignore[assignment]
         setattr(fn, attribute, value)
     return fn
 
@@ -184,7 +211,9 @@ def as_member(kind: type[_Member], value: object, where: str) -> _Member:
     name = value.removeprefix(f"{kind.__name__}.").upper() if isinstance(value, str) else ""
     if name in kind.__members__:
         return kind[name]
-    raise PipelineError(f"{where}: {value!r} is not a {kind.__name__}{hint(str(value), kind.__members__)}")
+    raise PipelineError(
+        f"{where}: {value!r} is not a {kind.__name__}{hint(str(value), kind.__members__)}"
+    )
 
 
 def check_scope(scope: str | None, where: str) -> Scope | None:
@@ -195,8 +224,15 @@ def check_scope(scope: str | None, where: str) -> Scope | None:
 
 
 def as_names(value: object, where: str) -> tuple[str, ...]:
-    """A name or a sequence of names as a tuple. Raises PipelineError for anything else and for a repeated name."""
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    """A name or a sequence of names as a tuple. Raises PipelineError for anything else and for a
+    repeated name."""
+    names = (
+        (value,)
+        if isinstance(value, str)
+        else tuple(value)
+        if isinstance(value, Iterable)
+        else (value,)
+    )
     for name in names:
         if not isinstance(name, str) or not name:
             raise PipelineError(f"{where}: expected names, got {name!r}")

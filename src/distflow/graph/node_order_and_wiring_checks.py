@@ -1,5 +1,5 @@
-"""Order in a graph (topological order, cycles, ancestors), and checks of its wiring: which node writes what others
-read, in what order and plane."""
+"""Order in a graph (topological order, cycles, ancestors), and checks of its wiring: which node
+writes what others read, in what order and plane."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ Edges = Mapping[str, Sequence[str]]
 
 
 def topological_order(deps: Edges) -> list[str]:
-    """Node ids after their deps; of the nodes that are ready, the one added first. The graph must have no cycle."""
+    """Node ids after their deps; of the nodes that are ready, the one added first. The graph must
+    have no cycle."""
     rank = {node_id: i for i, node_id in enumerate(deps)}
     sorter = TopologicalSorter(deps)
     sorter.prepare()
@@ -75,27 +76,33 @@ def _check_edges(deps: Edges) -> None:
         for dep in ids:
             if dep not in deps:
                 others = [other for other in deps if other != node_id]
-                raise PipelineError(f"node '{node_id}' depends on '{dep}', which is not a node{hint(dep, others)}")
+                raise PipelineError(
+                    f"node '{node_id}' depends on '{dep}', which is not a node{hint(dep, others)}"
+                )
     try:
         TopologicalSorter(deps).prepare()
     except CycleError as error:  # the second argument is the path, in the direction of the data
         raise PipelineError(
-            f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or stop reading a "
+            f"the nodes form a cycle: {' -> '.join(error.args[1])}; remove one of these deps, or "
+            "stop reading a "
             "column that a later node writes"
         ) from None
 
 
 class Wiring:
-    """Order, writers and planes of a graph. Raises PipelineError for no nodes, an unknown dependency, or a cycle by
-    deps or by what nodes read and write.
+    """Order, writers and planes of a graph. Raises PipelineError for no nodes, an unknown
+    dependency, or a cycle by deps or by what nodes read and write.
 
-    A node runs after all nodes that write what it reads, unless its deps say otherwise; a node that updates a field
-    (reads and writes it) runs after those that create it. deps: explicit and inferred, by node id. order: node ids,
-    topological. planes: by node id. writers: field → ids of the nodes that write it, in order.
+    A node runs after all nodes that write what it reads, unless its deps say otherwise; a node that
+    updates a field (reads and writes it) runs after those that create it. deps: explicit and
+    inferred, by node id. order: node ids, topological. planes: by node id. writers: field → ids of
+    the nodes that write it, in order.
     """
 
     def __init__(self, nodes: Mapping[str, Node], contracts: Mapping[str, Contract]) -> None:
-        self.vertices = {node_id: Vertex(node, contracts[node_id]) for node_id, node in nodes.items()}
+        self.vertices = {
+            node_id: Vertex(node, contracts[node_id]) for node_id, node in nodes.items()
+        }
         self.writers: dict[str, list[str]] = {}
         for node_id, vertex in self.vertices.items():
             for name in vertex.writes:
@@ -122,16 +129,19 @@ class Wiring:
             needs = _why_rollout(self.vertices[node_id])
             if needs and self.planes[node_id] == "training":
                 raise PipelineError(
-                    f"node '{node_id}' {needs}, which needs the rollout loop, but runs in the training loop: "
+                    f"node '{node_id}' {needs}, which needs the rollout loop, but runs in the "
+                    "training loop: "
                     f"{self._reason(node_id)}"
                 )
             for name in self._sources(node_id):
                 self._check_read(node_id, name)
             for dep in self.vertices[node_id].node.deps:
                 if not self._share_a_path(node_id, dep):
-                    own, other = self.vertices[node_id].node.policy, self.vertices[dep].node.policy
+                    own = self.vertices[node_id].node.policy
+                    other = self.vertices[dep].node.policy
                     raise PipelineError(
-                        f"node '{node_id}' of the policy '{own}' depends on '{dep}' of '{other}', but the paths of two "
+                        f"node '{node_id}' of the policy '{own}' depends on '{dep}' of '{other}', "
+                        "but the paths of two "
                         "policies do not meet: each has columns of its own"
                     )
 
@@ -148,7 +158,8 @@ class Wiring:
                 yield writer
 
     def _sources(self, node_id: str) -> Iterator[str]:
-        """The fields that a node reads, with the sources of a derived one instead if no node writes that."""
+        """The fields that a node reads, with the sources of a derived one instead if no node writes
+        that."""
         names = list(self.vertices[node_id].reads)
         for name in names:  # grows in the loop
             others = [writer for writer in self.writers.get(name, ()) if writer != node_id]
@@ -158,9 +169,15 @@ class Wiring:
                 names += (source for source in DERIVED[name] if source not in names)
 
     def columns(self, node_id: str, loaded: Iterable[str]) -> set[str]:
-        """The fields that exist when the node runs: written before, loaded with the data, or derived."""
-        known = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
-        while derived := [n for n, sources in DERIVED.items() if n not in known and known.issuperset(sources)]:
+        """The fields that exist when the node runs: written before, loaded with the data, or
+        derived."""
+        known = {
+            *loaded,
+            *(written for other in self.before[node_id] for written in self.vertices[other].writes),
+        }
+        while derived := [
+            n for n, sources in DERIVED.items() if n not in known and known.issuperset(sources)
+        ]:
             known.update(derived)
         return known
 
@@ -181,7 +198,9 @@ class Wiring:
     def _reason(self, node_id: str) -> str:
         """Why a node is in the training loop, traced back to the first such node."""
         because = self._training_because[node_id]
-        first = next((dep for dep in self.deps[node_id] if because == f"it comes after '{dep}'"), None)
+        first = next(
+            (dep for dep in self.deps[node_id] if because == f"it comes after '{dep}'"), None
+        )
         return because if first is None else f"{because} ({self._reason(first)})"
 
     def _check_writers(self) -> None:
@@ -192,12 +211,14 @@ class Wiring:
                     continue
                 if not is_ordered and not (self._is_late(one) or self._is_late(other)):
                     raise PipelineError(
-                        f"nodes '{one}' and '{other}' both write '{name}' and neither comes before the other; "
+                        f"nodes '{one}' and '{other}' both write '{name}' and neither comes before "
+                        "the other; "
                         f"add '{one}' to the deps of '{other}', or write another field"
                     )
 
     def _share_a_path(self, one: str, other: str) -> bool:
-        """Whether one may read what the other writes: nodes of different policies have separate columns."""
+        """Whether one may read what the other writes: nodes of different policies have separate
+        columns."""
         policies = {self.vertices[one].node.policy, self.vertices[other].node.policy} - {None}
         return len(policies) < 2
 
@@ -206,20 +227,26 @@ class Wiring:
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
-        others = (w for w in self.writers.get(name, ()) if w != node_id and self._share_a_path(w, node_id))
+        others = (
+            w for w in self.writers.get(name, ()) if w != node_id and self._share_a_path(w, node_id)
+        )
         writers = [writer for writer in others if not self._is_late(writer)]
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:
-            if name not in self.vertices[writer].reads:  # a node that updates the field needs it to exist already
+            # a node that updates the field needs it to exist already
+            if name not in self.vertices[writer].reads:
                 raise PipelineError(
-                    f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}' before '{writer}'"
+                    f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}' before "
+                    f"'{writer}'"
                     f"{self._in_plane(writer, node_id)} writes it; put '{node_id}' after '{writer}'"
                 )
 
     def _in_plane(self, node_id: str, other: str) -> str:
         """Text that names the node's plane if the other's differs, else empty."""
-        return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
+        return (
+            "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
+        )
 
 
 def _why_rollout(vertex: Vertex) -> str | None:

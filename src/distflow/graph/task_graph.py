@@ -1,5 +1,5 @@
-"""The graph of a pipeline's nodes, mutable until `bind` returns the frozen pipeline, and its builders: in Python
-(`Pipeline`) and from a config file (`pipeline_from_config`)."""
+"""The graph of a pipeline's nodes, mutable until `bind` returns the frozen pipeline, and its
+builders: in Python (`Pipeline`) and from a config file (`pipeline_from_config`)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,8 @@ from distflow.graph.node_order_and_wiring_checks import Wiring, dependents
 
 
 class TaskGraph:
-    """Nodes and their dependencies. `nodes` maps node id → Node, in the order in which they were added."""
+    """Nodes and their dependencies. `nodes` maps node id → Node, in the order in which they were
+    added."""
 
     def __init__(self, graph_id: str, description: str = "") -> None:
         self.graph_id = graph_id
@@ -26,37 +27,49 @@ class TaskGraph:
     def add_node(self, node: Node) -> None:
         """Add a node. Raises PipelineError if it is not a node, or its id is taken."""
         if not isinstance(node, Node):
-            raise PipelineError(f"a graph consists of nodes, not {node!r}: write Node(node_id, func, deps)")
+            raise PipelineError(
+                f"a graph consists of nodes, not {node!r}: write Node(node_id, func, deps)"
+            )
         if node.node_id in self.nodes:
             raise PipelineError(f"node '{node.node_id}' exists already; node ids must be unique")
         self.nodes[node.node_id] = node
 
     def remove_node(self, node_id: str) -> Node:
-        """Remove a node; its dependents inherit its deps. Raises PipelineError if it does not exist."""
+        """Remove a node; its dependents inherit its deps. Raises PipelineError if it does not
+        exist."""
         removed = self.get_node(node_id)
         del self.nodes[node_id]
         for other in self.nodes.values():
             if node_id in other.deps:
-                spliced = [x for dep in other.deps for x in (removed.deps if dep == node_id else (dep,))]
+                spliced = [
+                    x for dep in other.deps for x in (removed.deps if dep == node_id else (dep,))
+                ]
                 self.nodes[other.node_id] = replace(other, deps=tuple(dict.fromkeys(spliced)))
         return removed
 
     def update_node(self, node_id: str, /, **changes: Any) -> Node:
-        """Change arguments of a node; other names are options of its function, added to the existing ones.
+        """Change arguments of a node; other names are options of its function, added to the
+        existing ones.
 
         Raises PipelineError if the node does not exist or a value does not fit.
         """
         node = self.get_node(node_id)
         if "node_id" in changes:
-            raise PipelineError(f"{node.where}: the id of a node cannot change; remove the node and add another")
+            raise PipelineError(
+                f"{node.where}: the id of a node cannot change; remove the node and add another"
+            )
         made = split_arguments(changes)
-        self.nodes[node_id] = replace(node, **{**made, "options": {**node.options, **made["options"]}})
+        self.nodes[node_id] = replace(
+            node, **{**made, "options": {**node.options, **made["options"]}}
+        )
         return self.nodes[node_id]
 
     def get_node(self, node_id: str) -> Node:
         """The node. Raises PipelineError if it does not exist."""
         if node_id not in self.nodes:
-            raise PipelineError(f"graph '{self.graph_id}' has no node '{node_id}'{hint(node_id, self.nodes)}")
+            raise PipelineError(
+                f"graph '{self.graph_id}' has no node '{node_id}'{hint(node_id, self.nodes)}"
+            )
         return self.nodes[node_id]
 
     def get_entry_nodes(self) -> list[Node]:
@@ -65,7 +78,11 @@ class TaskGraph:
 
     def get_exit_nodes(self) -> list[Node]:
         """The nodes on which none depends, by deps or by what it reads."""
-        return [self.nodes[node_id] for node_id, others in dependents(self._wiring().deps).items() if not others]
+        return [
+            self.nodes[node_id]
+            for node_id, others in dependents(self._wiring().deps).items()
+            if not others
+        ]
 
     def get_dependencies(self, node_id: str) -> list[Node]:
         """The nodes on which this one depends, by deps or by what it reads."""
@@ -81,7 +98,8 @@ class TaskGraph:
     """siiRL's name for it."""
 
     def get_topological_sort(self) -> list[str]:
-        """Node ids such that each comes after its deps; of those that could come next, the one added first.
+        """Node ids such that each comes after its deps; of those that could come next, the one
+        added first.
 
         Raises PipelineError for an unknown dependency or a cycle.
         """
@@ -96,7 +114,8 @@ class TaskGraph:
         return True, None
 
     def check(self) -> None:
-        """Raises PipelineError if the structure is wrong, as far as can be checked without a config."""
+        """Raises PipelineError if the structure is wrong, as far as can be checked without a
+        config."""
         wiring = self._wiring()
         for vertex in wiring.vertices.values():
             if not is_factory(vertex.node.fn):
@@ -106,7 +125,9 @@ class TaskGraph:
     def path_of(self, policy: str) -> "TaskGraph":
         """The graph that trains this policy alone: its nodes, and those that all policies share."""
         path = TaskGraph(self.graph_id, self.description)
-        path.nodes = {name: node for name, node in self.nodes.items() if node.policy in (None, policy)}
+        path.nodes = {
+            name: node for name, node in self.nodes.items() if node.policy in (None, policy)
+        }
         for name, node in path.nodes.items():
             kept = tuple(dep for dep in node.deps if dep in path.nodes or dep not in self.nodes)
             path.nodes[name] = replace(node, deps=kept)
@@ -117,20 +138,29 @@ class TaskGraph:
         graph.nodes = dict(self.nodes)
         return graph
 
-    def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> BoundPipeline:
+    def bind(
+        self, config: object, data_fields: Iterable[str] | Mapping[str, Field]
+    ) -> BoundPipeline:
         """The frozen pipeline under this config, for data with these columns.
 
-        config: any object with the config groups as attributes. data_fields: the columns that the loader delivers.
-        Raises PipelineError if something does not fit: see `bind_pipeline`.
+        config: any object with the config groups as attributes. data_fields: the columns that the
+        loader delivers. Raises PipelineError if something does not fit: see `bind_pipeline`.
         """
         self.check()
         return bind_pipeline(self.graph_id, self.nodes.values(), config, data_fields)
 
     def to_mermaid(self) -> str:
-        """A Mermaid flowchart; an edge shows the fields that its end reads of what its start writes."""
+        """A Mermaid flowchart; an edge shows the fields that its end reads of what its start
+        writes."""
         wiring = self._wiring()
         boxes = [
-            Box(node_id, vertex.node.node_role.name, vertex.contract, wiring.deps[node_id], engines=vertex.engines)
+            Box(
+                node_id,
+                vertex.node.node_role.name,
+                vertex.contract,
+                wiring.deps[node_id],
+                engines=vertex.engines,
+            )
             for node_id, vertex in wiring.vertices.items()
         ]
         return flowchart(boxes)
@@ -154,13 +184,15 @@ class Pipeline:
         deps: Sequence[str] | None = None,
         **arguments: Any,
     ) -> "Pipeline":
-        """Add a node that runs `func` after the nodes that write what it reads, and those of `deps`.
+        """Add a node that runs `func` after the nodes that write what it reads, and those of
+        `deps`.
 
-        The arguments are those of `Node`. Further keywords are options of `func`, and take precedence over those of
-        the config. Nothing is looked up or checked before `build`.
+        The arguments are those of `Node`. Further keywords are options of `func`, and take
+        precedence over those of the config. Nothing is looked up or checked before `build`.
         """
         deps = () if deps is None else deps
-        self._nodes.append(partial(Node, node_id, func, deps, **split_arguments(arguments)))  # type: ignore[arg-type]  # a node settles its deps
+        # a node settles its deps
+        self._nodes.append(partial(Node, node_id, func, deps, **split_arguments(arguments)))  # type: ignore[arg-type]
         return self
 
     def build(self) -> TaskGraph:
@@ -176,22 +208,29 @@ _ENTRY_KEYS = {name.removeprefix("node_"): name for name in NODE_SETTINGS}
 
 
 def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -> TaskGraph:
-    """The graph of `dag.pipeline`, whose entries the config has checked: id, func, deps, type, role, options and the
-    other arguments of `Node`. Raises PipelineError that names the entry."""
+    """The graph of `dag.pipeline`, whose entries the config has checked: id, func, deps, type,
+    role, options and the other arguments of `Node`. Raises PipelineError that names the entry."""
     pipeline = Pipeline(pipeline_id)
     for i, entry in enumerate(nodes, 1):
         options = _options_of(entry, f"entry {i} of the nodes ({entry['id']!r})")
-        pipeline.add_node(**{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"}, **options)
+        pipeline.add_node(
+            **{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"},
+            **options,
+        )
     return pipeline.build()
 
 
 def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     options = entry.get("options") or {}
     if not isinstance(options, Mapping):
-        raise PipelineError(f"{where}: options must be a mapping of names to values, not {options!r}")
+        raise PipelineError(
+            f"{where}: options must be a mapping of names to values, not {options!r}"
+        )
     if not all(isinstance(name, str) for name in options):
         raise PipelineError(f"{where}: names of options must be str, not {options!r}")
     reserved = [name for name in options if name in _ENTRY_KEYS.values()]
     if reserved:
-        raise PipelineError(f"{where}: '{reserved[0]}' is not an option; write it next to id and func")
+        raise PipelineError(
+            f"{where}: '{reserved[0]}' is not an option; write it next to id and func"
+        )
     return options

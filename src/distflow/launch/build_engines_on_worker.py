@@ -1,4 +1,5 @@
-"""Builds engines and services on the worker that uses them, from the plain values of their factories."""
+"""Builds engines and services on the worker that uses them, from the plain values of their
+factories."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -15,7 +16,13 @@ from distflow.config.keys.dag import FIRST_POLICY
 from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch.configured_models import Adapt, Source, load_adapted
-from distflow.models.loading import ModelSource, context_length, load_model, load_tokenizer, stop_token_ids
+from distflow.models.loading import (
+    ModelSource,
+    context_length,
+    load_model,
+    load_tokenizer,
+    stop_token_ids,
+)
 from distflow.models.reward_model import check_config, longest_text
 from distflow.models.sharding import Sharding, empty_model
 from distflow.rewards.router import RewardRouter
@@ -64,7 +71,9 @@ def build_tokenizer(
     return load()
 
 
-def build_reward_router(get: Get, device: torch.device, make: Callable[..., RewardRouter]) -> RewardRouter:
+def build_reward_router(
+    get: Get, device: torch.device, make: Callable[..., RewardRouter]
+) -> RewardRouter:
     return make(start=get("start_pool"))
 
 
@@ -72,7 +81,9 @@ def build_policy(
     get: Get, device: torch.device, source: Source, adapt: Adapt | None, spread: Spread | None
 ) -> nn.Module:
     """The policy's model: sharded where it is trained, whole where it only generates."""
-    return load_adapted(source, adapt, device, _sharding(get, spread) if get.planned("actor") else None)
+    return load_adapted(
+        source, adapt, device, _sharding(get, spread) if get.planned("actor") else None
+    )
 
 
 def build_policies(get: Get, device: torch.device, sources: Mapping[str, Source]) -> nn.Module:
@@ -82,15 +93,22 @@ def build_policies(get: Get, device: torch.device, sources: Mapping[str, Source]
 
 
 def _load_policy(get: Get, device: torch.device, name: str, source: Source) -> nn.Module:
-    """Raises UserError if its tokens are not those of the run's tokenizer, since agents exchange tokens."""
-    key = "actor_rollout_ref.model.path" if name == FIRST_POLICY else f"dag.policies.{name}.model.path"
+    """Raises UserError if its tokens are not those of the run's tokenizer, since agents exchange
+    tokens."""
+    key = (
+        "actor_rollout_ref.model.path"
+        if name == FIRST_POLICY
+        else f"dag.policies.{name}.model.path"
+    )
     with blaming(key):
         model = load_model(**source, device=device)
         if name != FIRST_POLICY:
-            common, own = get("tokenizer"), load_tokenizer(source["path"], revision=source.get("revision"))
+            common = get("tokenizer")
+            own = load_tokenizer(source["path"], revision=source.get("revision"))
             if own.get_vocab() != common.get_vocab() or own.chat_template != common.chat_template:
                 raise UserError(
-                    "its tokenizer or chat template differs from that of actor_rollout_ref.model.path: all policies of "
+                    "its tokenizer or chat template differs from that of "
+                    "actor_rollout_ref.model.path: all policies of "
                     "an episode's agents need the same one"
                 )
     return model
@@ -103,7 +121,8 @@ def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
     mesh: DeviceMesh | None = get("mesh")
     if mesh is None:
         raise UserError(
-            "actor.strategy=fsdp shards weights over the training processes, but this run has only one: set "
+            "actor.strategy=fsdp shards weights over the training processes, but this run has only "
+            "one: set "
             "trainer.n_gpus_per_node=2, or actor.strategy=torch"
         )
     return Sharding(mesh, spread.compute_dtype, spread.on_host)
@@ -111,7 +130,9 @@ def _sharding(get: Get, spread: Spread | None) -> Sharding | None:
 
 def build_stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
     models = models_of(get("policy")).values()
-    return tuple(sorted({token for model in models for token in stop_token_ids(model, get("tokenizer"))}))
+    return tuple(
+        sorted({token for model in models for token in stop_token_ids(model, get("tokenizer"))})
+    )
 
 
 def build_actor(get: Get, device: torch.device, trainer: Trainer) -> TrainEngine:
@@ -126,8 +147,12 @@ def build_policy_trainers(
     for name, model in models_of(get("policy")).items():
         own = trainers[name]
         options = {**own.options, "policy": name, "policies": policies}
-        engines[name] = cast(PolicyTrainer, _train_engine(get, model, own._replace(options=options)))
-    return MultiPolicyTrainer(engines, {policy: agent for agent, policy in policies.items() if policy in engines})
+        engines[name] = cast(
+            PolicyTrainer, _train_engine(get, model, own._replace(options=options))
+        )
+    return MultiPolicyTrainer(
+        engines, {policy: agent for agent, policy in policies.items() if policy in engines}
+    )
 
 
 def build_critic(
@@ -157,13 +182,19 @@ def build_reference(
 
 
 def build_policy_references(
-    get: Get, device: torch.device, sources: Mapping[str, Source], policies: Mapping[str, str], options: ScorerOptions
+    get: Get,
+    device: torch.device,
+    sources: Mapping[str, Source],
+    policies: Mapping[str, str],
+    options: ScorerOptions,
 ) -> MultiPolicyScorer:
     """The initial model of each trained policy. policies: of each agent."""
     engines = dict[str, PolicyScorer]()
     for name, source in sources.items():
         frozen = _load_policy(get, device, name, source).requires_grad_(False)
-        engines[name] = PolicyScorer(frozen, policy=name, policies=policies, group=get("collective"), **options)
+        engines[name] = PolicyScorer(
+            frozen, policy=name, policies=policies, group=get("collective"), **options
+        )
     return MultiPolicyScorer(engines)
 
 
@@ -173,21 +204,31 @@ def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptio
 
 
 def build_reward_model(
-    get: Get, device: torch.device, key: str, source: Source, spread: Spread | None, options: ScorerOptions
+    get: Get,
+    device: torch.device,
+    key: str,
+    source: Source,
+    spread: Spread | None,
+    options: ScorerOptions,
 ) -> RewardModelScorer:
     """A reward model, whose tokenizer may differ from the policy's."""
     with blaming(key):
         check_config(found := ModelSource(**source), found.config())
-        model = load_model(**source, sharding=_sharding(get, spread), device=device, draws_head=False)
+        model = load_model(
+            **source, sharding=_sharding(get, spread), device=device, draws_head=False
+        )
         tokenizer = load_tokenizer(source["path"], generates=False, model=model.config)
-    longest, group = longest_text(model.config, tokenizer), get("collective")
+    longest = longest_text(model.config, tokenizer)
+    group = get("collective")
     frozen = model.requires_grad_(False)
-    return RewardModelScorer(frozen, tokenizer=tokenizer, max_length=longest, group=group, **options)
+    return RewardModelScorer(
+        frozen, tokenizer=tokenizer, max_length=longest, group=group, **options
+    )
 
 
 class JudgeParts(NamedTuple):
-    """A judge's engine, "module:Class" of a rollout engine, and options of its constructor; unused if its weights are
-    spread."""
+    """A judge's engine, "module:Class" of a rollout engine, and options of its constructor; unused
+    if its weights are spread."""
 
     engine: str
     dtype: torch.dtype
@@ -199,30 +240,54 @@ class JudgeParts(NamedTuple):
     choices: tuple[float, ...]
 
 
-def build_judge(get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts) -> Judge:
+def build_judge(
+    get: Get, device: torch.device, key: str, source: Source, parts: JudgeParts
+) -> Judge:
     """A judge, whole or in shards, with its own tokenizer."""
     with blaming(key):
-        config, longest = ModelSource(**source).config(), context_length(**source)
+        config = ModelSource(**source).config()
+        longest = context_length(**source)
         tokenizer = load_tokenizer(source["path"], model=config)
-        answer_tokens = max(map(len, choice_replies(parts.choices, tokenizer)), default=parts.answer_tokens)
+        answer_tokens = max(
+            map(len, choice_replies(parts.choices, tokenizer)), default=parts.answer_tokens
+        )
         if longest is not None and answer_tokens >= longest:
             raise UserError(
-                f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a question: "
+                f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a "
+                "question: "
                 f"the model reads at most {longest:,} tokens; set a smaller answer_tokens"
             )
         model = load_model(**source, sharding=_sharding(get, parts.spread), device=device)
         make = None
         if parts.spread is None:
             _cast(model, parts.dtype)
-            make = partial(_make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options)
+            make = partial(
+                _make_engine, parts.engine, model, tokenizer, shares=False, options=parts.options
+            )
             make()  # rejects a family that the engine cannot run
         replies = parts.replies.of_model(source["path"], source.get("revision"))
-    params = SamplingParams(answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer))
-    return Judge(model, tokenizer, make, parts.template, params, longest, replies, parts.choices, get("collective"))
+    params = SamplingParams(
+        answer_tokens, greedy=True, stop_token_ids=stop_token_ids(model, tokenizer)
+    )
+    return Judge(
+        model,
+        tokenizer,
+        make,
+        parts.template,
+        params,
+        longest,
+        replies,
+        parts.choices,
+        get("collective"),
+    )
 
 
 def _make_engine(
-    engine: str, model: nn.Module, tokenizer: PreTrainedTokenizerBase, shares: bool, options: Options
+    engine: str,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    shares: bool,
+    options: Options,
 ) -> RolloutEngine:
     make = cast(Callable[..., RolloutEngine], load(engine))
     return make(model, tokenizer, version=Version(0, 0), shares_weights=shares, **options)
@@ -230,7 +295,8 @@ def _make_engine(
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for weight in model.requires_grad_(False).parameters():
-        weight.data = weight.data.to(dtype)  # not buffers: rotary frequencies in bfloat16 are wrong at long distances
+        # not buffers: rotary frequencies in bfloat16 are wrong at long distances
+        weight.data = weight.data.to(dtype)
 
 
 def build_rollout(
@@ -242,10 +308,11 @@ def build_rollout(
     shares: bool,
     options: Options,
 ) -> RolloutEngine:
-    """The engine computes on the trainer's own storage if the trainer is on this worker and storage may be shared, else
-    on a copy without an adapter, whose weights arrive merged.
+    """The engine computes on the trainer's own storage if the trainer is on this worker and storage
+    may be shared, else on a copy without an adapter, whose weights arrive merged.
 
-    source: of the whole model without an adapter; None if the policy is that model. shares: both compute in the
+    source: of the whole model without an adapter; None if the policy is that model. shares: both
+    compute in the
     stored dtype (float32), and nothing is decoded while weights change.
     """
     shares = shares and get.planned("actor")
@@ -266,8 +333,10 @@ def build_policy_rollouts(
     shares: bool,
     options: Options,
 ) -> MultiPolicyRollout:
-    """An engine for each policy of agents; see `build_rollout`. frozen: of the policies that are not trained."""
-    trained, shares = models_of(get("policy")), shares and get.planned("actor")
+    """An engine for each policy of agents; see `build_rollout`. frozen: of the policies that are
+    not trained."""
+    trained = models_of(get("policy"))
+    shares = shares and get.planned("actor")
     engines = dict[str, RolloutEngine]()
     for name, own in trained.items():
         model = own if shares else copy.deepcopy(own)
@@ -282,15 +351,16 @@ def build_policy_rollouts(
 
 
 class OwnServers(NamedTuple):
-    """number: how many a worker starts. meeting: prefix of the folders through which a server's workers find each
-    other."""
+    """number: how many a worker starts. meeting: prefix of the folders through which a server's
+    workers find each other."""
 
     number: int
     meeting: Path
 
 
 def empty_policy(source: Source, adapt: Adapt | None, dtype: torch.dtype) -> nn.Module:
-    """Names and shapes of the weights that a server gets. adapt: adds the adapter that the server applies unmerged."""
+    """Names and shapes of the weights that a server gets. adapt: adds the adapter that the server
+    applies unmerged."""
     with blaming("actor_rollout_ref.model.path"):
         model: nn.Module = empty_model(AutoModelForCausalLM, ModelSource(**source).config())
     _cast(model, dtype)
@@ -298,16 +368,24 @@ def empty_policy(source: Source, adapt: Adapt | None, dtype: torch.dtype) -> nn.
 
 
 def build_rollout_of_server(
-    get: Get, device: torch.device, engine: str, empty: Callable[[], nn.Module], options: Options, servers: OwnServers
+    get: Get,
+    device: torch.device,
+    engine: str,
+    empty: Callable[[], nn.Module],
+    options: Options,
+    servers: OwnServers,
 ) -> RolloutEngine:
-    """The weights are in the servers, not here. empty: makes the model without them. servers: if none are given by
-    address."""
+    """The weights are in the servers, not here. empty: makes the model without them. servers: if
+    none are given by address."""
     model = empty()
     urls = cast(tuple[str | None, ...], options.get("url")) or (None,) * servers.number
     make: Any = load(engine)
     if ranks := get.rank.rollout_group:
         place = ranks.index(get.rank.rank)
-        options = {**options, "group": ServerGroup(Path(f"{servers.meeting}{ranks[0]}"), place, len(ranks))}
+        options = {
+            **options,
+            "group": ServerGroup(Path(f"{servers.meeting}{ranks[0]}"), place, len(ranks)),
+        }
         make = follower_of(make) if place else make
     begin = partial(make, model, get("tokenizer"), version=Version(0, 0))
     engines = [begin(**{**options, "url": url}) for url in urls]

@@ -27,8 +27,13 @@ from distflow.runtime.worker_parts import WorkerParts
 
 def build_worker(inputs: WorkerInputs) -> Worker:
     """The worker of a rank in the plan, not yet entered."""
-    spec, rank, ports, recorder = inputs.spec, inputs.rank, inputs.ports, inputs.recorder
-    plan, pipeline, warn = spec.plan.ranks[rank], spec.pipeline(), partial(recorder.note, "warning")
+    spec = inputs.spec
+    rank = inputs.rank
+    ports = inputs.ports
+    recorder = inputs.recorder
+    plan = spec.plan.ranks[rank]
+    pipeline = spec.pipeline()
+    warn = partial(recorder.note, "warning")
     generating = [each.rank for each in spec.plan.ranks if each.rollout_nodes]
     note = recorder.note if rank in generating[:1] else None
     services = RolloutServices.of(spec, inputs.resources, writes_stacks=True, note=note)
@@ -48,8 +53,11 @@ def build_worker(inputs: WorkerInputs) -> Worker:
         taken = rollout_loop.call_counts.take()
         totals = {f"reward/{kind}": 0.0 for kind in KINDS if resources.reward_fn is not None}
         recorder.engine_activity(resources.rollout)
-        totals, recorder.decoded = totals | recorder.decoded, Counter()
-        return taken._replace(counts=totals | {name: float(each) for name, each in sorted(taken.counts.items())})
+        totals = totals | recorder.decoded
+        recorder.decoded = Counter()
+        return taken._replace(
+            counts=totals | {name: float(each) for name, each in sorted(taken.counts.items())}
+        )
 
     def group_ended(*outcome: Any) -> None:
         recorder.group_ended(*outcome)
@@ -58,12 +66,22 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             ports.queue.count(reward_counts())
 
     nodes = [pipeline.node(name) for name in plan.rollout_nodes]
-    events = GroupEvents(group_ended, recorder.group_dropped, GroupFailures(warn).add, recorder.waits)
+    events = GroupEvents(
+        group_ended, recorder.group_dropped, GroupFailures(warn).add, recorder.waits
+    )
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
-    validator = Validator(spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn)
-    export = partial(write_hf_models, spec.run_dir, warn) if spec.options.save_hf_model else lambda: None
+    validator = Validator(
+        spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn
+    )
+    export = (
+        partial(write_hf_models, spec.run_dir, warn) if spec.options.save_hf_model else lambda: None
+    )
     saver = partial(Saver, waits=recorder.waits, warn=warn, after_commit=export)
-    canary = make_canary(spec, resources) if resources.rollout is not None and resources.actor is not None else None
+    canary = (
+        make_canary(spec, resources)
+        if resources.rollout is not None and resources.actor is not None
+        else None
+    )
     return Worker(
         WorkerParts(
             inputs,

@@ -1,5 +1,6 @@
-"""Checks the parts that a run chooses by name, before a model is built: each must be where its table says, and have
-what its kind requires. Messages say what is missing, in which file, and what to write there.
+"""Checks the parts that a run chooses by name, before a model is built: each must be where its
+table says, and have what its kind requires. Messages say what is missing, in which file, and what
+to write there.
 
 `config/extension_registries.py` finds files that no table names.
 """
@@ -12,7 +13,13 @@ from types import ModuleType
 from typing import Any
 
 from distflow import builtin_names as names
-from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, AdvEstimator, PolicyLoss, Registry
+from distflow.algorithms.registry import (
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvEstimator,
+    PolicyLoss,
+    Registry,
+)
 from distflow.audit.audited_step import advantages, policy_loss_formulas
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
@@ -31,8 +38,8 @@ from distflow.training.torch_engine import ScorerOptions
 
 @dataclass(frozen=True)
 class Part:
-    """A chosen part. key: that chooses it. target: "module:attribute". entry: of its table; None for a user's
-    function."""
+    """A chosen part. key: that chooses it. target: "module:attribute". entry: of its table; None
+    for a user's function."""
 
     key: str
     name: str
@@ -43,7 +50,11 @@ class Part:
     def file(self) -> str:
         """The file for messages, relative to the package if it is there."""
         module = split_name(self.target)[0]
-        return module if module.endswith(".py") else f"{module.removeprefix('distflow.').replace('.', '/')}.py"
+        return (
+            module
+            if module.endswith(".py")
+            else f"{module.removeprefix('distflow.').replace('.', '/')}.py"
+        )
 
     @property
     def attribute(self) -> str:
@@ -55,8 +66,9 @@ Says = Callable[[Part], Iterable[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps: optional features that
-    it lacks. is_imported: whether its module may be imported here, before `faults`."""
+    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps:
+    optional features that it lacks. is_imported: whether its module may be imported here, before
+    `faults`."""
 
     name: str
     faults: Says = lambda part: ()
@@ -81,12 +93,12 @@ def check_extensions(config: Config) -> None:
 
 def find_gaps(config: Config) -> list[str]:
     """Optional features that the chosen built-in parts lack."""
-    return [
-        f"{kind.name} '{part.name}': {gap}"
-        for kind, part in chosen_parts(config)
-        if part.entry is not None
-        for gap in kind.gaps(part)
-    ]
+    found: list[str] = []
+    for kind, part in chosen_parts(config):
+        if part.entry is not None:
+            for gap in kind.gaps(part):
+                found.append(f"{kind.name} '{part.name}': {gap}")
+    return found
 
 
 def faults_of(kind: Kind, part: Part) -> list[str]:
@@ -97,9 +109,14 @@ def faults_of(kind: Kind, part: Part) -> list[str]:
             load(part.target)
         faults = list(kind.faults(part))
     except ValueError as error:  # including a registry's error for a function that it cannot call
-        faults = [f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)]
+        faults = [
+            f"its entry names '{part.target}': {error}" if part.entry is not None else str(error)
+        ]
     named = f"{kind.name} '{part.name}'"  # with which some faults begin
-    return [f"{part.key}: {fault if fault.startswith(named) else f'{named}{registered}: {fault}'}" for fault in faults]
+    return [
+        f"{part.key}: {fault if fault.startswith(named) else f'{named}{registered}: {fault}'}"
+        for fault in faults
+    ]
 
 
 def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
@@ -107,9 +124,16 @@ def chosen_parts(config: Config) -> Iterator[tuple[Kind, Part]]:
     custom = config.custom_reward_function
     for kind, key, name in _choices(config):
         entry = kind.entries.get(name)
-        target = entry.target if entry is not None else custom_target(*split_name(name)) if ":" in name else ""
+        target = (
+            entry.target
+            if entry is not None
+            else custom_target(*split_name(name))
+            if ":" in name
+            else ""
+        )
         if kind is REWARD and name == CUSTOM_REWARD:
-            entry, target = None, custom_target(custom.path, custom.name) if custom.path else ""
+            entry = None
+            target = custom_target(custom.path, custom.name) if custom.path else ""
         if target:
             yield kind, Part(key, name, target, entry)
 
@@ -124,22 +148,27 @@ def _choices(config: Config) -> Iterator[tuple[Kind, str, str]]:
         return
     yield ROLLOUT_ENGINE, "actor_rollout_ref.rollout.name", settings.rollout.name
     named = named_algorithms(config)
-    yield from ((LOSS if key.endswith("policy_loss") else ESTIMATOR, key, name) for key, name in named)
+    yield from (
+        (LOSS if key.endswith("policy_loss") else ESTIMATOR, key, name) for key, name in named
+    )
     for key, _, parts in named_rewards(config):
         yield from ((REWARD, key, part.name) for part in parts)
 
 
 def explain_missing_column(error: MissingColumn, config: Config) -> UserError | None:
-    """The error for a column that no node can write, as an estimator or a loss has a parameter that is not a column."""
+    """The error for a column that no node can write, as an estimator or a loss has a parameter that
+    is not a column."""
     registries: dict[str, Mapping[str, AdvEstimator | PolicyLoss]]
     registries = {ESTIMATOR.name: ADV_ESTIMATORS, LOSS.name: POLICY_LOSSES}
     for kind, key, name in _choices(config):
         known = registries.get(kind.name, {}).get(name)
         if known is not None and error.column in inspect.signature(known.fn).parameters:
-            function, shown = getattr(known.fn, "__qualname__", name), shown_name(known.fn)
+            function = getattr(known.fn, "__qualname__", name)
+            shown = shown_name(known.fn)
             meant = f"column of the batch{hint(error.column, STANDARD_FIELDS)}".removesuffix("?")
             return UserError(
-                f"{key}: {kind.name} '{name}'{'' if shown == name else f' ({shown})'} takes '{error.column}', not a "
+                f"{key}: {kind.name} '{name}'{'' if shown == name else f' ({shown})'} takes "
+                f"'{error.column}', not a "
                 f"{meant}. If it is an option, put it after a *: "
                 f"def {function}(..., *, {error.column}=...)"
             )
@@ -149,7 +178,10 @@ def explain_missing_column(error: MissingColumn, config: Config) -> UserError | 
 def _is_registered(registry: Registry[Any], decorator: str) -> Says:
     def faults(part: Part) -> Iterator[str]:
         if registry.known(part.name) is None:
-            yield f'{part.file} does not register it: add @{decorator}("{part.name}") above {part.attribute}'
+            yield (
+                f'{part.file} does not register it: add @{decorator}("{part.name}") above '
+                f"{part.attribute}"
+            )
 
     return faults
 
@@ -159,15 +191,18 @@ def _has_formula(module: ModuleType, signature: str) -> Says:
         if part.name not in module.FORMULAS:
             file = module.__name__.removeprefix("distflow.").replace(".", "/")
             yield (
-                f"an audit cannot recompute it: add its formula to {file}.py, in float64 and without "
-                f'{part.file}, as {signature}, and add "{part.name}": _{part.name} to FORMULAS there'
+                f"an audit cannot recompute it: add its formula to {file}.py, in float64 and "
+                "without "
+                f'{part.file}, as {signature}, and add "{part.name}": _{part.name} to FORMULAS '
+                "there"
             )
 
     return gaps
 
 
 def _scores(part: Part) -> Iterator[str]:
-    """Faults of a reward function, read from the file's text: it is not imported into this process."""
+    """Faults of a reward function, read from the file's text: it is not imported into this
+    process."""
     module = split_name(part.target)[0]
     source = SourceFile.of(module)
     if source is None:
@@ -180,19 +215,27 @@ def _scores(part: Part) -> Iterator[str]:
         return
     if not source.defines("CASES"):
         yield (
-            f"{part.file} has no CASES, which are scored before a run starts: add below its imports "
-            'CASES = (Case("a response", "its ground truth", 1.0), ...) with scores that are known (Case is in '
+            f"{part.file} has no CASES, which are scored before a run starts: add below its "
+            "imports "
+            'CASES = (Case("a response", "its ground truth", 1.0), ...) with scores that are known '
+            "(Case is in "
             "rewards/reward_results.py), or CASES = () if the function calls a service"
         )
     for target in filter(None, (part.entry.row_check, part.entry.prepare)):
         own, attribute = split_name(target)
         found = SourceFile.of(own)
         if found is None or not found.defines(attribute):
-            yield f"its entry names {target}, which does not exist: add it, or remove it from the entry"
+            yield (
+                f"its entry names {target}, which does not exist: add it, or remove it from the "
+                "entry"
+            )
 
 
-def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple[str, ...] = ()) -> Says:
-    """positional, keywords: the arguments of its constructor; a rollout engine also takes keys of its group."""
+def _has_methods(
+    protocol: type, file: str, positional: int = 0, keywords: tuple[str, ...] = ()
+) -> Says:
+    """positional, keywords: the arguments of its constructor; a rollout engine also takes keys of
+    its group."""
 
     def faults(part: Part) -> Iterator[str]:
         made = load(part.target)
@@ -204,7 +247,8 @@ def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple
             inspect.signature(made).bind(*[None] * positional, **dict.fromkeys({*keywords, *own}))
         except TypeError as error:
             yield (
-                f"{part.file}: {part.attribute} cannot be created: {error}. It is called with {positional} by position"
+                f"{part.file}: {part.attribute} cannot be created: {error}. It is called with "
+                f"{positional} by position"
                 f"{', ' * bool(keywords)}{', '.join(f'{name}=' for name in keywords)}"
             )
 
@@ -212,7 +256,8 @@ def _has_methods(protocol: type, file: str, positional: int = 0, keywords: tuple
 
 
 def _tracks(part: Part) -> Iterator[str]:
-    """Faults of a tracker, read from its file's text: its package may be missing, which a run reports."""
+    """Faults of a tracker, read from its file's text: its package may be missing, which a run
+    reports."""
     source = SourceFile.of(split_name(part.target)[0])
     if source is None or not source.defines(part.attribute):
         yield f"{part.file} has no class {part.attribute}: add it, or correct the entry"
@@ -229,13 +274,23 @@ def _lacking(part: Part, protocol: type, file: str, has: Callable[[str], bool]) 
 
 
 def _methods(protocol: type) -> list[str]:
-    """Methods of a protocol and of those that it extends; properties may be attributes of the instance."""
-    named = {name: member for base in reversed(protocol.__mro__) for name, member in vars(base).items()}
-    own = {name for base in protocol.__mro__ if getattr(base, "_is_protocol", False) for name in vars(base)}
+    """Methods of a protocol and of those that it extends; properties may be attributes of the
+    instance."""
+    named = {
+        name: member for base in reversed(protocol.__mro__) for name, member in vars(base).items()
+    }
+    own = {
+        name
+        for base in protocol.__mro__
+        if getattr(base, "_is_protocol", False)
+        for name in vars(base)
+    }
     return [
         name
         for name, member in named.items()
-        if name in own and inspect.isfunction(member) and (name[0] != "_" or name in ("__aenter__", "__aexit__"))
+        if name in own
+        and inspect.isfunction(member)
+        and (name[0] != "_" or name in ("__aenter__", "__aexit__"))
     ]
 
 
@@ -264,8 +319,11 @@ LOSS = Kind(
 )
 REWARD = Kind("reward function", _scores, is_imported=False)
 ROLLOUT_ENGINE = Kind(
-    "rollout engine", _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights"))
+    "rollout engine",
+    _has_methods(RolloutEngine, "rollout/engine.py", 2, ("version", "shares_weights")),
 )
-TRAIN_ENGINE = Kind("train engine", _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS))
+TRAIN_ENGINE = Kind(
+    "train engine", _has_methods(TrainEngine, "training/engine.py", 1, _TRAIN_ARGUMENTS)
+)
 TRACKER = Kind("tracker", _tracks, is_imported=False)
 KINDS = (PIPELINE, ESTIMATOR, LOSS, REWARD, ROLLOUT_ENGINE, TRAIN_ENGINE, TRACKER)

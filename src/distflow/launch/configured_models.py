@@ -30,7 +30,11 @@ from distflow.models.loading import (
     load_tokenizer,
 )
 from distflow.models.lora import add_lora, check_targets, require_peft
-from distflow.models.model_paths_and_folder_checks import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
+from distflow.models.model_paths_and_folder_checks import (
+    BUILTIN_FOLDER,
+    BUILTIN_PREFIX,
+    resolve_path,
+)
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.independent_parts import parse_size
 from distflow.planning.known_models_and_devices import ModelShape, find_device
@@ -54,8 +58,8 @@ def load_policy(config: Config, device: torch.device) -> nn.Module:
 
 
 def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> str:
-    """Copy weights into the model's parameters of the same names. Returns "", or the name of a weight that the model
-    lacks in that shape, in which case nothing is copied."""
+    """Copy weights into the model's parameters of the same names. Returns "", or the name of a
+    weight that the model lacks in that shape, in which case nothing is copied."""
     own = dict(model.named_parameters())
     for name, weight in weights.items():
         if name not in own or own[name].shape != weight.shape:
@@ -75,7 +79,8 @@ def builtin_models() -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 def policy_limits(config: Config) -> RunLimits:
     """What the model's config limits; loads no weights. Raises UserError as `load_policy` does."""
-    source, settings = policy_source(config), config.actor_rollout_ref.model
+    source = policy_source(config)
+    settings = config.actor_rollout_ref.model
     with blaming("actor_rollout_ref.model.path"):
         model = ModelSource(**source).config().get_text_config()
         reads_images = has_image_processor(resolve_path(source["path"]), source["revision"])
@@ -96,7 +101,9 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
 
     Raises UserError naming the key.
     """
-    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # rollout has the actor's weights
+    # rollout has the actor's weights
+    said = config.dag.model_sizes
+    models = sorted(set(engines) - {"rollout"})
     with blaming("dag.model_sizes"):
         if unknown := [role for role in said if role not in models]:
             raise UserError(f"the pipeline has no model '{unknown[0]}'{hint(unknown[0], models)}")
@@ -113,10 +120,13 @@ def _without_weights(source: Source) -> PreTrainedModel:
     config = ModelSource(**source).config().get_text_config()
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=source["trust_remote_code"])
+            return AutoModelForCausalLM.from_config(
+                config, trust_remote_code=source["trust_remote_code"]
+            )
     except ValueError as err:
         raise UserError(
-            f"transformers has no language model '{config.model_type}': set its size, e.g. dag.model_sizes.actor=7B"
+            f"transformers has no language model '{config.model_type}': set its size, e.g. "
+            "dag.model_sizes.actor=7B"
         ) from err
 
 
@@ -124,21 +134,28 @@ def source_of(config: Config, role: str) -> tuple[str, Source]:
     """The model of a role, with the key that names it."""
     if role in scoring_models(config.reward_model):
         return scoring_source(config, role)
-    return model_of(config, role)[0], critic_source(config) if role == "critic" else policy_source(config)
+    return model_of(config, role)[0], critic_source(config) if role == "critic" else policy_source(
+        config
+    )
 
 
 def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -> dict[str, Any]:
-    """What `distflow plan` predicts, with its `line`; empty for a device or a model type that it does not know, or if
-    this process has no such device. rows: of the training data. Raises UserError for a run that cannot calibrate it."""
+    """What `distflow plan` predicts, with its `line`; empty for a device or a model type that it
+    does not know, or if this process has no such device. rows: of the training data. Raises
+    UserError for a run that cannot calibrate it."""
     device = choose_device(config).type
     measured = measured_run(named) if (named := config.trainer.plan_from) else None
     if device not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
-    config, named_by = peek(config), getattr(torch.get_device_module(), "get_device_name", str)  # backends may lack it
+    # backends may lack it
+    config = peek(config)
+    named_by = getattr(torch.get_device_module(), "get_device_name", str)
     try:
         known = find_device("cpu" if device == "cpu" else named_by())
         sources = {role: ModelSource(**source_of(config, role)[1]) for role in pipeline.engines}
-        shapes = {role: ModelShape.of(source.config().to_dict()) for role, source in sources.items()}
+        shapes = {
+            role: ModelShape.of(source.config().to_dict()) for role, source in sources.items()
+        }
     except UserError:
         return {}
     given = given_by(measured, config, plan.pipeline, known, RunLimits(rows))
@@ -150,15 +167,21 @@ def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
     """Raises UserError, with the key, if a model's layers cannot be divided as in a layout."""
     adapted = config.actor_rollout_ref.model.lora_rank > 0
     for layout in layouts:
-        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:  # one that judges is whole on each rank
+        # one that judges is whole on each rank
+        if layout.sizes.tensor > 1 and layout.engine not in ROLLOUT_ENGINES:
             key, source = source_of(config, layout.role)
             with blaming(key):
                 check_divisible(
-                    ModelSource(**source).config(), layout.sizes.tensor, adapted and layout.role in ("actor", "ref")
+                    ModelSource(**source).config(),
+                    layout.sizes.tensor,
+                    adapted and layout.role in ("actor", "ref"),
                 )
                 model = scoring_models(config.reward_model).get(layout.role)
                 if model is not None and model.store:
-                    raise UserError("tensor parallel ranks may find different replies in its store: remove store")
+                    raise UserError(
+                        "tensor parallel ranks may find different replies in its store: remove "
+                        "store"
+                    )
 
 
 def policy_source(config: Config) -> Source:
@@ -177,7 +200,12 @@ def critic_source(config: Config) -> Source:
 def scoring_source(config: Config, name: str) -> tuple[str, Source]:
     """The source of a reward model or a judge, with the key that names it."""
     (key, path), judges = model_of(config, name), scoring_models(config.reward_model)[name].judge
-    own: SourceOptions = {"gguf_file": None, "revision": None, "init": "pretrained", "trust_remote_code": False}
+    own: SourceOptions = {
+        "gguf_file": None,
+        "revision": None,
+        "init": "pretrained",
+        "trust_remote_code": False,
+    }
     return key, {**_source(config, path), **own, "scores": not judges}
 
 
@@ -185,9 +213,13 @@ def check_engines(config: Config, engines: Collection[str]) -> None:
     """Raises UserError for an engine that a node of the pipeline requires and the config lacks."""
     models = scoring_models(config.reward_model)
     for engine in sorted({*engines} - ({*ENGINES} - {REWARD_MODEL}) - {*models}):
-        key = "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
+        key = (
+            "reward_model.model.path" if engine == REWARD_MODEL else f"reward_model.models.{engine}"
+        )
         near = hint(engine, [name for name in (*ENGINES, *models) if name != engine])
-        raise UserError(f"{key}: a node of the pipeline needs the engine '{engine}'{near}; set the key")
+        raise UserError(
+            f"{key}: a node of the pipeline needs the engine '{engine}'{near}; set the key"
+        )
 
 
 def _source(config: Config, path: str | None) -> Source:
@@ -232,7 +264,8 @@ def load_adapted(
 
 def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
     """A loader of the policy's tokenizer, which raises UserError with the key if there is none."""
-    settings, source = config.actor_rollout_ref.model, policy_source(config)
+    settings = config.actor_rollout_ref.model
+    source = policy_source(config)
     own = settings.tokenizer_path is None
     return partial(
         _load_tokenizer,
@@ -248,4 +281,6 @@ def _load_tokenizer(
     path: str, key: str, revision: str | None, trust_remote_code: bool, gguf_file: str | None
 ) -> PreTrainedTokenizerBase:
     with blaming(key):
-        return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+        return load_tokenizer(
+            path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+        )

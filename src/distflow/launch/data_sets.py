@@ -1,5 +1,5 @@
-"""The data of a run: its plan of steps and epochs, the sources of training and validation prompts, and prompts that a
-user submits."""
+"""The data of a run: its plan of steps and epochs, the sources of training and validation prompts,
+and prompts that a user submits."""
 
 import hashlib
 from bisect import bisect_right
@@ -42,8 +42,20 @@ from distflow.data.dataset_columns import (
     rows_of_domain,
 )
 from distflow.data.encode_rows import encode_rows
-from distflow.data.encoded_prompts import PromptOptions, PromptRow, PromptRows, PromptSet, UnusableRow
-from distflow.data.rows_on_demand import IndexedFile, RowStream, choose_rows, index_file, is_streamed
+from distflow.data.encoded_prompts import (
+    PromptOptions,
+    PromptRow,
+    PromptRows,
+    PromptSet,
+    UnusableRow,
+)
+from distflow.data.rows_on_demand import (
+    IndexedFile,
+    RowStream,
+    choose_rows,
+    index_file,
+    is_streamed,
+)
 from distflow.data.sources import load_rows, read_file
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
@@ -51,19 +63,26 @@ from distflow.models.loading import end_token_ids, has_image_processor
 from distflow.models.model_paths_and_folder_checks import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.startup_checks import find_broken
-from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan, load_curriculum
+from distflow.scheduling.curriculum_and_difficulty_filter import (
+    CurriculumPlan,
+    SkipPlan,
+    load_curriculum,
+)
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
-    """How the run uses its data. total_training_steps may end before or after total_epochs. With domains, an epoch has
-    as many groups as there are rows in total.
+    """How the run uses its data. total_training_steps may end before or after total_epochs. With
+    domains, an epoch has as many groups as there are rows in total.
 
-    rows: their number by domain, in order, "" for one source. Raises UserError if the curriculum's function does not
-    exist.
+    rows: their number by domain, in order, "" for one source. Raises UserError if the curriculum's
+    function does not exist.
     """
-    data, trainer = config.data, config.trainer
-    steps, epochs, num_rows = trainer.total_training_steps, trainer.total_epochs, sum(rows.values())
+    data = config.data
+    trainer = config.trainer
+    steps = trainer.total_training_steps
+    epochs = trainer.total_epochs
+    num_rows = sum(rows.values())
     if UNKNOWN_ROWS in rows.values():
         _check_in_steps(config, rows)
     plan = DataPlan(
@@ -76,7 +95,9 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         shuffle=data.shuffle,
         max_concurrent=config.async_.max_concurrent_rollouts,
         domains=tuple(
-            DomainPlan(name, rows[name], data.domains[name].weight, data.domains[name].n) for name in rows if name
+            DomainPlan(name, rows[name], data.domains[name].weight, data.domains[name].n)
+            for name in rows
+            if name
         ),
         saves=Frequency(trainer.save_freq, trainer.save_freq_epochs, trainer.save_freq_secs),
         validates=_validates(config),
@@ -86,7 +107,10 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
     curriculum = data.curriculum
     if curriculum.function is not None:
         load_curriculum(curriculum.function)
-        plan = replace(plan, curriculum=CurriculumPlan(curriculum.function, curriculum.every, curriculum.smoothing))
+        plan = replace(
+            plan,
+            curriculum=CurriculumPlan(curriculum.function, curriculum.every, curriculum.smoothing),
+        )
     if not is_rl(config):
         return plan
     filters = config.algorithm.filter_groups
@@ -111,19 +135,30 @@ def _oversampling(config: Config) -> Fraction:
 
 def _check_in_steps(config: Config, rows: Mapping[str, int]) -> None:
     """Raises UserError for a setting in epochs if the number of rows is unknown."""
-    data, trainer = config.data, config.trainer
-    wrong = [f"{name}_epochs" for name in ("save_freq", "test_freq") if getattr(trainer, f"{name}_epochs") is not None]
-    found = {f"trainer.{name}": f"set trainer.{name.removesuffix('_epochs')}, in steps" for name in wrong}
+    data = config.data
+    trainer = config.trainer
+    wrong = [
+        f"{name}_epochs"
+        for name in ("save_freq", "test_freq")
+        if getattr(trainer, f"{name}_epochs") is not None
+    ]
+    found = {
+        f"trainer.{name}": f"set trainer.{name.removesuffix('_epochs')}, in steps" for name in wrong
+    }
     if trainer.total_training_steps is None:
         found["trainer.total_epochs"] = "set trainer.total_training_steps"
     if any(own_setting(config, name, data, "skip_outside") for name in rows):
         found["data.skip_outside"] = "remove it"
     for key, advice in found.items():
-        raise UserError(f"{key}: the rows of the training data are read forward, and their number is unknown: {advice}")
+        raise UserError(
+            f"{key}: the rows of the training data are read forward, and their number is unknown: "
+            f"{advice}"
+        )
 
 
 def _validates(config: Config) -> Frequency:
-    """When to validate. Off is always accepted; a frequency only makes sense with validation data."""
+    """When to validate. Off is always accepted; a frequency only makes sense with validation
+    data."""
     trainer = config.trainer
     if not validates(config):
         return Frequency(trainer.test_freq if peek(trainer).test_freq <= 0 else 0)
@@ -144,9 +179,10 @@ Rows = tuple[list[RawRow], BadRows]
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of rows, and how they become prompts. key: of the config, which names the files. domain: "" if rows name
-    their own. rewards: by domain; rows that these cannot score are left out, or are an error, according to
-    `broken_tests`. None keeps them. streaming: read only the needed part of a data set."""
+    """A source of rows, and how they become prompts. key: of the config, which names the files.
+    domain: "" if rows name their own. rewards: by domain; rows that these cannot score are left
+    out, or are an error, according to `broken_tests`. None keeps them. streaming: read only the
+    needed part of a data set."""
 
     key: str
     files: tuple[str, ...]
@@ -172,20 +208,27 @@ class DataSource:
         )
         return self._without_broken_tests(rows, bad), bad
 
-    def _without_broken_tests(self, rows: list[RawRow], bad: BadRows, are_all: bool = True) -> list[RawRow]:
+    def _without_broken_tests(
+        self, rows: list[RawRow], bad: BadRows, are_all: bool = True
+    ) -> list[RawRow]:
         """are_all: the rows are all of the source, of which most must be good."""
-        good, rewards = list[RawRow](), self.rewards or {}
+        good = list[RawRow]()
+        rewards = self.rewards or {}
         for row in rows:
             parts = rewards.get(row.domain) or rewards.get("default", ())
             if why := find_broken([part.name for part in parts], row.answer, row.extra_info):
                 bad.broken.append(f"{row.origin}: {why}")
             else:
                 good.append(row)
-        if bad.broken and (self.broken_tests == "error" or (are_all and 2 * len(bad.broken) > len(rows))):
+        if bad.broken and (
+            self.broken_tests == "error" or (are_all and 2 * len(bad.broken) > len(rows))
+        ):
             advice = "repair them, or exclude such rows with data.broken_tests=skip"
             if self.broken_tests != "error":
                 advice = "most rows are affected: check data.answer_key and reward.functions"
-            raise UserError(f"{self.key}: {listed(bad.broken, 'row', 'whose tests are broken')}\n{advice}")
+            raise UserError(
+                f"{self.key}: {listed(bad.broken, 'row', 'whose tests are broken')}\n{advice}"
+            )
         return good
 
     def encode(self, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
@@ -196,11 +239,13 @@ class DataSource:
     def first(self) -> "DataSource":
         """The source with only a few rows, which are checked before a run with `data.lazy`."""
         has_fewer = 0 <= self.max_samples < NUM_LOOKED_AT
-        return replace(self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT)
+        return replace(
+            self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT
+        )
 
     def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
-        """The usable ones among some rows. Raises UnusableRow if there are none, or UserError like `read` and
-        `encode`."""
+        """The usable ones among some rows. Raises UnusableRow if there are none, or UserError like
+        `read` and `encode`."""
         bad = BadRows(self.bad_rows)
         rows = list(read_rows(iter(records), self.columns, bad, None))
         bad.check()
@@ -212,26 +257,36 @@ class DataSource:
         return self.encode((good, bad), tokenizer)
 
 
-NUM_LOOKED_AT, NUM_HELD = 256, 4096
+NUM_LOOKED_AT = 256
+NUM_HELD = 4096
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 
 
 class LazyRows(PromptRows):
-    """The rows of some sources, each read and encoded on demand. first: the first rows of each source, read before the
-    run. load_tokenizer: called by each process that reads rows."""
+    """The rows of some sources, each read and encoded on demand. first: the first rows of each
+    source, read before the run. load_tokenizer: called by each process that reads rows."""
 
     def __init__(
-        self, sources: Sequence[DataSource], first: PromptSet, folder: Path, load_tokenizer: LoadTokenizer
+        self,
+        sources: Sequence[DataSource],
+        first: PromptSet,
+        folder: Path,
+        load_tokenizer: LoadTokenizer,
     ) -> None:
-        """folder: for the index of the files. Raises UserError for files that cannot be read row by row."""
-        self.first, self._load_tokenizer = first, load_tokenizer
-        self._files, self.num_by_domain = list[tuple[DataSource, IndexedFile | RowStream, int]](), dict[str, int]()
+        """folder: for the index of the files. Raises UserError for files that cannot be read row by
+        row."""
+        self.first = first
+        self._load_tokenizer = load_tokenizer
+        self._files = list[tuple[DataSource, IndexedFile | RowStream, int]]()
+        self.num_by_domain = dict[str, int]()
         self._held = dict[int, PromptRow]()
         for source in sources:
             if any(map(is_streamed, source.files)):
                 if source.columns.domain_of_tag:
                     advice = "name .jsonl or .parquet files, or set data.lazy=false"
-                    raise UserError(f"{source.key}: data.lazy cannot select rows of a stream by tags: {advice}")
+                    raise UserError(
+                        f"{source.key}: data.lazy cannot select rows of a stream by tags: {advice}"
+                    )
                 stream = RowStream(source.files, source.key, source.max_samples)
                 self._files.append((source, stream, UNKNOWN_ROWS))
                 self.num_by_domain[source.domain] = UNKNOWN_ROWS
@@ -245,7 +300,9 @@ class LazyRows(PromptRows):
                     found = choose_rows(found, rows, folder)
                     bad.check()
                 if source.max_samples >= 0:
-                    found = replace(found, num_rows=min(found.num_rows, source.max_samples - num_rows))
+                    found = replace(
+                        found, num_rows=min(found.num_rows, source.max_samples - num_rows)
+                    )
                 self._files.append((source, found, found.num_rows))
                 num_rows += found.num_rows
             self.num_by_domain[source.domain] = num_rows
@@ -259,12 +316,14 @@ class LazyRows(PromptRows):
         return self._load_tokenizer()
 
     def fingerprint(self) -> str:
-        """A hash of the files' content; for a source that is only read forward, of its first rows."""
+        """A hash of the files' content; for a source that is only read forward, of its first
+        rows."""
         files = [(found.fingerprint, num_rows) for _, found, num_rows in self._files]
         return hashlib.sha256(repr(files).encode()).hexdigest()
 
     def prepare(self, indices: Sequence[int]) -> None:
-        """Render chat templates for all of them at once. An error is raised when its row is read."""
+        """Render chat templates for all of them at once. An error is raised when its row is
+        read."""
         wanted = sorted(set(indices) - self._held.keys())
         for number, own in groupby(wanted, lambda index: bisect_right(self._ends, index)):
             with suppress(UserError):
@@ -282,28 +341,42 @@ class LazyRows(PromptRows):
         index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
         rows = source.prompts(records, self._tokenizer)
         if len({row.origin for row in rows}) < len(rows):
-            raise UserError(f"{rows[0].origin}: the chat template needs several rows for it: set data.lazy=false")
-        return {index: replace(row, index=index) for row in rows for index in [index_of[row.origin]]}
+            raise UserError(
+                f"{rows[0].origin}: the chat template needs several rows for it: set "
+                "data.lazy=false"
+            )
+        return {
+            index: replace(row, index=index) for row in rows for index in [index_of[row.origin]]
+        }
 
 
 Read = list[tuple[DataSource, Rows]]
 
 
 def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
-    """The rows of each source. Bad rows of a file that several sources share by tags are counted once; validation
-    sources without rows are left out. Raises as `DataSource.read` does, and if no row has a domain's tag."""
-    found, known = Read(), set[str]()
+    """The rows of each source. Bad rows of a file that several sources share by tags are counted
+    once; validation sources without rows are left out. Raises as `DataSource.read` does, and if no
+    row has a domain's tag."""
+    found = Read()
+    known = set[str]()
     for source in sources:
         rows, bad = source.read(run_dir)
         if source.columns.domain_of_tag:
-            bad.reasons[:] = [reason for reason in bad.reasons if f"{source.key} {reason}" not in known]
+            bad.reasons[:] = [
+                reason for reason in bad.reasons if f"{source.key} {reason}" not in known
+            ]
         if rows:
             known |= {f"{source.key} {reason}" for reason in bad.reasons}
             found.append((source, (rows, bad)))
         elif source.key.endswith("train_files"):
-            own = [tag for tag, domain in source.columns.domain_of_tag.items() if domain == source.domain]
+            own = [
+                tag
+                for tag, domain in source.columns.domain_of_tag.items()
+                if domain == source.domain
+            ]
             raise UserError(
-                f"data.domains.{source.domain}.tags: no row of {source.key} has the tag {' or '.join(own)} (column "
+                f"data.domains.{source.domain}.tags: no row of {source.key} has the tag "
+                f"{' or '.join(own)} (column "
                 f"'{source.columns.tag}', data.tag_key), so the domain has no training data"
             )
     if sources and not found:
@@ -312,41 +385,65 @@ def read_sources(sources: Sequence[DataSource], run_dir: Path) -> Read:
 
 
 def train_sources(config: Config, scored: bool) -> list[DataSource]:
-    """One source, or one per domain in use. scored: whether there are reward functions, which need rows' answers."""
+    """One source, or one per domain in use. scored: whether there are reward functions, which need
+    rows' answers."""
     domains = config.data.domains
     names = [name for name, domain in domains.items() if domain.weight] if domains else [""]
     found = [_source(config, "train", name, scored) for name in names]
     if not scored:
         return found
-    return [replace(each, rewards=reward_functions(config), broken_tests=config.data.broken_tests) for each in found]
+    return [
+        replace(each, rewards=reward_functions(config), broken_tests=config.data.broken_tests)
+        for each in found
+    ]
 
 
 def validation_sources(config: Config, scored: bool) -> list[DataSource]:
     """One source for each key that names files."""
     domains = config.data.domains
-    own = [name for name in domains if domains[name].val_files or chooses_by_tags(config, name, "val_files")]
+    own = [
+        name
+        for name in domains
+        if domains[name].val_files or chooses_by_tags(config, name, "val_files")
+    ]
     if config.data.val_files or own:
         _ = config.data.allow_overlap  # otherwise this key has no effect
-    return [_source(config, "val", name, scored) for name in own or ([""] if config.data.val_files else [])]
+    return [
+        _source(config, "val", name, scored)
+        for name in own or ([""] if config.data.val_files else [])
+    ]
 
 
-def _source(config: Config, split: Literal["train", "val"], domain: str, scored: bool) -> DataSource:
+def _source(
+    config: Config, split: Literal["train", "val"], domain: str, scored: bool
+) -> DataSource:
     """domain: "" for the files of `data` itself."""
-    data, functions, is_rm = config.data, reward_functions(config), reads_pairs(config)
-    is_sft, reads_all = not is_rl(config) and not is_rm, bool(scoring_models(config.reward_model))
-    parts = functions.get(domain, ()) if domain else [part for named in functions.values() for part in named]
+    data = config.data
+    functions = reward_functions(config)
+    is_rm = reads_pairs(config)
+    is_sft = not is_rl(config) and not is_rm
+    reads_all = bool(scoring_models(config.reward_model))
+    parts = (
+        functions.get(domain, ())
+        if domain
+        else [part for named in functions.values() for part in named]
+    )
     rewards = [REWARDS[part.name] for part in parts if part.name in REWARDS]
-    # A user's function may be written for TRL or verifiers, whose completions are messages if the prompt is a chat. It
-    # and a judge get the chat's text without the template.
+    # A user's function may be written for TRL or verifiers, whose completions are messages if the
+    # prompt is a chat. It and a judge get the chat's text without the template.
     asks_chats = any(is_own(part.name) or part.name == JUDGE for part in parts)
     own = partial(own_setting, config, domain, data)
     files = data.domains[domain] if domain else data
     key = f"data.domains.{domain}" if domain else "data"
-    named, most = getattr(files, f"{split}_files"), getattr(files, f"{split}_max_samples")
-    files_key, by_tags = f"{key}.{split}_files", chooses_by_tags(config, domain, f"{split}_files")
+    named = getattr(files, f"{split}_files")
+    most = getattr(files, f"{split}_max_samples")
+    files_key = f"{key}.{split}_files"
+    by_tags = chooses_by_tags(config, domain, f"{split}_files")
     if by_tags:
-        named, files_key = getattr(data, f"{split}_files"), f"data.{split}_files"
-    pass_rate = own("pass_rate") if split == "train" else None  # validation rows are not selected by difficulty
+        named = getattr(data, f"{split}_files")
+        files_key = f"data.{split}_files"
+    # validation rows are not selected by difficulty
+    pass_rate = own("pass_rate") if split == "train" else None
     columns = Columns(
         prompt=own("prompt_key"),
         answer=own("answer_key"),
@@ -374,8 +471,10 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
         template_kwargs=data.apply_chat_template_kwargs,
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
-        keep_messages=is_rm or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
-        keep_chats=(scored and asks_chats) or peek(config).actor_rollout_ref.rollout.workflow is not None,
+        keep_messages=is_rm
+        or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
+        keep_chats=(scored and asks_chats)
+        or peek(config).actor_rollout_ref.rollout.workflow is not None,
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=key,
@@ -385,8 +484,8 @@ def _source(config: Config, split: Literal["train", "val"], domain: str, scored:
 
 
 def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[DataSource]:
-    """The sources without the column of images if the policy, whose tokenizer encodes the prompts, reads text alone.
-    Raises UserError if the config names that column."""
+    """The sources without the column of images if the policy, whose tokenizer encodes the prompts,
+    reads text alone. Raises UserError if the config names that column."""
     model = config.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
     if path is not None and has_image_processor(resolve_path(path), model.revision):
@@ -395,7 +494,8 @@ def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[Data
         return list(sources)
     if config.data.image_key not in (None, DataConfig.image_key):
         raise UserError(
-            f"data.image_key={config.data.image_key}: the model '{path}' reads text alone: remove the key, or take a "
+            f"data.image_key={config.data.image_key}: the model '{path}' reads text alone: remove "
+            "the key, or take a "
             "model whose folder has a processor of images"
         )
     return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
@@ -408,17 +508,27 @@ def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
 
 
 def encode_row(
-    values: object, number: int, config: Config, pipeline: BoundPipeline, tokenizer: PreTrainedTokenizerBase
+    values: object,
+    number: int,
+    config: Config,
+    pipeline: BoundPipeline,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> PromptRow:
-    """A row from Python as a prompt, with the columns of the data set. number: for messages, from 1.
+    """A row from Python as a prompt, with the columns of the data set. number: for messages, from
+    1.
 
     Raises UserError for an unusable row, or one of a domain without a reward function.
     """
     if not isinstance(values, Mapping):
-        raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
+        raise UserError(
+            f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a "
+            f"{type(values).__name__}"
+        )
     scored = "reward_fn" in pipeline.services
     (source,) = as_read_by_model(train_sources(config, scored), config)
-    record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
+    record = Record(
+        f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()}
+    )
     bad = BadRows("error")
     rows = list(read_rows(iter([record]), source.columns, bad, "the submitted rows"))
     bad.check()

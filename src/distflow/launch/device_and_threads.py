@@ -1,5 +1,5 @@
-"""The hardware that a run computes on: its device, its cores for training and generation, memory and threads of its
-process, and their description."""
+"""The hardware that a run computes on: its device, its cores for training and generation, memory
+and threads of its process, and their description."""
 
 import ctypes
 import math
@@ -27,44 +27,65 @@ from distflow.runtime.worker_place_and_dp_groups import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:
-    """The config with the settings that its allocation implies. With several workers or a cluster, `trainer.device` is
-    resolved too: `auto` becomes torch's accelerator (cuda over Ray), or, for a single worker without one, the CPU.
-    Raises UserError for devices that are not there."""
+    """The config with the settings that its allocation implies. With several workers or a cluster,
+    `trainer.device` is resolved too: `auto` becomes torch's accelerator (cuda over Ray), or, for a
+    single worker without one, the CPU. Raises UserError for devices that are not there."""
     loaded = follow_allocation(loaded)
     trainer = loaded.config.trainer
-    is_local, size = trainer.launcher == "local", trainer.n_gpus_per_node
+    is_local = trainer.launcher == "local"
+    size = trainer.n_gpus_per_node
     if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":
         return loaded
-    counted = [torch.accelerator.device_count()] if is_local else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+    counted = (
+        [torch.accelerator.device_count()]
+        if is_local
+        else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
+    )
     gpus = Counter(counted)
-    has_enough = sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
-    has = ", ".join(f"{number} GPU(s) on {gpus[number]} machine(s)" for number in sorted(gpus, reverse=True) if number)
+    has_enough = (
+        sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
+    )
+    has = ", ".join(
+        f"{number} GPU(s) on {gpus[number]} machine(s)"
+        for number in sorted(gpus, reverse=True)
+        if number
+    )
     who = "torch" if is_local else "Ray"
     joined = "and" if has_enough else "but"
-    why = f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), {joined} {who} has {has or 'no GPU'}"
+    why = (
+        f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), {joined} {who} has "
+        f"{has or 'no GPU'}"
+    )
     if not has_enough and (trainer.device != "auto" or trainer.nnodes * size > 1):
         raise UserError(
-            f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, trainer.n_gpus_per_node or "
+            f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, "
+            "trainer.n_gpus_per_node or "
             "trainer.allocation, or set trainer.device=cpu for workers that compute on the CPU"
         )
     if trainer.device == "auto":
         found = accelerator() if is_local else "cuda"
-        return with_changes(loaded, [("trainer.device", found if found and has_enough else "cpu", why)])
+        return with_changes(
+            loaded, [("trainer.device", found if found and has_enough else "cpu", why)]
+        )
     return loaded
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device of `trainer.device` on this machine, or on those of the workers (`follow_machines`); a Slurm job gets
-    GPUs unless it is cpu. Raises UserError if this machine must compute but lacks it."""
+    """The device of `trainer.device` on this machine, or on those of the workers
+    (`follow_machines`); a Slurm job gets GPUs unless it is cpu. Raises UserError if this machine
+    must compute but lacks it."""
     wanted = config.trainer.device
     if config.trainer.launcher == "slurm":
         return torch.device("cpu" if wanted == "cpu" else "cuda")
     found = accelerator()
-    if wanted not in ("auto", "cpu", found) and (wanted != "cuda" or config.trainer.launcher == "local"):
+    if wanted not in ("auto", "cpu", found) and (
+        wanted != "cuda" or config.trainer.launcher == "local"
+    ):
         known = f"{found}, and " if found else ""
         more = " (torch calls the GPUs of NVIDIA and AMD cuda)" if wanted == "gpu" else ""
         raise UserError(
-            f"trainer.device={wanted}, but torch finds {known}no {wanted} device here: set trainer.device=auto or "
+            f"trainer.device={wanted}, but torch finds {known}no {wanted} device here: set "
+            "trainer.device=auto or "
             f"{found or 'cpu'}{more}"
         )
     return torch.device(found or "cpu" if wanted == "auto" else wanted)
@@ -79,12 +100,19 @@ def accelerator() -> str | None:
 def choose_dtype(config: Config) -> str:
     """The dtype of `model.dtype` on the run's device: most CPUs are slow in bfloat16."""
     wanted = config.actor_rollout_ref.model.dtype
-    return wanted if wanted != "auto" else "float32" if choose_device(config).type == "cpu" else "bfloat16"
+    return (
+        wanted
+        if wanted != "auto"
+        else "float32"
+        if choose_device(config).type == "cpu"
+        else "bfloat16"
+    )
 
 
 def follow_device(loaded: Loaded) -> Loaded:
     """The config with `auto` replaced by the dtype of `choose_dtype`."""
-    dtype, device = choose_dtype(loaded.config), choose_device(loaded.config).type
+    dtype = choose_dtype(loaded.config)
+    device = choose_device(loaded.config).type
     if dtype == loaded.config.actor_rollout_ref.model.dtype:
         return loaded
     why = f"the run is on a {'CPU' if device == 'cpu' else 'GPU'}"
@@ -96,16 +124,19 @@ def refuse_offload_here(config: Config, device: torch.device) -> None:
     if device.type == "cpu" and (keys := offload_keys(config)):
         raise UserError(
             f"{', '.join(keys)}: on a CPU all data is in host memory already (trainer.device="
-            f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} out"
+            f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} "
+            "out"
         )
 
 
 def threads_of(config: Config) -> tuple[int | None, int | None]:
-    """Threads of (training, generation) in each worker. None for training: torch's default, or a worker's share of
+    """Threads of (training, generation) in each worker. None for training: torch's default, or a
+    worker's share of
     its machine. None for generation: the training thread generates while it waits."""
     if not is_rl(config) or config.async_.max_staleness == 0:
         return config.trainer.num_threads, None
-    trainer, rollout = config.trainer.num_threads, config.actor_rollout_ref.rollout.num_threads
+    trainer = config.trainer.num_threads
+    rollout = config.actor_rollout_ref.rollout.num_threads
     return share_threads(worker_cores(config), trainer, rollout)
 
 
@@ -117,40 +148,50 @@ _WORKERS_A_CORE = 4
 
 
 def check_cores(plan: Plan, more_advice: str = "") -> None:
-    """Raises UserError for more workers on the CPU than this machine could run without being hopelessly slow."""
-    num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
+    """Raises UserError for more workers on the CPU than this machine could run without being
+    hopelessly slow."""
+    num_workers = sum(rank.device == "cpu" for rank in plan.ranks)
+    cores = os.cpu_count() or 1
     if num_workers > _WORKERS_A_CORE * cores:
         raise UserError(
-            f"the plan is for {count_of(num_workers, 'worker')} on CPUs, but this machine has {cores} cores, which "
-            f"{_WORKERS_A_CORE * cores} can share at most: reduce trainer.n_gpus_per_node or trainer.allocation"
+            f"the plan is for {count_of(num_workers, 'worker')} on CPUs, but this machine has "
+            f"{cores} cores, which "
+            f"{_WORKERS_A_CORE * cores} can share at most: reduce trainer.n_gpus_per_node or "
+            "trainer.allocation"
             f"{more_advice}"
         )
 
 
 def places_of(spec: Spec) -> list[Place]:
     """The place of each worker, by rank. Workers of one machine share its cores."""
-    ranks, dp_groups, home = spec.plan.ranks, dp_groups_of(spec.plan), Home.of_driver()
+    ranks = spec.plan.ranks
+    dp_groups = dp_groups_of(spec.plan)
+    home = Home.of_driver()
     generators = tuple(rank.rank for rank in ranks if rank.rollout_nodes)
-    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
+    trainer = spec.config.trainer.num_threads
+    rollout = spec.config.actor_rollout_ref.rollout.num_threads
     places = []
     for rank in ranks:
         cores = worker_cores(spec.config)
         threads = trainer or cores
         if spec.data.max_staleness and rank.training_nodes and "rollout" in rank.engines:
-            threads = share_threads(cores, trainer, rollout)[0]  # of the training loop: its engine computes meanwhile
+            # of the training loop: its engine computes meanwhile
+            threads = share_threads(cores, trainer, rollout)[0]
         number = generators.index(rank.rank) if rank.rank in generators else -1
         places.append(Place(rank.rank, dp_groups, generators, threads, home, number))
     return places
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
+# mallopt(3)
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 _LARGEST_THRESHOLD = 2**25  # in bytes; glibc accepts no more
 _MAX_THREADS = 1024
 
 
 def make_process_ready(config: Config) -> None:
-    """Set up the process's heap, and its number of threads before any starts, since results are bit-equal only for the
-    same number. Raises UserError for an absurd one."""
+    """Set up the process's heap, and its number of threads before any starts, since results are
+    bit-equal only for the same number. Raises UserError for an absurd one."""
     keep_freed_memory()
     avoid_cudnn_attention()
     trainer, rollout = threads_of(config)
@@ -165,9 +206,9 @@ def make_process_ready(config: Config) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process, except for blocks of 32 MiB and more. By default glibc returns the free end of
-    its heap to the system, and gets it again in the next micro-batch, with a page fault for every 4 KiB: 2 to 6 % of a
-    step on a CPU. The peak is the same."""
+    """Keep freed memory in this process, except for blocks of 32 MiB and more. By default glibc
+    returns the free end of its heap to the system, and gets it again in the next micro-batch, with
+    a page fault for every 4 KiB: 2 to 6 % of a step on a CPU. The peak is the same."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, -1)  # never trim
@@ -175,36 +216,56 @@ def keep_freed_memory() -> None:
 
 
 def avoid_cudnn_attention() -> None:
-    """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread, which takes 50 ms; in
-    reinforcement learning shapes rarely repeat."""
+    """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread,
+    which takes 50 ms; in reinforcement learning shapes rarely repeat."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def describe_hardware() -> list[str]:
     """Cores, threads, native code and accelerators of this machine, one line each."""
     trainer, rollout = share_threads(usable_cores(), None, None)
-    turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
+    turns = (
+        torch.get_num_threads()
+        if "OMP_NUM_THREADS" in os.environ
+        else min(torch.get_num_threads(), own_cores())
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     native = outcome()
-    by_native = f"no, and torch is several times slower: {native}" if isinstance(native, NotNative) else "yes"
+    by_native = (
+        f"no, and torch is several times slower: {native}"
+        if isinstance(native, NotNative)
+        else "yes"
+    )
     names = torch.get_device_module()
     devices = [names.get_device_name(i) for i in range(torch.accelerator.device_count())]
     return [
-        f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
+        (
+            f"{os.cpu_count()} cores, {own_cores()} of them for this process, "
+            f"{memory / 1024**3:.0f} GiB memory"
+        ),
         f"threads if training and generation take turns (async.max_staleness=0): {turns}",
-        f"threads if they run concurrently (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
+        (
+            f"threads if they run concurrently (async.max_staleness=1 or more): {trainer} to "
+            f"train, {rollout} to generate"
+        ),
         f"native code for generation on the CPU: {escape_control(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
     ]
 
 
 def find_thread_faults() -> list[str]:
-    """A message if the environment asks for more threads than this process has cores, or is not a number."""
-    wanted, cores = os.environ.get("OMP_NUM_THREADS", ""), own_cores()
+    """A message if the environment asks for more threads than this process has cores, or is not a
+    number."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    cores = own_cores()
     if wanted and not re.fullmatch(r"[\d, ]+", wanted):
-        return [f"OMP_NUM_THREADS={wanted!r} is not a number of threads and has no effect: unset it"]
+        return [
+            f"OMP_NUM_THREADS={wanted!r} is not a number of threads and has no effect: unset it"
+        ]
     if wanted.isdigit() and int(wanted) > cores:
-        return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"]
+        return [
+            f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will compete; unset it"
+        ]
     return []
 
 
@@ -213,18 +274,22 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 def usable_cores() -> int:
     """Cores that this process may use, limited by `OMP_NUM_THREADS` as in the libraries below."""
-    bound = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list applies to nested regions
+    # a list applies to nested regions
+    bound = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(own_cores(), int(bound)) if bound.isdigit() and int(bound) > 0 else own_cores()
 
 
 def own_cores() -> int:
     """Cores that the system gives this process: its affinity, or a container's smaller quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min([cores, *_quotas(_CGROUPS, Path("/proc/self/cgroup"))])
 
 
 def _quotas(root: Path, own: Path) -> Iterator[int]:
-    """Quotas of the control groups above this process, in whole cores. own: the file that names its group."""
+    """Quotas of the control groups above this process, in whole cores. own: the file that names its
+    group."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # not Linux
@@ -251,7 +316,8 @@ def _quota(*files: Path) -> Iterator[int]:
 
 
 def share_threads(cores: int, trainer: int | None, rollout: int | None) -> tuple[int, int]:
-    """Threads of (training, generation). None gets the remaining cores, at least 1; if both are None, half each."""
+    """Threads of (training, generation). None gets the remaining cores, at least 1; if both are
+    None, half each."""
     if trainer is None and rollout is None:
         rollout = max(1, cores // 2)
     if trainer is None:

@@ -1,5 +1,6 @@
-"""Calls a user's loss, estimator and nodes on a made-up batch before a model is loaded: a result of the wrong form, a
-loss without a gradient, or a name that does not exist, is found in milliseconds instead of after the first rollout.
+"""Calls a user's loss, estimator and nodes on a made-up batch before a model is loaded: a result of
+the wrong form, a loss without a gradient, or a name that does not exist, is found in milliseconds
+instead of after the first rollout.
 
 Other errors that a function raises are left to the run, since the batch's numbers are meaningless.
 """
@@ -38,22 +39,29 @@ LENGTHS = (3, 5, 4, 2)
 
 
 def try_algorithms(config: Config, pipeline: BoundPipeline) -> list[str]:
-    """Notes on probable mistakes. Raises UserError for a user's loss, estimator or node that a run could not use."""
+    """Notes on probable mistakes. Raises UserError for a user's loss, estimator or node that a run
+    could not use."""
     if not is_rl(config):
         return []
     with torch.random.fork_rng(devices=()):
         _check_scores(pipeline.nodes)
-        losses = (node.fn.keywords["objective"] for node in filter(takes_policy_loss, pipeline.training_nodes))  # type: ignore[attr-defined]  # a partial
-        parts = [{POLICY_LOSS: replace(each, domains={}), **_keys_of(each.domains)} for each in losses]
-        found = [note for each in parts for key, own in each.items() if (note := _try_loss(own, key))]
+        losses = []
+        for node in filter(takes_policy_loss, pipeline.training_nodes):
+            losses.append(node.fn.keywords["objective"])  # type: ignore[attr-defined]  # a partial
+        parts = [
+            {POLICY_LOSS: replace(each, domains={}), **_keys_of(each.domains)} for each in losses
+        ]
+        found = [
+            note for each in parts for key, own in each.items() if (note := _try_loss(own, key))
+        ]
         _try_nodes(config, pipeline)
     return found + _unread(pipeline.nodes)
 
 
 def try_users_code(spec: Spec, say: Callable[[str], None]) -> Spec:
-    """Call the user's reward functions and workflow on the first rows before anything is loaded. say: called with notes
-    and warnings; the spec that is returned has the warnings, for the run's records. Raises UserError for what a run
-    could not use."""
+    """Call the user's reward functions and workflow on the first rows before anything is loaded.
+    say: called with notes and warnings; the spec that is returned has the warnings, for the run's
+    records. Raises UserError for what a run could not use."""
     with tried_workflow(spec, tokenizer_loader(spec.config)) as trial:
         said = [*try_rewards(spec), *trial.notes()]
     for line in said:
@@ -70,11 +78,16 @@ def _try_loss(objective: PolicyObjective, key: str) -> str | None:
     """How the gradient depends on advantages, on-policy, if that is probably a mistake."""
     if is_ours(objective.policy_loss.fn):
         return None
-    batch = made_up({*objective.reads, *objective.optional, "loss_mask", "advantages", "old_log_probs"})
+    batch = made_up(
+        {*objective.reads, *objective.optional, "loss_mask", "advantages", "old_log_probs"}
+    )
     if batch is None:
         return None
-    shape, name, advantages = batch["loss_mask"].shape, objective.policy_loss.name, torch.randn(sum(LENGTHS))
-    log_probs, gradients = (-torch.rand(shape)).requires_grad_(), list[Tensor]()
+    shape = batch["loss_mask"].shape
+    name = objective.policy_loss.name
+    advantages = torch.randn(sum(LENGTHS))
+    log_probs = (-torch.rand(shape)).requires_grad_()
+    gradients = list[Tensor]()
     for column in {"old_log_probs", "prox_log_probs", "rollout_log_probs"} & {*batch.names}:
         batch[column] = log_probs
     try:
@@ -86,19 +99,28 @@ def _try_loss(objective: PolicyObjective, key: str) -> str | None:
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
     except MISTAKES as error:
-        what = f"policy loss '{name}' raised {type(error).__name__}: {error} (at {users_place(error) or name})"
+        what = (
+            f"policy loss '{name}' raised {type(error).__name__}: {error} (at "
+            f"{users_place(error) or name})"
+        )
         raise UserError(f"{key}: {what}") from error
     except Exception:  # the user's own, see above
         return None
     tokens = batch.mask(Axis.RESPONSE)
     if not any(gradient[tokens].isfinite().any() for gradient in gradients):
-        what = "no finite gradient for ordinary log-probs and advantages, so that every update would be skipped"
+        what = (
+            "no finite gradient for ordinary log-probs and advantages, so that every update would "
+            "be skipped"
+        )
         raise UserError(f"{key}: policy loss '{name}' gives {what}")
     changes = gradients[0] - gradients[1]
     if not changes.any() and "advantages" in inspect.signature(objective.policy_loss.fn).parameters:
         return f"the loss '{name}' takes advantages, but does not depend on them"
     if (changes * batch.pad(advantages, Axis.RESPONSE))[tokens].gt(0).all():
-        what = "it is minimised, and would lower the probability of tokens with positive advantages and raise others"
+        what = (
+            "it is minimised, and would lower the probability of tokens with positive advantages "
+            "and raise others"
+        )
         return f"the loss '{name}' seems to have its sign reversed: {what}"
     return None
 
@@ -107,12 +129,20 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
     """The user's estimator and nodes, but for those that need more than columns."""
     estimator = inspect.unwrap(innermost(find_adv_est(config.algorithm.adv_estimator).fn))
     for node in pipeline.nodes:
-        fn, contract = inspect.unwrap(innermost(node.fn)), node.contract
+        fn = inspect.unwrap(innermost(node.fn))
+        contract = node.contract
         more = {*contract.reserved} & {"batch", "ctx"} if fn is estimator else set()
-        needs_more = contract.engines or contract.services or {*contract.reserved} - {"config", "reduce"} - more
+        needs_more = (
+            contract.engines
+            or contract.services
+            or {*contract.reserved} - {"config", "reduce"} - more
+        )
         if is_ours(fn) or contract.is_async or needs_more:
             continue
-        named = {*contract.reads, *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword}}
+        named = {
+            *contract.reads,
+            *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword},
+        }
         batch = made_up(named | (_all_columns() - {*contract.writes} if "batch" in more else set()))
         if batch is None:
             continue
@@ -121,16 +151,24 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
             written, _ = step(batch, NodeContext(config, 0, None))
         except NodeError as error:
             cause = error.__cause__
-            by_ctx = "ctx" in more and isinstance(cause, AttributeError)  # of what the made-up context lacks
-            if (isinstance(cause, MISTAKES) and not by_ctx) or (cause is not None and users_place(cause) is None):
+            # of what the made-up context lacks
+            by_ctx = "ctx" in more and isinstance(cause, AttributeError)
+            if (isinstance(cause, MISTAKES) and not by_ctx) or (
+                cause is not None and users_place(cause) is None
+            ):
                 key = "algorithm.adv_estimator" if fn is estimator else "dag.pipeline"
                 raise UserError(f"{key}: {error}") from error
         except UserError as error:  # due to meaningless numbers, unless there is no number at all
             if isinstance(error, NotFinite) and error.everywhere:
                 raise
         else:
-            if fn is estimator and (missing := [name for name in contract.writes if name not in written]):
-                what = f"returned no {', '.join(missing)}: end it with return {', '.join(contract.writes)}"
+            if fn is estimator and (
+                missing := [name for name in contract.writes if name not in written]
+            ):
+                what = (
+                    f"returned no {', '.join(missing)}: end it with return "
+                    f"{', '.join(contract.writes)}"
+                )
                 raise UserError(f"algorithm.adv_estimator: {output_error(node, what)}")
 
 
@@ -140,29 +178,42 @@ def _check_scores(nodes: Sequence[BoundNode]) -> None:
     for node in nodes if scored else ():
         if "token_level_scores" in node.contract.writes and not is_ours(node.fn):
             raise UserError(
-                f"dag.pipeline: node '{node.node_id}' writes token_level_scores, which are the scores of the reward "
-                'functions: declare @node(writes="token_level_rewards"), from which advantages are computed'
+                f"dag.pipeline: node '{node.node_id}' writes token_level_scores, which are the "
+                "scores of the reward "
+                'functions: declare @node(writes="token_level_rewards"), from which advantages are '
+                "computed"
             )
 
 
 def _unread(nodes: Sequence[BoundNode]) -> list[str]:
-    """Notes on columns that the user's nodes write and no node reads; none if a node takes all columns."""
+    """Notes on columns that the user's nodes write and no node reads; none if a node takes all
+    columns."""
     own = [node for node in nodes if not is_ours(node.fn)]
     if any({"batch", "samples", "group"} & {*node.contract.reserved} for node in own):
         return []
-    read = {*STANDARD_FIELDS, *(name for node in nodes for name in (*node.contract.reads, *node.contract.optional))}
-    written = [(name, node.node_id) for node in own for name in node.contract.writes if name not in read]
-    return [f"no node reads the column '{name}' that node '{node}' writes" for name, node in written]
+    read = {
+        *STANDARD_FIELDS,
+        *(name for node in nodes for name in (*node.contract.reads, *node.contract.optional)),
+    }
+    written = [
+        (name, node.node_id) for node in own for name in node.contract.writes if name not in read
+    ]
+    return [
+        f"no node reads the column '{name}' that node '{node}' writes" for name, node in written
+    ]
 
 
 def made_up(names: Iterable[str]) -> Batch | None:
     """A batch with these columns; None if one cannot be made up."""
-    lengths, sizes = torch.tensor(LENGTHS), {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
+    lengths = torch.tensor(LENGTHS)
+    sizes = {Axis.SAMPLE: len(LENGTHS), Axis.RESPONSE: sum(LENGTHS)}
     batch = Batch(torch.full_like(lengths, 2), lengths)
     batch["uid"] = [f"{row // 2}-{row % 2}" for row in range(len(LENGTHS))]
     for name in sorted({*names, "response_mask", "valid"} - {"uid"}):
         known = find_field(name)
-        column = _column(name, known.dtype, sizes[known.axis]) if known and known.axis in sizes else None
+        column = (
+            _column(name, known.dtype, sizes[known.axis]) if known and known.axis in sizes else None
+        )
         if column is None:
             return None
         batch[name] = column
@@ -171,7 +222,11 @@ def made_up(names: Iterable[str]) -> Batch | None:
 
 def _all_columns() -> set[str]:
     """The standard columns that can be made up."""
-    sized = {name: known.dtype for name, known in STANDARD_FIELDS.items() if known.axis in (Axis.SAMPLE, Axis.RESPONSE)}
+    sized = {
+        name: known.dtype
+        for name, known in STANDARD_FIELDS.items()
+        if known.axis in (Axis.SAMPLE, Axis.RESPONSE)
+    }
     return {name for name, dtype in sized.items() if _column(name, dtype, 1) is not None}
 
 

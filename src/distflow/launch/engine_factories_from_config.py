@@ -1,5 +1,6 @@
-"""Makes factories of engines and services from the config. The config is read once, here; a factory holds plain values
-and module-level functions, so that it can be sent to the worker that builds the part."""
+"""Makes factories of engines and services from the config. The config is read once, here; a factory
+holds plain values and module-level functions, so that it can be sent to the worker that builds the
+part."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -44,8 +45,8 @@ _AT_ONCE = {"kv_on_update", "num_threads"}
 def make_factories(
     config: Config, engines: Collection[str], services: Collection[str], steps: int
 ) -> dict[str, Factory]:
-    """Factories of these and of their parts. steps: training steps of the whole run. Raises UserError for an engine
-    without a configured model."""
+    """Factories of these and of their parts. steps: training steps of the whole run. Raises
+    UserError for an engine without a configured model."""
     factories: dict[str, Factory] = {
         "policy": partial(
             on_worker.build_policy,
@@ -53,11 +54,15 @@ def make_factories(
             adapt=configured_models.policy_adapter(config),
             spread=_spread(config, "actor"),
         ),
-        "tokenizer": partial(on_worker.build_tokenizer, load=configured_models.tokenizer_loader(config)),
+        "tokenizer": partial(
+            on_worker.build_tokenizer, load=configured_models.tokenizer_loader(config)
+        ),
         "stop_token_ids": on_worker.build_stop_token_ids,
     }
     if "actor" in engines:
-        factories["actor"] = partial(on_worker.build_actor, trainer=_trainer(config, "actor", steps))
+        factories["actor"] = partial(
+            on_worker.build_actor, trainer=_trainer(config, "actor", steps)
+        )
     if "critic" in engines:
         factories["critic"] = partial(
             on_worker.build_critic,
@@ -68,13 +73,17 @@ def make_factories(
     if "ref" in engines:
         settings = config.actor_rollout_ref
         options = _scorer_options(
-            config, settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
+            config,
+            settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu,
         )
         if settings.model.lora_rank:
             factories["ref"] = partial(on_worker.build_adapted_reference, options=options)
         else:
-            source, spread = configured_models.policy_source(config), _spread(config, "ref")
-            factories["ref"] = partial(on_worker.build_reference, source=source, spread=spread, options=options)
+            source = configured_models.policy_source(config)
+            spread = _spread(config, "ref")
+            factories["ref"] = partial(
+                on_worker.build_reference, source=source, spread=spread, options=options
+            )
     factories |= _scoring_factories(config, engines)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
@@ -93,18 +102,29 @@ def make_factories(
 
 
 def _policy_factories(
-    config: Config, trained: Collection[str], engines: Collection[str], steps: int, single: Mapping[str, Factory]
+    config: Config,
+    trained: Collection[str],
+    engines: Collection[str],
+    steps: int,
+    single: Mapping[str, Factory],
 ) -> dict[str, Factory]:
     """Factories of the agents' policies, in place of those of one policy, `single`."""
-    owner, every = policies_of_agents(config), [*dict.fromkeys((*trained, *policies_of_agents(config).values()))]
-    sources = {name: configured_models.policy_source(config_of_policy(config, name)) for name in every}
+    owner = policies_of_agents(config)
+    every = [*dict.fromkeys((*trained, *policies_of_agents(config).values()))]
+    sources = {
+        name: configured_models.policy_source(config_of_policy(config, name)) for name in every
+    }
     own = {name: sources.pop(name) for name in trained}
     factories: dict[str, Factory] = {"policy": partial(on_worker.build_policies, sources=own)}
     if "actor" in engines:
-        trainers = {name: _trainer(config_of_policy(config, name), "actor", steps) for name in trained}
+        trainers = {
+            name: _trainer(config_of_policy(config, name), "actor", steps) for name in trained
+        }
         engine = "distflow.training.multi_policy_engine:PolicyTrainer"
         trainers = {name: trainer._replace(engine=engine) for name, trainer in trainers.items()}
-        factories["actor"] = partial(on_worker.build_policy_trainers, trainers=trainers, policies=owner)
+        factories["actor"] = partial(
+            on_worker.build_policy_trainers, trainers=trainers, policies=owner
+        )
     if "ref" in engines:
         options = cast("partial[object]", single["ref"]).keywords["options"]
         make = on_worker.build_policy_references
@@ -119,23 +139,39 @@ def _policy_factories(
 def _scoring_factories(config: Config, engines: Collection[str]) -> dict[str, Factory]:
     """Factories of reward models and judges."""
     configured_models.check_engines(config, engines)
-    factories, models = dict[str, Factory](), scoring_models(config.reward_model)
+    factories = dict[str, Factory]()
+    models = scoring_models(config.reward_model)
     for name, model in ((name, models[name]) for name in models if name in engines):
         key, source = configured_models.scoring_source(config, name)
         if model.judge:
             with blaming(f"reward_model.models.{name}.template"):
                 template = judge_template(model.template)
             target, options = _engine_options(config)
-            dtype, replies = compute_dtype(config), ReplyStore(model.store, "", model.max_calls, model.max_tokens)
+            dtype = compute_dtype(config)
+            replies = ReplyStore(model.store, "", model.max_calls, model.max_tokens)
             spread = on_worker.Spread(dtype, model.param_offload) if model.sharded else None
             parts = on_worker.JudgeParts(
-                target, dtype, options, spread, template, model.answer_tokens, replies, model.choices
+                target,
+                dtype,
+                options,
+                spread,
+                template,
+                model.answer_tokens,
+                replies,
+                model.choices,
             )
             factories[name] = partial(on_worker.build_judge, key=key, source=source, parts=parts)
         else:
-            scorer = _scorer_options(config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
-            spread = on_worker.Spread(compute_dtype(config), model.param_offload) if is_sharded(config) else None
-            scorer["temperatures"], scorer["agent_temperatures"] = {}, {}
+            scorer = _scorer_options(
+                config, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+            )
+            spread = (
+                on_worker.Spread(compute_dtype(config), model.param_offload)
+                if is_sharded(config)
+                else None
+            )
+            scorer["temperatures"] = {}
+            scorer["agent_temperatures"] = {}
             factories[name] = partial(
                 on_worker.build_reward_model, key=key, source=source, spread=spread, options=scorer
             )
@@ -148,23 +184,30 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def engine_dtype(config: Config) -> torch.dtype:
-    """The dtype of the rollout engine's weights: its computing dtype, unless it casts them as the trainer does."""
+    """The dtype of the rollout engine's weights: its computing dtype, unless it casts them as the
+    trainer does."""
     return torch.float32 if _engine_casts(config) else compute_dtype(config)
 
 
 def _rounds_as_trainer(config: Config) -> bool:
-    """Whether the rollout engine multiplies in a lower precision than the rest, like a trainer with autocast. A sharded
-    trainer computes everything in the lower one."""
+    """Whether the rollout engine multiplies in a lower precision than the rest, like a trainer with
+    autocast. A sharded trainer computes everything in the lower one."""
     is_low = compute_dtype(config) is not torch.float32 and not is_sharded(config)
     return is_low and config.actor_rollout_ref.rollout.name == "embedded"
 
 
 def _engine_casts(config: Config) -> bool:
-    """Whether the rollout engine has float32 weights, so that it rounds exactly where such a trainer does. Native code
-    casts them at no cost; torch would cast all weights in every decode step."""
+    """Whether the rollout engine has float32 weights, so that it rounds exactly where such a
+    trainer does. Native code casts them at no cost; torch would cast all weights in every decode
+    step."""
     rollout = config.actor_rollout_ref.rollout
     by_native = not (rollout.enforce_eager or rollout.batch_invariant)
-    return by_native and _rounds_as_trainer(config) and choose_device(config).type == "cpu" and native.is_there()
+    return (
+        by_native
+        and _rounds_as_trainer(config)
+        and choose_device(config).type == "cpu"
+        and native.is_there()
+    )
 
 
 def shares_weights(config: Config) -> bool:
@@ -175,18 +218,26 @@ def shares_weights(config: Config) -> bool:
 def _trainer(config: Config, role: Literal["actor", "critic"], steps: int) -> on_worker.Trainer:
     settings = config.actor_rollout_ref
     trained = config.critic if role == "critic" else settings.actor
-    optim, updates = trained.optim, optimizer_steps(config, role, steps)
-    moments, warm_up = dict[str, Any](), dict[str, Any]()
+    optim = trained.optim
+    updates = optimizer_steps(config, role, steps)
+    moments = dict[str, Any]()
+    warm_up = dict[str, Any]()
     if optim.optimizer != "sgd":
         moments = {"betas": optim.betas, "eps": optim.eps}
     if optim.scheduler != "constant":
         warm_up = {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
         warm_up |= {"min_lr_ratio": optim.min_lr_ratio}
-    merging = {} if role == "critic" or not settings.model.lora_rank else {"merge_adapter": settings.model.lora_merge}
+    merging = (
+        {}
+        if role == "critic" or not settings.model.lora_rank
+        else {"merge_adapter": settings.model.lora_merge}
+    )
     max_tokens = trained.ppo_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
     return on_worker.Trainer(
         TRAIN_ENGINES[settings.actor.strategy].target,
-        partial(make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments),
+        partial(
+            make_optimizer, optim.optimizer, lr=optim.lr, weight_decay=optim.weight_decay, **moments
+        ),
         partial(make_schedule, optim.scheduler, total_steps=max(updates, 1), **warm_up),
         {
             **_scorer_options(config, max_tokens),
@@ -225,7 +276,8 @@ def _rollout_factory(config: Config) -> Factory:
         options["num_threads"] = threads_of(config)[1]
     if _rounds_as_trainer(config):
         options["compute_dtype"] = compute_dtype(config)
-    dtype, source = engine_dtype(config), configured_models.policy_source(config)
+    dtype = engine_dtype(config)
+    source = configured_models.policy_source(config)
     if ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server:
         if config.trainer.launcher == "local":
             cast(type[HttpEngine], load(target)).check(options)
@@ -233,8 +285,10 @@ def _rollout_factory(config: Config) -> Factory:
         num_servers = config.actor_rollout_ref.rollout.data_parallel_size
         if num_servers > 1 and choose_device(config).type != "cpu":
             raise UserError(
-                f"actor_rollout_ref.rollout.data_parallel_size={num_servers}: all servers of a worker would use the "
-                "same device: let several workers generate, each with a server of its own (trainer.allocation), or "
+                f"actor_rollout_ref.rollout.data_parallel_size={num_servers}: all servers of a "
+                "worker would use the "
+                "same device: let several workers generate, each with a server of its own "
+                "(trainer.allocation), or "
                 "start the servers yourself and name them in actor_rollout_ref.rollout.url"
             )
         return partial(
@@ -243,7 +297,9 @@ def _rollout_factory(config: Config) -> Factory:
             empty=partial(
                 on_worker.empty_policy,
                 source,
-                None if config.actor_rollout_ref.model.lora_merge else configured_models.policy_adapter(config),
+                None
+                if config.actor_rollout_ref.model.lora_merge
+                else configured_models.policy_adapter(config),
                 dtype,
             ),
             options=options,
@@ -260,9 +316,11 @@ def _rollout_factory(config: Config) -> Factory:
 
 
 def _engine_options(config: Config) -> tuple[str, on_worker.Options]:
-    """The engine's class, whose keyword-only parameters are the keys of `rollout` that it takes, and their values. Keys
-    that only matter if generation and training run at once are only read then."""
-    settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
+    """The engine's class, whose keyword-only parameters are the keys of `rollout` that it takes,
+    and their values. Keys that only matter if generation and training run at once are only read
+    then."""
+    settings = config.actor_rollout_ref.rollout
+    target = ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
     parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
     taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}
     if config.async_.max_staleness == 0:

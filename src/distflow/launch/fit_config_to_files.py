@@ -29,8 +29,18 @@ from distflow.launch.data_sets import (
     validation_sources,
 )
 from distflow.launch.device_and_threads import follow_device, make_process_ready
-from distflow.launch.select_pipeline import bind, generates, import_user_modules, keys_of_nodes, without_reference
-from distflow.launch.spec_fields_from_config import sampling_params, spec_settings, validation_params
+from distflow.launch.select_pipeline import (
+    bind,
+    generates,
+    import_user_modules,
+    keys_of_nodes,
+    without_reference,
+)
+from distflow.launch.spec_fields_from_config import (
+    sampling_params,
+    spec_settings,
+    validation_params,
+)
 from distflow.launch.user_code_trust_and_importability import check_importable
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
@@ -50,28 +60,38 @@ class InertKeys(UserError):
 
 
 def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
-    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the user's mistake if
-    another pipeline was chosen: they are returned, with their origins.
+    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the
+    user's mistake if another pipeline was chosen: they are returned, with their origins.
 
-    A user's function that receives a group of the config, or the context, may read keys at run time: of that group (or
-    its role's), and of groups that users registered. For keys of other groups it should name options. Presets that
-    spell out verl's defaults may have more keys than a pipeline reads.
+    A user's function that receives a group of the config, or the context, may read keys at run
+    time: of that group (or its role's), and of groups that users registered. For keys of other
+    groups it should name options. Presets that spell out verl's defaults may have more keys than a
+    pipeline reads.
     """
     theirs = [node for node in pipeline.nodes if not is_ours(node.fn)]
     handed = [node for node in theirs if {"ctx", "config"} & set(node.contract.reserved)]
-    groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
+    groups = (
+        {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)}
+        if handed
+        else ()
+    )
     values = flatten(loaded.config)
     reasons = _REASONS if pipeline.rollout_nodes else {}
     inert = {
         key: f"{key} ({origin})" + (f": {reasons[key]}" if key in reasons else "")
         for key, origin in loaded.set_keys.items()
-        if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
+        if key not in reads
+        and not any(key == group or key.startswith(f"{group}.") for group in groups)
         if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
     }
     users = {key: shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])}
     if users:
         shown = "\n".join(f"  {line}" for line in users.values())
-        more = "; turn a key that only your own node reads into an option of its function" if theirs else ""
+        more = (
+            "; turn a key that only your own node reads into an option of its function"
+            if theirs
+            else ""
+        )
         if loaded.config.actor_rollout_ref.rollout.workflow is not None:
             more += "; a workflow calls reward functions if it has a parameter `reward_fn`"
         raise InertKeys(
@@ -84,8 +104,8 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known from the config alone. unused: keys of a preset that the pipeline does not read, for messages.
-    lazy: training rows are read when their groups start."""
+    """What is known from the config alone. unused: keys of a preset that the pipeline does not
+    read, for messages. lazy: training rows are read when their groups start."""
 
     pipeline: BoundPipeline
     unused: list[str]
@@ -96,8 +116,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Data:
-    """The files' prompts as tokens. validation: by the domain of the files, "" if none. broken: training rows that were
-    left out because no response to them could be scored, with the reason."""
+    """The files' prompts as tokens. validation: by the domain of the files, "" if none. broken:
+    training rows that were left out because no response to them could be scored, with the
+    reason."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet | LazyRows
@@ -113,39 +134,51 @@ class Data:
     def how_many(self) -> str:
         """The training rows in words."""
         if isinstance(self.train, LazyRows) and UNKNOWN_ROWS in self.train.num_by_domain.values():
-            return f"an unknown number of prompts (the run has steps, no epochs; shuffled among {WINDOW:,})"
+            return (
+                "an unknown number of prompts (the run has steps, no epochs; shuffled among "
+                f"{WINDOW:,})"
+            )
         return f"{len(self.train):,} prompts"
 
     def overlap(self) -> str:
         """A warning if validation prompts are also trained on; else empty."""
         held_out = [row for prompts in self.validation.values() for row in prompts]
         wanted = {row.content for row in held_out}
-        trained = {row.content: row.origin for row in self.looked_at if wanted and row.content in wanted}
+        trained = {
+            row.content: row.origin for row in self.looked_at if wanted and row.content in wanted
+        }
         both = [(row.origin, twin) for row in held_out if (twin := trained.get(row.content))]
         if not both:
             return ""
         return (
-            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in {both[0][0]} and "
-            f"{both[0][1]}: accuracy on them does not measure generalisation (data.allow_overlap=true if intended)"
+            f"{len(both):,} of {len(held_out):,} validation prompts are trained on, the first in "
+            f"{both[0][0]} and "
+            f"{both[0][1]}: accuracy on them does not measure generalisation "
+            "(data.allow_overlap=true if intended)"
         )
 
 
 def read_config(loaded: Loaded) -> Reading:
-    """Bind the pipeline, and read every key that the run uses. Raises UserError for keys that are set but not read.
+    """Bind the pipeline, and read every key that the run uses. Raises UserError for keys that are
+    set but not read.
 
-    The rest of a spec is built here a first time, to see which keys it reads before any file is opened.
+    The rest of a spec is built here a first time, to see which keys it reads before any file is
+    opened.
     """
     config, reads = watch(follow_allocation(loaded).config)
     reads.add("cost.gpu_hour")  # for the plan of any run
     make_process_ready(config)
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services
-    train, validation, lazy = train_sources(config, scored), validation_sources(config, scored), config.data.lazy
+    train = train_sources(config, scored)
+    validation = validation_sources(config, scored)
+    lazy = config.data.lazy
     spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
     validation_params(config, sampling_params(config))
     for source in train:
         sampling_params(config, source.domain)
-    if loaded.config.actor_rollout_ref.rollout.workflow is not None and not scored:  # the rules read them
+    # the rules read them
+    if loaded.config.actor_rollout_ref.rollout.workflow is not None and not scored:
         reads = {key for key in reads if not key.startswith("reward.functions")}
     unused = refuse_inert_keys(loaded, reads, pipeline)
     check_importable(loaded.config)
@@ -153,9 +186,10 @@ def read_config(loaded: Loaded) -> Reading:
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
-    """Follow the allocation, check the parts that the config chooses by name, and set `model.dtype` for the device; for
-    a custom pipeline also the keys that its nodes name, and `dag.generates` to false if it generates nothing. Raises
-    UserError for a part that cannot work, ConfigError if other keys contradict the pipeline."""
+    """Follow the allocation, check the parts that the config chooses by name, and set `model.dtype`
+    for the device; for a custom pipeline also the keys that its nodes name, and `dag.generates` to
+    false if it generates nothing. Raises UserError for a part that cannot work, ConfigError if
+    other keys contradict the pipeline."""
     loaded = follow_device(follow_allocation(loaded))
     config = loaded.config
     make_process_ready(config)  # before user modules can start threads
@@ -164,15 +198,20 @@ def follow_pipeline(loaded: Loaded) -> Loaded:
     if pipeline_name(config) != CUSTOM:
         return loaded
     named = list(keys_of_nodes(config))
-    loaded, keys = with_named(loaded, named), {key for key, *_ in named}
+    loaded = with_named(loaded, named)
+    keys = {key for key, *_ in named}
     check_extensions(loaded.config)
     by_row = "data.train_files" in keys and all(map(reads_by_row, loaded.config.data.train_files))
     if by_row and "data.lazy" not in keys and loaded.origin("data.lazy") == "default":
-        loaded = with_changes(loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")])
+        loaded = with_changes(
+            loaded, [("data.lazy", True, "a DATA_LOAD node reads the rows of each worker's groups")]
+        )
     loaded = with_changes(loaded, without_reference(loaded))
     if loaded.config.dag.generates is not None or generates(_bind(loaded.config)):
         return loaded
-    return with_changes(loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")])
+    return with_changes(
+        loaded, [("dag.generates", False, "no node of the pipeline samples or scores responses")]
+    )
 
 
 def _bind(config: Config) -> BoundPipeline:
@@ -186,11 +225,13 @@ def _bind(config: Config) -> BoundPipeline:
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     limits = policy_limits(loaded.config)
     loaded, reading = _fitted(loaded, reading, limits)
-    run_dir, own = loaded.config.trainer.run_dir, (reading.train, reading.validation)
+    run_dir = loaded.config.trainer.run_dir
+    own = (reading.train, reading.validation)
     to_train, to_validate = (as_read_by_model(sources, loaded.config) for sources in own)
     # All files are read before anything is loaded. Validation comes first: `eval` has nothing else.
     wanted = [source.first() for source in to_train] if reading.lazy else to_train
-    validation_rows, train_rows = read_sources(to_validate, run_dir), read_sources(wanted, run_dir)
+    validation_rows = read_sources(to_validate, run_dir)
+    train_rows = read_sources(wanted, run_dir)
     load_tokenizer = tokenizer_loader(loaded.config)
     tokenizer = load_tokenizer()
     validation = {source.domain: source.encode(rows, tokenizer) for source, rows in validation_rows}
@@ -198,19 +239,29 @@ def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, 
     train = LazyRows(to_train, read, run_dir / "data", load_tokenizer) if reading.lazy else read
     if any(prompts.has_images for prompts in (read, *validation.values())):
         _check_images(loaded.config, reading.pipeline)
-    data = Data(tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken])
+    data = Data(
+        tokenizer, train, validation, [each for _, (_, bad) in train_rows for each in bad.broken]
+    )
     loaded, reading = _fitted(loaded, reading, replace(limits, rows=len(train)))
     return loaded, reading, data
 
 
 def _check_images(config: Config, pipeline: BoundPipeline) -> None:
-    """Raises UserError, with the key, for a part of the run that would not see the images of prompts."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    """Raises UserError, with the key, for a part of the run that would not see the images of
+    prompts."""
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
     wrong = {
-        "actor_rollout_ref.rollout.name": (rollout.name, "rollout" in pipeline.engines and rollout.name != "hf"),
+        "actor_rollout_ref.rollout.name": (
+            rollout.name,
+            "rollout" in pipeline.engines and rollout.name != "hf",
+        ),
         "actor_rollout_ref.rollout.workflow": (rollout.workflow, rollout.workflow is not None),
         "actor_rollout_ref.actor.strategy": (actor.strategy, is_sharded(config)),
-        "dag.pipeline": (config.dag.pipeline, "critic" in pipeline.engines or bool(config.dag.policies)),
+        "dag.pipeline": (
+            config.dag.pipeline,
+            "critic" in pipeline.engines or bool(config.dag.policies),
+        ),
     }
     advice = {
         "actor_rollout_ref.rollout.name": "set it to hf",
@@ -221,12 +272,14 @@ def _check_images(config: Config, pipeline: BoundPipeline) -> None:
     for key, (value, is_wrong) in wrong.items():
         if is_wrong:
             raise UserError(
-                f"{key}={value}: rows have images (data.image_key={config.data.image_key}), which it does not read: "
+                f"{key}={value}: rows have images (data.image_key={config.data.image_key}), which "
+                "it does not read: "
                 f"{advice[key]}, or train on text alone (data.image_key=null)"
             )
 
 
 def _fitted(loaded: Loaded, reading: Reading, limits: RunLimits) -> tuple[Loaded, Reading]:
-    """The config within these limits, reread if it changed. Raises ConfigError if something does not fit."""
+    """The config within these limits, reread if it changed. Raises ConfigError if something does
+    not fit."""
     fitted = fit_to(loaded, limits)
     return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))

@@ -11,7 +11,12 @@ from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.timing import Waits
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.save_and_restore import check_same_facts, load_queued, restore, set_generators
+from distflow.runtime.checkpoint.save_and_restore import (
+    check_same_facts,
+    load_queued,
+    restore,
+    set_generators,
+)
 from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.runtime.ports_and_inputs_from_launcher import Ports, WorkerInputs
@@ -36,19 +41,28 @@ def launch_local(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
-            return StopRequest(lambda name: _note_stop(name, spec, recorder), ends_process=not options.embedded)
+            return StopRequest(
+                lambda name: _note_stop(name, spec, recorder), ends_process=not options.embedded
+            )
 
         with _running(built, options.callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-        return run_start_and_end.outcome_of(spec, steps, running.stop.signal, running.recorder.status == "stopped")
+        return run_start_and_end.outcome_of(
+            spec, steps, running.stop.signal, running.recorder.status == "stopped"
+        )
 
 
 @contextmanager
-def open_local(spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None]) -> Iterator["Running"]:
-    """The run, driven by the caller instead of `Worker.training_loop`. Signals are left to the caller."""
+def open_local(
+    spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None]
+) -> Iterator["Running"]:
+    """The run, driven by the caller instead of `Worker.training_loop`. Signals are left to the
+    caller."""
     never = nullcontext(StopRequest(lambda name: None))
     with run_start_and_end.starting(spec, allow_change) as start:
-        with _running(_build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True) as running:
+        with _running(
+            _build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True
+        ) as running:
             yield running
         write_report(spec.run_dir)
 
@@ -95,10 +109,16 @@ def _running(
     make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
     own_loop: bool = False,
 ) -> Iterator[Running]:
-    """Enters the worker, and records the end on exit. own_loop: no rows of the data set are needed yet."""
-    spec, start, resources, checkpoint = built.spec, built.start, built.resources, built.start.checkpoint
+    """Enters the worker, and records the end on exit. own_loop: no rows of the data set are needed
+    yet."""
+    spec = built.spec
+    start = built.start
+    resources = built.resources
+    checkpoint = built.start.checkpoint
     start.set_aside(spec, built.say)
-    state, queued = (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
+    state, queued = (
+        (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
+    )
     coordinator, ledger = run_start_and_end.begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
@@ -118,14 +138,27 @@ def _running(
                 spec = for_own_loop(spec, ports.queue.submissions)
             version = coordinator.version
             worker = build_worker(
-                WorkerInputs(spec, 0, resources, ports, recorder, start.store, stop, state, version, checkpoint)
+                WorkerInputs(
+                    spec,
+                    0,
+                    resources,
+                    ports,
+                    recorder,
+                    start.store,
+                    stop,
+                    state,
+                    version,
+                    checkpoint,
+                )
             )
         with worker:
             set_generators(checkpoint, spec.options.seed)
             yield Running(worker, ports, recorder, stop)
         counts = coordinator.checked_counts()
         planned = coordinator.plan.total_steps
-        run_start_and_end.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, planned)
+        run_start_and_end.note_end(
+            recorder, stop, coordinator.finished, counts, coordinator.step, planned
+        )
 
 
 def local_ports(
@@ -140,10 +173,15 @@ def local_ports(
 
 
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:
-    """Report the first signal, what follows, and what the run waits for if that takes long. name: of the signal."""
+    """Report the first signal, what follows, and what the run waits for if that takes long. name:
+    of the signal."""
     saving = "saving" if spec.data.saves else "not saving (trainer.save_freq is off)"
     waits = reversed(recorder.waits.now())
-    longest = {wait.who: wait for wait in waits if wait.on != "training"}  # the training loop continues by itself
+    # the training loop continues by itself
+    longest = {wait.who: wait for wait in waits if wait.on != "training"}
     lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
-    message = f"finishing this step, {saving}, then exiting; a second signal exits at once{''.join(lasting)}"
+    message = (
+        f"finishing this step, {saving}, then exiting; a second signal exits at "
+        f"once{''.join(lasting)}"
+    )
     recorder.note("info", f"{name}: {message}")

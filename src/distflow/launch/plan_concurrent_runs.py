@@ -1,4 +1,5 @@
-"""Plans several concurrent runs before any starts: each is checked, and the scheduler divides the devices among all."""
+"""Plans several concurrent runs before any starts: each is checked, and the scheduler divides the
+devices among all."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,8 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class SeveralOptions:
-    """How several runs are launched. words: options of each command. say, embedded: as in `LaunchOptions`."""
+    """How several runs are launched. words: options of each command. say, embedded: as in
+    `LaunchOptions`."""
 
     words: tuple[str, ...] = ()
     say: Callable[[str], None] = lambda line: None
@@ -58,21 +60,31 @@ class Ended(NamedTuple):
     failed: tuple[str, ...]
 
 
-def run_several(commands: Mapping[str, Sequence[str]], options: SeveralOptions) -> tuple[list[PlannedRun], Ended]:
+def run_several(
+    commands: Mapping[str, Sequence[str]], options: SeveralOptions
+) -> tuple[list[PlannedRun], Ended]:
     """Plan the runs of these commands, and run all to the end. Raises as `plan_runs` does."""
     planned = plan_runs(commands, options.say)
-    launch = cast(Callable[[Sequence[PlannedRun], SeveralOptions], Ended], load(SEVERAL_RUNS[planned[0].launcher]))
+    launch = cast(
+        Callable[[Sequence[PlannedRun], SeveralOptions], Ended],
+        load(SEVERAL_RUNS[planned[0].launcher]),
+    )
     return planned, launch(planned, options)
 
 
-def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None]) -> list[PlannedRun]:
-    """The runs with their devices, which are divided as among the parts of one pipeline. commands: a preset and its
-    overrides for each name. say: called with the devices of each.
+def plan_runs(
+    commands: Mapping[str, Sequence[str]], say: Callable[[str], None]
+) -> list[PlannedRun]:
+    """The runs with their devices, which are divided as among the parts of one pipeline. commands:
+    a preset and its overrides for each name. say: called with the devices of each.
 
     Raises UserError that names a wrong config, or for fewer devices than parts.
     """
-    runs, parts = dict[str, Loaded](), list[list[Part]]()
-    commands = {own: words for name in commands for own, words in _by_policy(name, commands[name]).items()}
+    runs = dict[str, Loaded]()
+    parts = list[list[Part]]()
+    commands = {
+        own: words for name in commands for own, words in _by_policy(name, commands[name]).items()
+    }
     for name, (preset, *overrides) in commands.items():
         with blaming(name):
             runs[name] = load_config(preset, overrides, needed=NEEDED_TO_TRAIN)
@@ -80,8 +92,10 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
     for name in runs:
         with blaming(name):
             runs[name] = follow_pipeline(follow_machines(runs[name]))
-            pipeline, config = bind(runs[name].config), runs[name].config
-            most = 1 if config.trainer.launcher == "local" else None  # its processes all do the same
+            pipeline = bind(runs[name].config)
+            config = runs[name].config
+            # its processes all do the same
+            most = 1 if config.trainer.launcher == "local" else None
             parts.append(pipeline_parts(pipeline, model_sizes(config, pipeline.engines), most))
     devices = share_devices(parts, runs[name].config)
     planned = []
@@ -89,7 +103,10 @@ def plan_runs(commands: Mapping[str, Sequence[str]], say: Callable[[str], None])
         with blaming(name):
             planned.append(_planned(name, commands[name], runs[name], own))
         machines = ", ".join(map(str, sorted({rank.node for rank in planned[-1].plan.ranks})))
-        what = f"models of {sum(part.size for part in own_parts):,} parameters, in {planned[-1].run_dir}"
+        what = (
+            f"models of {sum(part.size for part in own_parts):,} parameters, in "
+            f"{planned[-1].run_dir}"
+        )
         say(f"{name}: {planned[-1].words[-1]} (machine {machines}), {what}")
     return planned
 
@@ -98,10 +115,14 @@ def _by_policy(name: str, words: Sequence[str]) -> dict[str, Sequence[str]]:
     """The command, or one for each of its policies."""
     with blaming(name):
         overrides = with_own_policies(load_config(words[0], words[1:]).config)
-    return {f"{name}-{policy}": (*words, *own) for policy, own in overrides.items()} or {name: words}
+    return {f"{name}-{policy}": (*words, *own) for policy, own in overrides.items()} or {
+        name: words
+    }
 
 
-def _planned(name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tuple[int, ...], ...]) -> PlannedRun:
+def _planned(
+    name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tuple[int, ...], ...]
+) -> PlannedRun:
     """Raises UserError if the run cannot be on its devices, or a key has no effect."""
     own = tuple(sorted(device for of_part in devices for device in of_part))
     change: tuple[str, Any] = ("trainer.devices", devices)
@@ -109,26 +130,37 @@ def _planned(name: str, words: Sequence[str], loaded: Loaded, devices: tuple[tup
         change = ("trainer.n_gpus_per_node", len(own))
     loaded = with_changes(loaded, [(*change, "several runs share the devices")])
     reading = read_config(loaded)
-    settings = spec_settings(loaded.config, reading.pipeline, {source.domain: 1 for source in reading.train}).keywords
-    trainer, change_word = loaded.config.trainer, f"{change[0]}={json.dumps(change[1])}"
-    planned, needs = settings["plan"], settings["options"].worker
-    return PlannedRun(name, trainer.run_dir, (*words, change_word), trainer.launcher, own, planned, needs)
+    settings = spec_settings(
+        loaded.config, reading.pipeline, {source.domain: 1 for source in reading.train}
+    ).keywords
+    trainer = loaded.config.trainer
+    change_word = f"{change[0]}={json.dumps(change[1])}"
+    planned = settings["plan"]
+    needs = settings["options"].worker
+    return PlannedRun(
+        name, trainer.run_dir, (*words, change_word), trainer.launcher, own, planned, needs
+    )
 
 
 def check_side_by_side(configs: Mapping[str, Config]) -> None:
-    """Raises UserError for runs in the same folder, under Slurm, or with different settings of the devices."""
+    """Raises UserError for runs in the same folder, under Slurm, or with different settings of the
+    devices."""
     folders: dict[Path, str] = {}
     first, of_first = next((name, flatten(config)) for name, config in configs.items())
     for name, config in configs.items():
-        trainer, values = config.trainer, flatten(config)
+        trainer = config.trainer
+        values = flatten(config)
         if trainer.launcher == "slurm" or trainer.allocation or trainer.devices:
             raise UserError(
-                f"{name}: several configs share the devices of one machine or one Ray: set trainer.launcher=local or "
+                f"{name}: several configs share the devices of one machine or one Ray: set "
+                "trainer.launcher=local or "
                 "ray, and remove trainer.allocation and trainer.devices"
             )
         for key in (key for key in _SHARED if values[key] != of_first[key]):
             both = f"{of_first[key]} in {first} and {values[key]} in {name}"
-            raise UserError(f"{key} is {both}, which share the devices: set it once for all, as {key}=VALUE")
+            raise UserError(
+                f"{key} is {both}, which share the devices: set it once for all, as {key}=VALUE"
+            )
         if (other := folders.setdefault(trainer.run_dir.resolve(), name)) != name:
             advice = f"give one of them another name, e.g. {name}:trainer.experiment_name={name}"
             raise UserError(f"{other} and {name} have the same folder, {trainer.run_dir}: {advice}")

@@ -1,4 +1,5 @@
-"""The fingerprint that a resumed run must match, the head of the report, and the changes from the preset."""
+"""The fingerprint that a resumed run must match, the head of the report, and the changes from the
+preset."""
 
 import hashlib
 import json
@@ -43,18 +44,23 @@ PROMPT_FORMAT = "prompt_format"
 def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
     """The preset built on ("" if none), and each key that now has another value.
 
-    A change is `{"key", "before", "now", "where"}`, with values as written in YAML and `where` as in `Loaded.origin`.
-    Without a preset, `before` is the schema's default.
+    A change is `{"key", "before", "now", "where"}`, with values as written in YAML and `where` as
+    in `Loaded.origin`. Without a preset, `before` is the schema's default.
     """
     named = [
-        each for each in preset_names() if any(o.startswith(f"presets/{each}.yaml:") for o in loaded.origins.values())
+        each
+        for each in preset_names()
+        if any(o.startswith(f"presets/{each}.yaml:") for o in loaded.origins.values())
     ]
     preset = max(named, key=lambda name: len(_chain(name)), default="")  # it builds on all others
-    before, keys = Config(), schema_keys()
+    before = Config()
+    keys = schema_keys()
     if preset:  # read without Hydra, which would cost every start a tenth of a second
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(preset))), resolve=True)
         assert isinstance(values, dict)
-        before = build({str(key): value for key, value in values.items() if key != "defaults"}, {})[0]
+        before = build({str(key): value for key, value in values.items() if key != "defaults"}, {})[
+            0
+        ]
     return preset, [
         {
             "key": key,
@@ -68,7 +74,15 @@ def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
 
 def _chain(name: str) -> list[str]:
     """The presets that a preset builds on, followed by its own name."""
-    return [*(part for base in _read(name).get("defaults", []) if base != "_self_" for part in _chain(base)), name]
+    return [
+        *(
+            part
+            for base in _read(name).get("defaults", [])
+            if base != "_self_"
+            for part in _chain(base)
+        ),
+        name,
+    ]
 
 
 @cache
@@ -121,7 +135,10 @@ def facts(config: Config, data: Data) -> dict[str, object]:
 
 def _prompt_format(config: Config, data: Data) -> str:
     """How the model reads what it is asked: "chat" by its template, else "text"."""
-    formats = {config.data.prompt_format, *(domain.prompt_format for domain in config.data.domains.values())}
+    formats = {
+        config.data.prompt_format,
+        *(domain.prompt_format for domain in config.data.domains.values()),
+    }
     sends_messages = config.actor_rollout_ref.rollout.workflow in ("agent", "verifiers")
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
     is_chat = "chat" in formats or data.looked_at.has_messages or (sends_messages and has_template)
@@ -131,7 +148,9 @@ def _prompt_format(config: Config, data: Data) -> str:
 def _validation_rows(data: Data) -> str:
     """A short hash of the rows of all validation sets; empty without any."""
     sets = {name: found.fingerprint() for name, found in data.validation.items()}
-    return hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()[:12] if sets else ""
+    return (
+        hashlib.sha256(json.dumps(sets, sort_keys=True).encode()).hexdigest()[:12] if sets else ""
+    )
 
 
 def _threads(config: Config) -> str:
@@ -146,30 +165,42 @@ def _threads(config: Config) -> str:
 
 
 def _users_facts(config: Config) -> dict[str, object]:
-    """The code of the user's reward functions, curriculum and filter, the isolation of code that a reward function runs
-    here, the reward models by domain, and the frozen policies of agents. All may change on resume, which is then
-    reported. Raises UserError if a model is missing."""
-    custom, curriculum = RewardSettings.of(config).custom, config.data.curriculum.function
+    """The code of the user's reward functions, curriculum and filter, the isolation of code that a
+    reward function runs here, the reward models by domain, and the frozen policies of agents. All
+    may change on resume, which is then reported. Raises UserError if a model is missing."""
+    custom = RewardSettings.of(config).custom
+    curriculum = config.data.curriculum.function
     functions = reward_functions(config)
     everything = [part for parts in functions.values() for part in parts]
-    own = sorted({part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS})
-    facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}
+    own = sorted(
+        {part.name for part in everything if part.name == CUSTOM_REWARD or part.name not in REWARDS}
+    )
+    facts: dict[str, object] = {
+        f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own
+    }
     chosen: dict[str, str | None] = {"should_accept": config.algorithm.filter_groups.should_accept}
     chosen["curriculum"] = None if curriculum in CURRICULA else curriculum
     chosen |= {key: name for key, name in named_algorithms(config) if ":" in name}
     pipeline = config.dag.pipeline
     chosen |= {target: target for _, target in code_of_workflow(config)}
     chosen["dag.pipeline"] = pipeline if isinstance(pipeline, str) and ":" in pipeline else None
-    facts |= {f"code_of_{name}": fingerprint_target(target) for name, target in chosen.items() if target is not None}
+    facts |= {
+        f"code_of_{name}": fingerprint_target(target)
+        for name, target in chosen.items()
+        if target is not None
+    }
     if (isolation := isolation_of(everything)) is not None:
         facts["sandbox"] = isolation
     for domain, parts in sorted(functions.items()):
-        for options in (part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare):
+        for options in (
+            part.options for part in parts if part.name in REWARDS and REWARDS[part.name].prepare
+        ):
             model = identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
             facts[f"reward_model_{domain}"] = model
     models = scoring_models(config.reward_model)
     facts |= {f"engine_{name}": identity(model.path, None) for name, model in models.items()}
-    for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):  # not in any checkpoint
+    # not in any checkpoint
+    for name in sorted({*policies_of_agents(config).values()} - {*trained_policies(config)}):
         frozen = config_of_policy(config, name).actor_rollout_ref.model
         facts[f"policy_{name}"] = identity(str(frozen.path), frozen.revision)
     return facts
@@ -180,4 +211,7 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )

@@ -1,4 +1,5 @@
-"""The common work of launchers around a run: where it resumes, what it writes to the folder, and its outcome."""
+"""The common work of launchers around a run: where it resumes, what it writes to the folder, and
+its outcome."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,11 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.save_and_restore import changed_lengths, check_same_config, check_same_facts
+from distflow.runtime.checkpoint.save_and_restore import (
+    changed_lengths,
+    check_same_config,
+    check_same_facts,
+)
 from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.engines_and_services import ModelSizes
 from distflow.runtime.run_errors_and_limits import writing_to
@@ -47,8 +52,9 @@ DRIVER = -1
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's records belong to it.
-    allowed: config keys that may differ from the checkpoint. owner: of the folder, in words."""
+    """Where a run begins: after a checkpoint, or at its start. resumes: whether the folder's
+    records belong to it. allowed: config keys that may differ from the checkpoint. owner: of the
+    folder, in words."""
 
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -72,9 +78,9 @@ class Start:
 
 @contextmanager
 def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
-    """Claims the run's folder for this process and finds where the run begins. Raises UserError for a checkpoint of
-    another config or other data, an engine that cannot train, a tracker that is not installed, or a disk that is too
-    small for its checkpoints."""
+    """Claims the run's folder for this process and finds where the run begins. Raises UserError for
+    a checkpoint of another config or other data, an engine that cannot train, a tracker that is not
+    installed, or a disk that is too small for its checkpoints."""
     spec.check_can_train()
     check_disk(spec)
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
@@ -82,7 +88,8 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
 
 
 def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str) -> Start:
-    """Where the run begins, for the owner of its folder. mode: as `spec.options.resume`. Raises UserError."""
+    """Where the run begins, for the owner of its folder. mode: as `spec.options.resume`. Raises
+    UserError."""
     store = open_store(spec)
     store.remove_leftovers()
     remove_asides(spec.run_dir)
@@ -91,7 +98,9 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
     checkpoint = find_checkpoint(store, mode)
     resumes = resumes_here(checkpoint, mode, spec.run_dir)
     if checkpoint:
-        checkpoint = before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
+        checkpoint = (
+            before_damage(checkpoint, mode, spec.run_dir / LEDGER) if resumes else checkpoint
+        )
         check_same_config(checkpoint, spec, allow_change)
         check_same_facts(checkpoint, spec, spec.facts)
     return Start(store, checkpoint, resumes, allow_change, owner)
@@ -99,7 +108,9 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
 
 def open_store(spec: Spec) -> CheckpointStore:
     keep_best = int(spec.options.keep_best is not None)
-    return CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best, on_point=_reach_in_checkpoint)
+    return CheckpointStore(
+        spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best, on_point=_reach_in_checkpoint
+    )
 
 
 def _reach_in_checkpoint(point: str) -> None:
@@ -107,13 +118,21 @@ def _reach_in_checkpoint(point: str) -> None:
 
 
 def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
-    """The outcome of a run without steps left; None if there are some. Raises UserError if it is another run."""
+    """The outcome of a run without steps left; None if there are some. Raises UserError if it is
+    another run."""
     if start.checkpoint is None or not is_done(start.checkpoint, spec):
         return None
     say(done_message(start.checkpoint, spec, start.resumes))
     notes = check_same_facts(start.checkpoint, spec, spec.facts) if start.resumes else []
-    if other := [note.partition(" ")[0].removeprefix("code_of_") for note in notes if note.startswith("code_of_")]:
-        say(f"It was trained with different code than the call gives now ({', '.join(other)}), which is not used.")
+    if other := [
+        note.partition(" ")[0].removeprefix("code_of_")
+        for note in notes
+        if note.startswith("code_of_")
+    ]:
+        say(
+            f"It was trained with different code than the call gives now ({', '.join(other)}), "
+            "which is not used."
+        )
     if spec.options.save_hf_model:
         write_hf_models(spec.run_dir, say)
     return outcome_of(spec, start.checkpoint.step)
@@ -130,36 +149,63 @@ def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool 
 
 def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     """Lines on the run's models, and which parts of them are trained."""
-    config, line = spec.config, f"model: {spec.description['model']}, {sizes.policy:,} parameters"
-    line += " of random values (init=random)" if config.actor_rollout_ref.model.init == "random" else ""
+    config = spec.config
+    line = f"model: {spec.description['model']}, {sizes.policy:,} parameters"
+    line += (
+        " of random values (init=random)" if config.actor_rollout_ref.model.init == "random" else ""
+    )
     if rank := config.actor_rollout_ref.model.lora_rank:
-        line += f"; LoRA of rank {rank} trains {sizes.trained:,} of them ({sizes.trained / sizes.policy:.2%})"
+        line += (
+            f"; LoRA of rank {rank} trains {sizes.trained:,} of them "
+            f"({sizes.trained / sizes.policy:.2%})"
+        )
     if not sizes.critic:
         return [line]
-    optim, name = config.critic.optim, config.critic.model.path or spec.description["model"]
-    return [line, f"critic: {name}, {sizes.critic:,} parameters; {optim.optimizer}, learning rate {optim.lr:g}"]
+    optim = config.critic.optim
+    name = config.critic.model.path or spec.description["model"]
+    return [
+        line,
+        (
+            f"critic: {name}, {sizes.critic:,} parameters; {optim.optimizer}, learning rate "
+            f"{optim.lr:g}"
+        ),
+    ]
 
 
-def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str], spec: Spec) -> None:
+def note_resume(
+    recorder: Recorder, checkpoint: Checkpoint, differences: list[str], spec: Spec
+) -> None:
     """Report the checkpoint that the run resumes from, and what differs."""
     recorder.note("info", f"resumed from {checkpoint.path.name}{changed_lengths(checkpoint, spec)}")
-    for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
+    for warning in filter(
+        None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]
+    ):
         recorder.note("warning", warning)
 
 
 def note_end(
-    recorder: Recorder, stop: Stop, finished: bool, group_counts: GroupCounts, done: int, planned: int
+    recorder: Recorder,
+    stop: Stop,
+    finished: bool,
+    group_counts: GroupCounts,
+    done: int,
+    planned: int,
 ) -> None:
-    """Record how the run ended. Dropped groups are replaced by later ones, so it may have fewer steps than planned."""
+    """Record how the run ended. Dropped groups are replaced by later ones, so it may have fewer
+    steps than planned."""
     recorder.status = "stopped" if stop.wanted and not finished else "finished"
     if finished and not stop.wanted and done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
-        recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
+        recorder.note(
+            "info",
+            f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})",
+        )
 
 
 def resume_hint(spec: Spec) -> str:
     """For the error of a death that ends the run: text on where the next start resumes."""
-    store, where = open_store(spec), "the beginning: there is no checkpoint yet (trainer.save_freq)"
+    store = open_store(spec)
+    where = "the beginning: there is no checkpoint yet (trainer.save_freq)"
     if store.exists():
         where = store.load().path.name
     return f"The same command resumes from {where}"
@@ -176,7 +222,8 @@ def note_failure(run_dir: Path, error: BaseException) -> None:
 
 def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
     """The coordinator and its ledger, at the checkpoint's state."""
-    path, checkpoint = spec.run_dir / LEDGER, start.checkpoint
+    path = spec.run_dir / LEDGER
+    checkpoint = start.checkpoint
     if checkpoint is None:
         ledger = Ledger(path)
         sync(path.parent)
@@ -191,7 +238,9 @@ def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:
     return coordinator, ledger
 
 
-def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int) -> None:
+def write_facts(
+    spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int
+) -> None:
     """Write the files that describe the run as a whole."""
     facts: Mapping[str, object] = {
         "distflow": __version__,
@@ -206,10 +255,13 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
     }
     recorder.folder.write_json("run.json", facts)
     rows = spec.facts.get(VALIDATION_ROWS)
-    recorder.folder.event(VALIDATION_ROWS, f"validation rows: {rows or 'none'}", **{VALIDATION_ROWS: rows})
+    recorder.folder.event(
+        VALIDATION_ROWS, f"validation rows: {rows or 'none'}", **{VALIDATION_ROWS: rows}
+    )
     for warning in spec.warnings:
         recorder.folder.event("warning", warning)
     recorder.folder.write_text("config.yaml", spec.text)
     recorder.folder.write_json(
-        "plan.json", {**asdict(spec.plan), "nodes": spec.pipeline().to_json(), "predicted": spec.predicted}
+        "plan.json",
+        {**asdict(spec.plan), "nodes": spec.pipeline().to_json(), "predicted": spec.predicted},
     )

@@ -1,5 +1,5 @@
-"""Selects the pipeline of a config (a built-in one, the user's function, or nodes in YAML), and binds it to the config,
-here and on a worker."""
+"""Selects the pipeline of a config (a built-in one, the user's function, or nodes in YAML), and
+binds it to the config, here and on a worker."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,14 @@ from distflow.graph import (
     pipeline_from_config,
 )
 from distflow.graph.graph_node import Node
-from distflow.import_target import innermost, is_ours, load_function, load_modules, required_parameters, users_code
+from distflow.import_target import (
+    innermost,
+    is_ours,
+    load_function,
+    load_modules,
+    required_parameters,
+    users_code,
+)
 from distflow.launch.device_and_threads import make_process_ready
 from distflow.pipelines.nodes.log_probs_and_values import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
@@ -41,7 +48,10 @@ from distflow.runtime.sample_queue.protocol import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 
 _WRITERS = {
-    "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without it",
+    "ref_log_prob": (
+        "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without "
+        "it"
+    ),
     "old_log_probs": "compute_old_log_prob writes it",
     "values": "compute_value writes it",
     "advantages": "compute_advantage writes it",
@@ -52,52 +62,67 @@ _WRITERS = {
 """The standard node that writes each column, for pipelines that lack it."""
 
 _AS_ONE = (
-    ": `distflow train a.yaml b.yaml` runs pipelines with their own models and data side by side; independent parts "
+    ": `distflow train a.yaml b.yaml` runs pipelines with their own models and data side by side; "
+    "independent parts "
     "of one graph also get their own devices (docs/planning.md)"
 )
 
 
 def select_pipeline(config: Config) -> TaskGraph:
-    """The pipeline of a config with one policy. Raises PipelineError or UserError if a custom one cannot be built."""
+    """The pipeline of a config with one policy. Raises PipelineError or UserError if a custom one
+    cannot be built."""
     graph = _whole_graph(config)
     known = policies_of(config)
     for node in graph.nodes.values():
         if node.policy is not None and node.policy not in known:
             raise PipelineError(
                 f"{node.where} is of the policy '{node.policy}', which the config does not have"
-                f"{hint(node.policy, known)}: declare it, e.g. dag.policies={{{node.policy}: {{model: {{path: DIR}}}}}}"
+                f"{hint(node.policy, known)}: declare it, e.g. dag.policies={{{node.policy}: "
+                f"{{model: {{path: DIR}}}}}}"
             )
     return graph.path_of(policy_of(config))
 
 
 def _whole_graph(config: Config) -> TaskGraph:
-    name, own = pipeline_name(config), config.dag.pipeline
+    name = pipeline_name(config)
+    own = config.dag.pipeline
     if name != CUSTOM:
-        return cast(TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config))
+        return cast(
+            TaskGraph, _call_pipeline_function(load_function(PIPELINES[name].target), config)
+        )
     assert own is not None, "a pipeline of the user's is named by dag.pipeline"
-    return _custom(own, config) if isinstance(own, str) else pipeline_from_config("yaml_pipeline", own)
+    return (
+        _custom(own, config) if isinstance(own, str) else pipeline_from_config("yaml_pipeline", own)
+    )
 
 
 def bind_graph(graph: TaskGraph, config: Config) -> BoundPipeline:
-    """The pipeline with the config's options and the columns of data sets. Raises PipelineError, which names the
-    standard node that would write a missing column."""
+    """The pipeline with the config's options and the columns of data sets. Raises PipelineError,
+    which names the standard node that would write a missing column."""
     try:
         pipeline = graph.bind(config, PROMPT_FIELDS)
         using = [node.node_id for node in pipeline.nodes if "actor" in node.engines]
         if config.dag.policies and all(graph.nodes[name].only_forward_compute for name in using):
-            raise PipelineError(f"no node of the pipeline '{graph.graph_id}' trains the policy '{policy_of(config)}'")
+            raise PipelineError(
+                f"no node of the pipeline '{graph.graph_id}' trains the policy "
+                f"'{policy_of(config)}'"
+            )
         return _unscored(graph, pipeline, config) if may_derive_old(config) else pipeline
     except MissingColumn as err:
         if config.dag.policies:
-            raise MissingColumn(f"{err} on the path of the policy '{policy_of(config)}'", err.column) from err
+            raise MissingColumn(
+                f"{err} on the path of the policy '{policy_of(config)}'", err.column
+            ) from err
         if err.column not in _WRITERS:
             raise
-        raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
+        raise PipelineError(
+            f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}"
+        ) from err
 
 
 def keys_of_nodes(config: Config) -> Iterator[NamedKey]:
-    """The keys that nodes without a function of their own name: the data set of a `DATA_LOAD` node, the workflow of an
-    `ENV_INTERACT` node."""
+    """The keys that nodes without a function of their own name: the data set of a `DATA_LOAD` node,
+    the workflow of an `ENV_INTERACT` node."""
     for node in select_pipeline(config).nodes.values():
         if node.configures and node.node_type is NodeType.DATA_LOAD:
             yield from ((f"data.{name}", value, node.where) for name, value in node.options.items())
@@ -108,8 +133,8 @@ def keys_of_nodes(config: Config) -> Iterator[NamedKey]:
 
 
 def generates(pipeline: BoundPipeline) -> bool:
-    """Whether it trains on sampled responses rather than the rows' own: it uses the rollout engine or has a reward
-    node, and does not load responses."""
+    """Whether it trains on sampled responses rather than the rows' own: it uses the rollout engine
+    or has a reward node, and does not load responses."""
     if any(innermost(node.fn) is load_responses for node in pipeline.nodes):
         return False
     makes = (NodeRole.ROLLOUT, NodeRole.REWARD)
@@ -117,15 +142,22 @@ def generates(pipeline: BoundPipeline) -> bool:
 
 
 def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> BoundPipeline:
-    """The pipeline without the forward pass for old log-probs, if only the built-in update reads them.
+    """The pipeline without the forward pass for old log-probs, if only the built-in update reads
+    them.
 
     A user's function that receives the whole batch may read them.
     """
-    scoring = [node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)]
-    updates = [node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)]
+    scoring = [
+        node for node in pipeline.nodes if innermost(node.fn) in (score_policy, weigh_after_drift)
+    ]
+    updates = [
+        node for node in pipeline.nodes if innermost(node.fn) is update and takes_policy_loss(node)
+    ]
     columns = {"old_log_probs", "rollout_is_weights"}
     for node in pipeline.nodes:
-        gets_batch = not is_ours(node.fn) and "batch" in node.contract.reserved and node.plane == "training"
+        gets_batch = (
+            not is_ours(node.fn) and "batch" in node.contract.reserved and node.plane == "training"
+        )
         reads = columns & {*node.contract.reads, *node.contract.optional}
         if node not in scoring and node not in updates and (reads or gets_batch):
             return pipeline
@@ -139,19 +171,26 @@ def _unscored(graph: TaskGraph, pipeline: BoundPipeline, config: Config) -> Boun
 
 def takes_policy_loss(node: BoundNode) -> bool:
     """Whether its function comes from `train_actor`, the only one that reports its loss terms."""
-    return isinstance(node.fn, partial) and isinstance(node.fn.keywords.get("objective"), PolicyObjective)
+    return isinstance(node.fn, partial) and isinstance(
+        node.fn.keywords.get("objective"), PolicyObjective
+    )
 
 
 def _custom(path: str, config: Config) -> TaskGraph:
     with blaming("dag.pipeline"):
         make_graph = load_function(path)
     if len(required := required_parameters(make_graph)) > 1:
-        raise UserError(f"dag.pipeline={path} takes ({', '.join(required)}): it may take the config, or no parameter")
+        raise UserError(
+            f"dag.pipeline={path} takes ({', '.join(required)}): it may take the config, or no "
+            "parameter"
+        )
     with users_code(f"dag.pipeline={path} raised", passes=PipelineError):
         graph = _call_pipeline_function(make_graph, config)
     if isinstance(graph, TaskGraph):
         return graph
-    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(type(graph), type(graph).__name__)
+    kind = {NoneType: "nothing", Pipeline: "a Pipeline that is not built"}.get(
+        type(graph), type(graph).__name__
+    )
     is_list = isinstance(graph, list | tuple) and any(isinstance(each, TaskGraph) for each in graph)
     raise UserError(
         f"dag.pipeline={path} returned {kind}; it must return a TaskGraph, as Pipeline.build() "
@@ -165,13 +204,19 @@ def _call_pipeline_function(make_graph: Callable[..., object], config: Config) -
 
 
 def bind(config: Config) -> BoundPipeline:
-    """The pipeline of a config, bound to it and to the columns of data sets. Raises PipelineError."""
+    """The pipeline of a config, bound to it and to the columns of data sets. Raises
+    PipelineError."""
     return bind_graph(select_pipeline(config), config)
 
 
 def without_reference(loaded: Loaded, bind: Callable[[Config], object] = bind) -> Sequence[Change]:
-    """The change that switches a preset's KL loss off, if the pipeline binds only without it; else none."""
-    change = ("actor_rollout_ref.actor.use_kl_loss", False, "no node of the pipeline computes ref_log_prob")
+    """The change that switches a preset's KL loss off, if the pipeline binds only without it; else
+    none."""
+    change = (
+        "actor_rollout_ref.actor.use_kl_loss",
+        False,
+        "no node of the pipeline computes ref_log_prob",
+    )
     if loaded.config.actor_rollout_ref.actor.use_kl_loss and is_free(loaded.origins, change[0]):
         for changes in ([], [change]):
             with suppress(PipelineError):
@@ -181,15 +226,16 @@ def without_reference(loaded: Loaded, bind: Callable[[Config], object] = bind) -
 
 
 def rebuild(config: Config) -> BoundPipeline:
-    """The bound pipeline on a worker, after preparing its process and importing the user's modules."""
+    """The bound pipeline on a worker, after preparing its process and importing the user's
+    modules."""
     make_process_ready(config)
     import_user_modules(config)
     return bind(config)
 
 
 def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
-    """The spec of a worker for a user's own loop: with the rows that it submits, and a last node in the rollout loop
-    that calls the `should_accept` of each group."""
+    """The spec of a worker for a user's own loop: with the rows that it submits, and a last node in
+    the rollout loop that calls the `should_accept` of each group."""
 
     def accept(group: Group) -> Drop | None:
         should_accept = submissions.of_group(group.prompt_group.row).should_accept
@@ -197,7 +243,17 @@ def for_own_loop(spec: Spec, submissions: Submissions) -> Spec:
 
     before = tuple(node.node_id for node in rebuild(spec.config).rollout_nodes)
     graph = select_pipeline(spec.config).copy()
-    graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="rollout", validates=False))
+    graph.add_node(
+        Node(
+            "should_accept",
+            accept,
+            before,
+            writes=(),
+            scope="group",
+            plane="rollout",
+            validates=False,
+        )
+    )
     pipeline = bind_graph(graph, spec.config)
     return replace(spec, rows=WithSubmitted(spec.rows, submissions), pipeline=lambda: pipeline)
 

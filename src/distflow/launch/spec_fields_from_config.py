@@ -1,5 +1,5 @@
-"""Derives fields of the spec from the config: plan, factories and tolerances, sampling of training and validation
-prompts, and the options of the run."""
+"""Derives fields of the spec from the config: plan, factories and tolerances, sampling of training
+and validation prompts, and the options of the run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,13 @@ from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import peek, whole
-from distflow.config.derived_settings import is_one_process, is_rl, is_sharded, response_limit, validates
+from distflow.config.derived_settings import (
+    is_one_process,
+    is_rl,
+    is_sharded,
+    response_limit,
+    validates,
+)
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
@@ -21,7 +27,12 @@ from distflow.import_target import is_ours
 from distflow.launch.configured_models import check_layouts, model_sizes, prediction
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
-from distflow.launch.engine_factories_from_config import compute_dtype, engine_dtype, make_factories, shares_weights
+from distflow.launch.engine_factories_from_config import (
+    compute_dtype,
+    engine_dtype,
+    make_factories,
+    shares_weights,
+)
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.assign_nodes_to_ranks import plan_devices
@@ -30,16 +41,23 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 
 
-def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]) -> "partial[Spec]":
-    """The spec without fields that need the data. num_rows: by domain, as for `data_plan`. Raises UserError with the
-    key."""
-    exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
-    data, plan = data_plan(config, num_rows), make_plan(config, pipeline)
-    url, num_rollout = config.actor_rollout_ref.rollout.url, sum("rollout" in rank.engines for rank in plan.ranks)
+def spec_settings(
+    config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]
+) -> "partial[Spec]":
+    """The spec without fields that need the data. num_rows: by domain, as for `data_plan`. Raises
+    UserError with the key."""
+    exact = compute_dtype(config) is torch.float32
+    shares = shares_weights(config)
+    data = data_plan(config, num_rows)
+    plan = make_plan(config, pipeline)
+    url = config.actor_rollout_ref.rollout.url
+    num_rollout = sum("rollout" in rank.engines for rank in plan.ranks)
     if url and num_rollout > 1:
         raise UserError(
-            f"actor_rollout_ref.rollout.url={','.join(url)}: each of {num_rollout} rollout workers would load weights "
-            "into that server: let one worker generate with all of them (trainer.allocation), or remove the key, so "
+            f"actor_rollout_ref.rollout.url={','.join(url)}: each of {num_rollout} rollout workers "
+            "would load weights "
+            "into that server: let one worker generate with all of them (trainer.allocation), or "
+            "remove the key, so "
             "that each starts its own"
         )
     return partial(
@@ -56,7 +74,9 @@ def spec_settings(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str
         and not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         tolerance=Tolerance.of(exact),
         ratio_limit=math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
-        loss_terms=loss_terms(config) if any(map(takes_policy_loss, pipeline.training_nodes)) else (),
+        loss_terms=loss_terms(config)
+        if any(map(takes_policy_loss, pipeline.training_nodes))
+        else (),
     )
 
 
@@ -64,7 +84,9 @@ def make_plan(config: Config, pipeline: BoundPipeline) -> Plan:
     """Which worker runs which nodes. Raises UserError with the key."""
     device = choose_device(config)
     refuse_offload_here(config, device)
-    plan = plan_devices(pipeline, config, str(device), partial(model_sizes, config, pipeline.engines))
+    plan = plan_devices(
+        pipeline, config, str(device), partial(model_sizes, config, pipeline.engines)
+    )
     check_layouts(config, plan.layouts)
     if config.trainer.launcher == "local" and not is_one_process(config):
         check_cores(plan)
@@ -80,37 +102,53 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     return SamplingParams(
         longest,
         stop=tuple(own("stop")),
-        **{name: own(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+        **{
+            name: own(name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        },
     )
 
 
 def validation_params(
     config: Config, sampling: SamplingParams
 ) -> tuple[SamplingParams | None, SamplingParams | None, int]:
-    """Parameters for validation prompts from `rollout.val_kwargs`: greedy, sampled, and the number of samples."""
+    """Parameters for validation prompts from `rollout.val_kwargs`: greedy, sampled, and the number
+    of samples."""
     if not validates(config) or not is_rl(config):
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
-    greedy = SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop) if settings.greedy else None
+    greedy = (
+        SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop)
+        if settings.greedy
+        else None
+    )
     own = (settings.temperature, settings.top_p, settings.top_k) if settings.n else None
     sampled = SamplingParams(sampling.max_tokens, *own, stop=sampling.stop) if own else None
     return greedy, sampled, settings.n
 
 
 def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool) -> RunOptions:
-    """The run's options. Keys without meaning in this run are peeked at, not read, so that they are rejected if set."""
+    """The run's options. Keys without meaning in this run are peeked at, not read, so that they are
+    rejected if set."""
 
     def used_if(is_used: bool) -> Config:
         return config if is_used else peek(config)
 
-    trainer, trust = config.trainer, config.trust
-    by_ray, has_engine = trainer.launcher != "local", "rollout" in pipeline.engines
+    trainer = config.trainer
+    trust = config.trust
+    by_ray = trainer.launcher != "local"
+    has_engine = "rollout" in pipeline.engines
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
-    goes_elsewhere = any("rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks)
+    goes_elsewhere = any(
+        "rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks
+    )
     takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
-    has_deadline = any(not (node.contract.is_async and is_ours(node.fn)) for node in pipeline.rollout_nodes)
+    has_deadline = any(
+        not (node.contract.is_async and is_ours(node.fn)) for node in pipeline.rollout_nodes
+    )
     run_startup_checks = trust.check_rewards if "reward_fn" in pipeline.services else False
-    own, data = partial(own_setting, config), config.data
+    own = partial(own_setting, config)
+    data = config.data
     checked = ("", *data.domains) if run_startup_checks else ()
     return RunOptions(
         seed=trainer.seed,
@@ -141,7 +179,10 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         profiled_steps=config.profiler.steps if config.profiler.enable else (),
         on_mismatch=trust.on_mismatch if has_engine else "warn",
         run_startup_checks=run_startup_checks,
-        solution_columns={name: (own(name, data, "solution_key"), own(name, data, "answer_key")) for name in checked},
+        solution_columns={
+            name: (own(name, data, "solution_key"), own(name, data, "answer_key"))
+            for name in checked
+        },
         max_error_rate=used_if(is_scored).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
@@ -152,54 +193,93 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
 
 def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) -> WorkerNeeds:
     """Raises UserError for a role that no workers of the plan have exclusively."""
-    trainer, reward = config.trainer, config.reward
-    of_ranks = [{*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"} for rank in ranks]
+    trainer = config.trainer
+    reward = config.reward
+    of_ranks = [
+        {*rank.engines, "training"} - {"rollout"} if rank.training_nodes else {"rollout"}
+        for rank in ranks
+    ]
     for role in trainer.worker_roles:
         if sum(role in roles for roles in of_ranks) in (0, len(ranks)):
             raise UserError(
-                f"trainer.worker_roles: {role} has no workers of its own in the plan, whose roles are "
-                f"{', '.join(sorted(set().union(*of_ranks)))}: separate them with '+' in trainer.allocation, or set "
+                f"trainer.worker_roles: {role} has no workers of its own in the plan, whose roles "
+                "are "
+                f"{', '.join(sorted(set().union(*of_ranks)))}: separate them with '+' in "
+                "trainer.allocation, or set "
                 "trainer.worker_cpus, worker_memory_mb and worker_env for all"
             )
     for shared in (roles & trainer.worker_roles.keys() - {"training"} for roles in of_ranks):
         if len(shared) > 1:
-            raise UserError(f"trainer.worker_roles: {' and '.join(sorted(shared))} share a worker: name one of them")
+            raise UserError(
+                f"trainer.worker_roles: {' and '.join(sorted(shared))} share a worker: name one of "
+                "them"
+            )
 
     def needs_of(own: Mapping[str, Any]) -> WorkerNeeds:
-        env = {name: str(value) for name, value in {**trainer.worker_env, **own.get("worker_env", {})}.items()}
-        cpus, memory_mb = (own.get(name, getattr(trainer, name)) for name in ("worker_cpus", "worker_memory_mb"))
+        env = {
+            name: str(value)
+            for name, value in {**trainer.worker_env, **own.get("worker_env", {})}.items()
+        }
+        cpus, memory_mb = (
+            own.get(name, getattr(trainer, name)) for name in ("worker_cpus", "worker_memory_mb")
+        )
         return WorkerNeeds(cpus, memory_mb, env)
 
-    needs = replace(needs_of({}), roles={role: needs_of(own) for role, own in trainer.worker_roles.items()})
-    return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_scored else needs
+    needs = replace(
+        needs_of({}), roles={role: needs_of(own) for role, own in trainer.worker_roles.items()}
+    )
+    return (
+        replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus)
+        if is_scored
+        else needs
+    )
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:
-    """Offloading by role. What is always on the host is not moved. Raises UserError for weights that another engine
-    uses."""
-    settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    """Offloading by role. What is always on the host is not moved. Raises UserError for weights
+    that another engine uses."""
+    settings = {
+        "actor": config.actor_rollout_ref.actor.fsdp_config,
+        "critic": config.critic.fsdp_config,
+    }
     found = dict[str, Offloads]()
     for role in sorted(pipeline.engines & settings.keys()):
-        own = Offloads(weights=settings[role].param_offload, moments=settings[role].optimizer_offload)
+        own = Offloads(
+            weights=settings[role].param_offload, moments=settings[role].optimizer_offload
+        )
         if own.weights or own.moments:
             found[role] = own
     for role, model in scoring_models(config.reward_model).items():
-        if role in pipeline.engines and model.param_offload and (model.is_whole_judge or not is_sharded(config)):
+        if (
+            role in pipeline.engines
+            and model.param_offload
+            and (model.is_whole_judge or not is_sharded(config))
+        ):
             found[role] = Offloads(weights=True, moments=False)
     if "actor" in found and found["actor"].weights:
-        beside = {engine for rank in plan.ranks if "actor" in rank.engines for engine in rank.engines}
+        beside = set()
+        for rank in plan.ranks:
+            if "actor" in rank.engines:
+                for engine in rank.engines:
+                    beside.add(engine)
         if "rollout" in beside and shares_weights(config):
-            why = "the rollout engine computes with the same float32 weights: model.dtype=bfloat16 gives it its own"
+            why = (
+                "the rollout engine computes with the same float32 weights: model.dtype=bfloat16 "
+                "gives it its own"
+            )
         elif "ref" in beside and config.actor_rollout_ref.model.lora_rank:
             why = "the reference computes with the same weights, its adapter switched off"
         else:
             return found
-        raise UserError(f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or remove it")
+        raise UserError(
+            f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or remove it"
+        )
     return found
 
 
 def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
-    """With shared weights the engine is compared only at the start, so the number only means on or off."""
+    """With shared weights the engine is compared only at the start, so the number only means on or
+    off."""
     if "rollout" not in pipeline.engines:
         return 0
     canary_freq = peek(config).trust.canary_freq

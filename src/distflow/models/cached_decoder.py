@@ -1,7 +1,7 @@
 """Runs a Hugging Face decoder by our own prefill and cached decode, over the module's parameters.
 
-The module's projections, norms and MLPs are called unchanged (so LoRA layers and replaced submodules work); only the
-attention and the key-value memory are ours.
+The module's projections, norms and MLPs are called unchanged (so LoRA layers and replaced
+submodules work); only the attention and the key-value memory are ours.
 """
 
 from collections.abc import Callable
@@ -26,23 +26,27 @@ if TYPE_CHECKING:
     from distflow.models.gpu_kernels.decode_step import PagedStep
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""Takes layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token per
-row, and the scaling of scores; stores keys and values, and returns the attention's output, as large as the queries."""
+"""Takes layer number, queries `(rows, heads, head_dim)`, keys and values
+`(rows, kv_heads, head_dim)` of one token per row, and the scaling of scores; stores keys and
+values, and returns the attention's output, as large as the queries."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-LONGEST_NATIVE, LONGEST_OF_FEW, FEW_TOKENS = 128, 256, 64
-"""Longest context, in tokens, after which native code runs the rest of prompts: it attends query by query, but starts
-fast, which counts if all rests together have few tokens."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
+LONGEST_NATIVE = 128
+LONGEST_OF_FEW = 256
+FEW_TOKENS = 64
+"""Longest context, in tokens, after which native code runs the rest of prompts: it attends query by
+query, but starts fast, which counts if all rests together have few tokens."""
+# frequencies that do not depend on the length seen so far
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class PromptKV:
     """Keys and values of prefilled prompts, and where their decoding starts.
 
-    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 if native code decodes in it;
-    entries beyond a prompt's length are finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
-    each prompt's last token.
+    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 if native
+    code decodes in it; entries beyond a prompt's length are finite and meaningless. hidden:
+    `(prompts, hidden)`, after the final norm, of each prompt's last token.
     """
 
     keys: Tensor
@@ -51,21 +55,31 @@ class PromptKV:
 
 
 class DecoderView:
-    """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
+    """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of
+    the module's."""
 
     def __init__(
-        self, model: nn.Module, in_blocks: bool = False, native: bool = False, compute_dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        in_blocks: bool = False,
+        native: bool = False,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) if available for this
-        machine and model; else `why_not_native` is the reason. compute_dtype: bfloat16 means products in it and the
-        rest in float32, like a trainer with autocast; attention is in float32 with float32 weights, and keys and values
-        in bfloat16 with bfloat16 weights. None: everything in the weights' dtype. Raises UserError for a family that it
+        """in_blocks: decode by `attend_in_blocks`. native: decode by native code (CUDA: kernels) if
+        available for this machine and model; else `why_not_native` is the reason. compute_dtype:
+        bfloat16 means products in it and the rest in float32, like a trainer with autocast;
+        attention is in float32 with float32 weights, and keys and values in bfloat16 with bfloat16
+        weights. None: everything in the weights' dtype. Raises UserError for a family that it
         cannot run, or whose logits differ from the module's."""
         causal = unwrapped(model)
         config = causal.config
-        if refusal := why_not_embedded(config) or ("" if hasattr(causal, "lm_head") else "it has no lm_head"):
+        if refusal := why_not_embedded(config) or (
+            "" if hasattr(causal, "lm_head") else "it has no lm_head"
+        ):
             advice = "set actor_rollout_ref.rollout.name=hf"
-            raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; {advice}")
+            raise UserError(
+                f"the embedded rollout engine cannot run this model: {refusal}; {advice}"
+            )
         self._body = causal.model
         self._module = causal
         self._attend = attend_in_blocks if in_blocks else attend
@@ -125,10 +139,14 @@ class DecoderView:
         """Run prompts, padded on the right: under a causal mask no real token sees the padding."""
         lengths = send(torch.tensor([len(prompt) for prompt in prompts]), self.device)
         longest = max(len(prompt) for prompt in prompts)
-        ids = send(torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts]), self.device)
+        ids = send(
+            torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts]),
+            self.device,
+        )
         hidden = self._embed(ids)
         cos, sin = self._rotary_rows(longest, hidden)
-        cos, sin = cos[:longest, None], sin[:longest, None]
+        cos = cos[:longest, None]
+        sin = sin[:longest, None]
         shape = (self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
         keys = torch.empty(shape, dtype=self.dtype, device=self.device)
         values = torch.empty_like(keys, dtype=self._values_dtype)
@@ -148,37 +166,52 @@ class DecoderView:
         last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         return PromptKV(keys, values, self._norm(self._body.norm, last))
 
-    def prefill_after(self, prompts: list[tuple[int, ...]], prefixes: list[tuple[Tensor, Tensor]]) -> PromptKV:
-        """As `prefill`, but only runs the tokens after each prompt's prefix, at least one. prefixes: keys and values of
-        the first tokens, `(layers, kv_heads, tokens, head_dim)`."""
+    def prefill_after(
+        self, prompts: list[tuple[int, ...]], prefixes: list[tuple[Tensor, Tensor]]
+    ) -> PromptKV:
+        """As `prefill`, but only runs the tokens after each prompt's prefix, at least one.
+        prefixes: keys and values of the first tokens, `(layers, kv_heads, tokens, head_dim)`."""
         begins = [keys.shape[-2] for keys, _ in prefixes]
         rests = [prompt[begin:] for prompt, begin in zip(prompts, begins, strict=True)]
         width = max(len(rest) for rest in rests)
         ids = send(torch.tensor([rest + (0,) * (width - len(rest)) for rest in rests]), self.device)
         first, last = send(torch.tensor([begins, [len(rest) - 1 for rest in rests]]), self.device)
-        positions, extent = first[:, None] + torch.arange(width, device=self.device), max(begins) + width
+        positions = first[:, None] + torch.arange(width, device=self.device)
+        extent = max(begins) + width
         shape = (self.num_layers, len(prompts), self.num_kv_heads, extent, self.head_dim)
         keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         values = torch.zeros_like(keys, dtype=self._values_dtype)
         for row, (old_keys, old_values) in enumerate(prefixes):
-            keys[:, row, :, : begins[row]], values[:, row, :, : begins[row]] = old_keys, old_values
+            keys[:, row, :, : begins[row]] = old_keys
+            values[:, row, :, : begins[row]] = old_values
         rows = torch.arange(len(prompts), device=self.device)
         longest_native = LONGEST_OF_FEW if ids.numel() <= FEW_TOKENS else LONGEST_NATIVE
         if self._native is not None and extent <= longest_native and self._native.refresh():
-            flat = ids.flatten(), positions.flatten(), keys, values, *self._rotary_rows(extent, keys)
+            flat = (
+                ids.flatten(),
+                positions.flatten(),
+                keys,
+                values,
+                *self._rotary_rows(extent, keys),
+            )
             hidden = self._native.decode(*flat).unflatten(0, ids.shape)[rows, last]
         else:
-            hidden = self._norm(self._body.norm, self._run_after(ids, positions, keys, values)[rows, last])
+            hidden = self._norm(
+                self._body.norm, self._run_after(ids, positions, keys, values)[rows, last]
+            )
         longest = max(len(prompt) for prompt in prompts)
         return PromptKV(keys[..., :longest, :], values[..., :longest, :], hidden)
 
     def _run_after(self, ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The last layer's output for these tokens, whose keys and values are written to the memory, and which see what
-        it has before them."""
-        hidden, extent = self._embed(ids), keys.shape[-2]
-        # Padding may lie beyond the model's positions. The table must not grow for it: CUDA graphs read the old one.
+        """The last layer's output for these tokens, whose keys and values are written to the
+        memory, and which see what it has before them."""
+        hidden = self._embed(ids)
+        extent = keys.shape[-2]
+        # Padding may lie beyond the model's positions. The table must not grow for it: CUDA graphs
+        # read the old one.
         last = min(extent, self.max_positions) - 1
-        tables, places = self._rotary_rows(last + 1, hidden), positions.clamp(max=last)
+        tables = self._rotary_rows(last + 1, hidden)
+        places = positions.clamp(max=last)
         cos, sin = (table[places][:, :, None] for table in tables)
         rows = torch.arange(len(ids), device=self.device)
         seen = (torch.arange(extent, device=self.device) <= positions[..., None])[:, None]
@@ -200,18 +233,22 @@ class DecoderView:
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token per row, written to the memory at its position and attending up to it.
 
-        token_ids, positions: `(rows,)`. keys, values: `(layers, rows, kv_heads, extent, head_dim)`, written in place;
-        `extent` is above every position, and the memory beyond a row's position must be finite. Each layer's rows
-        should be contiguous: with strides the products take up to three times as long. Returns `(rows, hidden)` after
-        the final norm.
+        token_ids, positions: `(rows,)`. keys, values: `(layers, rows, kv_heads, extent, head_dim)`,
+        written in place; `extent` is above every position, and the memory beyond a row's position
+        must be finite. Each layer's rows should be contiguous: with strides the products take up to
+        three times as long. Returns `(rows, hidden)` after the final norm.
         """
         extent = keys.shape[-2]
         if self._native is not None and self._native.refresh():
-            return self._native.decode(token_ids, positions, keys, values, *self._rotary_rows(extent, keys))
+            return self._native.decode(
+                token_ids, positions, keys, values, *self._rotary_rows(extent, keys)
+            )
         rows = torch.arange(token_ids.shape[0], device=self.device)
         bias = self._bias(positions, extent)
 
-        def attend_to_slots(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        def attend_to_slots(
+            index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        ) -> Tensor:
             keys[index][rows, :, positions] = key
             values[index][rows, :, positions] = value.to(values.dtype)
             return self._attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
@@ -221,8 +258,9 @@ class DecoderView:
     def decode_paged(
         self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, tables: Tensor
     ) -> Tensor:
-        """As `decode`, over pages: keys and values are `(layers, pages, kv_heads, page_tokens, head_dim)`, finite, and
-        tables `(rows, width)` are the pages of each row in order."""
+        """As `decode`, over pages: keys and values are
+        `(layers, pages, kv_heads, page_tokens, head_dim)`, finite, and tables `(rows, width)` are
+        the pages of each row in order."""
         if self._kernels is not None:
             hidden = self._embed(token_ids)
             rotary = self._rotary_rows(self.max_positions, hidden)
@@ -232,23 +270,35 @@ class DecoderView:
         bias = self._bias(positions, tables.shape[1] * page_tokens)
         page = tables.gather(1, (positions // page_tokens)[:, None]).squeeze(1)
         offset, heads = positions % page_tokens, torch.arange(num_heads, device=self.device)
-        gathered = (tables[:, None] * num_heads + heads[:, None]).flatten()  # (rows, kv heads, width)
+        # (rows, kv heads, width)
+        gathered = (tables[:, None] * num_heads + heads[:, None]).flatten()
 
         def write_and_gather(memory: Tensor, new: Tensor) -> Tensor:
             memory[page, :, offset] = new
-            return memory.flatten(0, 1).index_select(0, gathered).view(len(new), num_heads, -1, self.head_dim)
+            return (
+                memory.flatten(0, 1)
+                .index_select(0, gathered)
+                .view(len(new), num_heads, -1, self.head_dim)
+            )
 
-        def attend_to_pages(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            all_keys, all_values = write_and_gather(keys[index], key), write_and_gather(values[index], value)
+        def attend_to_pages(
+            index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+        ) -> Tensor:
+            all_keys = write_and_gather(keys[index], key)
+            all_values = write_and_gather(values[index], value)
             return attend(query, all_keys, all_values, bias, scaling)
 
         return self._decode_over(token_ids, positions, self.max_positions, attend_to_pages)
 
-    def _decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
-        """One token per row, over memory that `attend_to` writes and reads; `extent` is above every position."""
+    def _decode_over(
+        self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend
+    ) -> Tensor:
+        """One token per row, over memory that `attend_to` writes and reads; `extent` is above every
+        position."""
         hidden = self._embed(token_ids)
         cos, sin = self._rotary_rows(extent, hidden)
-        cos, sin = cos[positions, None], sin[positions, None]
+        cos = cos[positions, None]
+        sin = sin[positions, None]
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             mixed = attend_to(index, query, key, value, layer.self_attn.scaling)
@@ -258,13 +308,20 @@ class DecoderView:
     def _bias(self, positions: Tensor, extent: int) -> Tensor:
         """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf after it."""
         unseen = torch.arange(extent, device=self.device) > positions[:, None]
-        dtype = torch.promote_types(self.dtype, torch.float32) if self._attend is attend else self.dtype
+        dtype = (
+            torch.promote_types(self.dtype, torch.float32) if self._attend is attend else self.dtype
+        )
         bias = torch.zeros(len(positions), 1, extent, dtype=dtype, device=self.device)
         bias = bias.masked_fill_(unseen[:, None], float("-inf"))
-        return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, self.num_heads // self.num_kv_heads, -1)
+        return bias.repeat_interleave(self.num_kv_heads, 0).expand(
+            -1, self.num_heads // self.num_kv_heads, -1
+        )
 
-    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
+    def _project(
+        self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `(..., heads, head_dim)`, rotated keys and values
+        `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
         normed = self._narrow(self._norm(layer.input_layernorm, hidden))
         with self._autocast():
@@ -273,17 +330,23 @@ class DecoderView:
                 for project in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
         if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
-            query, key = attention.q_norm(query), attention.k_norm(key)
+            query = attention.q_norm(query)
+            key = attention.k_norm(key)
         # (first, second) · cos + (-second, first) · sin, of the halves of each head
         both = torch.cat((query, key), dim=-2)
-        both = torch.addcmul(both * cos, torch.roll(both, self.head_dim // 2, -1), sin).to(self.dtype)
+        both = torch.addcmul(both * cos, torch.roll(both, self.head_dim // 2, -1), sin).to(
+            self.dtype
+        )
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     def _rest_of_layer(self, layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection and MLP with their residuals. mixed: attention's result, equally many numbers per token."""
+        """Output projection and MLP with their residuals. mixed: attention's result, equally many
+        numbers per token."""
         with self._autocast():
             hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
-            return hidden + layer.mlp(self._narrow(self._norm(layer.post_attention_layernorm, hidden)))
+            return hidden + layer.mlp(
+                self._narrow(self._norm(layer.post_attention_layernorm, hidden))
+            )
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Autocast for products with weights only."""
@@ -292,47 +355,57 @@ class DecoderView:
         return torch.autocast(self.device.type, self._low)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """The start of the residual stream, which is float32 if only products have a lower precision."""
+        """The start of the residual stream, which is float32 if only products have a lower
+        precision."""
         hidden = self._body.embed_tokens(token_ids)
         return hidden if self._low is None else hidden.float()
 
     def _narrow(self, normed: Tensor) -> Tensor:
-        """Cast the input of products with weights of their dtype; autocast handles other weights."""
+        """Cast the input of products with weights of their dtype; autocast handles other
+        weights."""
         return normed.to(self.dtype) if self._low == self.dtype else normed
 
     def _norm(self, module: Any, hidden: Tensor) -> Tensor:
         """The norm; in float32 one kernel instead of six."""
         if self._fused and hidden.dtype == torch.float32:
-            return rms_norm(hidden, hidden.shape[-1:], module.weight.float(), module.variance_epsilon)
+            return rms_norm(
+                hidden, hidden.shape[-1:], module.weight.float(), module.variance_epsilon
+            )
         return module(hidden)
 
     def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotary table `(positions, head_dim)`, at least `extent` long; computed once by the module itself. The
-        sines of the first half are negative, see `_project`."""
+        """The rotary table `(positions, head_dim)`, at least `extent` long; computed once by the
+        module itself. The sines of the first half are negative, see `_project`."""
         table = self._cos
         if table.shape[0] < extent or table.dtype != like.dtype or table.device != like.device:
             positions = torch.arange(max(extent, 2 * table.shape[0]), device=like.device)[None]
             cos, sin = self._body.rotary_emb(like, positions)
             first, second = sin[0].chunk(2, dim=-1)
-            self._cos, self._sin = cos[0], torch.cat((-first, second), dim=-1)
+            self._cos = cos[0]
+            self._sin = torch.cat((-first, second), dim=-1)
         return self._cos, self._sin
 
     @torch.no_grad()
     def _check_against_module(self) -> None:
         """Compare logits of a prefill and two decoded tokens with the module's forward.
 
-        Supported families agree up to rounding; a variant that only looks like one is off by far more. The bound is
-        1e-3 of the logits' size in float32 (absolute below size 1) and 0.1 of it in 16-bit types.
+        Supported families agree up to rounding; a variant that only looks like one is off by far
+        more. The bound is 1e-3 of the logits' size in float32 (absolute below size 1) and 0.1 of it
+        in 16-bit types.
         """
         was_training = self._module.training
         self._module.eval()
         ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
         with self._autocast():
-            expected = self._module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+            expected = self._module(
+                input_ids=torch.tensor([ids], device=self.device), use_cache=False
+            ).logits[0]
         expected = expected.float()
         short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
         rows = [self.logits(short.hidden)]
-        keys, values = (nn.functional.pad(memory, (0, 0, 0, 59)) for memory in (short.keys, short.values))
+        keys, values = (
+            nn.functional.pad(memory, (0, 0, 0, 59)) for memory in (short.keys, short.values)
+        )
         decode = self.decode
         if self._kernels is not None:  # a page of 64 tokens for each row
             decode = partial(self.decode_paged, tables=torch.arange(2, device=self.device)[:, None])
@@ -349,32 +422,43 @@ class DecoderView:
             raise UserError(
                 f"the embedded rollout engine computes different logits than this "
                 f"{self._module.config.model_type} model "
-                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set actor_rollout_ref.rollout.name=hf"
+                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set "
+                "actor_rollout_ref.rollout.name=hf"
             )
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """Batched products over (row, kv head); the query heads of a kv head are the rows of one matrix.
+    """Batched products over (row, kv head); the query heads of a kv head are the rows of one
+    matrix.
 
-    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`, in float32 like the scores if
-    keys are 16-bit, in which case the attention weights are rounded once, as in fused kernels.
+    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`, in float32
+    like the scores if keys are 16-bit, in which case the attention weights are rounded once, as in
+    fused kernels.
     """
-    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    keys = keys.flatten(0, 1)
+    values = values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
     if bias.dtype == keys.dtype:
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
     elif keys.device.type == "cuda":
         scores = torch.baddbmm(bias, query, keys.transpose(1, 2), bias.dtype, alpha=scaling)
     else:  # torch has this product only for CUDA
-        scores = torch.baddbmm(bias, query.to(bias.dtype), keys.transpose(1, 2).to(bias.dtype), alpha=scaling)
+        scores = torch.baddbmm(
+            bias, query.to(bias.dtype), keys.transpose(1, 2).to(bias.dtype), alpha=scaling
+        )
     return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
 
 
 def _has_plain_norms(body: Any) -> bool:
-    """Whether the norms of a decoder's residual stream are those of `transformers`, without hooks."""
+    """Whether the norms of a decoder's residual stream are those of `transformers`, without
+    hooks."""
     norms = [
         body.norm,
-        *(norm for each in body.layers for norm in (each.input_layernorm, each.post_attention_layernorm)),
+        *(
+            norm
+            for each in body.layers
+            for norm in (each.input_layernorm, each.post_attention_layernorm)
+        ),
     ]
     return all(is_plain(norm, "RMSNorm") for norm in norms)
 
@@ -388,7 +472,9 @@ def why_not_embedded(config: Any) -> str | None:
     if rope_type not in ROPE_TYPES:
         return f"rotary type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
     window = getattr(config, "sliding_window", None)
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or family == "mistral"
+    sliding = (
+        "sliding_attention" in (getattr(config, "layer_types", None) or ()) or family == "mistral"
+    )
     if sliding and window is not None and window < config.max_position_embeddings:
         return f"it uses a sliding window of {window} tokens"
     return None

@@ -1,5 +1,6 @@
-"""Images as inputs of a model: its processor; in packed sequences their vectors in place of the placeholders, and the
-positions that their model gives them; a check of both against the model's own forward."""
+"""Images as inputs of a model: its processor; in packed sequences their vectors in place of the
+placeholders, and the positions that their model gives them; a check of both against the model's own
+forward."""
 
 import inspect
 import tempfile
@@ -27,7 +28,8 @@ _KEPT_BYTES = 2**29
 class ImageProcessor:
     """A model's processor of images (`transformers`), and the images that it processed last.
 
-    token_id: of the placeholders of an image in the token ids, one for each vector that the model computes of it.
+    token_id: of the placeholders of an image in the token ids, one for each vector that the model
+    computes of it.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -41,13 +43,17 @@ class ImageProcessor:
         return self  # a copy of a model reads the same images
 
     def encode(self, text: str, paths: Sequence[str], **special: bool) -> list[int]:
-        """Token ids of a text with a placeholder for each image. Raises ValueError if the text has more or fewer."""
+        """Token ids of a text with a placeholder for each image. Raises ValueError if the text has
+        more or fewer."""
         if text.count(self.mark) != len(paths):
             raise ValueError(
-                f"the prompt has {text.count(self.mark)} times {self.mark!r}, which stands for an image, and "
+                f"the prompt has {text.count(self.mark)} times {self.mark!r}, which stands for an "
+                "image, and "
                 f"{len(paths)} images"
             )
-        ids = self._processor(text=[text], images=[load_image(path) for path in paths], **special)["input_ids"][0]
+        ids = self._processor(text=[text], images=[load_image(path) for path in paths], **special)[
+            "input_ids"
+        ][0]
         return [int(token) for token in ids]
 
     def save(self, folder: Path) -> None:
@@ -55,8 +61,8 @@ class ImageProcessor:
         self._processor.save_pretrained(folder)
 
     def inputs(self, paths: Sequence[str]) -> dict[str, Tensor]:
-        """The model's inputs for these images, in their order, joined along the first dimension. Raises UserError for a
-        file that is missing or has changed."""
+        """The model's inputs for these images, in their order, joined along the first dimension.
+        Raises UserError for a file that is missing or has changed."""
         each = [self._processed(path) for path in paths]
         return {name: _joined([inputs[name] for inputs in each]) for name in each[0]}
 
@@ -73,7 +79,8 @@ class ImageProcessor:
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor:
-    """One after another; smaller images are padded with zeros at their ends, as their processor does (Pixtral)."""
+    """One after another; smaller images are padded with zeros at their ends, as their processor
+    does (Pixtral)."""
     shapes = torch.tensor([value.shape[1:] for value in values])
     largest = shapes.amax(0).tolist() if shapes.numel() else []
     padded = [values[0].new_zeros(len(value), *largest) for value in values]
@@ -93,15 +100,17 @@ def images_of(owner: Any) -> ImageProcessor | None:
 
 @lru_cache(maxsize=4)
 def load_image_processor(path: str, revision: str | None = None) -> ImageProcessor:
-    """The processor in the folder of a model for images, one for all that read it in this process. Raises UserError if
-    there is none that places images by tokens."""
+    """The processor in the folder of a model for images, one for all that read it in this process.
+    Raises UserError if there is none that places images by tokens."""
     from transformers import AutoProcessor
 
     try:
         processor = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"the processor of images of the model '{path}' cannot be loaded: {reason}") from error
+        raise UserError(
+            f"the processor of images of the model '{path}' cannot be loaded: {reason}"
+        ) from error
     if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token_id"):
         raise UserError(
             f"the model '{path}' reads images, but its folder has no processor of text and images "
@@ -114,7 +123,8 @@ def load_image_processor(path: str, revision: str | None = None) -> ImageProcess
 class ImageInputs:
     """The images of packed sequences.
 
-    paths: of each sequence's images. places: int64 `(n,)`, the packed positions of their placeholders.
+    paths: of each sequence's images. places: int64 `(n,)`, the packed positions of their
+    placeholders.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -124,13 +134,15 @@ class ImageInputs:
 def text_decoder(model: nn.Module) -> Any:
     """The layers that read token embeddings, without what computes those of images."""
     causal = unwrapped(model)
-    decoder = causal.model if causal.base_model is causal else causal.base_model  # Llama 4 names itself its base
+    # Llama 4 names itself its base
+    decoder = causal.model if causal.base_model is causal else causal.base_model
     return getattr(decoder, "language_model", decoder)
 
 
 def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict[str, Any]:
-    """What the layers take of packed tokens: `inputs_embeds` `(1, tokens, hidden)`, with the images' vectors at their
-    places, and the vectors that Qwen3-VL adds after its first layers; differentiable.
+    """What the layers take of packed tokens: `inputs_embeds` `(1, tokens, hidden)`, with the
+    images' vectors at their places, and the vectors that Qwen3-VL adds after its first layers;
+    differentiable.
 
     Raises ValueError if there are more or fewer places than vectors.
     """
@@ -140,9 +152,13 @@ def embeddings(model: nn.Module, input_ids: Tensor, images: ImageInputs) -> dict
     found = getattr(output, "pooler_output", output)
     vectors = torch.cat([*found]) if isinstance(found, list | tuple) else found.flatten(0, -2)
     if len(vectors) != len(images.places):
-        raise ValueError(f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors")
+        raise ValueError(
+            f"{len(images.places)} placeholders stand for images of {len(vectors)} vectors"
+        )
     embedded = causal.get_input_embeddings()(input_ids)
-    given = {"inputs_embeds": embedded.index_copy(0, images.places, vectors.to(embedded.dtype))[None]}
+    given = {
+        "inputs_embeds": embedded.index_copy(0, images.places, vectors.to(embedded.dtype))[None]
+    }
     if deeper := getattr(output, "deepstack_features", None):
         is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
         given["visual_pos_masks"] = is_image[None]
@@ -157,15 +173,19 @@ def _inputs_of(causal: nn.Module, images: ImageInputs, device: torch.device) -> 
     return {name: send(tensor, device) for name, tensor in tensors.items()}
 
 
-def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor | None:
-    """Positions `(3, tokens)` by time, height and width, for a family that has them; else None. lengths: see
-    `packed_hidden_states`."""
+def image_positions(
+    model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs
+) -> Tensor | None:
+    """Positions `(3, tokens)` by time, height and width, for a family that has them; else None.
+    lengths: see `packed_hidden_states`."""
     causal = unwrapped(model)
     find = getattr(causal.model, "get_rope_index", None)
     if find is None:
         return None
     kinds = torch.zeros_like(input_ids, dtype=torch.int32).index_fill_(0, images.places, 1)
-    grids, first, found = _inputs_of(causal, images, input_ids.device)["image_grid_thw"], 0, []
+    grids = _inputs_of(causal, images, input_ids.device)["image_grid_thw"]
+    first = 0
+    found = []
     for ids, own, paths in zip(
         input_ids.split(lengths.tolist()), kinds.split(lengths.tolist()), images.paths, strict=True
     ):
@@ -178,19 +198,25 @@ def image_positions(model: nn.Module, input_ids: Tensor, lengths: Tensor, images
 
 
 def own_inputs(
-    model: nn.Module, input_ids: Tensor, images: Sequence[Sequence[str]], num_prompt: int | None = None
+    model: nn.Module,
+    input_ids: Tensor,
+    images: Sequence[Sequence[str]],
+    num_prompt: int | None = None,
 ) -> dict[str, Tensor]:
-    """Arguments of the model's own forward, besides the tokens, for prompts `(rows, tokens)` with the images of each,
-    as many in every row.
+    """Arguments of the model's own forward, besides the tokens, for prompts `(rows, tokens)` with
+    the images of each, as many in every row.
 
     num_prompt: the tokens of the prompts, if responses follow.
     """
-    processor, device = images_of(unwrapped(model)), input_ids.device
+    processor = images_of(unwrapped(model))
+    device = input_ids.device
     assert processor is not None, "only prompts for models of images have images"
     kinds = (input_ids == processor.token_id).int()
     kinds[:, kinds.shape[1] if num_prompt is None else num_prompt :] = 0
     inputs = processor.inputs([path for paths in images for path in paths])
-    accepted = _accepted(unwrapped(model).forward, {**inputs, "mm_token_type_ids": kinds, "token_type_ids": kinds})
+    accepted = _accepted(
+        unwrapped(model).forward, {**inputs, "mm_token_type_ids": kinds, "token_type_ids": kinds}
+    )
     return {name: send(value, device) for name, value in accepted.items()}
 
 
@@ -198,13 +224,14 @@ def own_inputs(
 def own_pass(
     model: nn.Module, input_ids: Tensor, num_prompt: int, images: Sequence[Sequence[str]]
 ) -> Iterator[dict[str, Tensor]]:
-    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with the images of each,
-    as many in every row, and a response each.
+    """Arguments of the model's own forward for prompts `(rows, tokens)` of `num_prompt` tokens with
+    the images of each, as many in every row, and a response each.
 
-    If a response has the placeholder of an image, which the model would take for one, another token stands for it,
-    which is embedded as the placeholder within this context.
+    If a response has the placeholder of an image, which the model would take for one, another token
+    stands for it, which is embedded as the placeholder within this context.
     """
-    causal, processor = unwrapped(model), images_of(unwrapped(model))
+    causal = unwrapped(model)
+    processor = images_of(unwrapped(model))
     if processor is None or not any(images):
         yield {"input_ids": input_ids}
         return
@@ -215,7 +242,8 @@ def own_pass(
     if not bool(drawn.any()):
         yield {"input_ids": input_ids, **given}
         return
-    named = (*causal.config.to_dict().values(), *text.to_dict().values())  # some are ids of special tokens
+    # some are ids of special tokens
+    named = (*causal.config.to_dict().values(), *text.to_dict().values())
     used = {*input_ids.flatten().tolist(), *(value for value in named if isinstance(value, int))}
     spare = next(token for token in range(text.vocab_size) if token not in used)
 
@@ -233,11 +261,20 @@ IN_OWN_PASSES = "images_in_own_passes"
 """The attribute of a model whose sequences cannot be packed if they have images."""
 
 
-def states_in_own_passes(causal: Any, input_ids: Tensor, lengths: Tensor, images: ImageInputs) -> Tensor:
-    """Last hidden states `(tokens, hidden)` of packed sequences, each by the model's own forward."""
-    inner, found = causal.model, list[Tensor]()
+def states_in_own_passes(
+    causal: Any, input_ids: Tensor, lengths: Tensor, images: ImageInputs
+) -> Tensor:
+    """Last hidden states `(tokens, hidden)` of packed sequences, each by the model's own
+    forward."""
+    inner = causal.model
+    found = list[Tensor]()
     is_image = torch.zeros_like(input_ids, dtype=torch.bool).index_fill_(0, images.places, True)
-    parts = zip(input_ids.split(lengths.tolist()), is_image.split(lengths.tolist()), images.paths, strict=True)
+    parts = zip(
+        input_ids.split(lengths.tolist()),
+        is_image.split(lengths.tolist()),
+        images.paths,
+        strict=True,
+    )
     for ids, own, paths in parts:
         num_prompt = int(own.nonzero()[-1]) + 1 if paths else 0
         with own_pass(causal, ids[None], num_prompt, (paths,)) as inputs:
@@ -251,23 +288,31 @@ UNUSED = "weights_that_no_image_uses"
 
 
 def image_error(model: nn.Module) -> tuple[float, list[str]]:
-    """Largest difference of a logit between packed sequences, with and without images, and the model's own forward of
-    each alone, or of its beginning (a response must not change what comes before it), relative to the largest logit;
-    and the names of weights that no image uses. Raises what a model of another form raises."""
-    processor, causal = images_of(unwrapped(model)), unwrapped(model)
+    """Largest difference of a logit between packed sequences, with and without images, and the
+    model's own forward of each alone, or of its beginning (a response must not change what comes
+    before it), relative to the largest logit; and the names of weights that no image uses. Raises
+    what a model of another form raises."""
+    processor = images_of(unwrapped(model))
+    causal = unwrapped(model)
     assert processor is not None
-    words, device = [token for token in range(4) if token != processor.token_id], next(model.parameters()).device
+    words = [token for token in range(4) if token != processor.token_id]
+    device = next(model.parameters()).device
     with tempfile.TemporaryDirectory() as folder:
         paths = _noise(Path(folder), ((56, 84), (84, 56)))
         texts = [[*processor.encode(processor.mark, (path,)), *words] for path in paths]
         ids = [torch.tensor(text, device=device) for text in (texts[0], words, texts[1])]
         held = (paths[:1], (), paths[1:])
-        packed, lengths = torch.cat(ids), torch.tensor([len(each) for each in ids])
+        packed = torch.cat(ids)
+        lengths = torch.tensor([len(each) for each in ids])
         images = ImageInputs(held, (packed == processor.token_id).nonzero()[:, 0])
         with torch.enable_grad():
-            ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]  # attached
-        differences, largest = list[Tensor](), list[Tensor]()
-        for own, each, own_paths in zip(ours.detach().split(lengths.tolist()), ids, held, strict=True):
+            # attached
+            ours: Tensor = model.packed_logits(packed, lengths, images=images)  # type: ignore[operator]
+        differences = list[Tensor]()
+        largest = list[Tensor]()
+        for own, each, own_paths in zip(
+            ours.detach().split(lengths.tolist()), ids, held, strict=True
+        ):
             for cut in (len(each), len(each) - 2):
                 extra = own_inputs(model, each[None, :cut], (own_paths,)) if own_paths else {}
                 with torch.no_grad():
@@ -275,7 +320,11 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
                 differences.append((own[:cut] - theirs).abs().max())
                 largest.append(theirs.abs().max())
     named = [(name, weight) for name, weight in causal.named_parameters() if weight.requires_grad]
-    seeing = {name: weight for name, weight in named if not name.startswith(("model.language_model.", "lm_head."))}
+    seeing = {
+        name: weight
+        for name, weight in named
+        if not name.startswith(("model.language_model.", "lm_head."))
+    }
     gradients = torch.autograd.grad(ours.sum(), list(seeing.values()), allow_unused=True)
     unused = [name for name, own in zip(seeing, gradients, strict=True) if own is None]
     return float(torch.stack(differences).max() / torch.stack(largest).max()), unused
@@ -284,7 +333,8 @@ def image_error(model: nn.Module) -> tuple[float, list[str]]:
 def _noise(folder: Path, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
     from PIL import Image
 
-    draws, paths = np.random.default_rng(0), list[str]()
+    draws = np.random.default_rng(0)
+    paths = list[str]()
     for height, width in sizes:
         image = Image.fromarray(draws.integers(0, 256, (height, width, 3), dtype=np.uint8))
         paths.append(str(folder / f"{image_hash(image)}.png"))

@@ -1,5 +1,6 @@
-"""Loads language models and critics from Hugging Face folders, hub ids and GGUF files, whole or in shards, ready for
-packed training forwards; loads their tokenizers, and determines which tokens end a generation."""
+"""Loads language models and critics from Hugging Face folders, hub ids and GGUF files, whole or in
+shards, ready for packed training forwards; loads their tokenizers, and determines which tokens end
+a generation."""
 
 import json
 import logging
@@ -58,7 +59,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _ALIGNMENT_BYTES = 64
 
-_WEIGHTS_A_BYTE, _FEW_WEIGHTS = 8, 10**7
+_WEIGHTS_A_BYTE = 8
+_FEW_WEIGHTS = 10**7
 """Of the most compact format, and a number that takes little memory."""
 
 _log = logging.getLogger(__name__)
@@ -71,9 +73,9 @@ VALUE_HEAD = "score."
 class SourceOptions(TypedDict, total=False):
     """Which weights of a model's path.
 
-    init: "random" uses only the folder's config and draws fresh weights from `seed`. revision: of a hub id. gguf_file:
-    the name of a GGUF file in the folder, dequantised on loading. scores: a reward model, with a head for a score
-    instead of the language model's.
+    init: "random" uses only the folder's config and draws fresh weights from `seed`. revision: of a
+    hub id. gguf_file: the name of a GGUF file in the folder, dequantised on loading. scores: a
+    reward model, with a head for a score instead of the language model's.
     """
 
     init: Init
@@ -94,15 +96,17 @@ def load_model(
     draws_head: bool = True,
     **options: Unpack[SourceOptions],
 ) -> PreTrainedModel:
-    """A causal language model, or with `critic` one with a value head; dropout is off and the packed forward checked.
+    """A causal language model, or with `critic` one with a value head; dropout is off and the
+    packed forward checked.
 
-    path: see `resolve_path`. critic: a `transformers` token classifier with one label, from the folder of a language
-    model or a critic; without a value head (`score`) it gets a fresh one from `seed`, small enough that values start
-    near 0, or is rejected unless `draws_head`. A reward model (`scores`) is a critic without a bias, like sequence
-    classifiers. sharding: each rank has its part of every weight, and reads only that part of the folder's safetensors;
-    it creates fresh or GGUF weights whole first. All ranks call this; then `dtype` is float32. Raises UserError if the
-    model cannot be found, read or run packed, or if weights read in parts have other names or shapes than the model's.
-    """
+    path: see `resolve_path`. critic: a `transformers` token classifier with one label, from the
+    folder of a language model or a critic; without a value head (`score`) it gets a fresh one from
+    `seed`, small enough that values start near 0, or is rejected unless `draws_head`. A reward
+    model (`scores`) is a critic without a bias, like sequence classifiers. sharding: each rank has
+    its part of every weight, and reads only that part of the folder's safetensors; it creates fresh
+    or GGUF weights whole first. All ranks call this; then `dtype` is float32. Raises UserError if
+    the model cannot be found, read or run packed, or if weights read in parts have other names or
+    shapes than the model's."""
     source = ModelSource(path, **options)
     critic = critic or source.scores
     config = source.config()
@@ -112,15 +116,19 @@ def load_model(
     if critic:
         if type(config) not in AutoModelForTokenClassification._model_mapping:
             raise _no_critic(source, config)
-        config.num_labels, config.classifier_dropout = 1, 0.0
+        config.num_labels = 1
+        config.classifier_dropout = 0.0
     whole = source.gguf_file is not None or source.adapter is not None
     in_parts = sharding is not None and source.init == "pretrained" and not whole
     if sharding is not None and in_parts:
         model, missing = source.parts(auto_class, config, sharding, device)
     elif source.init == "random":
-        model, missing = _random_model(auto_class, config, source.seed), [f"{VALUE_HEAD}weight"] if critic else []
+        model = _random_model(auto_class, config, source.seed)
+        missing = [f"{VALUE_HEAD}weight"] if critic else []
     else:
-        model, missing = source.pretrained(auto_class, config, dtype, surplus=("lm_head.",) if critic else ())
+        model, missing = source.pretrained(
+            auto_class, config, dtype, surplus=("lm_head.",) if critic else ()
+        )
     if critic:
         if not hasattr(model, "score"):
             raise _no_critic(source, config)
@@ -133,7 +141,9 @@ def load_model(
             _fresh_value_head(model, source.seed)
         missing = [name for name in missing if not name.startswith(VALUE_HEAD)]
     if missing:  # `transformers` would have initialised them
-        raise UserError(f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
+        raise UserError(
+            f"{source} lacks weights of its architecture: {_few(missing)}; the folder is incomplete"
+        )
     if reads_images:
         model.image_processor = load_image_processor(source.path, source.revision)
     if in_parts:
@@ -147,11 +157,14 @@ def load_model(
 
 
 def context_length(path: str | Path, **options: Unpack[SourceOptions]) -> int | None:
-    """The most tokens of prompt and response together according to the model's config; None if it has no limit.
+    """The most tokens of prompt and response together according to the model's config; None if it
+    has no limit.
 
     Loads no weights. Raises UserError as `load_model` does.
     """
-    found = getattr(ModelSource(path, **options).config().get_text_config(), "max_position_embeddings", None)
+    found = getattr(
+        ModelSource(path, **options).config().get_text_config(), "max_position_embeddings", None
+    )
     return found if isinstance(found, int) else None
 
 
@@ -161,17 +174,27 @@ class ModelSource:
     def __init__(self, path: str | Path, **options: Unpack[SourceOptions]) -> None:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
-        self.adapter, base = None, base_of_adapter(self.path)
+        self.adapter = None
+        base = base_of_adapter(self.path)
         if base is not None:
-            self.adapter, self.path = self.path, resolve_path(base)
-        self.init, self.seed = options.get("init", "pretrained"), options.get("seed", 0)
+            self.adapter = self.path
+            self.path = resolve_path(base)
+        self.init = options.get("init", "pretrained")
+        self.seed = options.get("seed", 0)
         self.gguf_file = gguf_file = options.get("gguf_file")
         self.scores = options.get("scores", False)
-        revision, trust_remote_code = options.get("revision"), options.get("trust_remote_code", False)
+        revision = options.get("revision")
+        trust_remote_code = options.get("trust_remote_code", False)
         self.revision = revision
-        self._options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self._options: dict[str, Any] = {
+            "revision": revision,
+            "trust_remote_code": trust_remote_code,
+        }
         if trust_remote_code and not is_local(self.path) and revision is None:
-            raise UserError("trust_remote_code=true runs code from the hub: pin its revision, or use a local folder")
+            raise UserError(
+                "trust_remote_code=true runs code from the hub: pin its revision, or use a local "
+                "folder"
+            )
         if gguf_file is None:
             require_files(self.path, ("config.json",), "config.json")
         else:
@@ -179,16 +202,26 @@ class ModelSource:
             self._options["gguf_file"] = gguf_file
 
     def __str__(self) -> str:
-        added = [f" ({self.gguf_file})"] if self.gguf_file else [f" with '{self.adapter}'"] if self.adapter else []
+        added = (
+            [f" ({self.gguf_file})"]
+            if self.gguf_file
+            else [f" with '{self.adapter}'"]
+            if self.adapter
+            else []
+        )
         return "".join([f"model '{self.path}'", *added])
 
     def config(self) -> PreTrainedConfig:
-        """The model's config. Raises UserError if it cannot be read, is of an unknown architecture, or brings code."""
+        """The model's config. Raises UserError if it cannot be read, is of an unknown architecture,
+        or brings code."""
         with self._readable():
             config = AutoConfig.from_pretrained(self.path, **self._options)
         kernel = getattr(config, "_attn_implementation", None)
         if isinstance(kernel, str) and "/" in kernel:
-            raise UserError(f"{self} requests code of the hub's repository '{kernel}' (attn_implementation): remove it")
+            raise UserError(
+                f"{self} requests code of the hub's repository '{kernel}' (attn_implementation): "
+                "remove it"
+            )
         return config
 
     def pretrained(
@@ -201,8 +234,8 @@ class ModelSource:
     ) -> tuple[PreTrainedModel, list[str]]:
         """The model with its stored weights, and the names of its weights that were not stored.
 
-        Warns of stored weights that the model lacks, except those with a prefix in `surplus`. only_safetensors: other
-        files are not read.
+        Warns of stored weights that the model lacks, except those with a prefix in `surplus`.
+        only_safetensors: other files are not read.
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
@@ -220,22 +253,28 @@ class ModelSource:
         if other := sorted(info["mismatched_keys"]):
             name, stored, expected = other[0]
             raise UserError(
-                f"{self}: {len(other)} weights do not have the sizes that its config.json implies, {name} is "
-                f"{list(stored)} and should be {list(expected)}: take config.json and weights of the same model"
+                f"{self}: {len(other)} weights do not have the sizes that its config.json implies, "
+                f"{name} is "
+                f"{list(stored)} and should be {list(expected)}: take config.json and weights of "
+                "the same model"
             )
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:
-            quantizer.remove_quantization_config(model)  # its weights are plain by now, and are saved as such
+            # its weights are plain by now, and are saved as such
+            quantizer.remove_quantization_config(model)
         unused = [name for name in info["unexpected_keys"] if not name.startswith(surplus)]
         if unused:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
         if self.adapter is not None:
-            with readable(f"the adapter '{self.adapter}'", self.adapter, runs_code=False, extra="lora"):
+            with readable(
+                f"the adapter '{self.adapter}'", self.adapter, runs_code=False, extra="lora"
+            ):
                 model = merge_adapter(model, self.adapter)
         return model, sorted(info["missing_keys"])
 
     def _check_size(self, auto_class: Any, config: PreTrainedConfig) -> None:
-        """Raises UserError if the config implies far more weights than a local folder holds, which would be made."""
+        """Raises UserError if the config implies far more weights than a local folder holds, which
+        would be made."""
         files = {file for pattern in WEIGHT_PATTERNS for file in Path(self.path).glob(pattern)}
         with self._readable(), torch.device("meta"):
             options = {"trust_remote_code": self._options["trust_remote_code"]}
@@ -244,14 +283,20 @@ class ModelSource:
         stored = sum(file.stat().st_size for file in files)
         if wanted > _WEIGHTS_A_BYTE * stored + _FEW_WEIGHTS:
             raise UserError(
-                f"{self} has {stored:,} bytes of weights, and its config.json implies {wanted:,} weights: take "
+                f"{self} has {stored:,} bytes of weights, and its config.json implies {wanted:,} "
+                "weights: take "
                 "config.json and weights of the same model"
             )
 
     def parts(
-        self, auto_class: Any, config: PreTrainedConfig, sharding: Sharding, device: torch.device | str
+        self,
+        auto_class: Any,
+        config: PreTrainedConfig,
+        sharding: Sharding,
+        device: torch.device | str,
     ) -> tuple[PreTrainedModel, list[str]]:
-        """As `pretrained`, in float32 and sharded: first created without weights, as no rank ever holds them all."""
+        """As `pretrained`, in float32 and sharded: first created without weights, as no rank ever
+        holds them all."""
         model = empty_model(auto_class, config)
         if self.scores and hasattr(model, "score"):
             model.score.bias = None  # looked up by name
@@ -259,13 +304,19 @@ class ModelSource:
         attach_packed_forward(model)
         shard_model(model, sharding)
         place = "cpu" if sharding.on_host else device
-        model._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device))
+        model._apply(
+            lambda tensor: (
+                torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device)
+            )
+        )
         with self._readable():
             wanted = ["*.json", "model*.safetensors"]
             folder = Path(
                 self.path
                 if is_local(self.path)
-                else snapshot_download(self.path, revision=self._options["revision"], allow_patterns=wanted)
+                else snapshot_download(
+                    self.path, revision=self._options["revision"], allow_patterns=wanted
+                )
             )
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -273,13 +324,17 @@ class ModelSource:
 
     def _readable(self) -> AbstractContextManager[None]:
         extra = None if self.gguf_file is None else "smollm2"
-        return readable(str(self), self.path, runs_code=self._options["trust_remote_code"], extra=extra)
+        return readable(
+            str(self), self.path, runs_code=self._options["trust_remote_code"], extra=extra
+        )
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and the load report: they would break the live view, and we report what matters."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    """Silence progress bars and the load report: they would break the live view, and we report what
+    matters."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -297,11 +352,14 @@ def _random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTr
         try:
             return auto_class.from_config(config, dtype=torch.float32)
         except ValueError as error:
-            raise UserError(f"no {config.model_type} model of this kind: {first_lines(error)}") from error
+            raise UserError(
+                f"no {config.model_type} model of this kind: {first_lines(error)}"
+            ) from error
 
 
 def _fresh_value_head(model: nn.Module, seed: int) -> None:
-    """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
+    """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states
+    start near 0."""
     score: nn.Linear = model.score  # type: ignore[assignment]  # looked up by name
     weights = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
     fill(score.weight, weights / (score.in_features + 1))
@@ -311,14 +369,16 @@ def _fresh_value_head(model: nn.Module, seed: int) -> None:
 
 def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:
     return UserError(
-        f"{source} cannot be a critic: transformers has no token classifier with a linear 'score' for the family "
-        f"'{config.model_type}'; set critic.model.path to a model of another family (llama, qwen2, qwen3, mistral, ...)"
+        f"{source} cannot be a critic: transformers has no token classifier with a linear 'score' "
+        "for the family "
+        f"'{config.model_type}'; set critic.model.path to a model of another family (llama, qwen2, "
+        "qwen3, mistral, ...)"
     )
 
 
 def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and attach
-    `packed_forward`. Raises UserError for implausible weights."""
+    """Move the model, switch dropout off, choose an attention that keeps packed sequences apart,
+    and attach `packed_forward`. Raises UserError for implausible weights."""
     model = model.to(device=torch.device(device), dtype=dtype)
     refuse_garbage(model)
     own_aligned_memory(model)
@@ -331,21 +391,25 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
 
 
 def _check_images(model: nn.Module) -> None:
-    """Choose whether sequences with images are packed. Raises UserError if the forward differs from the model's own in
-    either way. Weights that no image uses are not trained."""
+    """Choose whether sequences with images are packed. Raises UserError if the forward differs from
+    the model's own in either way. Weights that no image uses are not trained."""
     limit = TOLERANCE[next(model.parameters()).dtype]
     can_pack = text_decoder(model).config._attn_implementation == PACKED_ATTENTION
     for in_own_passes in (False, True) if can_pack else (True,):
         setattr(unwrapped(model), IN_OWN_PASSES, in_own_passes)
         try:
             (error, unused), why = image_error(model), "a response changes what comes before it"
-        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:  # a family of another form
-            error, unused, why = math.inf, [], first_lines(reason)
+        # a family of another form
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as reason:
+            error = math.inf
+            unused = []
+            why = first_lines(reason)
         if error <= limit:
             break
     if not error <= limit:
         raise UserError(
-            f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with images: {why} "
+            f"models of the family '{unwrapped(model).config.model_type}' cannot be trained with "
+            f"images: {why} "
             f"(relative error {error:.2g})"
         )
     setattr(unwrapped(model), UNUSED, unused)
@@ -354,20 +418,30 @@ def _check_images(model: nn.Module) -> None:
 
 
 def has_image_processor(path: str | Path, revision: str | None = None) -> bool:
-    """Whether the model reads images: its config is of such a family, and its folder has a processor of images."""
+    """Whether the model reads images: its config is of such a family, and its folder has a
+    processor of images."""
     there = (Path(path) / name for name in IMAGE_PROCESSOR_FILES)
-    if not (any(file.is_file() for file in there) if is_local(str(path)) else _hub_has_processor(str(path), revision)):
+    if not (
+        any(file.is_file() for file in there)
+        if is_local(str(path))
+        else _hub_has_processor(str(path), revision)
+    ):
         return False
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)  # None would ask
+        # None would ask
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError):  # reported by who loads the model
         return False
-    return type(config) in AutoModelForImageTextToText._model_mapping and hasattr(config, "vision_config")
+    return type(config) in AutoModelForImageTextToText._model_mapping and hasattr(
+        config, "vision_config"
+    )
 
 
 @cache
 def _hub_has_processor(path: str, revision: str | None) -> bool:
-    return any(cached_file(path, name, revision=revision, **_IF_THERE) for name in IMAGE_PROCESSOR_FILES)
+    return any(
+        cached_file(path, name, revision=revision, **_IF_THERE) for name in IMAGE_PROCESSOR_FILES
+    )
 
 
 IMAGE_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -379,7 +453,8 @@ _IF_THERE: Any = {
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch dropout off, so that a policy's old and new log-probs differ only through its weights."""
+    """Switch dropout off, so that a policy's old and new log-probs differ only through its
+    weights."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -398,8 +473,9 @@ def refuse_garbage(model: nn.Module) -> None:
 def own_aligned_memory(model: nn.Module) -> None:
     """Copy the weights out of the file that they are mapped from.
 
-    There they start wherever the file's header ends. Rounding of matrix products depends on alignment, so the same
-    weights from another file would not give the same bits; and changing a mapped file would change the model.
+    There they start wherever the file's header ends. Rounding of matrix products depends on
+    alignment, so the same weights from another file would not give the same bits; and changing a
+    mapped file would change the model.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT_BYTES:
@@ -408,12 +484,22 @@ def own_aligned_memory(model: nn.Module) -> None:
 
 def _few(names: list[str], shown: int = 4) -> str:
     names = sorted(names)
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    return ", ".join(names[:shown]) + (
+        f" and {len(names) - shown} more" if len(names) > shown else ""
+    )
 
 
 # Ends of a chat turn. They count only if the tokenizer has them as one special token.
 CHAT_END_TOKENS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|return|>"),
+    *(
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|end_of_text|>",
+        "<|return|>",
+    ),
 )
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -428,31 +514,45 @@ def load_tokenizer(
     generates: bool = True,
     model: PreTrainedConfig | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder; with a pad token if it has an end.
+    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder; with a pad token
+    if it has an end.
 
-    Raises UserError if there is none, it has no end-of-sequence token but `generates`, or it is not that of `model`.
-    """
+    Raises UserError if there is none, it has no end-of-sequence token but `generates`, or it is not
+    that of `model`."""
     source = resolve_path(path)
     if gguf_file is None:
-        require_files(source, TOKENIZER_FILES, "tokenizer; add one, or for the policy set tokenizer_path")
-    options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        require_files(
+            source, TOKENIZER_FILES, "tokenizer; add one, or for the policy set tokenizer_path"
+        )
+    options: dict[str, str | bool | None] = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+    }
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     with readable(f"the tokenizer of '{source}'", source, runs_code=trust_remote_code):
-        config, own_class = Path(source) / "tokenizer_config.json", None
+        config = Path(source) / "tokenizer_config.json"
+        own_class = None
         if is_local(source) and config.is_file() and (config.parent / "tokenizer.json").is_file():
             own_class = read_object(config).get("tokenizer_class")
-        # `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary even if the folder declares
-        # that tokenizer.json is the whole tokenizer, which changes how text is split.
+        # `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary even if the
+        # folder declares that tokenizer.json is the whole tokenizer, which changes how text is
+        # split.
         loader: Any = PreTrainedTokenizerFast if own_class in _GENERIC_CLASSES else AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, **options)
         _refuse_growth(tokenizer, source)
         if model is not None:
             _require_embeddings(tokenizer, model.get_text_config().vocab_size)
         if not isinstance(tokenizer.model_max_length, int | float):
-            raise UserError(f"the tokenizer of '{source}' has the model_max_length {tokenizer.model_max_length!r:.80}")
+            raise UserError(
+                f"the tokenizer of '{source}' has the model_max_length "
+                f"{tokenizer.model_max_length!r:.80}"
+            )
         if generates and tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of '{source}' has no eos_token: responses could not end; set it there")
+            raise UserError(
+                f"the tokenizer of '{source}' has no eos_token: responses could not end; set it "
+                "there"
+            )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if gguf_file is None and has_image_processor(source, revision):
@@ -461,7 +561,8 @@ def load_tokenizer(
 
 
 def _require_embeddings(tokenizer: PreTrainedTokenizerBase, size: int) -> None:
-    """Raises UserError for a token without an embedding. Added ones may lack it, as placeholders of images do."""
+    """Raises UserError for a token without an embedding. Added ones may lack it, as placeholders of
+    images do."""
     own = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
     number, token = max(((number, token) for token, number in own), default=(-1, ""))
     if number >= size:
@@ -469,22 +570,28 @@ def _require_embeddings(tokenizer: PreTrainedTokenizerBase, size: int) -> None:
         raise UserError(f"its tokenizer is another model's: the token {why}")
 
 
-_MOST_GROWTH, _LONGEST_TEMPLATE = 1000, 100_000
+_MOST_GROWTH = 1000
+_LONGEST_TEMPLATE = 100_000
 
 
 def _refuse_growth(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Raises UserError for a tokenizer whose replacements, one after another, make a text so long that it fills the
-    memory: the library that runs them has no limit."""
+    """Raises UserError for a tokenizer whose replacements, one after another, make a text so long
+    that it fills the memory: the library that runs them has no limit."""
     for part in ("normalizer", "decoder", "post_processor"):
         steps = getattr(getattr(tokenizer, "backend_tokenizer", None), part, None)
         state = steps.__getstate__() if steps is not None else b"null"
-        growth = 2.0 * _MOST_GROWTH if part == "post_processor" and len(state) > _LONGEST_TEMPLATE else 1.0
+        growth = (
+            2.0 * _MOST_GROWTH
+            if part == "post_processor" and len(state) > _LONGEST_TEMPLATE
+            else 1.0
+        )
         for step in _replacements(json.loads(state)):
             found = step.get("pattern", {}).get("String") or " "
             growth *= max(1.0, len(step.get("content", "") or step.get("prepend", "")) / len(found))
         if growth > _MOST_GROWTH:
             raise UserError(
-                f"the {part} of the tokenizer of '{source}' can make a text {growth:.2g} times as long: use another one"
+                f"the {part} of the tokenizer of '{source}' can make a text {growth:.2g} times as "
+                "long: use another one"
             )
 
 
@@ -508,7 +615,8 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a turn, ascending: the tokenizer's eos id, and the turn ends that its chat template writes."""
+    """Ids that end a turn, ascending: the tokenizer's eos id, and the turn ends that its chat
+    template writes."""
     ids = {int(tokenizer.eos_token_id)}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()

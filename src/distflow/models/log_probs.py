@@ -1,12 +1,12 @@
 """Log-probs of chosen tokens and entropies from logits, without further matrices of that size.
 
-Autograd over the formulas keeps, or creates in the backward pass, five matrices of the size of the logits. Here the
-log-probs overwrite the logits, the gradient overwrites the log-probs, and intermediate results are computed for a few
-rows at a time, which stay in the processor's cache; on other devices, where many small operations cost more than they
-save, for all rows at once.
+Autograd over the formulas keeps, or creates in the backward pass, five matrices of the size of the
+logits. Here the log-probs overwrite the logits, the gradient overwrites the log-probs, and
+intermediate results are computed for a few rows at a time, which stay in the processor's cache; on
+other devices, where many small operations cost more than they save, for all rows at once.
 
-Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist. Tokens that stand
-for numbers of continuous actions have a normal density in place of a probability.
+Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist.
+Tokens that stand for numbers of continuous actions have a normal density in place of a probability.
 """
 
 import math
@@ -21,16 +21,19 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 BLOCK_ELEMENTS = 2**19
-_NEVER = -1e4  # lower values are clamped to this: exp of it is 0 in any precision, and 0 times it is 0
+# lower values are clamped to this: exp of it is 0 in any precision, and 0 times it is 0
+_NEVER = -1e4
 
 
 class _LogProbs(Function):
-    """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, if wanted, its entropies, both
-    `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits that require a gradient are overwritten.
-    """
+    """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, if wanted,
+    its entropies, both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits
+    that require a gradient are overwritten."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         memory = logits.detach() if ctx.needs_input_grad[0] else None
         chosen = logits.new_empty(len(logits))
         entropy = logits.new_empty(len(logits)) if with_entropy else None
@@ -38,7 +41,9 @@ class _LogProbs(Function):
             log_probs = logits[rows].log_softmax(-1)
             chosen[rows] = log_probs.gather(-1, targets[rows, None])[:, 0]
             if memory is not None or with_entropy:
-                log_probs = torch.clamp(log_probs, min=_NEVER, out=log_probs if memory is None else memory[rows])
+                log_probs = torch.clamp(
+                    log_probs, min=_NEVER, out=log_probs if memory is None else memory[rows]
+                )
             if entropy is not None:
                 entropy[rows] = log_probs.exp().mul_(log_probs).sum(-1).neg_()
         ctx.save_for_backward(memory, targets, entropy)
@@ -47,13 +52,17 @@ class _LogProbs(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, None, None]:
-        """With p the probabilities and H the entropy: d log p_t / dz = 1_t − p, dH / dz = −p (log p + H)."""
+    def backward(
+        ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        """With p the probabilities and H the entropy: d log p_t / dz = 1_t − p, dH / dz = −p (log p
+        + H)."""
         grad, targets, entropy = ctx.saved_tensors
         if of_chosen is None:
             of_chosen = grad.new_zeros(len(grad))
         for rows in _blocks(grad):
-            block, weight = grad[rows], -of_chosen[rows, None]
+            block = grad[rows]
+            weight = -of_chosen[rows, None]
             if of_entropy is not None:
                 of_log = -of_entropy[rows, None]
                 weight = torch.addcmul(weight + of_log * entropy[rows, None], block, of_log)
@@ -62,13 +71,15 @@ class _LogProbs(Function):
 
 
 def _blocks(matrix: Tensor) -> Iterator[slice]:
-    num_rows = max(1, BLOCK_ELEMENTS // matrix.shape[1] if matrix.device.type == "cpu" else len(matrix))
+    num_rows = max(
+        1, BLOCK_ELEMENTS // matrix.shape[1] if matrix.device.type == "cpu" else len(matrix)
+    )
     return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
 
 
 LOG_STD = (-3.0, 1.0)
-"""Bounds of the logarithm of a standard deviation of continuous actions. A smaller one would magnify the rounding of
-the mean, so that engine and trainer differ."""
+"""Bounds of the logarithm of a standard deviation of continuous actions. A smaller one would
+magnify the rounding of the mean, so that engine and trainer differ."""
 
 
 WIDEST = 2.0
@@ -77,12 +88,12 @@ WIDEST = 2.0
 
 @dataclass(frozen=True)
 class ActionHead:
-    """Draws the numbers of continuous actions, each as a token with a value beside it: number `place` of a generation
-    has the `bins` tokens from `first + bins * place` on.
+    """Draws the numbers of continuous actions, each as a token with a value beside it: number
+    `place` of a generation has the `bins` tokens from `first + bins * place` on.
 
-    Without `steps` (gaussian) its token is the first of them. With `steps` (flow SDE) an action has `1 + steps` times
-    `dim` numbers: noise, and all numbers after each denoising step; the token is that of the value's bin. noise: the
-    standard deviation that the SDE adds from the time 0 to 1.
+    Without `steps` (gaussian) its token is the first of them. With `steps` (flow SDE) an action has
+    `1 + steps` times `dim` numbers: noise, and all numbers after each denoising step; the token is
+    that of the value's bin. noise: the standard deviation that the SDE adds from the time 0 to 1.
     """
 
     first: int
@@ -93,21 +104,31 @@ class ActionHead:
 
     def tokens_of(self, place: int, values: Tensor) -> Tensor:
         """The tokens `(n,)` of number `place` of several generations, which has these values."""
-        bins = ((values.double().nan_to_num() + WIDEST) / (2 * WIDEST) * self.bins).floor().clamp(0, self.bins - 1)
-        return self.first + self.bins * place + (bins.long() if self.steps else torch.zeros_like(bins).long())
+        bins = (
+            ((values.double().nan_to_num() + WIDEST) / (2 * WIDEST) * self.bins)
+            .floor()
+            .clamp(0, self.bins - 1)
+        )
+        return (
+            self.first
+            + self.bins * place
+            + (bins.long() if self.steps else torch.zeros_like(bins).long())
+        )
 
     def normals(self, tokens: Tensor, before: Tensor) -> "Normals":
-        """Of the numbers that tokens `(n,)` stand for. before: the values `(n,)`, `dim` numbers earlier, that denoising
-        steps start from.
+        """Of the numbers that tokens `(n,)` stand for. before: the values `(n,)`, `dim` numbers
+        earlier, that denoising steps start from.
 
-        In a step from the time t the logit is the action `a` that the model expects; the velocity from the noisy number
-        `x` to it is `v = (a - x) / (1 - t)`. Over the time `d` the SDE gives a normal distribution with the mean
+        In a step from the time t the logit is the action `a` that the model expects; the velocity
+        from the noisy number `x` to it is `v = (a - x) / (1 - t)`. Over the time `d` the SDE gives
+        a normal distribution with the mean
         `x + v * d` and the standard deviation `noise * sqrt(d)` (Euler-Maruyama).
         """
         zeros = torch.zeros_like(before)
         if not self.steps:
             return Normals(tokens, zeros, zeros + 1, zeros + math.nan)
-        place, bin_ = (tokens - self.first).div(self.bins, rounding_mode="floor"), (tokens - self.first) % self.bins
+        place = (tokens - self.first).div(self.bins, rounding_mode="floor")
+        bin_ = (tokens - self.first) % self.bins
         step = place % (self.dim * (1 + self.steps)) // self.dim  # 0: noise
         gain = (step > 0) / (1 + self.steps - step)
         offset = torch.where(step > 0, before * (1 - gain), zeros)
@@ -116,8 +137,8 @@ class ActionHead:
 
 
 class Normals(NamedTuple):
-    """Normal distributions of numbers, all `(n,)`: the mean is offset + gain times the logit of `tokens`. log_std: NaN
-    where tanh of the next token's logit spans the bounds `LOG_STD`."""
+    """Normal distributions of numbers, all `(n,)`: the mean is offset + gain times the logit of
+    `tokens`. log_std: NaN where tanh of the next token's logit spans the bounds `LOG_STD`."""
 
     tokens: Tensor
     offset: Tensor
@@ -126,8 +147,8 @@ class Normals(NamedTuple):
 
 
 class ActionTargets(NamedTuple):
-    """Targets with values. tokens: int64 `(n,)`. values: float `(n,)`, the numbers of continuous actions. is_action:
-    bool `(n,)`, False on other tokens. normals: of the numbers."""
+    """Targets with values. tokens: int64 `(n,)`. values: float `(n,)`, the numbers of continuous
+    actions. is_action: bool `(n,)`, False on other tokens. normals: of the numbers."""
 
     tokens: Tensor
     values: Tensor
@@ -139,9 +160,12 @@ def normal_of(logits: Tensor, normals: Normals) -> tuple[Tensor, Tensor]:
     """Mean and log standard deviation, `(n,)`, by logits `(n, vocabulary)`."""
     tokens, offset, gain, log_std = normals
     rows, (low, high) = torch.arange(len(tokens), device=tokens.device), LOG_STD
-    raw = logits[rows, (tokens + 1).clamp(max=logits.shape[-1] - 1)]  # unlike `gather` it keeps no logits for backward
+    # unlike `gather` it keeps no logits for backward
+    raw = logits[rows, (tokens + 1).clamp(max=logits.shape[-1] - 1)]
     learned = low + (high - low) / 2 * (raw.tanh() + 1)
-    return offset + gain * logits[rows, tokens], torch.where(log_std.isnan(), learned, log_std.to(learned))
+    return offset + gain * logits[rows, tokens], torch.where(
+        log_std.isnan(), learned, log_std.to(learned)
+    )
 
 
 def normal_log_probs(values: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
@@ -149,8 +173,8 @@ def normal_log_probs(values: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     return -((values - mean) * (-log_std).exp()).square() / 2 - log_std - math.log(2 * math.pi) / 2
 
 
-# Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's gradient. Chunks are
-# recomputed in the backward pass, unless there is only one.
+# Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's
+# gradient. Chunks are recomputed in the backward pass, unless there is only one.
 CHUNK_ELEMENTS = 2**25
 CHUNK_ON_DEVICE = 2**27
 
@@ -167,25 +191,36 @@ def token_log_probs(
     with_entropy: bool = True,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with gradient.
+    """Log-probs of `targets` and entropies under softmax(logits / temperature), both `(n,)`, with
+    gradient.
 
-    hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or float `(n,)`.
-    vocabulary: logits per row. The softmax is in float32 (float64 for such models), whatever the head's precision. A
-    logit of −inf adds 0 to the entropy, which is None unless requested. Numbers of continuous actions have the
-    log-density and the entropy of their normal distribution, which the temperature does not change. Raises ValueError
-    for a temperature that is not above 0; those already on a device are not checked.
+    hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or
+    float `(n,)`. vocabulary: logits per row. The softmax is in float32 (float64 for such models),
+    whatever the head's precision. A logit of −inf adds 0 to the entropy, which is None unless
+    requested. Numbers of continuous actions have the log-density and the entropy of their normal
+    distribution, which the temperature does not change. Raises ValueError for a temperature that is
+    not above 0; those already on a device are not checked.
     """
     if not isinstance(temperature, Tensor) or temperature.device.type == "cpu":
         check_temperature(temperature)
-    elements = chunk_elements or (CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ON_DEVICE)
+    elements = chunk_elements or (
+        CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ON_DEVICE
+    )
     num_rows = max(1, elements // vocabulary)
     given = (*targets[:3], *targets.normals) if isinstance(targets, ActionTargets) else (targets,)
     if hidden.shape[0] <= num_rows:
         return _chunk(head, hidden, given, temperature, with_entropy)
-    states, wanted = hidden.split(num_rows), zip(*(each.split(num_rows) for each in given), strict=True)
-    heat = temperature.split(num_rows) if isinstance(temperature, Tensor) else [temperature] * len(states)
+    states = hidden.split(num_rows)
+    wanted = zip(*(each.split(num_rows) for each in given), strict=True)
+    heat = (
+        temperature.split(num_rows)
+        if isinstance(temperature, Tensor)
+        else [temperature] * len(states)
+    )
     parts = [
-        checkpoint(_chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            _chunk, head, *chunk, with_entropy, use_reentrant=False, preserve_rng_state=False
+        )
         for chunk in zip(states, wanted, heat, strict=True)
     ]
     log_probs = torch.cat([part[0] for part in parts])
@@ -195,11 +230,17 @@ def token_log_probs(
 def check_temperature(temperature: float | Tensor) -> None:
     """Raises ValueError for a temperature that is not above 0."""
     if not bool(torch.as_tensor(temperature > 0).all()):
-        raise ValueError(f"temperature is {temperature}: it must be above 0 (softmax(logits / temperature))")
+        raise ValueError(
+            f"temperature is {temperature}: it must be above 0 (softmax(logits / temperature))"
+        )
 
 
 def _chunk(
-    head: Head, hidden: Tensor, given: tuple[Tensor, ...], temperature: float | Tensor, with_entropy: bool
+    head: Head,
+    hidden: Tensor,
+    given: tuple[Tensor, ...],
+    temperature: float | Tensor,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     targets, *numbers = given
     logits = head(hidden)
@@ -213,7 +254,9 @@ def _chunk(
     if normal is None:
         return log_probs, entropy
     (values, is_action), (mean, log_std) = numbers[:2], normal
-    log_probs = torch.where(is_action, normal_log_probs(values.to(mean.dtype), mean, log_std), log_probs)
+    log_probs = torch.where(
+        is_action, normal_log_probs(values.to(mean.dtype), mean, log_std), log_probs
+    )
     if entropy is not None:
         entropy = torch.where(is_action, log_std + (1 + math.log(2 * math.pi)) / 2, entropy)
     return log_probs, entropy

@@ -1,4 +1,5 @@
-"""Low-rank adapters through `peft` (LoRA, Hu et al. 2021, arXiv 2106.09685), which is imported on demand."""
+"""Low-rank adapters through `peft` (LoRA, Hu et al. 2021, arXiv 2106.09685), which is imported on
+demand."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,9 +30,9 @@ def add_lora(
 ) -> nn.Module:
     """Freeze the model and put a trainable adapter of that rank on its linear layers.
 
-    W x becomes W x + (alpha / rank) · B A x, with B = 0 at the start. target_modules: "all-linear" (all but the output
-    head), or names of modules. The adapter's weights are float32 and depend only on `seed`. Raises UserError if `peft`
-    is not installed or no module has such a name.
+    W x becomes W x + (alpha / rank) · B A x, with B = 0 at the start. target_modules: "all-linear"
+    (all but the output head), or names of modules. The adapter's weights are float32 and depend
+    only on `seed`. Raises UserError if `peft` is not installed or no module has such a name.
     """
     require_peft()
     if target_modules != "all-linear":
@@ -60,7 +61,9 @@ def require_peft() -> None:
 def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None:
     """Raises UserError for a target that matches no layer. The model needs no weights."""
     modules = dict(model.named_modules())
-    linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linear = {
+        name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)
+    }
     is_pattern = isinstance(target_modules, str)
     for target in [target_modules] if isinstance(target_modules, str) else target_modules:
         try:
@@ -68,7 +71,11 @@ def check_targets(model: nn.Module, target_modules: str | Sequence[str]) -> None
         except re.error as error:
             raise UserError(f"'{target}' is not a regular expression ({error})") from error
         if not _matches(pattern, modules):
-            advice = f"; for all layers of that name write [{target}]" if target in linear else hint(target, linear)
+            advice = (
+                f"; for all layers of that name write [{target}]"
+                if target in linear
+                else hint(target, linear)
+            )
             raise UserError(f"'{target}' matches no layer of the model{advice}")
 
 
@@ -84,15 +91,18 @@ def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
 
 
 def base_of_adapter(folder: str) -> str | None:
-    """The base model of the adapter in a folder that `peft` wrote; None for another folder. Raises UserError if it is
-    not a LoRA adapter in safetensors, or names no model."""
+    """The base model of the adapter in a folder that `peft` wrote; None for another folder. Raises
+    UserError if it is not a LoRA adapter in safetensors, or names no model."""
     if not (Path(folder) / ADAPTER_CONFIG).is_file() or (Path(folder) / "config.json").is_file():
         return None
     require_files(folder, ("adapter_model.safetensors",), "adapter weights")
     config = read_object(Path(folder) / ADAPTER_CONFIG, Path(folder))
     base = config.get("base_model_name_or_path")
     if config.get("peft_type") != "LORA" or not isinstance(base, str) or not base:
-        raise UserError(f"{ADAPTER_CONFIG} in '{folder}' is not that of a LoRA adapter that names its base model")
+        raise UserError(
+            f"{ADAPTER_CONFIG} in '{folder}' is not that of a LoRA adapter that names its base "
+            "model"
+        )
     return base
 
 
@@ -100,10 +110,19 @@ def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """The model with a folder's adapter merged into its weights."""
     from peft import PeftModel
 
-    config, names = read_object(Path(folder) / ADAPTER_CONFIG), dict(model.named_modules())
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+    config = read_object(Path(folder) / ADAPTER_CONFIG)
+    names = dict(model.named_modules())
+    for key in (
+        "target_modules",
+        "exclude_modules",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+    ):
         found = config.get(key)
-        patterns = [found] if isinstance(found, str) else [*found] if isinstance(found, dict) else []
+        patterns = (
+            [found] if isinstance(found, str) else [*found] if isinstance(found, dict) else []
+        )
         for pattern in patterns:
             _matches(re.compile(rf"(.*\.)?({pattern})"), names)
     adapted: Any = PeftModel.from_pretrained(model, folder, use_safetensors=True)
@@ -112,8 +131,10 @@ def merge_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The `transformers` model itself, below an adapter's wrapper; its adapted layers stay in place."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft's
+    """The `transformers` model itself, below an adapter's wrapper; its adapted layers stay in
+    place."""
+    # peft's
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -123,7 +144,8 @@ def has_adapter(model: nn.Module) -> bool:
 
 def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, the adapter is off: the model is the frozen reference. A plain model is unchanged."""
-    return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]  # peft's
+    # peft's
+    return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]
 
 
 def plain_name(name: str) -> str:
@@ -132,24 +154,36 @@ def plain_name(name: str) -> str:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any] | None:
-    """Rank, scale and modules of the model's adapter, by PEFT's names; None for a model without one."""
+    """Rank, scale and modules of the model's adapter, by PEFT's names; None for a model without
+    one."""
     if not has_adapter(model):
         return None
     config: Any = model.peft_config["default"]  # type: ignore[index]  # peft's
-    return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules)}
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": sorted(config.target_modules),
+    }
 
 
 def named_weights(model: nn.Module, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of the adapted weights.
+    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of the
+    adapted weights.
 
-    Other weights are the model's own storage. merge: False yields the weights below the adapters, and the adapters' own
-    by their names in the module.
+    Other weights are the model's own storage. merge: False yields the weights below the adapters,
+    and the adapters' own by their names in the module.
     """
     causal: nn.Module = unwrapped(model)
     if not merge:
-        yield from ((plain_name(name), parameter.detach()) for name, parameter in causal.named_parameters())
+        yield from (
+            (plain_name(name), parameter.detach()) for name, parameter in causal.named_parameters()
+        )
         return
-    adapted = {name: module for name, module in causal.named_modules() if hasattr(module, "get_delta_weight")}
+    adapted = {
+        name: module
+        for name, module in causal.named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
     for name, parameter in causal.named_parameters():
         owner, _, leaf = name.partition(".base_layer.")
         if leaf:
@@ -164,4 +198,6 @@ def named_weights(model: nn.Module, merge: bool = True) -> Iterator[tuple[str, T
 @torch.no_grad()
 def _delta(module: Any) -> Tensor:
     """What the active adapters of a layer add to its weight."""
-    return torch.stack([module.get_delta_weight(adapter) for adapter in module.active_adapters]).sum(0)
+    return torch.stack(
+        [module.get_delta_weight(adapter) for adapter in module.active_adapters]
+    ).sum(0)

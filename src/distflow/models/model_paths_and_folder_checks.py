@@ -1,6 +1,6 @@
-"""Resolves model paths: a local folder, a Hugging Face hub id, a model that ships with distflow (`builtin:NAME`) or
-with another Python package (`package:NAME`). Also finds Python code in a model's folder, which `transformers` runs if
-it is trusted.
+"""Resolves model paths: a local folder, a Hugging Face hub id, a model that ships with distflow
+(`builtin:NAME`) or with another Python package (`package:NAME`). Also finds Python code in a
+model's folder, which `transformers` runs if it is trusted.
 """
 
 import importlib.util
@@ -28,8 +28,8 @@ TOKENIZER_FILES = (
 def resolve_path(path: str | Path) -> str:
     """The folder (as an absolute path) or hub id that `path` means.
 
-    Raises UserError for an unknown built-in model, a missing package or folder, and a file where a folder is wanted.
-    """
+    Raises UserError for an unknown built-in model, a missing package or folder, and a file where a
+    folder is wanted."""
     text = str(path)
     if text.startswith(BUILTIN_PREFIX):
         name = text.removeprefix(BUILTIN_PREFIX)
@@ -37,17 +37,22 @@ def resolve_path(path: str | Path) -> str:
             raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(MODELS)}")
         return str(BUILTIN_FOLDER / name)
     if text.startswith(PACKAGE_PREFIX):
-        name = text.removeprefix(PACKAGE_PREFIX)  # of an installed Python package, which is not imported
+        # of an installed Python package, which is not imported
+        name = text.removeprefix(PACKAGE_PREFIX)
         found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or not found.submodule_search_locations:
-            raise UserError(f"model path 'package:{name}': the Python package '{name}' is not installed here")
+            raise UserError(
+                f"model path 'package:{name}': the Python package '{name}' is not installed here"
+            )
         return found.submodule_search_locations[0]
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
     if fault := model_fault(text):
         what, advice = fault
-        raise UserError(f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME")
+        raise UserError(
+            f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME"
+        )
     unreachable()  # within seconds, and the libraries are informed
     return text
 
@@ -64,17 +69,22 @@ def why_not_loaded(resolved: str, reason: str) -> str:
     no_folder = f"there is no folder '{resolved}' in {Path.cwd()}"
     if unreached := unreachable():
         return (
-            f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a folder, or check the "
+            f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a "
+            "folder, or check the "
             "network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
         )
     return f"{reason}; {no_folder}; on the hub, check its name, and HF_TOKEN if it requires a login"
 
 
 @contextmanager
-def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = None) -> Iterator[None]:
-    """Turns an error of `transformers` about a user's files into a UserError that begins with `what`.
+def readable(
+    what: str, resolved: str, *, runs_code: bool, extra: str | None = None
+) -> Iterator[None]:
+    """Turns an error of `transformers` about a user's files into a UserError that begins with
+    `what`.
 
-    runs_code: whether Python code in the files is run. extra: of distflow, with the packages that they need.
+    runs_code: whether Python code in the files is run. extra: of distflow, with the packages that
+    they need.
     """
     try:
         yield
@@ -82,7 +92,9 @@ def readable(what: str, resolved: str, *, runs_code: bool, extra: str | None = N
         raise
     except ImportError as error:
         if extra is not None:
-            raise UserError(f"{what} needs the packages of the extra: pip install 'distflow[{extra}]'") from error
+            raise UserError(
+                f"{what} needs the packages of the extra: pip install 'distflow[{extra}]'"
+            ) from error
         raise UserError(f"{what} needs a package that is not installed: {error}") from error
     except Exception as error:  # a third-party library may raise anything for broken files
         reason = why_not_loaded(resolved, first_lines(error))
@@ -107,22 +119,32 @@ def first_lines(error: BaseException, limit: int = 300) -> str:
 
 
 def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
-    """Raise UserError if a local folder has none of the files, or one that cannot be a model's. A hub id passes, since
-    its files are not yet known."""
+    """Raise UserError if a local folder has none of the files, or one that cannot be a model's. A
+    hub id passes, since its files are not yet known."""
     if not is_local(resolved):
         return
     found = [*islice(Path(resolved).iterdir(), _MOST_FILES + 1)]
     if len(found) > _MOST_FILES:
-        raise UserError(f"'{resolved}' has more than {_MOST_FILES:,} files: it is not the folder of a model")
+        raise UserError(
+            f"'{resolved}' has more than {_MOST_FILES:,} files: it is not the folder of a model"
+        )
     for file in found:  # links may lead elsewhere, e.g. into the hub's cache
         if file.suffix in (*_TEXTS, *_TENSORS) and not file.is_dir():
             try:
                 most = _MAX_TEXT_BYTES if file.suffix in _TEXTS else None
-                check_file(file, max_bytes=MAX_SOURCE_BYTES if file.name.endswith("config.json") else most)
+                check_file(
+                    file, max_bytes=MAX_SOURCE_BYTES if file.name.endswith("config.json") else most
+                )
                 if file.suffix == ".safetensors":
                     check_tensors(file)
-                elif file.name == "tokenizer.json" and read_file(file).count(b'"content"') > _MOST_ADDED:
-                    raise OSError(EFBIG, f"it adds more than {_MOST_ADDED:,} tokens, each of which is searched for")
+                elif (
+                    file.name == "tokenizer.json"
+                    and read_file(file).count(b'"content"') > _MOST_ADDED
+                ):
+                    raise OSError(
+                        EFBIG,
+                        f"it adds more than {_MOST_ADDED:,} tokens, each of which is searched for",
+                    )
             except OSError as error:
                 raise unreadable(file, error) from error
     for file in map(Path(resolved).joinpath, (*_LARGEST, _INDEX, "tokenizer_config.json")):
@@ -134,31 +156,46 @@ def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     if not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
         listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
         new = " (model.init=random makes new ones)" if what == "weights" else ""
-        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}")
+        raise UserError(
+            f"model folder '{resolved}' has no {what}{listed}: is it a complete model folder?{new}"
+        )
 
 
-_TEXTS, _TENSORS = (".json", ".jinja", ".txt", ".model"), (".safetensors", ".bin", ".gguf")
+_TEXTS = (".json", ".jinja", ".txt", ".model")
+_TENSORS = (".safetensors", ".bin", ".gguf")
 _MAX_TEXT_BYTES = 64 * 2**20
 """Twice the size of the largest published tokenizers."""
 
-_MOST_FILES, _MOST_WEIGHTS = 10_000, 500_000
+_MOST_FILES = 10_000
+_MOST_WEIGHTS = 500_000
 """Of a folder and of an index. The largest published models have about 90,000 weights."""
 
 _MOST_ADDED = 50_000
 """Tokens that a tokenizer adds to its vocabulary, for each of which a text is searched."""
 
-_NAMING = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_NAMING = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 _INDEX = "model.safetensors.index.json"
 _LARGEST = {
-    "config.json": {"num_hidden_layers": 2000, "n_layer": 2000, "num_layers": 2000, "num_labels": 100_000},
+    "config.json": {
+        "num_hidden_layers": 2000,
+        "n_layer": 2000,
+        "num_layers": 2000,
+        "num_labels": 100_000,
+    },
     "adapter_config.json": {"r": 16_384},
 }
-"""Above the largest published; `transformers` and `peft` would build as much as the file says before they read any
-weights."""
+"""Above the largest published; `transformers` and `peft` would build as much as the file says
+before they read any weights."""
 
 
 def _check_content(file: Path) -> None:
-    """Raises UserError if libraries that read the file would take all memory or time, or read files elsewhere."""
+    """Raises UserError if libraries that read the file would take all memory or time, or read files
+    elsewhere."""
     found = parse_object(read_file(file, max_bytes=_MAX_TEXT_BYTES)) or {}
     weights = found.get("weight_map")
     if isinstance(weights, dict) and len(weights) > _MOST_WEIGHTS:
@@ -166,32 +203,44 @@ def _check_content(file: Path) -> None:
     for name in set(map(str, weights.values())) if isinstance(weights, dict) else ():
         if name != Path(name).name:
             raise UserError(f"'{file}' names weights of another folder: {name[:200]!r}")
-    values, most = list(found.items()), _LARGEST.get(file.name)
+    values = list(found.items())
+    most = _LARGEST.get(file.name)
     while values:
         key, value = values.pop()
         if isinstance(value, dict | list):
             if len(value) > _MOST_ADDED and file.name != "config.json" and not weights:
-                raise UserError(f"'{file}' is not that of a model: its {key!r:.80} has {len(value):,} entries")
+                raise UserError(
+                    f"'{file}' is not that of a model: its {key!r:.80} has {len(value):,} entries"
+                )
             values += value.items() if isinstance(value, dict) else [(key, each) for each in value]
         elif isinstance(value, int) and most is not None and abs(value) > most.get(key, 2**63):
-            raise UserError(f"'{file}' is not that of a model: its {key!r:.80} is more than {most.get(key, 2**63):,}")
+            raise UserError(
+                f"'{file}' is not that of a model: its {key!r:.80} is more than "
+                f"{most.get(key, 2**63):,}"
+            )
 
 
 def code_of(path: str | Path) -> list[str]:
-    """The classes that `auto_map` lists in the files of a model's or tokenizer's folder, as `FILE.py:CLASS`; sorted.
+    """The classes that `auto_map` lists in the files of a model's or tokenizer's folder, as
+    `FILE.py:CLASS`; sorted.
 
-    For a hub id, whose files are not yet known, the repository. Raises UserError as `resolve_path` does.
+    For a hub id, whose files are not yet known, the repository. Raises UserError as `resolve_path`
+    does.
     """
     source = resolve_path(path)
     if not is_local(source):
         return [f"Python code of the hub's repository {source}"]
-    found = {name for file in _NAMING for name in _texts(read_object(Path(source, file)).get("auto_map"))}
+    found = {
+        name for file in _NAMING for name in _texts(read_object(Path(source, file)).get("auto_map"))
+    }
     shown = []
     for name in found:
         repository, _, reference = name.rpartition("--")
         module, _, attribute = reference.rpartition(".")
         file = f"{module}.py" if repository else f"{Path(source, module)}.py"
-        shown.append(f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else ""))
+        shown.append(
+            f"{file}:{attribute}" + (f" of the hub's repository {repository}" if repository else "")
+        )
     return sorted(shown)
 
 

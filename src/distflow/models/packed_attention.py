@@ -1,14 +1,18 @@
-"""Attention over packed sequences: each attends to itself, at the cost of its own length, on any device.
+"""Attention over packed sequences: each attends to itself, at the cost of its own length, on any
+device.
 
-It is registered with `transformers`; a forward without `packing` is exactly its `sdpa`. The file also has
+It is registered with `transformers`; a forward without `packing` is exactly its `sdpa`. The file
+also has
 
-- `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward of `index_select`
-  must assume that all do, with additions in no fixed order on a GPU.
-- `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in float64, and without
-  native code (`cpu_kernels/training_layer.py`). The fused CPU kernel splits a sequence into small products: below some
-  hundred tokens these cost more than the half of the matrix that they skip, and two threads hardly halve the time. Here
-  a batched product has all query heads of a key-value head as one matrix, for as many sequences as fit into the cache.
-- `attend_in_blocks`: attention of one token per row; the result does not depend on memory after the row's position.
+- `take_rows`: rows by index, with a backward pass that knows which rows repeat. Autograd's backward
+  of `index_select` must assume that all do, with additions in no fixed order on a GPU.
+- `attend_short`: causal attention of short sequences on a CPU as batched matrix products, in
+  float64, and without native code (`cpu_kernels/training_layer.py`). The fused CPU kernel splits a
+  sequence into small products: below some hundred tokens these cost more than the half of the
+  matrix that they skip, and two threads hardly halve the time. Here a batched product has all query
+  heads of a key-value head as one matrix, for as many sequences as fit into the cache.
+- `attend_in_blocks`: attention of one token per row; the result does not depend on memory after the
+  row's position.
 """
 
 import math
@@ -38,28 +42,36 @@ class _Rows(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, repeats: bool) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.num_rows, ctx.repeats = values.shape[0], repeats
+        ctx.num_rows = values.shape[0]
+        ctx.repeats = repeats
         return values.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
-        return _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad), None, None
+        return (
+            _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad),
+            None,
+            None,
+        )
 
 
 def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
-    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, if given, as the rows
-    in `again`.
+    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, if
+    given, as the rows in `again`.
 
-    The other rows are padding: `source` may repeat there, and the caller ensures that they get no gradient.
+    The other rows are padding: `source` may repeat there, and the caller ensures that they get no
+    gradient.
     """
     return _SpreadRows.apply(values, source, home, again)
 
 
 class _SpreadRows(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(home, again, None if again is None else source[again])
         return values.index_select(0, source)
 
@@ -67,7 +79,12 @@ class _SpreadRows(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         home, again, repeated = ctx.saved_tensors
         summed = grad.index_select(0, home)
-        return summed if again is None else _add_rows(summed, repeated, grad.index_select(0, again)), None, None, None
+        return (
+            summed if again is None else _add_rows(summed, repeated, grad.index_select(0, again)),
+            None,
+            None,
+            None,
+        )
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
@@ -78,33 +95,37 @@ def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 
 LONGEST = 128
-"""Longest sequence that benefits, in tokens: the stored matrix of weights has at most this many columns."""
+"""Longest sequence that benefits, in tokens: the stored matrix of weights has at most this many
+columns."""
 
 _BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
 
 
 def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """query `(sequences, heads, tokens, head_dim)`, key `(sequences, kv_heads, tokens, head_dim)`, value `(sequences,
-    kv_heads, tokens, value_dim)`, all float32 or all float64; each token attends to those up to it. Returns
-    `(sequences, heads, tokens, value_dim)`, differentiable once."""
+    """query `(sequences, heads, tokens, head_dim)`, key `(sequences, kv_heads, tokens, head_dim)`,
+    value `(sequences, kv_heads, tokens, value_dim)`, all float32 or all float64; each token attends
+    to those up to it. Returns `(sequences, heads, tokens, value_dim)`, differentiable once."""
     num_matrices = len(key) * key.shape[1]
     matrices = (x.reshape(num_matrices, -1, x.shape[3]) for x in (query, key, value))
     return _ShortAttention.apply(*matrices, scale).view(*query.shape[:3], value.shape[3])
 
 
 class _ShortAttention(Function):
-    """Queries `(matrices, heads of each · tokens, head_dim)`, keys `(matrices, tokens, head_dim)`, values `(matrices,
-    tokens, value_dim)`."""
+    """Queries `(matrices, heads of each · tokens, head_dim)`, keys `(matrices, tokens, head_dim)`,
+    values `(matrices, tokens, value_dim)`."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        rows, tokens = queries.shape[1], keys.shape[1]
+        rows = queries.shape[1]
+        tokens = keys.shape[1]
         unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
         all_weights = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
         mixed = queries.new_empty(*queries.shape[:2], values.shape[2])
         for block in _blocks(queries, keys):
             scores = torch.baddbmm(unseen, queries[block], keys[block].transpose(1, 2), alpha=scale)
-            weights = torch.softmax(scores, -1, out=scores if all_weights is None else all_weights[block])
+            weights = torch.softmax(
+                scores, -1, out=scores if all_weights is None else all_weights[block]
+            )
             torch.bmm(weights, values[block], out=mixed[block])
         ctx.save_for_backward(queries, keys, values, all_weights, mixed)
         ctx.scale = scale
@@ -117,10 +138,13 @@ class _ShortAttention(Function):
         queries, keys, values, all_weights, mixed = ctx.saved_tensors
         of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries, keys, values))
         for block in _blocks(queries, keys):
-            weights, of_mixed = all_weights[block], grad[block]
+            weights = all_weights[block]
+            of_mixed = grad[block]
             torch.bmm(weights.transpose(1, 2), of_mixed, out=of_values[block])
             of_sums = (of_mixed * mixed[block]).sum(-1, keepdim=True)
-            of_scores = torch.bmm(of_mixed, values[block].transpose(1, 2)).sub_(of_sums).mul_(weights)
+            of_scores = (
+                torch.bmm(of_mixed, values[block].transpose(1, 2)).sub_(of_sums).mul_(weights)
+            )
             torch.bmm(of_scores, keys[block], out=of_queries[block]).mul_(ctx.scale)
             torch.bmm(of_scores.transpose(1, 2), queries[block], out=of_keys[block]).mul_(ctx.scale)
         return of_queries, of_keys, of_values, None
@@ -135,20 +159,26 @@ def _blocks(queries: Tensor, keys: Tensor) -> Iterator[slice]:
 BLOCK = 64
 
 
-def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """query: `(rows, heads, head_dim)`; keys, values `(rows, kv_heads, extent, head_dim)`; bias: `(rows * kv_heads,
-    heads of each, extent)`, -inf where a row does not attend.
+def attend_in_blocks(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float
+) -> Tensor:
+    """query: `(rows, heads, head_dim)`; keys, values `(rows, kv_heads, extent, head_dim)`; bias:
+    `(rows * kv_heads, heads of each, extent)`, -inf where a row does not attend.
 
-    Keys and values are processed in blocks of 64 tokens, each by products of one shape, and the sums are added in
-    order. A block that a row does not attend to adds exact zeros, so a row's bits do not depend on the extent, as long
-    as it is a multiple of a block. Returns `(rows * kv_heads, heads of each, head_dim)`.
+    Keys and values are processed in blocks of 64 tokens, each by products of one shape, and the
+    sums are added in order. A block that a row does not attend to adds exact zeros, so a row's bits
+    do not depend on the extent, as long as it is a multiple of a block. Returns
+    `(rows * kv_heads, heads of each, head_dim)`.
     """
-    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    keys = keys.flatten(0, 1)
+    values = values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
     blocks = [slice(start, start + BLOCK) for start in range(0, keys.shape[1], BLOCK)]
     scores = torch.cat(
         [
-            torch.baddbmm(bias[..., block], query, keys[:, block].transpose(1, 2), alpha=scaling).float()
+            torch.baddbmm(
+                bias[..., block], query, keys[:, block].transpose(1, 2), alpha=scaling
+            ).float()
             for block in blocks
         ],
         dim=-1,
@@ -175,18 +205,29 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns `(1, tokens, heads,
-    value_dim)`. Arguments are those of `sdpa`; with `packing`, only dropout and scaling are read besides the tensors,
-    and not the mask."""
+    """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
+    `(1, tokens, heads, value_dim)`. Arguments are those of `sdpa`; with `packing`, only dropout and
+    scaling are read besides the tensors, and not the mask."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     dropout: float = kwargs.get("dropout", 0.0)
     scaling: float | None = kwargs.get("scaling")
-    # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32, copies included.
-    dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
+    # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32,
+    # copies included.
+    dtype = (
+        torch.promote_types(query.dtype, torch.float32)
+        if query.device.type == "cpu"
+        else query.dtype
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     one_width = value.shape[3] == query.shape[3]  # DeepSeek's values are narrower than its keys
-    if query.device.type == "cpu" and dtype == torch.float32 and dropout == 0.0 and one_width and native.is_there():
+    if (
+        query.device.type == "cpu"
+        and dtype == torch.float32
+        and dropout == 0.0
+        and one_width
+        and native.is_there()
+    ):
         queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         return attend(queries, keys, values, packing.sequences, scale).to(query.dtype)[None], None
     buckets = packing.buckets

@@ -1,17 +1,21 @@
-"""Packed forwards: sequences one after another in a single row, without padding, attention mask or cache.
+"""Packed forwards: sequences one after another in a single row, without padding, attention mask or
+cache.
 
-With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other, so each model is
-first checked: every packed sequence against itself alone, through the model's own forward. In some families attention
-cannot keep them apart: recurrent layers (Mamba, Qwen3.5) continue from the previous sequence, and ALiBi (BLOOM, MPT)
-counts positions over the whole row. Their sequences are padded on the right instead, one per row: no real token of a
-causal model sees the padding.
+With a cache or a mask of ones `transformers` silently lets packed sequences attend to each other,
+so each model is first checked: every packed sequence against itself alone, through the model's own
+forward. In some families attention cannot keep them apart: recurrent layers (Mamba, Qwen3.5)
+continue from the previous sequence, and ALiBi (BLOOM, MPT) counts positions over the whole row.
+Their sequences are padded on the right instead, one per row: no real token of a causal model sees
+the padding.
 
-The whole pass, from embedding to log-probs, is one method of the model: a wrapper that gathers or moves weights around
-a forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that uses all of them, even the output head.
+The whole pass, from embedding to log-probs, is one method of the model: a wrapper that gathers or
+moves weights around a forward (such as FSDP2's `register_fsdp_forward_method`) sees one call that
+uses all of them, even the output head.
 
-A decoder's layers run in native code (`packed_layers`). On a CPU in float32 a layer is three operations, which stay in
-the processor's cache, instead of some fifty; in larger layers, in bfloat16, and on CUDA, torch computes the products
-and native code the rest. `transformers` computes everything if there is no native code for a model or machine.
+A decoder's layers run in native code (`packed_layers`). On a CPU in float32 a layer is three
+operations, which stay in the processor's cache, instead of some fifty; in larger layers, in
+bfloat16, and on CUDA, torch computes the products and native code the rest. `transformers` computes
+everything if there is no native code for a model or machine.
 """
 
 import functools
@@ -49,22 +53,25 @@ from distflow.models.sharding import is_spread
 from distflow.models.shared_prefixes_and_buckets import Packing, Sharing, shared_prefixes
 
 LARGEST = 2**19
-"""Elements of a gated MLP's float32 matrix above which the cache cannot hold a thread's data, so torch's products are
-faster than ours."""
+"""Elements of a gated MLP's float32 matrix above which the cache cannot hold a thread's data, so
+torch's products are faster than ours."""
 
 
 def runs_natively(decoder: Any) -> bool:
-    """Whether `packed_layers` computes the same as the decoder in its present state, with only modules of
-    `transformers`: on a CPU with float32 weights, perhaps under autocast to bfloat16; on CUDA with products in
-    bfloat16."""
+    """Whether `packed_layers` computes the same as the decoder in its present state, with only
+    modules of `transformers`: on a CPU with float32 weights, perhaps under autocast to bfloat16; on
+    CUDA with products in bfloat16."""
     config = decoder.config
-    if config.model_type not in FAMILIES or (device := decoder.embed_tokens.weight.device.type) not in ("cpu", "cuda"):
+    if config.model_type not in FAMILIES or (
+        device := decoder.embed_tokens.weight.device.type
+    ) not in ("cpu", "cuda"):
         return False
     has_code = native.is_there() if device == "cpu" else gpu_layer() is not None
     dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
     if not has_code or _products_of(decoder) not in dtypes:
         return False
-    head_dim, modules = decoder.layers[0].self_attn.head_dim, list(layer_modules(decoder))
+    head_dim = decoder.layers[0].self_attn.head_dim
+    modules = list(layer_modules(decoder))
     if 2 * len(decoder.rotary_emb.inv_freq) != head_dim:  # only a part of each head is rotated
         return False
     if device == "cuda":
@@ -73,7 +80,11 @@ def runs_natively(decoder: Any) -> bool:
         modules.remove(decoder.embed_tokens)  # it is called, as it may have a checkpointing hook
     if decoder.training and config.attention_dropout:
         return False
-    if decoder.training and device == "cpu" and any(layer.gradient_checkpointing for layer in decoder.layers):
+    if (
+        decoder.training
+        and device == "cpu"
+        and any(layer.gradient_checkpointing for layer in decoder.layers)
+    ):
         return False
     try:
         check_modules((decoder, *decoder.layers, *modules), config.rms_norm_eps, device)
@@ -84,7 +95,8 @@ def runs_natively(decoder: Any) -> bool:
 
 @functools.cache
 def gpu_layer() -> Any:
-    """The kernels of `gpu_kernels/training_layer.py`; None without Triton, or if it cannot compile."""
+    """The kernels of `gpu_kernels/training_layer.py`; None without Triton, or if it cannot
+    compile."""
     try:
         from distflow.models.gpu_kernels import decode_step, training_layer
 
@@ -101,9 +113,11 @@ def _products_of(decoder: Any) -> torch.dtype:
 
 
 def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
-    """Last hidden states `(rows, hidden)` of a row of embedded tokens, which have positions `(rows,)`; in float32 if
-    the weights are. Differentiable once."""
-    dtype, weight, config = _products_of(decoder), decoder.embed_tokens.weight, decoder.config
+    """Last hidden states `(rows, hidden)` of a row of embedded tokens, which have positions
+    `(rows,)`; in float32 if the weights are. Differentiable once."""
+    dtype = _products_of(decoder)
+    weight = decoder.embed_tokens.weight
+    config = decoder.config
     hidden = embedded.float()
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
     with torch.autocast(weight.device.type, enabled=False):
@@ -112,25 +126,37 @@ def packed_layers(decoder: Any, embedded: Tensor, position_ids: Tensor, packing:
                 decoder.layers, hidden, cos, sin, gpu_layer(), partial(_on_gpu, packing), dtype
             )
         elif dtype == torch.bfloat16 or config.hidden_size * config.intermediate_size > LARGEST:
-            hidden = _by_torchs_products(decoder.layers, hidden, cos, sin, cpu_layer, partial(_on_cpu, packing), dtype)
+            hidden = _by_torchs_products(
+                decoder.layers, hidden, cos, sin, cpu_layer, partial(_on_cpu, packing), dtype
+            )
         else:
             for layer in decoder.layers:
-                mixed = _on_cpu(packing, *before_attention(layer, hidden, cos, sin), layer.self_attn.scaling)
+                mixed = _on_cpu(
+                    packing, *before_attention(layer, hidden, cos, sin), layer.self_attn.scaling
+                )
                 hidden = after_attention(layer, hidden, mixed)
         return decoder.norm(hidden).to(weight.dtype)
 
 
-def _on_cpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _on_cpu(
+    packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
     return cpu_layer.attend(queries, keys, values, packing.sequences, scale)
 
 
-def _on_gpu(packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _on_gpu(
+    packing: Packing, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
     """Attention on a GPU; rows that sequences share are duplicated for each."""
     if packing.sharing is None:
         return gpu_layer().attend(queries, keys, values, packing.bounds, packing.longest, scale)
     whole = packing.whole
-    spread = (spread_rows(each, whole.source, whole.home, whole.again) for each in (queries, keys, values))
-    return take_rows(gpu_layer().attend(*spread, packing.bounds, packing.longest, scale), whole.home)
+    spread = (
+        spread_rows(each, whole.source, whole.home, whole.again) for each in (queries, keys, values)
+    )
+    return take_rows(
+        gpu_layer().attend(*spread, packing.bounds, packing.longest, scale), whole.home
+    )
 
 
 def _by_torchs_products(
@@ -142,34 +168,41 @@ def _by_torchs_products(
     attend: Callable[..., Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """kernels: the operations between the products, and, with `attend`, between these and attention. dtype: of the
-    products' inputs and outputs."""
+    """kernels: the operations between the products, and, with `attend`, between these and
+    attention. dtype: of the products' inputs and outputs."""
 
-    def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # the outputs of each for x, side by side
+    # the outputs of each for x, side by side
+    def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:
         return linear(x, *side_by_side(modules, dtype))
 
     def through(layer: Any, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         hidden, normed = kernels.add_norm(hidden, added, layer.input_layernorm, dtype)
         projected = linear_of(normed, attention.q_proj, attention.k_proj, attention.v_proj)
         mixed = attend(*kernels.split_heads(projected, cos, sin, attention), attention.scaling)
         added = linear_of(mixed.flatten(1).to(dtype), attention.o_proj)
         hidden, normed = kernels.add_norm(hidden, added, layer.post_attention_layernorm, dtype)
-        return hidden, linear_of(kernels.gate(linear_of(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj)
+        return hidden, linear_of(
+            kernels.gate(linear_of(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj
+        )
 
     added = None
     for layer in layers:
         if layer.training and layer.gradient_checkpointing:
-            hidden, added = checkpoint(through, layer, hidden, added, use_reentrant=False, preserve_rng_state=False)
+            hidden, added = checkpoint(
+                through, layer, hidden, added, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             hidden, added = through(layer, hidden, added)
     return hidden if added is None else hidden + added
 
 
-# Largest error of a logit, relative to the largest logit: rounding stays well below, a wrong formula far above.
+# Largest error of a logit, relative to the largest logit: rounding stays well below, a wrong
+# formula far above.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
-# The same if tokens of other sequences change and no shape does: zero, except for experts of a mixture, whose products
-# have as many rows as tokens chose them.
+# The same if tokens of other sequences change and no shape does: zero, except for experts of a
+# mixture, whose products have as many rows as tokens chose them.
 _LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 5e-3}
 _CHECK_LENGTHS = (5, 1, 11, 1, 4, 9, 3, 8)  # when padded, some share a bucket
 _IN_ROWS = "sequences_in_rows"  # marks a model whose sequences are padded, not packed
@@ -184,13 +217,15 @@ def packed_hidden_states(
     sharing: Sharing | None = None,
     images: ImageInputs | None = None,
 ) -> Tensor:
-    """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
-    positions `wanted` `(n,)`, each once. The output head is not run.
+    """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids`
+    `(tokens,)`, or of the positions `wanted` `(n,)`, each once. The output head is not run.
 
-    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes; attention other than ours
-    computes them for each sequence. images: those of the sequences, which then share no prefixes.
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: their shared prefixes;
+    attention other than ours computes them for each sequence. images: those of the sequences, which
+    then share no prefixes.
     """
-    causal, decoder = unwrapped(model), text_decoder(model)
+    causal = unwrapped(model)
+    decoder = text_decoder(model)
     lengths = lengths[lengths > 0].cpu()  # FSDP moves its arguments to the device
     if images is not None and getattr(causal, IN_OWN_PASSES):
         states = states_in_own_passes(causal, input_ids, lengths, images)
@@ -202,17 +237,22 @@ def packed_hidden_states(
     position_ids = _positions(lengths)
     if decoder.config._attn_implementation != PACKED_ATTENTION:
         positions = send(position_ids, input_ids.device)
-        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+        states = decoder(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False
+        ).last_hidden_state[0]
         return states if wanted is None else take_rows(states, wanted)
     if sharing is not None:
         sharing = Sharing(sharing.positions.cpu(), sharing.place.cpu())  # see above
-        input_ids, position_ids = input_ids[send(sharing.positions, input_ids.device)], position_ids[sharing.positions]
+        input_ids = input_ids[send(sharing.positions, input_ids.device)]
+        position_ids = position_ids[sharing.positions]
     packing = Packing(lengths, input_ids.device, sharing)
     if runs_natively(decoder):
         positions = send(position_ids, input_ids.device)
         states = packed_layers(decoder, decoder.embed_tokens(input_ids), positions, packing)
     else:
-        states = _transformers_layers(decoder, packing, position_ids[None], input_ids=input_ids[None])
+        states = _transformers_layers(
+            decoder, packing, position_ids[None], input_ids=input_ids[None]
+        )
     if sharing is None:
         return states if wanted is None else take_rows(states, wanted)
     place = send(sharing.place, states.device)
@@ -225,15 +265,18 @@ def _positions(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - starts
 
 
-def _transformers_layers(decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Any) -> Tensor:
-    """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids of one packed row, or what
-    `embeddings` gives."""
+def _transformers_layers(
+    decoder: Any, packing: Packing, position_ids: Tensor, **tokens: Any
+) -> Tensor:
+    """Last hidden states `(rows, hidden)` by the family's own layers. tokens: ids of one packed
+    row, or what `embeddings` gives."""
     states: Tensor = decoder(
         **tokens,
         position_ids=send(position_ids, packing.device),
         use_cache=False,
-        # `transformers` passes a four-dimensional mask on unchanged; without one it would find the bounds of the
-        # sequences by their positions, which waits for the device, and build one of (tokens, tokens).
+        # `transformers` passes a four-dimensional mask on unchanged; without one it would find the
+        # bounds of the sequences by their positions, which waits for the device, and build one of
+        # (tokens, tokens).
         attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=packing.device),
         packing=packing,
     ).last_hidden_state[0]
@@ -244,13 +287,17 @@ def _with_images(
     model: nn.Module, input_ids: Tensor, lengths: Tensor, images: ImageInputs, wanted: Tensor | None
 ) -> Tensor:
     """As `packed_hidden_states`."""
-    decoder, packing = text_decoder(model), Packing(lengths, input_ids.device)
+    decoder = text_decoder(model)
+    packing = Packing(lengths, input_ids.device)
     embedded = embeddings(model, input_ids, images)
-    by_family, own = image_positions(model, input_ids, lengths, images), _positions(lengths)
+    by_family = image_positions(model, input_ids, lengths, images)
+    own = _positions(lengths)
     if by_family is not None:
         states = _transformers_layers(decoder, packing, by_family[:, None], **embedded)
     elif runs_natively(decoder):
-        states = packed_layers(decoder, embedded["inputs_embeds"][0], send(own, input_ids.device), packing)
+        states = packed_layers(
+            decoder, embedded["inputs_embeds"][0], send(own, input_ids.device), packing
+        )
     else:
         states = _transformers_layers(decoder, packing, own[None], **embedded)
     return states if wanted is None else take_rows(states, wanted)
@@ -258,7 +305,8 @@ def _with_images(
 
 def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | None) -> Tensor:
     """As `packed_hidden_states`, but each sequence in its own row, padded on the right."""
-    if is_spread(decoder):  # all ranks must gather the same layers equally often: one table, whatever their lengths
+    # all ranks must gather the same layers equally often: one table, whatever their lengths
+    if is_spread(decoder):
         buckets = Packing(lengths, input_ids.device).table
     else:
         buckets = Packing(lengths, input_ids.device).buckets
@@ -273,15 +321,17 @@ def _in_rows(decoder: Any, input_ids: Tensor, lengths: Tensor, wanted: Tensor | 
 def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Hidden states `(n, hidden)` → logits `(n, vocabulary)`, or `(n, 1)` for a value model.
 
-    It applies the scale or soft cap of families that have one. `choose_attention` compares with the model's own logits,
-    so a family with another rule is rejected rather than wrong.
+    It applies the scale or soft cap of families that have one. `choose_attention` compares with the
+    model's own logits, so a family with another rule is rejected rather than wrong.
     """
     causal = unwrapped(model)
     config = causal.config.get_text_config()
     head = causal.get_output_embeddings()
     if head is None:
         return causal.score
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
     softcap = getattr(config, "final_logit_softcapping", None)
 
     def logits(hidden: Tensor) -> Tensor:
@@ -300,27 +350,40 @@ def packed_logits(
     sharing: Sharing | None = None,
     images: ImageInputs | None = None,
 ) -> Tensor:
-    """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as `packed_hidden_states`."""
-    return output_head(model)(packed_hidden_states(model, input_ids, lengths, sharing=sharing, images=images))
+    """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as
+    `packed_hidden_states`."""
+    return output_head(model)(
+        packed_hidden_states(model, input_ids, lengths, sharing=sharing, images=images)
+    )
 
 
 def choose_attention(model: nn.Module) -> str:
-    """Set and return the fastest attention that keeps packed sequences apart in this model, which has `packed_logits`;
-    if there is none, "sdpa, padded" or "eager, padded".
+    """Set and return the fastest attention that keeps packed sequences apart in this model, which
+    has `packed_logits`; if there is none, "sdpa, padded" or "eager, padded".
 
     Raises UserError if padded sequences do not match either.
     """
-    causal, decoder = unwrapped(model), text_decoder(model)
+    causal = unwrapped(model)
+    decoder = text_decoder(model)
     config = causal.config.get_text_config()
-    owner = causal if decoder.config is causal.config else decoder  # what computes images keeps its own attention
-    # Ours supports plain causal attention only; a window or a soft cap is left to the family's own code.
+    # what computes images keeps its own attention
+    owner = causal if decoder.config is causal.config else decoder
+    # Ours supports plain causal attention only; a window or a soft cap is left to the family's own
+    # code.
     layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
-    windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
-    candidates: tuple[str, ...] = ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+    windowed = (
+        layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
+    )
+    candidates: tuple[str, ...] = (
+        ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+    )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         candidates = ("eager",)
     errors = {}
-    for in_rows, name in [*((False, name) for name in candidates), *((True, name) for name in ("sdpa", "eager"))]:
+    for in_rows, name in [
+        *((False, name) for name in candidates),
+        *((True, name) for name in ("sdpa", "eager")),
+    ]:
         tried = f"{name}, padded" if in_rows else name
         try:
             owner.set_attn_implementation(name)
@@ -334,15 +397,16 @@ def choose_attention(model: nn.Module) -> str:
     all_tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
     family = getattr(causal.config, "model_type", type(model).__name__)
     raise UserError(
-        f"models of the family '{family}' cannot be trained: packing changes a sequence's results ({all_tried})"
+        f"models of the family '{family}' cannot be trained: packing changes a sequence's results "
+        f"({all_tried})"
     )
 
 
 @torch.no_grad()
 def packed_error(model: nn.Module) -> tuple[float, float]:
-    """Largest difference of a logit between packed sequences (two of which begin alike) and each one alone, relative to
-    the largest logit, and the limit for rounding; if exceeded, the same between packed sequences whose neighbours have
-    other tokens.
+    """Largest difference of a logit between packed sequences (two of which begin alike) and each
+    one alone, relative to the largest logit, and the limit for rounding; if exceeded, the same
+    between packed sequences whose neighbours have other tokens.
 
     `inf` if the attention that is set cannot run the model.
     """
@@ -351,17 +415,27 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     ids, others = torch.randint(embedding.shape[0], (2, int(lengths.sum())), generator=generator)
     ids[-8:-5] = ids[-11:-8]
-    sharing, ids, others = shared_prefixes(ids, lengths), ids.to(embedding.device), others.to(embedding.device)
+    sharing = shared_prefixes(ids, lengths)
+    ids = ids.to(embedding.device)
+    others = others.to(embedding.device)
     is_kept = (torch.arange(len(lengths)) % 2 == 1).repeat_interleave(lengths)
-    kept, is_kept = is_kept.nonzero()[:, 0].to(ids.device), is_kept.to(ids.device)
+    kept = is_kept.nonzero()[:, 0].to(ids.device)
+    is_kept = is_kept.to(ids.device)
     was_training = model.training
     model.eval()
-    packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]  # nn.Module declares no methods
+    # nn.Module declares no methods
+    packed_logits: Callable[..., Tensor] = model.packed_logits  # type: ignore[assignment]
     try:
         packed = packed_logits(ids, lengths, sharing)
-        before, after = (packed_logits(each, lengths) for each in (ids, torch.where(is_kept, ids, others)))
-        alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
-    except (TypeError, ValueError):  # a keyword that the family's layers lack, softcap under sdpa, ...
+        before, after = (
+            packed_logits(each, lengths) for each in (ids, torch.where(is_kept, ids, others))
+        )
+        alone = [
+            model(input_ids=part[None], use_cache=False).logits[0]
+            for part in ids.split(lengths.tolist())
+        ]
+    # a keyword that the family's layers lack, softcap under sdpa, ...
+    except (TypeError, ValueError):
         return math.inf, 0.0
     finally:
         model.train(was_training)
@@ -370,17 +444,21 @@ def packed_error(model: nn.Module) -> tuple[float, float]:
     leak = float((after - before)[kept].abs().max() / largest)
     if math.isnan(error + leak):
         return math.inf, 0.0
-    return (leak, _LEAK[packed.dtype]) if leak > _LEAK[packed.dtype] else (error, TOLERANCE[packed.dtype])
+    return (
+        (leak, _LEAK[packed.dtype])
+        if leak > _LEAK[packed.dtype]
+        else (error, TOLERANCE[packed.dtype])
+    )
 
 
 @dataclass(frozen=True)
 class ModelInputs:
     """Packed sequences on the model's device.
 
-    input_ids: int64 `(tokens,)`, at least one. lengths: of the sequences, int64 `(sequences,)`, on the CPU. predicting:
-    int64 `(n,)`, the positions whose outputs are wanted, each once. targets: int64 `(n,)`, the tokens that follow them.
-    sharing: the tokens that need not be computed for each sequence, on the CPU; None computes all. images: of the
-    sequences; None if there are none.
+    input_ids: int64 `(tokens,)`, at least one. lengths: of the sequences, int64 `(sequences,)`, on
+    the CPU. predicting: int64 `(n,)`, the positions whose outputs are wanted, each once. targets:
+    int64 `(n,)`, the tokens that follow them. sharing: the tokens that need not be computed for
+    each sequence, on the CPU; None computes all. images: of the sequences; None if there are none.
     """
 
     input_ids: Tensor
@@ -392,9 +470,10 @@ class ModelInputs:
 
 
 def attach_packed_forward(model: nn.Module) -> None:
-    """Give the model the methods `packed_forward` and `packed_logits`; an adapter's wrapper forwards them, and a copy
-    of the model has its own."""
-    model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]  # nn.Module declares no methods
+    """Give the model the methods `packed_forward` and `packed_logits`; an adapter's wrapper
+    forwards them, and a copy of the model has its own."""
+    # nn.Module declares no methods
+    model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]
     model.packed_logits = MethodType(packed_logits, model)  # type: ignore[assignment]  # likewise
 
 
@@ -403,9 +482,9 @@ def packed_forward(
 ) -> dict[str, Tensor]:
     """The wanted outputs at the predicting positions, each `(n,)`, with gradient.
 
-    outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the same
-    distribution), "values" or "text_scores" (of a value head, a reward model's). temperature: of all positions, or
-    float `(n,)`.
+    outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the
+    same distribution), "values" or "text_scores" (of a value head, a reward model's). temperature:
+    of all positions, or float `(n,)`.
     """
     hidden = packed_hidden_states(
         model,
@@ -420,8 +499,10 @@ def packed_forward(
         values = output_head(model)(hidden)[:, 0]
         found["values"] = values if values.dtype == torch.float64 else values.float()
     if "text_scores" in outputs:
-        wide, weight = torch.promote_types(hidden.dtype, torch.float32), unwrapped(model).score.weight[0]
-        with torch.autocast(hidden.device.type, enabled=False):  # the head is always float32, as in `load_reward_model`
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = unwrapped(model).score.weight[0]
+        # the head is always float32, as in `load_reward_model`
+        with torch.autocast(hidden.device.type, enabled=False):
             found["text_scores"] = hidden.to(wide) @ weight.to(wide)
     if "log_probs" in outputs or "entropy" in outputs:
         log_probs, entropy = token_log_probs(

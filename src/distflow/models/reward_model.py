@@ -5,7 +5,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from distflow.errors import UserError
 from distflow.models.loading import ModelSource, own_aligned_memory, refuse_garbage
@@ -20,8 +25,9 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """A sequence classifier with one label, for `score_ids`; its head is always float32.
 
-    path: see `resolve_path`. Only safetensors are read, and no code that comes with the model is run. Raises UserError
-    for a model that cannot be found or read, or has another head or none (e.g. a language model).
+    path: see `resolve_path`. Only safetensors are read, and no code that comes with the model is
+    run. Raises UserError for a model that cannot be found or read, or has another head or none
+    (e.g. a language model).
     """
     source = ModelSource(path, revision=revision)
     if is_local(source.path):
@@ -31,14 +37,19 @@ def load_reward_model(
     except UserError:
         if is_local(source.path) and (code := code_of(source.path)):
             raise UserError(
-                f"{source} comes with Python code ({', '.join(code)}), which is not run for a reward model: use a "
+                f"{source} comes with Python code ({', '.join(code)}), which is not run for a "
+                "reward model: use a "
                 "family that transformers supports"
             ) from None
         raise
     check_config(source, config)
-    model, missing = source.pretrained(AutoModelForSequenceClassification, config, dtype, only_safetensors=True)
+    model, missing = source.pretrained(
+        AutoModelForSequenceClassification, config, dtype, only_safetensors=True
+    )
     if missing:
-        raise UserError(f"{source} is not a reward model: its weights lack {', '.join(missing[:4])}")
+        raise UserError(
+            f"{source} is not a reward model: its weights lack {', '.join(missing[:4])}"
+        )
     refuse_garbage(model)
     own_aligned_memory(model)
     if isinstance(head := getattr(model, HEAD, None), nn.Linear):
@@ -49,42 +60,57 @@ def load_reward_model(
 def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
     """Raises UserError for the config of anything but a sequence classifier with one label."""
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier")
+        raise UserError(
+            f"{source} cannot be a reward model: its family '{config.model_type}' has no classifier"
+        )
     if config.num_labels != 1:
         what = next(iter(config.architectures or []), "model")
         labels = "" if what.endswith("CausalLM") else f" of num_labels={config.num_labels}, not 1"
         raise UserError(
-            f"{source} is not a reward model, but a {what}{labels}: train one from pairs (distflow train rm), or let "
+            f"{source} is not a reward model, but a {what}{labels}: train one from pairs (distflow "
+            "train rm), or let "
             "the model judge in words (docs/rewards.md)"
         )
 
 
 def longest_text(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The most tokens that the model can read, by its config and tokenizer (which has 1e30 if it knows no limit)."""
-    limits = [getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length]
-    return min((int(each) for each in limits if each is not None and 0 < each < 2**31), default=None)
+    """The most tokens that the model can read, by its config and tokenizer (which has 1e30 if it
+    knows no limit)."""
+    limits = [
+        getattr(config.get_text_config(), "max_position_embeddings", None),
+        tokenizer.model_max_length,
+    ]
+    return min(
+        (int(each) for each in limits if each is not None and 0 < each < 2**31), default=None
+    )
 
 
 @torch.inference_mode()
-def score_ids(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int, max_tokens: int) -> list[float]:
+def score_ids(
+    model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int, max_tokens: int
+) -> list[float]:
     """The score of each text.
 
-    ids: tokens of each text, none empty. pad_id: the padding token, which may also occur in texts. max_tokens: of a
-    forward, including padding; a longer text runs alone.
+    ids: tokens of each text, none empty. pad_id: the padding token, which may also occur in texts.
+    max_tokens: of a forward, including padding; a longer text runs alone.
     """
     scores = [0.0] * len(ids)
     order = sorted(range(len(ids)), key=lambda i: (-len(ids[i]), i))
     while order:  # the first text of a micro-batch is the longest, and determines its width
         number = max(max_tokens // len(ids[order[0]]), 1)
-        chosen, order = order[:number], order[number:]
-        for i, score in zip(chosen, _score(model, [ids[i] for i in chosen], pad_id).tolist(), strict=True):
+        chosen = order[:number]
+        order = order[number:]
+        for i, score in zip(
+            chosen, _score(model, [ids[i] for i in chosen], pad_id).tolist(), strict=True
+        ):
             scores[i] = score
     return scores
 
 
 def _score(model: PreTrainedModel, ids: Sequence[Sequence[int]], pad_id: int) -> Tensor:
-    """`(n,)`. Padded on the right, so that no position moves; a decoder's head is read at each text's last token by its
-    length: `transformers` looks for the last non-padding token, and finds another one if texts end with it."""
+    """`(n,)`. Padded on the right, so that no position moves; a decoder's head is read at each
+    text's last token by its length: `transformers` looks for the last non-padding token, and finds
+    another one if texts end with it."""
     lengths = torch.tensor([len(each) for each in ids], device=model.device)
     padded = torch.full((len(ids), int(lengths.max())), pad_id, device=model.device)
     for row, each in zip(padded, ids, strict=True):

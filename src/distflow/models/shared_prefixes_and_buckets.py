@@ -1,8 +1,9 @@
 """The layout of sequences in a packed row: shared prefixes, and buckets of similar length.
 
-A causal model's state of a token depends only on the tokens before it, so prefixes that packed sequences share are
-computed once. The responses to one prompt share its tokens, and any common prefix; all prompts share a template's head.
-Shared tokens pass through every layer once, except for attention, where each sequence is whole.
+A causal model's state of a token depends only on the tokens before it, so prefixes that packed
+sequences share are computed once. The responses to one prompt share its tokens, and any common
+prefix; all prompts share a template's head. Shared tokens pass through every layer once, except for
+attention, where each sequence is whole.
 """
 
 from dataclasses import dataclass, field
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from distflow.device_transfer import send
 
-# A bucket is padded to its longest sequence; those shorter than this share of it go to the next bucket.
+# A bucket is padded to its longest sequence; those shorter than this share of it go to the next
+# bucket.
 _SHORTEST_IN_BUCKET = 0.75
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """positions: int64 `(kept tokens,)`, the packed positions of the computed tokens, ascending. place: int64
-    `(tokens,)`, the index among them of each packed token's state. Both on the CPU."""
+    """positions: int64 `(kept tokens,)`, the packed positions of the computed tokens, ascending.
+    place: int64 `(tokens,)`, the index among them of each packed token's state. Both on the CPU."""
 
     positions: Tensor
     place: Tensor
@@ -49,9 +51,9 @@ def shared_prefixes(input_ids: Tensor, lengths: Tensor) -> Sharing | None:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, the row of each token. starts: `(sequences + 1,)`, in
-    `place`. shared: `(sequences,)`, number of leading tokens that share an earlier sequence's rows; the other rows are
-    consecutive."""
+    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, the row of each token. starts:
+    `(sequences + 1,)`, in `place`. shared: `(sequences,)`, number of leading tokens that share an
+    earlier sequence's rows; the other rows are consecutive."""
 
     place: Tensor
     starts: Tensor
@@ -64,19 +66,29 @@ class Sequences:
         starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
         longest = int(lengths.max())
         if sharing is None:
-            return Sequences(torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest)
+            return Sequences(
+                torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest
+            )
         num_before = (
-            torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.positions + 1, 1).cumsum(0)
+            torch.zeros(len(sharing.place) + 1, dtype=torch.int64)
+            .index_fill_(0, sharing.positions + 1, 1)
+            .cumsum(0)
         )
-        return Sequences(sharing.place, starts, lengths - (num_before[starts[1:]] - num_before[starts[:-1]]), longest)
+        return Sequences(
+            sharing.place,
+            starts,
+            lengths - (num_before[starts[1:]] - num_before[starts[:-1]]),
+            longest,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Sequences in a packed row on `device`. What attention needs to know is computed once, and shared by layers.
+    """Sequences in a packed row on `device`. What attention needs to know is computed once, and
+    shared by layers.
 
-    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has only its kept tokens.
-    Both on the CPU.
+    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has only
+    its kept tokens. Both on the CPU.
     """
 
     lengths: Tensor
@@ -94,13 +106,16 @@ class Packing:
     @cached_property
     def bounds(self) -> Tensor:
         """int32 `(sequences + 1,)` on the device: the start of each whole sequence, and the end."""
-        return send(torch.cat((self.lengths.new_zeros(1), self.lengths.cumsum(0))).int(), self.device)
+        return send(
+            torch.cat((self.lengths.new_zeros(1), self.lengths.cumsum(0))).int(), self.device
+        )
 
     @cached_property
     def whole(self) -> "Buckets":
         """The whole sequences one after another, without padding. Requires `sharing`."""
         assert self.sharing is not None
-        place, positions = self.sharing.place, self.sharing.positions
+        place = self.sharing.place
+        positions = self.sharing.positions
         is_repeated = torch.ones_like(place, dtype=torch.bool).index_fill_(0, positions, False)
         again = send(is_repeated.nonzero()[:, 0], self.device)
         return Buckets((), send(place, self.device), send(positions, self.device), again)
@@ -116,7 +131,8 @@ class Packing:
 
     def _padded(self, groups: list[Tensor]) -> "Buckets":
         """groups: the numbers of the sequences in each bucket."""
-        lengths, sharing = self.lengths, self.sharing
+        lengths = self.lengths
+        sharing = self.sharing
         starts = lengths.cumsum(0) - lengths
         home = torch.empty(int(lengths.sum()), dtype=torch.int64)
         shapes: list[tuple[int, int]] = []
@@ -131,21 +147,30 @@ class Packing:
             shapes.append((len(rows), longest))
             sources.append(source.reshape(-1))
             num_padded += source.numel()
-        source, again = torch.cat(sources), None
+        source = torch.cat(sources)
+        again = None
         if sharing is not None:
-            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.positions, False)
-            source, home, again = sharing.place[source], home[sharing.positions], send(home[is_repeated], self.device)
+            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(
+                0, sharing.positions, False
+            )
+            source, home, again = (
+                sharing.place[source],
+                home[sharing.positions],
+                send(home[is_repeated], self.device),
+            )
         return Buckets(tuple(shapes), send(source, self.device), send(home, self.device), again)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """How a packed row divides into buckets of sequences of similar length, each padded on the right to its longest.
+    """How a packed row divides into buckets of sequences of similar length, each padded on the
+    right to its longest.
 
-    shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
-    packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
-    home: int64 `(tokens,)`, the position of each packed token among the padded ones. again: further positions of packed
-    tokens that sequences share; None if there are none.
+    shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64
+    `(padded tokens,)`, the packed position of each; padding repeats some real token, since causal
+    attention never lets a real token see it. home: int64 `(tokens,)`, the position of each packed
+    token among the padded ones. again: further positions of packed tokens that sequences share;
+    None if there are none.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -158,10 +183,14 @@ class Buckets:
         """The buckets for rows that are one head of a token each."""
         if num_heads not in self._by_heads:
             device = self.source.device
-            heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
+            heads = torch.arange(num_heads, device=device)
+            slots = list[Tensor]()
+            start = 0
             for rows, longest in self.shapes:
                 size = rows * longest * num_heads
-                numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
+                numbers = torch.arange(start, start + size, device=device).view(
+                    rows, num_heads, longest
+                )
                 slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
                 start += size
             slot = torch.cat(slots)
@@ -173,7 +202,8 @@ class Buckets:
 
 
 class HeadRows(NamedTuple):
-    """`Buckets.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is `(rows, heads, longest)`."""
+    """`Buckets.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is
+    `(rows, heads, longest)`."""
 
     source: Tensor
     home: Tensor

@@ -1,4 +1,5 @@
-"""Files that are complete or absent: whatever is killed meanwhile, a reader finds the old file or the new one.
+"""Files that are complete or absent: whatever is killed meanwhile, a reader finds the old file or
+the new one.
 
 JSON lines that survive a kill: one writer appends whole lines, and the reader skips torn ones.
 
@@ -27,31 +28,37 @@ _LEFT: Final = re.compile(rf".+\.[a-z0-9_]{{8}}{re.escape(ASIDE)}|\.tmp[A-Za-z0-
 
 
 def empty_folder(path: str | Path, named: str = "") -> Path:
-    """A folder that is empty or not there yet, and can be written to. named: what names it, for messages. Raises
-    UserError for any other."""
+    """A folder that is empty or not there yet, and can be written to. named: what names it, for
+    messages. Raises UserError for any other."""
     folder = Path(path).expanduser()
     try:
         is_occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     except OSError as error:
-        raise UserError(f"{named}'{folder}' cannot be looked into: {error.strerror}: name another folder") from error
+        raise UserError(
+            f"{named}'{folder}' cannot be looked into: {error.strerror}: name another folder"
+        ) from error
     if is_occupied:
         raise UserError(f"{named}'{folder}' exists and is not an empty folder: name another one")
     try:
-        tempfile.TemporaryDirectory(dir=next(each for each in (folder, *folder.parents) if each.exists())).cleanup()
+        tempfile.TemporaryDirectory(
+            dir=next(each for each in (folder, *folder.parents) if each.exists())
+        ).cleanup()
     except OSError as error:
-        raise UserError(f"{named}'{folder}' cannot be made: {error.strerror}: name another folder") from error
+        raise UserError(
+            f"{named}'{folder}' cannot be made: {error.strerror}: name another folder"
+        ) from error
     return folder
 
 
 @contextmanager
 def replacing(path: Path, synced: bool = True) -> Iterator[Path]:
-    """An empty file beside `path`, private to its owner, that is synced (unless not `synced`) and replaces `path` on
-    exit.
+    """An empty file beside `path`, private to its owner, that is synced (unless not `synced`) and
+    replaces `path` on exit.
 
     Its name is new, so that no other file, and none behind a link, is overwritten.
 
-    Until then, or if killed, `path` is unchanged. An error inside (OSError of a full disk) passes through and leaves
-    nothing behind.
+    Until then, or if killed, `path` is unchanged. An error inside (OSError of a full disk) passes
+    through and leaves nothing behind.
     """
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=ASIDE, dir=path.parent)
     aside = Path(name)
@@ -70,12 +77,14 @@ def replacing(path: Path, synced: bool = True) -> Iterator[Path]:
 
 
 def is_aside(name: str) -> bool:
-    """Whether a kill inside `replacing` left the file, or one inside safetensors, which has its own files there."""
+    """Whether a kill inside `replacing` left the file, or one inside safetensors, which has its own
+    files there."""
     return _LEFT.fullmatch(name) is not None
 
 
 def remove_asides(folder: Path) -> None:
-    """Remove files that a kill left anywhere below; only for the sole writer. Links are not followed."""
+    """Remove files that a kill left anywhere below; only for the sole writer. Links are not
+    followed."""
     for root, below, names in os.walk(folder):
         if len(Path(root).relative_to(folder).parts) > 20:
             below.clear()  # the walk is recursive
@@ -84,7 +93,8 @@ def remove_asides(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that it is complete and on disk afterwards. Raises OSError; see `replacing`."""
+    """Write a file so that it is complete and on disk afterwards. Raises OSError; see
+    `replacing`."""
     with replacing(path) as aside:
         aside.write_bytes(data)
 
@@ -110,7 +120,8 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(value: object) -> JSON:
-    """The value as plain JSON data. Scalars of numpy or torch become numbers, anything else its `str`."""
+    """The value as plain JSON data. Scalars of numpy or torch become numbers, anything else its
+    `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -136,10 +147,13 @@ def to_number(value: object) -> float | None:
 
 
 def is_deep(value: object) -> bool:
-    """Whether lists and mappings are nested deeper than `MAX_DEPTH`: recursion over such a value may fail."""
+    """Whether lists and mappings are nested deeper than `MAX_DEPTH`: recursion over such a value
+    may fail."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        holders = (list(holder.values()) if isinstance(holder, dict) else holder for holder in level)
+        holders = (
+            list(holder.values()) if isinstance(holder, dict) else holder for holder in level
+        )
         level = [item for holder in holders if isinstance(holder, list) for item in holder]
         if not level:
             return False
@@ -150,8 +164,8 @@ _encode_line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def encode(value: object, indent: int | None = None) -> bytes:
-    """JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, and invisible characters become JSON escapes, which are
-    read back unchanged."""
+    """JSON in UTF-8. Lone surrogates, which UTF-8 cannot hold, and invisible characters become JSON
+    escapes, which are read back unchanged."""
     plain = to_json(value)
     if indent is None:
         text = _encode_line(plain)
@@ -161,7 +175,8 @@ def encode(value: object, indent: int | None = None) -> bytes:
 
 
 class LineFile:
-    """Appends one JSON object per line. Each flush is one `write`, so that a kill tears at most the last line."""
+    """Appends one JSON object per line. Each flush is one `write`, so that a kill tears at most the
+    last line."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -178,7 +193,8 @@ class LineFile:
             self.flush()
 
     def flush(self) -> None:
-        """Pass all waiting lines to the operating system. Raises OSError with the file (for a full disk)."""
+        """Pass all waiting lines to the operating system. Raises OSError with the file (for a full
+        disk)."""
         if not self._pending:
             return
         data = memoryview((b"\n" if self._torn else b"") + b"".join(self._pending))
@@ -188,11 +204,14 @@ class LineFile:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            raise OSError(error.errno, f"cannot write to the run's folder: {error.strerror}", str(self.path)) from error
+            raise OSError(
+                error.errno, f"cannot write to the run's folder: {error.strerror}", str(self.path)
+            ) from error
         self._torn = False
 
     def close(self) -> None:
-        """Flush and close. A later write fails, whatever file has the descriptor's number by then."""
+        """Flush and close. A later write fails, whatever file has the descriptor's number by
+        then."""
         self.flush()
         os.close(self._fd)
         self._fd = -1
@@ -201,7 +220,8 @@ class LineFile:
 def read_records(
     path: Path, max_bytes: int | None = None, folder: Path | None = None
 ) -> tuple[list[dict[str, JSON]], int]:
-    """The objects of a JSON-lines file and the number of lines that could not be read; see `iter_records`."""
+    """The objects of a JSON-lines file and the number of lines that could not be read; see
+    `iter_records`."""
     found = list(iter_records(path, max_bytes, folder))
     records = [record for record in found if record is not None]
     return records, len(found) - len(records)
@@ -210,10 +230,12 @@ def read_records(
 def iter_records(
     path: Path, max_bytes: int | None = None, folder: Path | None = None
 ) -> Iterator[dict[str, JSON] | None]:
-    """The objects of a JSON-lines file, None for an unreadable line; empty if there is no such file.
+    """The objects of a JSON-lines file, None for an unreadable line; empty if there is no such
+    file.
 
-    max_bytes: only whole lines within this much of the file's end, or fewer if they would take too much memory. folder:
-    the one that the file must be in. Raises UserError if it is not in it, or is not readable.
+    max_bytes: only whole lines within this much of the file's end, or fewer if they would take too
+    much memory. folder: the one that the file must be in. Raises UserError if it is not in it, or
+    is not readable.
     """
     try:
         with open_file(path, folder) as file:
@@ -237,7 +259,8 @@ def bytes_left_out(path: Path, max_bytes: int) -> int:
 
 
 def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
-    """The object of a JSON file; empty if the file is missing or has none. Raises UserError as `iter_records` does."""
+    """The object of a JSON file; empty if the file is missing or has none. Raises UserError as
+    `iter_records` does."""
     try:
         return parse_object(read_file(path, folder, _MAX_OBJECT_BYTES)) or {}
     except FileNotFoundError:
@@ -247,7 +270,9 @@ def read_object(path: Path, folder: Path | None = None) -> dict[str, JSON]:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there")
+    return UserError(
+        f"'{path}' cannot be read: {error.strerror}. Move it away, or put a readable file there"
+    )
 
 
 def _end(file: BinaryIO, max_bytes: int) -> tuple[bytes, int]:
@@ -265,7 +290,8 @@ def start_within_memory(data: bytes) -> int:
     start = 0
     while count_values(data) + 20 * data.count(b"\n") > MAX_JSON_VALUES:
         half = len(data) // 2
-        data, start = data[half:], start + half
+        data = data[half:]
+        start = start + half
     return start
 
 

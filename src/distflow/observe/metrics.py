@@ -1,4 +1,5 @@
-"""The metrics of a run: the meaning and unit of each, and how its parts are combined, from the table `metrics.toml`."""
+"""The metrics of a run: the meaning and unit of each, and how its parts are combined, from the
+table `metrics.toml`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ TIMED_OUT = "no score within"
 
 
 class Metric(NamedTuple):
-    """One metric, or a family of metrics with "*" in the name. kind: how values of parts are combined."""
+    """One metric, or a family of metrics with "*" in the name. kind: how values of parts are
+    combined."""
 
     name: str
     kind: Kind
@@ -53,32 +55,45 @@ class Headline(NamedTuple):
 @cache
 def headline_table() -> tuple[Headline, ...]:
     """All numbers of a step's line of text, in their order."""
-    return tuple(Headline(**{**row, "names": tuple(row["names"])}) for row in read_table("charts.toml")["headlines"])
+    return tuple(
+        Headline(**{**row, "names": tuple(row["names"])})
+        for row in read_table("charts.toml")["headlines"]
+    )
 
 
 def headline_names() -> set[str]:
     return {name for line in headline_table() for name in line.names}
 
 
-_LEAF = "/"  # the key of a value whose name is also the prefix of other names; no part of a name can be "/"
+# the key of a value whose name is also the prefix of other names; no part of a name can be "/"
+_LEAF = "/"
 
 
 @lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that matches a name."""
-    return next((metric for metric, fits in _patterns() if (fits(name) if fits else metric.name == name)), None)
+    return next(
+        (metric for metric, fits in _patterns() if (fits(name) if fits else metric.name == name)),
+        None,
+    )
 
 
 @cache
 def _patterns() -> list[tuple[Metric, Callable[[str], object] | None]]:
     """The entries, with what tells whether a name is of their family."""
     parts = [(metric, map(re.escape, metric.name.split("*"))) for metric in metric_table()]
-    return [(metric, re.compile(".+".join(each)).fullmatch if "*" in metric.name else None) for metric, each in parts]
+    return [
+        (metric, re.compile(".+".join(each)).fullmatch if "*" in metric.name else None)
+        for metric, each in parts
+    ]
 
 
 def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
     """Those of the metrics that a line of text shows."""
-    present = {line: next((name for name in line.names if name in values), None) for line in headline_table()}
+    present = {
+        line: next((name for name in line.names if name in values), None)
+        for line in headline_table()
+    }
     return {line: values[name] for line, name in present.items() if name is not None}
 
 
@@ -129,7 +144,8 @@ Measured = tuple[Mapping[str, float], float]
 def combine(parts: Sequence[Measured]) -> dict[str, float]:
     """One set of metrics from those of parts.
 
-    A metric that only some parts have is combined over those. A name that is not in the table is a mean.
+    A metric that only some parts have is combined over those. A name that is not in the table is a
+    mean.
     """
     gathered: dict[str, list[tuple[float, float]]] = {}
     for values, weight in parts:
@@ -151,6 +167,7 @@ def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
         return values[-1]
     if kind == "sum":
         return sum(values)
-    # Python's max() and min() lose or keep a NaN depending on its position; a NaN anywhere must show.
+    # Python's max() and min() lose or keep a NaN depending on its position; a NaN anywhere must
+    # show.
     nan = next((value for value in values if value != value), None)
     return nan if nan is not None else (max(values) if kind == "max" else min(values))

@@ -1,7 +1,7 @@
 """Reads a run's folder: while it is written, after a crash, and across resumes.
 
-After a resume from step k, records of earlier restarts about later steps are invalid. Readers return the surviving
-timeline; events, being history, are all returned and marked."""
+After a resume from step k, records of earlier restarts about later steps are invalid. Readers
+return the surviving timeline; events, being history, are all returned and marked."""
 
 import io
 import os
@@ -56,11 +56,16 @@ MAX_SAMPLE_BYTES = 16 * 2**20
 PRESET = "preset or default"
 """Where a key was set that `config_sources` does not have."""
 
-_MAX_NAMES, _MAX_NAME = 4096, 200
-_MAX_SPAN_FILES, _MAX_SPAN_BYTES, _MAX_SPLITS, _MAX_REMARKS = 100, 40 * 2**20, 20, 500
+_MAX_NAMES = 4096
+_MAX_NAME = 200
+_MAX_SPAN_FILES = 100
+_MAX_SPAN_BYTES = 40 * 2**20
+_MAX_SPLITS = 20
+_MAX_REMARKS = 500
 _ZIPPED = 16
 """Files of samples are rarely smaller by more."""
-_LATEST_TIME, _MAX_WHOLE = 1e11, 2**63
+_LATEST_TIME = 1e11
+_MAX_WHOLE = 2**63
 _MAX_SHORT = 160
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
@@ -68,7 +73,8 @@ _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since the epoch."""
+    """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since
+    the epoch."""
 
     step: int
     t: float
@@ -93,9 +99,13 @@ class Event:
 def comparable_validations(
     records: Sequence[MetricsRecord], events: Sequence[Event]
 ) -> tuple[list[MetricsRecord], int | None]:
-    """The records without the validations on other rows than those of the last start; and the first step of those on
-    its rows, None if no validation was left out."""
-    rows = {event.restart: event.fields.get(VALIDATION_ROWS) for event in events if event.kind == VALIDATION_ROWS}
+    """The records without the validations on other rows than those of the last start; and the first
+    step of those on its rows, None if no validation was left out."""
+    rows = {
+        event.restart: event.fields.get(VALIDATION_ROWS)
+        for event in events
+        if event.kind == VALIDATION_ROWS
+    }
     last = rows[max(rows)] if rows else None
     kept = [each for each in records if each.kind != "val" or rows.get(each.restart, last) == last]
     first = min((each.step for each in kept if each.kind == "val"), default=None)
@@ -140,13 +150,17 @@ def flat_config(run_dir: Path) -> dict[str, str]:
 def config_sources(run: Mapping[str, JSON]) -> dict[str, str]:
     """Where each key was set that differs from the preset. run: the content of run.json."""
     listed = run.get("changed")
-    changes = [change for change in listed if isinstance(change, dict)] if isinstance(listed, list) else []
+    changes = (
+        [change for change in listed if isinstance(change, dict)]
+        if isinstance(listed, list)
+        else []
+    )
     return {str(change.get("key")): str(change.get("where", "")) for change in changes}
 
 
 class Attempt(NamedTuple):
-    """A start of a group. version: of the engine's weights then. worker: None if there is only one. aborted: because
-    its step was full."""
+    """A start of a group. version: of the engine's weights then. worker: None if there is only one.
+    aborted: because its step was full."""
 
     t: float
     version: int | None
@@ -157,8 +171,9 @@ class Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """A prompt group in the ledger. state: the last one. step: that trained on it. epoch, row: of the data. version:
-    the lowest of its tokens. ended: when a step took it, or it was dropped for `reason`. None: not in the ledger."""
+    """A prompt group in the ledger. state: the last one. step: that trained on it. epoch, row: of
+    the data. version: the lowest of its tokens. ended: when a step took it, or it was dropped for
+    `reason`. None: not in the ledger."""
 
     group_id: int
     state: str = ""
@@ -183,51 +198,97 @@ class Group:
 
     def values(self) -> tuple[object, ...]:
         """Those of `GROUP_COLUMNS`."""
-        data = (self.group_id, self.state, self.step, self.epoch, self.row, self.domain, self.version, self.tokens)
-        return (*data, len(self.attempts), self.worker, self.started, self.completed, self.ended, self.reason)
+        data = (
+            self.group_id,
+            self.state,
+            self.step,
+            self.epoch,
+            self.row,
+            self.domain,
+            self.version,
+            self.tokens,
+        )
+        return (
+            *data,
+            len(self.attempts),
+            self.worker,
+            self.started,
+            self.completed,
+            self.ended,
+            self.reason,
+        )
 
     def apply(self, record: Mapping[str, Any]) -> None:
         match record["kind"]:
             case "issued":
-                self.epoch, self.row = whole(record.get("epoch")), whole(record.get("row"))
+                self.epoch = whole(record.get("epoch"))
+                self.row = whole(record.get("row"))
                 self.domain = None if record.get("domain") is None else str(record["domain"])
                 restart = whole(record.get("restart"))
                 self.attempts.append(Attempt(_time(record), whole(record.get("version")), restart))
             case "assigned" if self.attempts:
                 self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
             case "complete":
-                self.tokens, self.version = whole(record.get("tokens")), whole(record.get("version"))
+                self.tokens = whole(record.get("tokens"))
+                self.version = whole(record.get("version"))
                 self.completed = _time(record)
             case "lost" | "aborted":
                 self.tokens = self.version = self.completed = None
                 if record["kind"] == "aborted" and self.attempts:
                     self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
             case "consumed":
-                self.step, self.ended = whole(record.get("step")), _time(record)
+                self.step = whole(record.get("step"))
+                self.ended = _time(record)
             case "dropped":
-                self.reason, self.ended = str(record.get("reason")), _time(record)
+                self.reason = str(record.get("reason"))
+                self.ended = _time(record)
         self.state = _STATE_AFTER[record["kind"]] or self.state
 
 
 GROUP_COLUMNS = (
-    *("group_id", "state", "step", "epoch", "row", "domain", "version", "tokens", "attempts", "worker"),
+    *(
+        "group_id",
+        "state",
+        "step",
+        "epoch",
+        "row",
+        "domain",
+        "version",
+        "tokens",
+        "attempts",
+        "worker",
+    ),
     *("started", "completed", "ended", "reason"),
 )
 
 _STATE_AFTER = {
-    **{"issued": "generating", "assigned": "", "complete": "queued", "lost": "waiting", "aborted": "waiting"},
+    **{
+        "issued": "generating",
+        "assigned": "",
+        "complete": "queued",
+        "lost": "waiting",
+        "aborted": "waiting",
+    },
     **{"consumed": "trained", "dropped": "dropped"},
 }
 """The state of a group after each kind of record."""
 
 
 def by_group(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A record of a ledger as one of each of its groups, if it is of several: a list has a value for each of them."""
+    """A record of a ledger as one of each of its groups, if it is of several: a list has a value
+    for each of them."""
     numbers = record.get("group_id")
     if not isinstance(numbers, list):
         return [record]
-    lists = {name: value for name, value in record.items() if isinstance(value, list) and len(value) == len(numbers)}
-    return [{**record, **dict(zip(lists, values, strict=True))} for values in zip(*lists.values(), strict=True)]
+    lists = {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, list) and len(value) == len(numbers)
+    }
+    return [
+        {**record, **dict(zip(lists, values, strict=True))}
+        for values in zip(*lists.values(), strict=True)
+    ]
 
 
 def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
@@ -244,13 +305,19 @@ def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
         live = record.get("live")
         for each in live if isinstance(live, list) else ():
             if isinstance(each, dict) and (number := whole(each.get("group_id"))) is not None:
-                domain, version = each.get("domain"), whole(each.get("version")) if each.get("complete") else None
+                domain = each.get("domain")
+                version = whole(each.get("version")) if each.get("complete") else None
                 state = "queued" if each.get("complete") else "waiting"
-                groups[number] = Group(number, state, domain=domain and str(domain), version=version)
+                groups[number] = Group(
+                    number, state, domain=domain and str(domain), version=version
+                )
     elif isinstance(kind, str) and kind in _STATE_AFTER:
         if "group_ids" in record:
             listed = record["group_ids"]
-            found = [(group_id, record) for group_id in (listed if isinstance(listed, list | tuple) else ())]
+            found = [
+                (group_id, record)
+                for group_id in (listed if isinstance(listed, list | tuple) else ())
+            ]
         else:
             found = [(each.get("group_id"), each) for each in by_group(record)]
         for group_id, own in found:
@@ -261,7 +328,8 @@ def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
 
 
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
-    """The files of spans, and how much of the end of each is read: at most `max_bytes`, and 40 MB of all."""
+    """The files of spans, and how much of the end of each is read: at most `max_bytes`, and 40 MB
+    of all."""
     paths = sorted((run_dir / "spans").glob("*.jsonl"))[:_MAX_SPAN_FILES]
     return paths, min(max_bytes, _MAX_SPAN_BYTES // max(len(paths), 1))
 
@@ -269,19 +337,25 @@ def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
 def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
     """The last spans of each actor, as many as its file's end holds; see `span_files`."""
     paths, each = span_files(run_dir, max_bytes)
-    spans = {path.stem: list(filter(None, map(_span, iter_records(path, each, run_dir)))) for path in paths}
+    spans = {
+        path.stem: list(filter(None, map(_span, iter_records(path, each, run_dir))))
+        for path in paths
+    }
     return {actor: found for actor, found in spans.items() if found}
 
 
 def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
-    """The last step that each resume kept: from its start event, else the step before the first training step that it
-    wrote.
+    """The last step that each resume kept: from its start event, else the step before the first
+    training step that it wrote.
 
-    max_bytes: here and below, how much of each file's end is read; None for all. Raises UserError if a newer distflow
-    wrote the folder.
+    max_bytes: here and below, how much of each file's end is read; None for all. Raises UserError
+    if a newer distflow wrote the folder.
     """
     events, num_unreadable = read_records(run_dir / "events.jsonl", max_bytes, run_dir)
-    version = max((whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"), default=0)
+    version = max(
+        (whole(event.get("schema")) or 0 for event in events if event.get("kind") == "start"),
+        default=0,
+    )
     if version > SCHEMA_VERSION:
         raise UserError(newer(run_dir, version))
     starts = [
@@ -312,8 +386,9 @@ class MetricsDamage:
 
 
 def read_damage(run_dir: Path, metrics: MetricsDamage | None = None) -> list[str]:
-    """A sentence for each file of metrics or events with unreadable lines, which readers skip, for damaged files of
-    samples, and for files that are too large to read whole. metrics: of these, if they were read before."""
+    """A sentence for each file of metrics or events with unreadable lines, which readers skip, for
+    damaged files of samples, and for files that are too large to read whole. metrics: of these, if
+    they were read before."""
     if metrics is None:
         metrics = MetricsDamage()
         for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
@@ -326,13 +401,17 @@ def read_damage(run_dir: Path, metrics: MetricsDamage | None = None) -> list[str
         if number
     ]
     if len(metrics.names) > _MAX_NAMES:
-        found.append(f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here")
+        found.append(
+            f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here"
+        )
     for name in lost:
         if number := bytes_left_out(run_dir / name, MAX_BYTES):
             found.append(f"{name} is too long: its first {number:,} bytes are missing here")
     for file, _, _ in sample_files(run_dir):
         stamp = file.lstat()
-        found += filter(None, [_damage_of_samples(file, run_dir, (stamp.st_size, stamp.st_mtime_ns))])
+        found += filter(
+            None, [_damage_of_samples(file, run_dir, (stamp.st_size, stamp.st_mtime_ns))]
+        )
         if len(found) >= _MAX_REMARKS:
             break
     return found
@@ -350,14 +429,17 @@ def _damage_of_samples(file: Path, run_dir: Path, stamp: tuple[int, int]) -> str
 def read_metrics(
     run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES
 ) -> list[MetricsRecord]:
-    """The surviving records by step, in the order of writing within one; a restart replaces older records. What several
-    processes of the run wrote for one step is one record, with the first value of each metric.
+    """The surviving records by step, in the order of writing within one; a restart replaces older
+    records. What several processes of the run wrote for one step is one record, with the first
+    value of each metric.
 
     timeline: here and below, saves reading it again.
     """
     timeline = timeline or read_timeline(run_dir, max_bytes)
     raw = iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)
-    return _surviving((record for each in raw if each and (record := _metrics_record(each))), timeline)
+    return _surviving(
+        (record for each in raw if each and (record := _metrics_record(each))), timeline
+    )
 
 
 def _surviving(records: Iterable[MetricsRecord], timeline: Timeline) -> list[MetricsRecord]:
@@ -367,8 +449,13 @@ def _surviving(records: Iterable[MetricsRecord], timeline: Timeline) -> list[Met
         if not timeline.survives(record.restart, record.step):
             continue
         if not record.values.keys() <= names:
-            names.update([name for name in record.values if name not in names][: _MAX_NAMES - len(names)])
-            record = replace(record, values={name: value for name, value in record.values.items() if name in names})
+            names.update(
+                [name for name in record.values if name not in names][: _MAX_NAMES - len(names)]
+            )
+            record = replace(
+                record,
+                values={name: value for name, value in record.values.items() if name in names},
+            )
         key = (record.step, record.kind)
         known = found.get(key)
         if known is None or known.restart < record.restart:
@@ -380,10 +467,14 @@ def _surviving(records: Iterable[MetricsRecord], timeline: Timeline) -> list[Met
 
 
 class GrowingMetrics:
-    """The metrics of a run that may go on: each reading takes only what was added since the last one."""
+    """The metrics of a run that may go on: each reading takes only what was added since the last
+    one."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._known, self._end, self._file = run_dir, list[MetricsRecord](), 0, (0, 0)
+        self._run_dir = run_dir
+        self._known = list[MetricsRecord]()
+        self._end = 0
+        self._file = (0, 0)
         self.damage = MetricsDamage()
 
     def read(self, timeline: Timeline) -> list[MetricsRecord]:
@@ -391,16 +482,21 @@ class GrowingMetrics:
         path = self._run_dir / "metrics.jsonl"
         try:
             with open_file(path, self._run_dir) as file:
-                found, is_cut = os.fstat(file.fileno()), False
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:  # another file
-                    self._known, self._file, self.damage = [], (found.st_dev, found.st_ino), MetricsDamage()
+                found = os.fstat(file.fileno())
+                is_cut = False
+                # another file
+                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
+                    self._known = []
+                    self._file = (found.st_dev, found.st_ino)
+                    self.damage = MetricsDamage()
                     self._end = max(found.st_size - MAX_BYTES, 0)
                     is_cut = self._end > 0  # perhaps within a line
                 file.seek(self._end)
                 added = file.read(MAX_BYTES)
                 if (start := start_within_memory(added)) or is_cut:
                     start = added.find(b"\n", start) + 1
-                    added, self._end = added[start:], self._end + start
+                    added = added[start:]
+                    self._end = self._end + start
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -414,20 +510,29 @@ class GrowingMetrics:
         return _surviving(self._known, timeline)
 
 
-def read_events(run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES) -> list[Event]:
+def read_events(
+    run_dir: Path, timeline: Timeline | None = None, max_bytes: int | None = MAX_BYTES
+) -> list[Event]:
     """All events in the order of writing."""
     timeline = timeline or read_timeline(run_dir, max_bytes)
-    return [_event(record, timeline) for record in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]]
+    return [
+        _event(record, timeline)
+        for record in read_records(run_dir / "events.jsonl", max_bytes, run_dir)[0]
+    ]
 
 
 def sample_files(run_dir: Path) -> list[tuple[Path, str, int]]:
     """All files of samples with their splits and steps, by name."""
-    found = ((file, _SAMPLE_FILE.fullmatch(file.name)) for file in sorted((run_dir / SAMPLES).glob("*.parquet")))
+    found = (
+        (file, _SAMPLE_FILE.fullmatch(file.name))
+        for file in sorted((run_dir / SAMPLES).glob("*.parquet"))
+    )
     return [(file, match[1] or "train", int(match[2])) for file, match in found if match]
 
 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
-    """The steps that have a sample file, ascending, even if rolled back; `read_samples` tells which are."""
+    """The steps that have a sample file, ascending, even if rolled back; `read_samples` tells which
+    are."""
     return sorted({step for _, name, step in sample_files(run_dir) if name == split})
 
 
@@ -445,15 +550,23 @@ def read_samples(
     max_bytes: int | None = MAX_SAMPLE_BYTES,
     damage: list[str] | None = None,
 ) -> list[dict[str, JSON]]:
-    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be NaN or infinite.
+    """The samples of a step; empty if there are none or the step was rolled back. Numbers may be
+    NaN or infinite.
 
     damage: gets a sentence for each file of it that is damaged or too long.
     """
     first = run_dir / SAMPLES / sample_file_name(step, split)
-    parts = sorted(first.parent.glob(f"{first.stem}.*.parquet"), key=lambda path: (len(path.name), path.name))
+    parts = sorted(
+        first.parent.glob(f"{first.stem}.*.parquet"), key=lambda path: (len(path.name), path.name)
+    )
     read = [read_sample_file(path, run_dir, max_bytes) for path in (first, *parts)]
     timeline = timeline or read_timeline(run_dir)
-    valid = [row for rows, _ in read for row in rows if timeline.survives(whole(row["restart"]) or 0, step)]
+    valid = [
+        row
+        for rows, _ in read
+        for row in rows
+        if timeline.survives(whole(row["restart"]) or 0, step)
+    ]
     if damage is not None:
         damage += [said for _, said in read if said]
     return list(map(_sample, valid))
@@ -463,14 +576,16 @@ def _first_steps(run_dir: Path, max_bytes: int | None) -> dict[int, int]:
     """The first step that each later restart trained; a validation alone rolls nothing back."""
     first: dict[int, int] = {}
     for record in filter(None, iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)):
-        restart, step = whole(record.get("restart")), whole(record.get("step"))
+        restart = whole(record.get("restart"))
+        step = whole(record.get("step"))
         if restart and step is not None and record.get("kind") != "val":
             first[restart] = min(step, first.get(restart, step))
     return first
 
 
 def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
-    step, nested = whole(record.get("step")), record.get("m")
+    step = whole(record.get("step"))
+    nested = record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
     values: Mapping[str, Any] = flatten(nested)
@@ -478,29 +593,53 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
         named = {name: to_number(value) for name, value in values.items() if len(name) <= _MAX_NAME}
         values = {name: number for name, number in named.items() if number is not None}
     return MetricsRecord(
-        step, _time(record), whole(record.get("restart")) or 0, str(record.get("kind", "train")), values
+        step,
+        _time(record),
+        whole(record.get("restart")) or 0,
+        str(record.get("kind", "train")),
+        values,
     )
 
 
 def _are_plain(values: Mapping[str, Any]) -> bool:
     """Whether all are finite floats under names that are short enough, as nearly always."""
     numbers = values.values()
-    return {*map(type, numbers)} == {float} and hypot(*numbers) < MAX_NUMBER and max(map(len, values)) <= _MAX_NAME
+    return (
+        {*map(type, numbers)} == {float}
+        and hypot(*numbers) < MAX_NUMBER
+        and max(map(len, values)) <= _MAX_NAME
+    )
 
 
 def _span(record: dict[str, JSON] | None) -> Span | None:
     if record is None:
         return None
-    start, end = to_number(record.get("t0")), to_number(record.get("t1"))
+    start = to_number(record.get("t0"))
+    end = to_number(record.get("t1"))
     if start is None or end is None or not 0 <= start <= end <= _LATEST_TIME:
         return None
-    step, group_id, version, restart = map(whole, map(record.get, ("step", "group_id", "version", "restart")))
-    kind, what, on = str(record.get("kind", "")), str(record.get("what", "")), record.get("on")
-    return Span(start, end, kind, what, step, group_id, version, None if on is None else str(on), restart or 0)
+    step, group_id, version, restart = map(
+        whole, map(record.get, ("step", "group_id", "version", "restart"))
+    )
+    kind = str(record.get("kind", ""))
+    what = str(record.get("what", ""))
+    on = record.get("on")
+    return Span(
+        start,
+        end,
+        kind,
+        what,
+        step,
+        group_id,
+        version,
+        None if on is None else str(on),
+        restart or 0,
+    )
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
-    restart, step = whole(record.get("restart")) or 0, whole(record.get("step"))
+    restart = whole(record.get("restart")) or 0
+    step = whole(record.get("step"))
     return Event(
         t=_time(record),
         restart=restart,
@@ -516,7 +655,9 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
     """Turn "NaN" among the scores of parts back into a number."""
     parts = row.get("reward_parts")
     if isinstance(parts, dict):
-        row["reward_parts"] = {name: value if (n := to_number(value)) is None else n for name, value in parts.items()}
+        row["reward_parts"] = {
+            name: value if (n := to_number(value)) is None else n for name, value in parts.items()
+        }
     return row
 
 
@@ -533,11 +674,19 @@ def whole(value: object) -> int | None:
 
 def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """The row's `extra` by part of the reward: its keys are PART/KEY, and a part may be a path."""
-    extra, scored = row.get("extra"), row.get("reward_parts")
-    parts = sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS] if isinstance(scored, Mapping) else []
+    extra = row.get("extra")
+    scored = row.get("reward_parts")
+    parts = (
+        sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS]
+        if isinstance(scored, Mapping)
+        else []
+    )
     found: dict[str, dict[str, object]] = {}
     for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
-        part = next((part for part in parts if str(name).startswith(f"{part}/")), str(name).partition("/")[0])
+        part = next(
+            (part for part in parts if str(name).startswith(f"{part}/")),
+            str(name).partition("/")[0],
+        )
         key = str(name).removeprefix(part).removeprefix("/")
         if key != "acc":  # `acc` is a field of the row already
             found.setdefault(part, {})[key] = value
@@ -556,20 +705,26 @@ def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
 def is_right(row: Mapping[str, object]) -> bool | None:
     """Whether the response counts as correct; None if that is unknown."""
     accuracy = row.get("acc") if row.get("acc") is not None else row.get("score")
-    return accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
+    return (
+        accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
+    )
 
 
 def in_short(row: Mapping[str, object]) -> str:
-    """The most important remark, as one line for the terminal; empty if the reward functions reported only a score."""
+    """The most important remark, as one line for the terminal; empty if the reward functions
+    reported only a score."""
     if errors := row.get("errors"):
         text = str(errors[0] if isinstance(errors, list) else errors)
     else:
-        text = "; ".join(f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own)))
+        text = "; ".join(
+            f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own))
+        )
     return escape_control(text, _MAX_SHORT, one_line=True)
 
 
 def _short(remark: Mapping[str, object]) -> str:
-    failed, followed = remark.get("failed"), remark.get("followed")
+    failed = remark.get("failed")
+    followed = remark.get("followed")
     if isinstance(failed, list) and failed and isinstance(failed[0], Mapping):
         return f"{failed[0].get('case')}: {failed[0].get('why')}"
     if isinstance(followed, Mapping):

@@ -1,5 +1,6 @@
-"""The samples of a run as Parquet files, one for each step, split and writing process: their schema, the thread that
-writes them, and their reader. A file is whole or absent, whatever is killed; `docs/schema.md` lists the columns.
+"""The samples of a run as Parquet files, one for each step, split and writing process: their
+schema, the thread that writes them, and their reader. A file is whole or absent, whatever is
+killed; `docs/schema.md` lists the columns.
 """
 
 import json
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 from distflow.errors import UserError, count_of
-from distflow.observe.crash_safe_files import JSON, encode, is_deep, replacing, to_number, unreadable
+from distflow.observe.crash_safe_files import (
+    JSON,
+    encode,
+    is_deep,
+    replacing,
+    to_number,
+    unreadable,
+)
 from distflow.untrusted_files import count_values, open_file
 
 if TYPE_CHECKING:
@@ -46,39 +54,73 @@ _DERIVED = ("step", "split", "fate", "group_id")
 """Not part of a row in Python: derived from the others, and from the file's name."""
 _ALWAYS = ("score", "acc", "errors", "advantage", "ground_truth", "restart")
 """Part of every row in Python, even if null."""
-_REPEATED = ["domain", "prompt", "images", "ground_truth", "finish_reason", "versions", "dropped", "set", "kind"]
+_REPEATED = [
+    "domain",
+    "prompt",
+    "images",
+    "ground_truth",
+    "finish_reason",
+    "versions",
+    "dropped",
+    "set",
+    "kind",
+]
 _REPEATED += ["step", "split", "fate", "restart"]
 """Columns whose values repeat; the others would only fill a dictionary."""
 
 _MAGIC: Final = b"PAR1"
 _VERSION_KEY: Final = b"distflow_schema"
 _GROUP_CHARACTERS: Final = 4 * 2**20
-_ROW_BYTES, _VALUE_BYTES, _MAX_BATCH, _MAX_WHOLE = 500, 100, 1024, 2**63
-_MOST_ZIPPED, _LEAST_LIMIT, _LEAST_GROUP, _MOST_FOOTER = 64, 64 * 2**20, 2**18, 8 * 2**20
+_ROW_BYTES = 500
+_VALUE_BYTES = 100
+_MAX_BATCH = 1024
+_MAX_WHOLE = 2**63
+_MOST_ZIPPED = 64
+_LEAST_LIMIT = 64 * 2**20
+_LEAST_GROUP = 2**18
+_MOST_FOOTER = 8 * 2**20
 _MAX_WAITING: Final = 400 * 2**20
-_DROPPED_EVERY_S, _SHARE_OF_TIME = 5.0, 0.01
+_DROPPED_EVERY_S = 5.0
+_SHARE_OF_TIME = 0.01
 _CLOSE_S: Final = 60.0
 
 
 def sample_file_name(step: int, split: str, part: int = 0) -> str:
-    """ "000012.parquet" for training samples, "val-000012.parquet" for those of the split "val", "000012.3.parquet" for
-    those written by part 3 of the run. split: made of letters that a file's name may have."""
-    return f"{'' if split == 'train' else f'{split}-'}{step:06d}{f'.{part}' if part else ''}.parquet"
+    """ "000012.parquet" for training samples, "val-000012.parquet" for those of the split "val",
+    "000012.3.parquet" for those written by part 3 of the run. split: made of letters that a file's
+    name may have."""
+    return (
+        f"{'' if split == 'train' else f'{split}-'}{step:06d}{f'.{part}' if part else ''}.parquet"
+    )
 
 
-def write_sample_file(path: Path, rows: Sequence[Mapping[str, object]], step: int, split: str) -> None:
+def write_sample_file(
+    path: Path, rows: Sequence[Mapping[str, object]], step: int, split: str
+) -> None:
     """Write the file whole or not at all. Raises OSError."""
     import pyarrow
     import pyarrow.parquet
 
     values = [_stored(row, step, split) for row in rows]
     schema = pyarrow.schema([(name, _arrow_type(column.kind)) for name, column in COLUMNS.items()])
-    arrays = [_array(column.kind, [row.get(name) for row in values]) for name, column in COLUMNS.items()]
+    arrays = [
+        _array(column.kind, [row.get(name) for row in values]) for name, column in COLUMNS.items()
+    ]
     mean_size = sum(map(_size, rows)) // max(len(rows), 1)
-    options = {"compression": "zstd", "use_dictionary": _REPEATED, "store_schema": False, "write_page_checksum": True}
+    options = {
+        "compression": "zstd",
+        "use_dictionary": _REPEATED,
+        "store_schema": False,
+        "write_page_checksum": True,
+    }
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    with replacing(path) as aside, pyarrow.parquet.ParquetWriter(aside, schema, **options) as writer:
-        writer.write_table(pyarrow.table(arrays, schema=schema), max(_GROUP_CHARACTERS // max(mean_size, 1), 1))
+    with (
+        replacing(path) as aside,
+        pyarrow.parquet.ParquetWriter(aside, schema, **options) as writer,
+    ):
+        writer.write_table(
+            pyarrow.table(arrays, schema=schema), max(_GROUP_CHARACTERS // max(mean_size, 1), 1)
+        )
         writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION)})
 
 
@@ -101,7 +143,9 @@ def _as_kind(kind: str, value: object) -> object:
     if kind == "json":
         return encode(value)
     if kind == "text":
-        return value.encode("utf-8", "backslashreplace") if isinstance(value, str) else encode(value)
+        return (
+            value.encode("utf-8", "backslashreplace") if isinstance(value, str) else encode(value)
+        )
     if kind == "whole":
         return value if isinstance(value, int) and abs(value) < _MAX_WHOLE else None
     return to_number(value)
@@ -119,10 +163,13 @@ def _arrow_type(kind: str) -> "pyarrow.DataType":
 def _array(kind: str, values: Sequence[Any]) -> "pyarrow.Array":
     import pyarrow
 
-    bits = int("".join("01"[value is not None] for value in reversed(values)) or "0", 2)  # the first is the lowest
+    # the first is the lowest
+    bits = int("".join("01"[value is not None] for value in reversed(values)) or "0", 2)
     buffers = [pyarrow.py_buffer(bits.to_bytes(-(-len(values) // 8), "little"))]
     if kind in ("number", "whole"):
-        numbers = array("d" if kind == "number" else "q", (0 if value is None else value for value in values))
+        numbers = array(
+            "d" if kind == "number" else "q", (0 if value is None else value for value in values)
+        )
         buffers.append(pyarrow.py_buffer(numbers))
     else:
         texts = [value or b"" for value in values]
@@ -140,7 +187,13 @@ def _characters(value: object) -> int:
     """Of all texts in it: an episode has most of them in its `conversation`."""
     if isinstance(value, str):
         return len(value)
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    inside = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return sum(map(_characters, inside))
 
 
@@ -155,11 +208,11 @@ class _Waiting:
 
 
 class SampleWriter:
-    """Writes files in a thread of its own, so that no step waits for them. The samples that wait are bounded: what
-    comes on top, or cannot be written, is lost, and counted in `num_lost`.
+    """Writes files in a thread of its own, so that no step waits for them. The samples that wait
+    are bounded: what comes on top, or cannot be written, is lost, and counted in `num_lost`.
 
-    Dropped samples come one group at a time. Their file is written anew with each that is there by then, so seldom that
-    this takes at most a hundredth of the time.
+    Dropped samples come one group at a time. Their file is written anew with each that is there by
+    then, so seldom that this takes at most a hundredth of the time.
 
     on_loss: called with a message at the first loss, on any thread.
     """
@@ -169,14 +222,16 @@ class SampleWriter:
         self._condition = threading.Condition()
         self._waiting: dict[Path, _Waiting] = {}
         self._size = 0  # of the rows that wait or are kept
-        self._kept: tuple[Path | None, list[Mapping[str, object]]] = (None, [])  # dropped ones that are written
+        # dropped ones that are written
+        self._kept: tuple[Path | None, list[Mapping[str, object]]] = (None, [])
         self._next_dropped = 0.0
         self._busy = self._urgent = self._closed = False
         self._thread: threading.Thread | None = None
         self.num_lost = 0
 
     def put(self, path: Path, rows: Sequence[Mapping[str, object]], step: int, split: str) -> None:
-        """Have a file written: with these rows, or for dropped ones with those before as well. Never waits."""
+        """Have a file written: with these rows, or for dropped ones with those before as well.
+        Never waits."""
         size = sum(map(_size, rows))
         with self._condition:
             if self._closed or self._size + size > _MAX_WAITING:
@@ -191,7 +246,9 @@ class SampleWriter:
                     waiting.rows.clear()
                 waiting.rows += rows
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="sample-writer", daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._run, name="sample-writer", daemon=True
+                    )
                     self._thread.start()
                 self._condition.notify_all()
         if why:
@@ -218,19 +275,24 @@ class SampleWriter:
             self._lose(left, f"the disk did not take them within {_CLOSE_S:g} s of the run's end")
 
     def _run(self) -> None:
-        """Consumes waiting samples · waits for them · unblocked by the run or its end · produces files."""
+        """Consumes waiting samples · waits for them · unblocked by the run or its end · produces
+        files."""
         while (taken := self._take()) is not None:
             path, waiting = taken
             started = time.monotonic()
             try:
                 write_sample_file(path, waiting.rows, waiting.step, waiting.split)
             except OSError as error:
-                self._lose(len(waiting.rows), f"{path.name} cannot be written: {error.strerror or error}")
+                self._lose(
+                    len(waiting.rows), f"{path.name} cannot be written: {error.strerror or error}"
+                )
             ended = time.monotonic()
             with self._condition:
                 if waiting.split == DROPPED:
                     self._kept = (path, waiting.rows)
-                    self._next_dropped = ended + max(_DROPPED_EVERY_S, (ended - started) / _SHARE_OF_TIME)
+                    self._next_dropped = ended + max(
+                        _DROPPED_EVERY_S, (ended - started) / _SHARE_OF_TIME
+                    )
                 else:
                     self._size -= sum(map(_size, waiting.rows))
                 self._busy = False
@@ -265,11 +327,15 @@ class SampleWriter:
             self._on_loss(f"{count_of(number, 'sample')} or more are not kept: {why}")
 
 
-def read_sample_file(path: Path, folder: Path, max_bytes: int | None = None) -> tuple[list[Row], str]:
-    """The rows of a file, and a sentence on what is missing of it ("" if nothing); no rows if there is no file.
+def read_sample_file(
+    path: Path, folder: Path, max_bytes: int | None = None
+) -> tuple[list[Row], str]:
+    """The rows of a file, and a sentence on what is missing of it ("" if nothing); no rows if there
+    is no file.
 
-    max_bytes: about the memory that they may take; None for all that a run may have put into a file of this size.
-    Raises UserError if the file is of a newer version, not readable, or not in `folder`.
+    max_bytes: about the memory that they may take; None for all that a run may have put into a file
+    of this size. Raises UserError if the file is of a newer version, not readable, or not in
+    `folder`.
     """
     import pyarrow
 
@@ -287,12 +353,17 @@ def read_sample_file(path: Path, folder: Path, max_bytes: int | None = None) -> 
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             return [], f"{SAMPLES}/{path.name} is damaged, its samples are missing here: {error}"
     left = number - len(rows)
-    return rows, f"{SAMPLES}/{path.name} is too long: {left:,} of its samples are missing here" if left else ""
+    return (
+        rows,
+        f"{SAMPLES}/{path.name} is too long: {left:,} of its samples are missing here"
+        if left
+        else "",
+    )
 
 
 def is_torn(path: Path, folder: Path) -> bool:
-    """Whether its beginning or its end is not there, or no run wrote such an end. Raises UserError as
-    `read_sample_file` does."""
+    """Whether its beginning or its end is not there, or no run wrote such an end. Raises UserError
+    as `read_sample_file` does."""
     try:
         with open_file(path, folder) as file:
             return file.read(4) != _MAGIC or not _has_footer(file)
@@ -301,7 +372,8 @@ def is_torn(path: Path, folder: Path) -> bool:
 
 
 def is_damaged(path: Path, folder: Path) -> bool:
-    """Whether it cannot be read whole, or has other columns than those of a run. Takes as long as reading it."""
+    """Whether it cannot be read whole, or has other columns than those of a run. Takes as long as
+    reading it."""
     import pyarrow
 
     try:
@@ -318,7 +390,8 @@ def is_damaged(path: Path, folder: Path) -> bool:
 
 
 def _has_footer(file: BinaryIO) -> bool:
-    """Whether it ends as a Parquet file, with a description of its parts that takes little memory."""
+    """Whether it ends as a Parquet file, with a description of its parts that takes little
+    memory."""
     file.seek(-min(8, file.seek(0, 2)), 2)
     end = file.read()
     return end[4:] == _MAGIC and int.from_bytes(end[:4], "little") <= _MOST_FOOTER
@@ -328,17 +401,26 @@ def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row
     """Rows, and how many there are in all."""
     file = _checked(opened, path)
     metadata = file.metadata
-    types = {name: str(kind) for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)}
-    names = [name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))]
+    types = {
+        name: str(kind)
+        for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)
+    }
+    names = [
+        name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))
+    ]
     rows: list[Row] = []
     limit = max_bytes or _LEAST_LIMIT + _MOST_ZIPPED * opened.seek(0, 2)
     used = 0
     for group in range(metadata.num_row_groups):
-        size = max(metadata.row_group(group).total_byte_size, _LEAST_GROUP)  # to read many small ones takes long
+        # to read many small ones takes long
+        size = max(metadata.row_group(group).total_byte_size, _LEAST_GROUP)
         if used + size > limit and (used or size > 4 * limit):
             break
-        start, batch_size = used, max(min(2 * _LEAST_LIMIT // size, _MAX_BATCH), 1)
-        for batch in file.iter_batches(batch_size, row_groups=[group], columns=names, use_threads=False):
+        start = used
+        batch_size = max(min(2 * _LEAST_LIMIT // size, _MAX_BATCH), 1)
+        for batch in file.iter_batches(
+            batch_size, row_groups=[group], columns=names, use_threads=False
+        ):
             for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 used += _cost(names, values)
                 if used > limit:
@@ -364,13 +446,20 @@ def _checked(opened: BinaryIO, path: Path) -> "pyarrow.parquet.ParquetFile":
 
 def newer(path: Path, version: int) -> str:
     """The message on a file or folder of a newer schema."""
-    return f"'{path}' is of version {version} of the schema, and this distflow reads up to {SCHEMA_VERSION}: update it"
+    return (
+        f"'{path}' is of version {version} of the schema, and this distflow reads up to "
+        f"{SCHEMA_VERSION}: update it"
+    )
 
 
 def _cost(names: Sequence[str], values: Sequence[Any]) -> int:
     """About the memory of a row."""
-    texts = [(name, value) for name, value in zip(names, values, strict=True) if isinstance(value, str)]
-    of_json = sum(count_values(value.encode()) for name, value in texts if COLUMNS[name].kind == "json")
+    texts = [
+        (name, value) for name, value in zip(names, values, strict=True) if isinstance(value, str)
+    ]
+    of_json = sum(
+        count_values(value.encode()) for name, value in texts if COLUMNS[name].kind == "json"
+    )
     return _ROW_BYTES + sum(len(value) for _, value in texts) + _VALUE_BYTES * of_json
 
 

@@ -1,9 +1,10 @@
-"""Sanitizes text of models, data, files and users before it is printed or written, so that it cannot move the cursor,
-hide lines or reverse them.
+"""Sanitizes text of models, data, files and users before it is printed or written, so that it
+cannot move the cursor, hide lines or reverse them.
 
-`escape_control` is for lines that people read, `SanitizedStream` for whole streams (standard output and error),
-`escaped_json` for JSON in files and pages. `TerminalOutput` outlives its terminal. `quiet_libraries` hides library
-messages that a user cannot act on; errors and warnings of the user's code are shown.
+`escape_control` is for lines that people read, `SanitizedStream` for whole streams (standard output
+and error), `escaped_json` for JSON in files and pages. `TerminalOutput` outlives its terminal.
+`quiet_libraries` hides library messages that a user cannot act on; errors and warnings of the
+user's code are shown.
 """
 
 import errno
@@ -23,34 +24,41 @@ from typing import TextIO
 
 _BAR_EVERY_S = 10.0
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-# Characters that JSON allows but terminals or editors interpret: DEL and C1, soft hyphen, direction marks, joiners,
-# separators, interlinear marks, tags.
+# Characters that JSON allows but terminals or editors interpret: DEL and C1, soft hyphen, direction
+# marks, joiners, separators, interlinear marks, tags.
 _OBEYED = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
 
 def escape_control(text: str, limit: int | None = None, one_line: bool = False) -> str:
-    """The text with control, format and unpaired characters written as escapes (`\\x1b`, `\\u202e`).
+    """The text with control, format and unpaired characters written as escapes (`\\x1b`,
+    `\\u202e`).
 
-    one_line: line ends are shown as ⏎. limit: longer text is cut before anything else, and ends in "…".
+    one_line: line ends are shown as ⏎. limit: longer text is cut before anything else, and ends in
+    "…".
     """
     cut = limit is not None and len(text) > limit
-    shown = "".join(_escape_character(character, one_line) for character in (text[:limit] if cut else text))
+    shown = "".join(
+        _escape_character(character, one_line) for character in (text[:limit] if cut else text)
+    )
     return shown + "…" if cut else shown
 
 
 def escaped_json(text: str) -> str:
-    """JSON text whose invisible characters are JSON escapes: it is read back unchanged, and harmless to display."""
+    """JSON text whose invisible characters are JSON escapes: it is read back unchanged, and
+    harmless to display."""
     if text.isascii() and "\x7f" not in text:
         return text
     return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class TerminalOutput(io.TextIOBase):
-    """Writes to the stream `below`, and outlives its terminal: output to a closed terminal is discarded.
+    """Writes to the stream `below`, and outlives its terminal: output to a closed terminal is
+    discarded.
 
-    Writes to a closed terminal fail before SIGHUP arrives, but only the handler of SIGHUP stops the run cleanly.
+    Writes to a closed terminal fail before SIGHUP arrives, but only the handler of SIGHUP stops the
+    run cleanly.
     """
 
     def __init__(self, below: TextIO) -> None:
@@ -80,7 +88,8 @@ class TerminalOutput(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.below, name)  # attributes that only some streams have, such as `reconfigure`
+        # attributes that only some streams have, such as `reconfigure`
+        return getattr(self.below, name)
 
     def _leave_dead_terminal(self, error: OSError) -> None:
         """Send all further and buffered output to /dev/null. Raises any other error."""
@@ -93,11 +102,14 @@ class TerminalOutput(io.TextIOBase):
 class SanitizedStream(TerminalOutput):
     """A stream that applies `escape_control` and writes to the one below, in its encoding.
 
-    It does not report to be a terminal, so that libraries omit colours and redrawing, even if `below` is one. Lines
-    rewritten with carriage returns, like progress bars, become a line every ten seconds and one at the end.
+    It does not report to be a terminal, so that libraries omit colours and redrawing, even if
+    `below` is one. Lines rewritten with carriage returns, like progress bars, become a line every
+    ten seconds and one at the end.
     """
 
-    _bar, _bar_at = "", 0.0  # text last written with a carriage return, and when such a line was shown or began
+    # text last written with a carriage return, and when such a line was shown or began
+    _bar = ""
+    _bar_at = 0.0
 
     def write(self, text: str) -> int:
         if not text:  # progress bars test in this way whether the stream is open
@@ -109,24 +121,31 @@ class SanitizedStream(TerminalOutput):
             self._bar = shown.rstrip()
             if not self._bar or now - self._bar_at < _BAR_EVERY_S:
                 return len(text)
-            self._bar_at, shown = now, ""
+            self._bar_at = now
+            shown = ""
         elif self._bar_at:
-            self._bar_at, shown = 0.0, "" if shown == "\n" else shown
+            self._bar_at = 0.0
+            shown = "" if shown == "\n" else shown
         if self._bar:
             self._bar, shown = "", f"{self._bar}\n{shown}"
-        super().write(escape_control(shown).encode(self.encoding, "backslashreplace").decode(self.encoding))
+        super().write(
+            escape_control(shown).encode(self.encoding, "backslashreplace").decode(self.encoding)
+        )
         return len(text)
 
 
 @contextmanager
 def sanitized_output() -> Iterator[None]:
     """Inside, standard output and error are `SanitizedStream`s."""
-    out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = SanitizedStream(out), SanitizedStream(err)
+    out = sys.stdout
+    err = sys.stderr
+    sys.stdout = SanitizedStream(out)
+    sys.stderr = SanitizedStream(err)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = out, err
+        sys.stdout = out
+        sys.stderr = err
 
 
 def _escape_character(character: str, one_line: bool) -> str:
@@ -134,7 +153,11 @@ def _escape_character(character: str, one_line: bool) -> str:
         return "⏎" if one_line else character
     if character == "\t":
         return " "
-    if character.isascii() and character.isprintable() or unicodedata.category(character) not in _HIDDEN:
+    if (
+        character.isascii()
+        and character.isprintable()
+        or unicodedata.category(character) not in _HIDDEN
+    ):
         return character
     if character.isascii():
         return f"\\x{ord(character):02x}"
@@ -142,15 +165,28 @@ def _escape_character(character: str, one_line: bool) -> str:
 
 
 # Which of their functions a library calls next year does not concern our users.
-_LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "peft", "torch", "transformers")
+_LIBRARIES = (
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "huggingface_hub",
+    "peft",
+    "torch",
+    "transformers",
+)
 _OUTDATED = (DeprecationWarning, FutureWarning)
 
 _LOGGER = "bitsandbytes.backends.cpu.ops"
-_LOGGED = "Failed to load CPU gemm_4bit_forward from kernels-community"  # an alternative that our runs do not use
+# an alternative that our runs do not use
+_LOGGED = "Failed to load CPU gemm_4bit_forward from kernels-community"
 
 
 def quiet_libraries() -> None:
     """Omit those lines from now on. `-W`, PYTHONWARNINGS and user code take precedence."""
     for category in _OUTDATED:
-        warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True)
-    logging.getLogger(_LOGGER).addFilter(lambda r: r.levelno >= logging.ERROR or not str(r.msg).startswith(_LOGGED))
+        warnings.filterwarnings(
+            "ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True
+        )
+    logging.getLogger(_LOGGER).addFilter(
+        lambda r: r.levelno >= logging.ERROR or not str(r.msg).startswith(_LOGGED)
+    )

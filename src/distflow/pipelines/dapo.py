@@ -1,4 +1,5 @@
-"""DAPO: GRPO that replaces groups without a signal. The other parts of DAPO are settings of its preset."""
+"""DAPO: GRPO that replaces groups without a signal. The other parts of DAPO are settings of its
+preset."""
 
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph

@@ -6,6 +6,9 @@ from distflow.pipelines.policy_gradient import policy_gradient
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
-    """Generate, reward, compute log-probs, compare in groups, update. config: the preset's by default."""
-    pipeline = Pipeline("grpo_training_pipeline", "Group-relative policy optimisation (arXiv:2402.03300)")
+    """Generate, reward, compute log-probs, compare in groups, update. config: the preset's by
+    default."""
+    pipeline = Pipeline(
+        "grpo_training_pipeline", "Group-relative policy optimisation (arXiv:2402.03300)"
+    )
     return policy_gradient(pipeline, config or preset_config("grpo"))

@@ -1,8 +1,9 @@
-"""The nodes that the pipelines of RL share: from a prompt to a scored group, and from a step to its update.
+"""The nodes that the pipelines of RL share: from a prompt to a scored group, and from a step to its
+update.
 
-A pipeline is a function of the config that adds the nodes that the config needs. Their order follows from the columns
-that they read and write. Prompt groups go through the rollout nodes one by one, whole steps through the training nodes.
-"""
+A pipeline is a function of the config that adds the nodes that the config needs. Their order
+follows from the columns that they read and write. Prompt groups go through the rollout nodes one by
+one, whole steps through the training nodes."""
 
 from distflow.algorithms.registry import POLICY_LOSSES
 from distflow.config import Config
@@ -16,8 +17,8 @@ from distflow.pipelines.nodes.settings_by_domain import masks_samples
 
 
 def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False) -> TaskGraph:
-    """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of GRPO, and of pipelines
-    that differ from it only in settings or a critic."""
+    """Generate, reward, compute log-probs and values, estimate advantages, update: the nodes of
+    GRPO, and of pipelines that differ from it only in settings or a critic."""
     roll_out_and_score(pipeline, config)
     prepare_training_data(pipeline, config)
     if has_critic:
@@ -33,7 +34,9 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     """The nodes of the rollout loop: from a prompt to a scored and filtered group."""
     has_workflow = config.actor_rollout_ref.rollout.workflow is not None
     pipeline.add_node("rollout_actor", nodes.run_workflow if has_workflow else nodes.generate)
-    pipeline.add_node("function_reward", nodes.take_scores if has_workflow else nodes.compute_reward)
+    pipeline.add_node(
+        "function_reward", nodes.take_scores if has_workflow else nodes.compute_reward
+    )
     if config.actor_rollout_ref.rollout.workflow == "simulator":
         from distflow.pipelines.nodes.simulators_and_srpo import (  # no other run imports it
             place_rewards,
@@ -59,13 +62,24 @@ def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
 def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     """Log-probs, rollout correction and rewards of a step, before its advantages."""
     accepts = config.algorithm.filter_groups.should_accept is not None
-    before = ["function_reward", *["dynamic_sampling"] * filters_groups(config), *["group_filter"] * accepts]
+    before = [
+        "function_reward",
+        *["dynamic_sampling"] * filters_groups(config),
+        *["group_filter"] * accepts,
+    ]
     nodes.score_by_models(pipeline, config, before)  # group filters know only the functions' scores
-    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="training", only_forward_compute=True)
+    pipeline.add_node(
+        "actor_old_log_prob",
+        nodes.compute_old_log_prob,
+        plane="training",
+        only_forward_compute=True,
+    )
     # Without a KL term the reference model is not even built.
     kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
     if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
-        pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
+        pipeline.add_node(
+            "reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True
+        )
     correction = config.algorithm.rollout_correction
     if correction.rollout_is and not interpolates_prox(config):  # it is known only within the loss
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
@@ -74,7 +88,9 @@ def prepare_training_data(pipeline: Pipeline, config: Config) -> None:
     if correction.rollout_rs:
         # Weights are computed for whole sequences, rejected tokens included.
         after = ["mismatch_weights"] if correction.rollout_is or corrects_drift(config) else []
-        pipeline.add_node("mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection")
+        pipeline.add_node(
+            "mismatch_rejection", nodes.reject_mismatch, after, phase="mismatch_rejection"
+        )
     each = [algorithm for _, algorithm in algorithms(config)]
     if any(map(masks_samples, each)):
         after = ["mismatch_rejection"] if correction.rollout_rs else []
@@ -98,8 +114,16 @@ def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
     each = [algorithm for _, algorithm in algorithms(config)]
     after: list[str] = []  # they update the same column, in this order
     for node_id, function, is_used in (
-        ("advantage_norm", nodes.normalize_advantages, any(is_on(algorithm.adv_norm) for algorithm in each)),
-        ("advantage_clip", nodes.clip_advantages, any(algorithm.advantage_clip is not None for algorithm in each)),
+        (
+            "advantage_norm",
+            nodes.normalize_advantages,
+            any(is_on(algorithm.adv_norm) for algorithm in each),
+        ),
+        (
+            "advantage_clip",
+            nodes.clip_advantages,
+            any(algorithm.advantage_clip is not None for algorithm in each),
+        ),
         ("sample_weights", nodes.weigh_samples, any(map(weighs_samples, each))),
     ):
         if is_used:

@@ -19,11 +19,18 @@ from distflow.environments.endpoint_calls_and_conversations import Answer, Call,
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.pipelines.nodes.workflow_rollout import template_kwargs
-from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream, generate_whole
+from distflow.rollout.engine import (
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+    Stream,
+    generate_whole,
+)
 
 
 class ServedPolicy:
-    """Must be created on the engine's event loop. params: defaults for calls. context: in tokens."""
+    """Must be created on the engine's event loop. params: defaults for calls. context: in
+    tokens."""
 
     def __init__(
         self,
@@ -35,18 +42,24 @@ class ServedPolicy:
         context: int,
     ) -> None:
         self._tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
-        self._engine, self._limits, self._loop = engine, Limits(context, context), asyncio.get_running_loop()
+        self._engine = engine
+        self._limits = Limits(context, context)
+        self._loop = asyncio.get_running_loop()
         self._params = replace(params, stop_token_ids=tuple(stop_ids))
-        self._seed, self._numbers = secrets.randbits(62), itertools.count()
+        self._seed = secrets.randbits(62)
+        self._numbers = itertools.count()
 
     def submit(self, call: Call) -> "Future[Answer]":
         """Submit a call from any thread."""
         return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)
 
     async def _answer(self, call: Call) -> Answer:
-        params, seed = self._params, call.seed
+        params = self._params
+        seed = call.seed
         if call.temperature is not None:
-            params = replace(params, greedy=call.temperature == 0, temperature=call.temperature or 1.0)
+            params = replace(
+                params, greedy=call.temperature == 0, temperature=call.temperature or 1.0
+            )
         if call.top_p:
             params = replace(params, top_p=min(call.top_p, 1.0))
         stream = (
@@ -61,7 +74,9 @@ class ServedPolicy:
             texts = (text for text in stop if isinstance(text, str))
             own = replace(params, max_tokens=most, stop=(*params.stop, *texts))
             heard = None if (tell := on_token.get()) is None else lambda _, token: tell(token)
-            request = GenerateRequest(prompt, (0,), own, stream, num_drawn, may_continue=True, heard=heard)
+            request = GenerateRequest(
+                prompt, (0,), own, stream, num_drawn, may_continue=True, heard=heard
+            )
             (made,) = (await generate_whole(self._engine.generate, request)).generations
             return policy_segment(made), made.finish_reason
 

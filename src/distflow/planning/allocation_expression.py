@@ -3,10 +3,11 @@
 allocation = devices ("+" devices)*              each on devices of its own
 devices    = part ("|" part)*                    all on the same devices
 part       = ENGINE ["[" ROLE "]"] ":" sizes | ENGINE "." sizes | sizes
-sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e expert
+sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e
+expert
 
-The last two are AReaL's older forms, `sglang.d4p1m1+d2` and `sglang:d4+d2`: sizes alone, after the rollout's engine,
-are the trainer's, with FSDP if it has no stages.
+The last two are AReaL's older forms, `sglang.d4p1m1+d2` and `sglang:d4+d2`: sizes alone, after the
+rollout's engine, are the trainer's, with FSDP if it has no stages.
 Keys that are not set follow the allocation; a key that contradicts it is an error.
 """
 
@@ -15,7 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineEntry, TrainEngineEntry
+from distflow.builtin_names import (
+    ROLLOUT_ENGINES,
+    TRAIN_ENGINES,
+    RolloutEngineEntry,
+    TrainEngineEntry,
+)
 from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.migration.tables import find_synonyms
@@ -24,8 +30,16 @@ from distflow.graph.node_decorator_and_roles import ENGINES
 from distflow.planning.plan_of_ranks_and_layouts import Axis, Sizes
 
 KEY = "trainer.allocation"
-STRATEGY, NAME = "actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"
-_LETTERS: dict[str, Axis] = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+STRATEGY = "actor_rollout_ref.actor.strategy"
+NAME = "actor_rollout_ref.rollout.name"
+_LETTERS: dict[str, Axis] = {
+    "d": "data",
+    "t": "tensor",
+    "m": "tensor",
+    "p": "pipeline",
+    "c": "context",
+    "e": "expert",
+}
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
 _EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
 _TOKEN = re.compile(r"(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:.\[\]])|(?P<other>\S)")
@@ -67,8 +81,8 @@ class Allocation:
 
 
 def parse_allocation(text: str) -> Allocation:
-    """Raises UserError with a caret below the first unreadable character or the part that is wrong. Engines that are
-    not implemented yet pass: see `require_engines`."""
+    """Raises UserError with a caret below the first unreadable character or the part that is wrong.
+    Engines that are not implemented yet pass: see `require_engines`."""
     return _Parser(Allocation(" ".join(text.split()), ())).allocation()
 
 
@@ -78,9 +92,14 @@ def require_engines(allocation: Allocation) -> None:
         if not _ENGINES[part.engine].target:
             table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
             there = ", ".join(name for name, entry in table.items() if entry.target)
-            allocation.refuse(part.at, f"the engine '{part.engine}' is not implemented yet; choose from {there}")
+            allocation.refuse(
+                part.at, f"the engine '{part.engine}' is not implemented yet; choose from {there}"
+            )
         if part.engine in ROLLOUT_ENGINES and part.sizes.pipeline > 1:
-            allocation.refuse(part.at, "a rollout engine with pipeline stages is not implemented yet; write d and t")
+            allocation.refuse(
+                part.at,
+                "a rollout engine with pipeline stages is not implemented yet; write d and t",
+            )
 
 
 class _Parser:
@@ -101,10 +120,17 @@ class _Parser:
         actor = found.find("actor")
         for part in found.parts:
             if found.find(part.role) != part:
-                named = f"name another role, e.g. {part.engine}[critic]" if part.role == "actor" else "leave one out"
+                named = (
+                    f"name another role, e.g. {part.engine}[critic]"
+                    if part.role == "actor"
+                    else "leave one out"
+                )
                 found.refuse(part.at, f"a second part is the {part.role}; {named}")
             if actor and part.engine not in (actor.engine, *ROLLOUT_ENGINES):
-                wrong = f"the {part.role} has the engine of the actor, '{actor.engine}', not '{part.engine}'"
+                wrong = (
+                    f"the {part.role} has the engine of the actor, '{actor.engine}', not "
+                    f"'{part.engine}'"
+                )
                 found.refuse(part.at, wrong)
         return found
 
@@ -112,12 +138,14 @@ class _Parser:
         parts = [self._part()]
         while self._takes("|"):
             parts.append(self._part())
-            first, last = parts[0], parts[-1]
+            first = parts[0]
+            last = parts[-1]
             if first.sizes.num_devices != last.sizes.num_devices:
                 self._written.refuse(
                     last.at,
                     f"'{first.role}' takes {first.sizes.num_devices} devices and '{last.role}' "
-                    f"{last.sizes.num_devices}, but '|' puts both on the same devices; write '+' for separate devices",
+                    f"{last.sizes.num_devices}, but '|' puts both on the same devices; write '+' "
+                    "for separate devices",
                 )
         return tuple(parts)
 
@@ -129,7 +157,9 @@ class _Parser:
                     self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
                 trainer = "megatron" if re.search(r"p([2-9]|\d\d)", engine) else "fsdp"
                 return AllocatedPart(trainer, "actor", self._sizes(trainer, at, engine), at)
-            theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(NAME, engine, ROLLOUT_ENGINES)
+            theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(
+                NAME, engine, ROLLOUT_ENGINES
+            )
             meant = f"; did you mean '{theirs[0]}'?" if theirs else hint(engine, _ENGINES)
             self._written.refuse(at, f"there is no engine '{engine}'{meant}")
         role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
@@ -147,23 +177,34 @@ class _Parser:
     def _role(self, engine: str) -> str:
         at, role = self._word("a role")
         role = "reward_model" if role == "reward" else role  # the name in other systems
-        if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):  # others have names from the config
-            does = "generates, and cannot train" if engine in ROLLOUT_ENGINES else "trains, and cannot generate"
+        # others have names from the config
+        if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):
+            does = (
+                "generates, and cannot train"
+                if engine in ROLLOUT_ENGINES
+                else "trains, and cannot generate"
+            )
             table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
-            self._written.refuse(at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}")
+            self._written.refuse(
+                at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}"
+            )
         return role
 
     def _sizes(self, engine: str, start: int, text: str) -> Sizes:
-        refuse, has = self._written.refuse, _ENGINES[engine].sizes
+        refuse = self._written.refuse
+        has = _ENGINES[engine].sizes
         found: dict[Axis, int] = {}
         at = 0
         while at < len(text):
             match = _SIZE.match(text, at)
             if match is None:
                 refuse(start + at, "expected a size here: a letter and a number, as in d4t2")
-            axis, size = _LETTERS.get(match[1]), int(match[2])
+            axis = _LETTERS.get(match[1])
+            size = int(match[2])
             if axis is None:
-                refuse(start + at, f"there is no size '{match[1]}'; the sizes are d, t (or m), p, c, e")
+                refuse(
+                    start + at, f"there is no size '{match[1]}'; the sizes are d, t (or m), p, c, e"
+                )
             if axis in found:
                 refuse(start + at, f"the {axis} size is given twice")
             if size < 1:
@@ -176,7 +217,10 @@ class _Parser:
         sizes = Sizes(**found)
         if sizes.data * sizes.context % sizes.expert:
             among = f"the {sizes.data * sizes.context} ranks along data and context"
-            refuse(start + text.index("e"), f"experts shared by {sizes.expert} ranks do not divide {among}")
+            refuse(
+                start + text.index("e"),
+                f"experts shared by {sizes.expert} ranks do not divide {among}",
+            )
         return sizes
 
     def _word(self, wanted: str) -> tuple[int, str]:
@@ -197,42 +241,52 @@ class _Parser:
         self._written.refuse(self._tokens[0][2], what)
 
 
-_NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
+_NODES = "trainer.nnodes"
+_DEVICES = "trainer.n_gpus_per_node"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def follow_allocation(loaded: Loaded) -> Loaded:
-    """The config in which keys that are not set follow the allocation; `check_agreement` rejects others that differ.
+    """The config in which keys that are not set follow the allocation; `check_agreement` rejects
+    others that differ.
 
-    Raises UserError for an invalid expression or an engine that is not implemented yet, ConfigError for other keys that
-    contradict its engines."""
+    Raises UserError for an invalid expression or an engine that is not implemented yet, ConfigError
+    for other keys that contradict its engines."""
     if not loaded.config.trainer.allocation:
         return loaded
     allocation = parse_allocation(loaded.config.trainer.allocation)
     require_engines(allocation)
     said = [*_devices(allocation, loaded), *_engines(allocation, loaded.config)]
     changes = [
-        (key, value, f"{KEY} says so") for key, there, value in said if there != value and is_free(loaded.origins, key)
+        (key, value, f"{KEY} says so")
+        for key, there, value in said
+        if there != value and is_free(loaded.origins, key)
     ]
     return with_changes(loaded, changes)
 
 
 def check_agreement(allocation: Allocation, config: Config) -> None:
     """Raises UserError for a key that contradicts the allocation."""
-    nodes, devices = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    nodes = config.trainer.nnodes
+    devices = config.trainer.n_gpus_per_node
     if nodes * devices != allocation.num_devices:
         raise UserError(
-            f"{KEY}='{allocation.text}' takes {allocation.num_devices} devices, but {_NODES}={nodes} × "
+            f"{KEY}='{allocation.text}' takes {allocation.num_devices} devices, but "
+            f"{_NODES}={nodes} × "
             f"{_DEVICES}={devices} are {nodes * devices}: change one of them"
         )
     for key, there, said in _engines(allocation, config):
         if there != said:
-            raise UserError(f"{key}={there} contradicts {KEY}='{allocation.text}', which says {said}: remove one")
+            raise UserError(
+                f"{key}={there} contradicts {KEY}='{allocation.text}', which says {said}: remove "
+                "one"
+            )
 
 
 def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, object, object]]:
     """Keys of engines that the allocation determines: (key, value, value by the allocation)."""
-    rollout, actor = allocation.find("rollout"), allocation.find("actor")
+    rollout = allocation.find("rollout")
+    actor = allocation.find("actor")
     settings = config.actor_rollout_ref
     if rollout is not None:
         tensor = settings.rollout.tensor_model_parallel_size
@@ -243,8 +297,10 @@ def _engines(allocation: Allocation, config: Config) -> Iterator[tuple[str, obje
 
 
 def _devices(allocation: Allocation, loaded: Loaded) -> Iterator[tuple[str, object, object]]:
-    """Keys of machines and devices per machine; a number that was set stays if it divides the devices."""
-    nodes, devices = loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node
+    """Keys of machines and devices per machine; a number that was set stays if it divides the
+    devices."""
+    nodes = loaded.config.trainer.nnodes
+    devices = loaded.config.trainer.n_gpus_per_node
     total = allocation.num_devices
     if is_free(loaded.origins, _DEVICES) and total % nodes == 0:
         yield _DEVICES, devices, total // nodes

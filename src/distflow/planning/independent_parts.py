@@ -7,7 +7,12 @@ from fractions import Fraction
 
 from distflow.errors import UserError, count_of
 from distflow.graph import BoundPipeline
-from distflow.graph.node_order_and_wiring_checks import Edges, ancestors, dependents, topological_order
+from distflow.graph.node_order_and_wiring_checks import (
+    Edges,
+    ancestors,
+    dependents,
+    topological_order,
+)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)")
@@ -15,7 +20,8 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)")
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes that run on the same devices, in order, and their engines. size: parameters of the models it trains."""
+    """Nodes that run on the same devices, in order, and their engines. size: parameters of the
+    models it trains."""
 
     nodes: tuple[str, ...]
     engines: tuple[str, ...]
@@ -23,12 +29,15 @@ class Part:
 
 
 def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
-    """The irreducible parts of a graph: each exit with all it depends on; exits that share an engine are one part.
+    """The irreducible parts of a graph: each exit with all it depends on; exits that share an
+    engine are one part.
 
-    A node without an engine that leads to several parts is in each. holds: the engines of each node; each engine exists
-    once per run. Nodes of a part are in topological order, parts by their first exit in the order of `deps`.
+    A node without an engine that leads to several parts is in each. holds: the engines of each
+    node; each engine exists once per run. Nodes of a part are in topological order, parts by their
+    first exit in the order of `deps`.
     """
-    before, after = ancestors(deps), dependents(deps)
+    before = ancestors(deps)
+    after = dependents(deps)
     closures = [{exit_, *before[exit_]} for exit_ in deps if not after[exit_]]
     parts: list[set[str]] = []
     for nodes in closures:
@@ -47,11 +56,13 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
 def pipeline_parts(
     pipeline: BoundPipeline, sizes: Mapping[str, str | float], num_devices: int | None = None
 ) -> list[Part]:
-    """The parts of a pipeline in the order in which they get devices: the largest model first, then the longest chain.
+    """The parts of a pipeline in the order in which they get devices: the largest model first, then
+    the longest chain.
 
-    If the rollout loop has an engine, it is in the part that trains the policy, and all parts read its output; else
-    each part has that loop. A part without an engine joins the first part with one. If there are more parts than
-    `num_devices`, all is one part. sizes: parameters of the model of each role.
+    If the rollout loop has an engine, it is in the part that trains the policy, and all parts read
+    its output; else each part has that loop. A part without an engine joins the first part with
+    one. If there are more parts than `num_devices`, all is one part. sizes: parameters of the model
+    of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
     holds = {node.node_id: node.engines for node in pipeline.nodes}
@@ -59,33 +70,45 @@ def pipeline_parts(
     generates = bool(_contents(rollout_nodes, holds))
     if not pipeline.training_nodes or (generates and "actor" not in pipeline.engines):
         return whole
-    deps = {n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes) for n in pipeline.training_nodes}
+    deps = {
+        n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes)
+        for n in pipeline.training_nodes
+    }
     found = split(deps, holds)
     trained = [nodes for nodes in found if _contents(nodes, holds)] or found[:1]
     if num_devices is not None and num_devices < len(trained):
         return whole
     idle = {node for nodes in found if nodes not in trained for node in nodes}
     makes_groups = [not generates or "actor" in _contents(nodes, holds) for nodes in trained]
-    all_nodes = [rollout_nodes * makes + nodes for nodes, makes in zip(trained, makes_groups, strict=True)]
+    all_nodes = [
+        rollout_nodes * makes + nodes for nodes, makes in zip(trained, makes_groups, strict=True)
+    ]
     parts = sorted((_part(pipeline, nodes, sizes) for nodes in all_nodes), key=priority)
     first = {*parts[0].nodes, *idle}
-    return [_part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes), *parts[1:]]
+    return [
+        _part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes),
+        *parts[1:],
+    ]
 
 
 def priority(part: Part) -> tuple[int, int]:
-    """Sort key: the part with the lowest gets devices first: the largest, then the one with the most nodes."""
+    """Sort key: the part with the lowest gets devices first: the largest, then the one with the
+    most nodes."""
     return -part.size, -len(part.nodes)
 
 
 def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[int]:
-    """Devices of each part, at least 1, all devices in total. Earlier parts get the remainder of a division.
+    """Devices of each part, at least 1, all devices in total. Earlier parts get the remainder of a
+    division.
 
-    strategy: `even`, or `param_aware`: in proportion to `sizes`, by largest remainder; a part with a proportion below 1
-    gets 1, and the others share the rest. Raises UserError for too few devices.
+    strategy: `even`, or `param_aware`: in proportion to `sizes`, by largest remainder; a part with
+    a proportion below 1 gets 1, and the others share the rest. Raises UserError for too few
+    devices.
     """
     if num_devices < len(sizes):
         raise UserError(
-            f"the run has {len(sizes)} independent parts, but only {count_of(num_devices, 'device')}: "
+            f"the run has {len(sizes)} independent parts, but only "
+            f"{count_of(num_devices, 'device')}: "
             f"use at least {len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
         )
     weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]
@@ -104,7 +127,9 @@ def parse_size(written: str | float) -> int:
     if isinstance(written, str):
         match = _WRITTEN.fullmatch(written.strip().upper())
         if match is None:
-            raise UserError(f"'{written}' is not a model size; write e.g. 70B, 500M or a number of parameters")
+            raise UserError(
+                f"'{written}' is not a model size; write e.g. 70B, 500M or a number of parameters"
+            )
         return round(float(match[1]) * _UNITS[match[2]])
     if not 0 <= written < float("inf"):
         raise UserError(f"{written} is not a number of parameters")
@@ -114,18 +139,28 @@ def parse_size(written: str | float) -> int:
 def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
     small: set[int] = set()
     while True:
-        left, total = num_devices - len(small), sum(w for part, w in enumerate(weights) if part not in small)
-        quotas = [Fraction(1) if part in small else w * left / total for part, w in enumerate(weights)]
+        left = num_devices - len(small)
+        total = sum(w for part, w in enumerate(weights) if part not in small)
+        quotas = [
+            Fraction(1) if part in small else w * left / total for part, w in enumerate(weights)
+        ]
         below = {part for part, quota in enumerate(quotas) if quota < 1}
         if not below:
             return quotas
         small |= below
 
 
-def _part(pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
-    engines = dict.fromkeys(engine for node_id in node_ids for engine in pipeline.node(node_id).engines)
-    models = [engine for engine in engines if engine != "rollout"]  # rollout uses the actor's weights
-    return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
+def _part(
+    pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]
+) -> Part:
+    engines = dict.fromkeys(
+        engine for node_id in node_ids for engine in pipeline.node(node_id).engines
+    )
+    # rollout uses the actor's weights
+    models = [engine for engine in engines if engine != "rollout"]
+    return Part(
+        tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models)
+    )
 
 
 def _contents(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:

@@ -1,9 +1,11 @@
-"""The memory that each worker of a plan needs, by role, purpose and phase of a step: arithmetic over the shape of each
-model and the keys of the config, in the amounts in which the engines allocate.
+"""The memory that each worker of a plan needs, by role, purpose and phase of a step: arithmetic
+over the shape of each model and the keys of the config, in the amounts in which the engines
+allocate.
 
-Trained weights are float32 with float32 gradients and moments, whatever the models compute in. Activations are those of
-the fullest micro-batch. KV cache is that of as many responses as run at once, all of the greatest length; on a GPU,
-what the embedded engine or a server takes in advance, whatever it needs.
+Trained weights are float32 with float32 gradients and moments, whatever the models compute in.
+Activations are those of the fullest micro-batch. KV cache is that of as many responses as run at
+once, all of the greatest length; on a GPU, what the embedded engine or a server takes in advance,
+whatever it needs.
 """
 
 from collections import defaultdict
@@ -21,12 +23,15 @@ from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan, Sizes
 
 Phase = Literal["generate", "forward", "update", "optimizer", "sync"]
 PHASES: tuple[Phase, ...] = ("generate", "forward", "update", "optimizer", "sync")
-"""forward: log-probs and values. update: forward and backward passes of micro-batches. optimizer: its step."""
+"""forward: log-probs and values. update: forward and backward passes of micro-batches. optimizer:
+its step."""
 
 PROCESS_BYTES = {"cpu": 600e6, "gpu": 700e6}
-"""A process with torch and transformers before it has a model, resident on a CPU; the context of a CUDA process."""
+"""A process with torch and transformers before it has a model, resident on a CPU; the context of a
+CUDA process."""
 USABLE = 0.94
-"""Share of a device's memory that fills up before an allocation fails: the rest is lost to fragments."""
+"""Share of a device's memory that fills up before an allocation fails: the rest is lost to
+fragments."""
 _BUCKET = 2**28  # as runtime/weight_sync/sender.py
 _CHUNK = {"cpu": 2**25, "gpu": 2**27}  # logits, as models/log_probs.py
 _MICRO = {"cpu": 4096, "gpu": 16384}  # tokens, as training/torch_engine.py
@@ -34,14 +39,15 @@ _TRAINED: tuple[Phase, ...] = ("forward", "update")
 _CACHE_SHARE = 0.5  # as rollout/embedded/cuda_decode_steps_and_graphs.py
 _MOMENTS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}  # bytes per trained weight
 _SERVER_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.9)}
-"""The server's option for the share of a GPU that it takes when it starts, and its default: vLLM's of all memory with
-its activations, SGLang's of the free memory (by default about so much, more or less by device)."""
+"""The server's option for the share of a GPU that it takes when it starts, and its default: vLLM's
+of all memory with its activations, SGLang's of the free memory (by default about so much, more or
+less by device)."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes on each device of one purpose. on_host: in the memory of the machine beside a GPU. in_server: taken as a
-    whole by a server's process, which loses nothing to fragments."""
+    """Bytes on each device of one purpose. on_host: in the memory of the machine beside a GPU.
+    in_server: taken as a whole by a server's process, which loses nothing to fragments."""
 
     role: str
     what: str
@@ -63,7 +69,11 @@ class WorkerMemory:
     items: tuple[MemoryItem, ...]
 
     def bytes_in(self, phase: Phase, on_host: bool = False) -> float:
-        return sum(item.num_bytes for item in self.items if phase in item.phases and item.on_host is on_host)
+        return sum(
+            item.num_bytes
+            for item in self.items
+            if phase in item.phases and item.on_host is on_host
+        )
 
     @property
     def peak_phase(self) -> Phase:
@@ -74,8 +84,11 @@ class WorkerMemory:
         return self.bytes_in(self.peak_phase)
 
     def usable(self, phase: Phase, memory: float) -> float:
-        """How much of a device's memory may be full in a phase: what a server takes, and a share of the rest."""
-        taken = sum(item.num_bytes for item in self.items if item.in_server and phase in item.phases)
+        """How much of a device's memory may be full in a phase: what a server takes, and a share of
+        the rest."""
+        taken = sum(
+            item.num_bytes for item in self.items if item.in_server and phase in item.phases
+        )
         return USABLE * memory + (1 - USABLE) * min(taken, memory)
 
     def largest(self, phase: Phase) -> MemoryItem:
@@ -85,26 +98,37 @@ class WorkerMemory:
 
 
 def worker_memory(
-    plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device, libraries: float | None = None
+    plan: Plan,
+    config: Config,
+    shapes: Mapping[str, ModelShape],
+    device: Device,
+    libraries: float | None = None,
 ) -> tuple[WorkerMemory, ...]:
-    """Of every rank, those with the same needs together. shapes: the model of each role (`rollout`: the actor's).
-    libraries: bytes of a process without its models, if they were measured."""
+    """Of every rank, those with the same needs together. shapes: the model of each role (`rollout`:
+    the actor's). libraries: bytes of a process without its models, if they were measured."""
     alike: dict[tuple[object, ...], list[RankPlan]] = defaultdict(list)
     for rank in plan.ranks:
         alike[rank.engines, rank.training_nodes, bool(rank.rollout_group)].append(rank)
     found = []
     for ranks in alike.values():
         own = _Needs(plan, ranks[0], config, shapes, device)
-        process = PROCESS_BYTES["cpu" if device.is_cpu else "gpu"] if libraries is None else libraries
-        items = [MemoryItem("process", "libraries", process), *(item for item in own.items() if item.num_bytes)]
+        process = (
+            PROCESS_BYTES["cpu" if device.is_cpu else "gpu"] if libraries is None else libraries
+        )
+        items = [
+            MemoryItem("process", "libraries", process),
+            *(item for item in own.items() if item.num_bytes),
+        ]
         items += _freed_memory(items) if device.is_cpu else ()
         found.append(WorkerMemory(tuple(rank.rank for rank in ranks), tuple(items)))
     return tuple(found)
 
 
-def cached_tokens(plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device) -> float | None:
-    """Tokens whose keys and values fit into what an engine takes in advance: at least one sequence of the greatest
-    length; None if engines take what they need."""
+def cached_tokens(
+    plan: Plan, config: Config, shapes: Mapping[str, ModelShape], device: Device
+) -> float | None:
+    """Tokens whose keys and values fit into what an engine takes in advance: at least one sequence
+    of the greatest length; None if engines take what they need."""
     generating = [rank for rank in plan.ranks if "rollout" in rank.engines]
     if not generating:
         return None
@@ -115,9 +139,14 @@ def cached_tokens(plan: Plan, config: Config, shapes: Mapping[str, ModelShape], 
 
 
 def _freed_memory(items: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
-    """Freed memory that a process on a CPU keeps (`keep_freed_memory`): that of an update is still there when the next
-    step generates, and holds its cache only if that is small enough to find room among what is left."""
-    freed = sum(item.num_bytes for item in items if "update" in item.phases and "generate" not in item.phases)
+    """Freed memory that a process on a CPU keeps (`keep_freed_memory`): that of an update is still
+    there when the next step generates, and holds its cache only if that is small enough to find
+    room among what is left."""
+    freed = sum(
+        item.num_bytes
+        for item in items
+        if "update" in item.phases and "generate" not in item.phases
+    )
     cache = sum(item.num_bytes for item in items if item.what == "KV cache")
     if 2 * cache > freed > 0:  # while it grows, old and new exist
         yield MemoryItem("process", "freed memory that is kept", freed, ("generate",))
@@ -143,8 +172,9 @@ def shards_of(plan: Plan, config: Config, role: str) -> int:
 
 
 def shares_storage(config: Config, dtype: str) -> bool:
-    """Whether the rollout engine may compute on the trainer's storage: weights are whole, both use the stored dtype,
-    and nothing is generated while the trainer updates them. dtype: that the models compute in."""
+    """Whether the rollout engine may compute on the trainer's storage: weights are whole, both use
+    the stored dtype, and nothing is generated while the trainer updates them. dtype: that the
+    models compute in."""
     in_server = ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].in_server
     if in_server or dtype != "float32" or is_sharded(config):
         return False
@@ -157,12 +187,18 @@ def _is_whole_judge(config: Config, role: str) -> bool:
 
 
 def trained_bytes(weights: float, trained: float, optimizer: str) -> dict[str, float]:
-    """Of a model with so many weights, of which so many are trained, and that are all stored in float32."""
-    return {"weights": 4 * weights, "gradients": 4 * trained, "optimizer": _MOMENTS[optimizer] * trained}
+    """Of a model with so many weights, of which so many are trained, and that are all stored in
+    float32."""
+    return {
+        "weights": 4 * weights,
+        "gradients": 4 * trained,
+        "optimizer": _MOMENTS[optimizer] * trained,
+    }
 
 
 def frozen_bytes(config: Config, role: str, weights: float) -> float:
-    """Of a reference, reward model or judge. A rollout engine computes with a whole judge's weights."""
+    """Of a reference, reward model or judge. A rollout engine computes with a whole judge's
+    weights."""
     return weights * (itemsize_of(config) if _is_whole_judge(config, role) else 4)
 
 
@@ -174,10 +210,13 @@ def with_server_share(config: Config, share: float) -> tuple[str, object]:
     return "actor_rollout_ref.rollout.engine_kwargs", {**rollout.engine_kwargs, **own}
 
 
-def cache_in_advance(config: Config, free: float, token_bytes: float, context: int | None) -> float | None:
-    """Bytes of keys and values that the embedded engine takes on a GPU when it first generates, and keeps; None for
-    engines that take what they need. free: at that time."""
-    rollout, data = config.actor_rollout_ref.rollout, config.data
+def cache_in_advance(
+    config: Config, free: float, token_bytes: float, context: int | None
+) -> float | None:
+    """Bytes of keys and values that the embedded engine takes on a GPU when it first generates, and
+    keeps; None for engines that take what they need. free: at that time."""
+    rollout = config.actor_rollout_ref.rollout
+    data = config.data
     if rollout.name != "embedded" or rollout.batch_invariant:
         return None
     longest = context or data.max_prompt_length + data.max_response_length
@@ -186,14 +225,17 @@ def cache_in_advance(config: Config, free: float, token_bytes: float, context: i
 
 def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
     """Tokens of a role's micro-batches if all samples have the greatest length."""
-    settings, data = config.actor_rollout_ref, config.data
+    settings = config.actor_rollout_ref
+    data = config.data
     limit = settings.actor.ppo_max_token_len_per_gpu
     if role == "critic":
         limit = config.critic.ppo_max_token_len_per_gpu or limit
     elif role == "ref":
         limit = settings.ref.log_prob_max_token_len_per_gpu or limit
     longest = data.max_prompt_length + data.max_response_length
-    batch = settings.actor.ppo_mini_batch_size if role in ("actor", "critic") else data.train_batch_size
+    batch = (
+        settings.actor.ppo_mini_batch_size if role in ("actor", "critic") else data.train_batch_size
+    )
     if role == "critic":
         batch = config.critic.ppo_mini_batch_size or batch
     tokens = -(-batch * samples_per_prompt(config) // ranks) * longest
@@ -234,18 +276,23 @@ class _Needs:
 
     def items(self) -> Iterator[MemoryItem]:
         others = [*self._beside_rollout()]
-        if "rollout" in self.rank.engines and not self.config.actor_rollout_ref.rollout.url:  # it has its own devices
+        # it has its own devices
+        if "rollout" in self.rank.engines and not self.config.actor_rollout_ref.rollout.url:
             yield from self._rollout(others)
         yield from others
         if self._sends_elsewhere():
-            yield MemoryItem("actor", "buckets in flight", 2 * _BUCKET, ("sync",), on_host=not self.device.is_cpu)
+            yield MemoryItem(
+                "actor", "buckets in flight", 2 * _BUCKET, ("sync",), on_host=not self.device.is_cpu
+            )
 
     def _beside_rollout(self) -> Iterator[MemoryItem]:
         for role in (role for role in self.rank.engines if role != "rollout"):
             yield from self._trained(role) if role in ("actor", "critic") else self._frozen(role)
 
     def _sends_elsewhere(self) -> bool:
-        alone = any("rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks)
+        alone = any(
+            "rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks
+        )
         return alone and ("actor" in self.rank.engines or "rollout" in self.rank.engines)
 
     def _parameters(self, role: str) -> float:
@@ -257,17 +304,24 @@ class _Needs:
     def _trained(self, role: str) -> Iterator[MemoryItem]:
         settings = self.config.actor_rollout_ref
         own = self.config.critic if role == "critic" else settings.actor
-        parts, weights = shards_of(self.plan, self.config, role), self._parameters(role)
+        parts = shards_of(self.plan, self.config, role)
+        weights = self._parameters(role)
         trained = float(weights)
         if settings.model.lora_rank and role == "actor":
             trained = adapter_weights(self.shapes[role], settings.model.lora_rank)
             weights += trained
-        fsdp, is_gpu = own.fsdp_config, not self.device.is_cpu
+        fsdp = own.fsdp_config
+        is_gpu = not self.device.is_cpu
         all_on_host = is_gpu and fsdp.offload_policy
         weights_off = is_gpu and fsdp.param_offload and not all_on_host
         moments_off = is_gpu and fsdp.optimizer_offload and not all_on_host
-        used: tuple[Phase, ...] = ("forward", "update", "optimizer", "sync") if weights_off else PHASES
-        held = {what: size / parts for what, size in trained_bytes(weights, trained, own.optim.optimizer).items()}
+        used: tuple[Phase, ...] = (
+            ("forward", "update", "optimizer", "sync") if weights_off else PHASES
+        )
+        held = {
+            what: size / parts
+            for what, size in trained_bytes(weights, trained, own.optim.optimizer).items()
+        }
         yield MemoryItem(role, "weights", held["weights"], used, all_on_host)
         if weights_off:
             yield MemoryItem(role, "weights", held["weights"], ("generate",), on_host=True)
@@ -295,27 +349,37 @@ class _Needs:
             is_off = scoring_models(self.config.reward_model)[role].param_offload
         on_host = is_off and not self.device.is_cpu
         yield MemoryItem(
-            role, "weights", frozen_bytes(self.config, role, self._parameters(role)) / parts, PHASES, on_host
+            role,
+            "weights",
+            frozen_bytes(self.config, role, self._parameters(role)) / parts,
+            PHASES,
+            on_host,
         )
         if not _is_whole_judge(self.config, role):
             yield from self._computing(role, parts)
         yield from self._passes(role, ("forward",), trains=False)
 
     def _computing(self, role: str, parts: int) -> Iterator[MemoryItem]:
-        """Copies of weights that exist while they compute: gathered layers, or casts by autocast."""
-        shape, phases = self.shapes[role], _TRAINED if role in ("actor", "critic") else _TRAINED[:1]
+        """Copies of weights that exist while they compute: gathered layers, or casts by
+        autocast."""
+        shape = self.shapes[role]
+        phases = _TRAINED if role in ("actor", "critic") else _TRAINED[:1]
         if is_sharded(self.config) and parts > 1:
             layer = shape.attention_weights + shape.expert_weights * max(shape.experts, 1)
             gathered = 2 * layer + shape.head_weights * (2 - shape.tied)
             yield MemoryItem(
-                role, "gathered layers", self.itemsize * gathered / sizes_of(self.plan, role).tensor, phases
+                role,
+                "gathered layers",
+                self.itemsize * gathered / sizes_of(self.plan, role).tensor,
+                phases,
             )
         elif self.itemsize == 2:
             yield MemoryItem(role, "weights cast to bfloat16", 2 * self._parameters(role), phases)
 
     def _passes(self, role: str, phases: tuple[Phase, ...], trains: bool) -> Iterator[MemoryItem]:
         """Activations and logits of the fullest micro-batch."""
-        shape, sizes = self.shapes[role], sizes_of(self.plan, role)
+        shape = self.shapes[role]
+        sizes = sizes_of(self.plan, role)
         tokens = micro_tokens(self.config, role, sizes.data, self.device.is_cpu)
         checkpointed = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
         per_token = activation_bytes(shape, self.itemsize, sizes.tensor, trains, checkpointed)
@@ -328,31 +392,50 @@ class _Needs:
 
     def _rollout(self, others: Sequence[MemoryItem]) -> Iterator[MemoryItem]:
         """others: what the worker needs besides."""
-        config, settings, shape = self.config, self.config.actor_rollout_ref.rollout, self.shapes["rollout"]
-        own, data, in_turns = sizes_of(self.plan, "rollout"), config.data, config.async_.max_staleness == 0
+        config = self.config
+        settings = self.config.actor_rollout_ref.rollout
+        shape = self.shapes["rollout"]
+        own = sizes_of(self.plan, "rollout")
+        data = config.data
+        in_turns = config.async_.max_staleness == 0
         trains = bool(self.rank.training_nodes)
         freed = trains and settings.free_cache_engine and in_turns
         kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
-        on_cpu, in_server = self.device.is_cpu, self._in_server
+        on_cpu = self.device.is_cpu
+        in_server = self._in_server
         by_torch = self._by_torch
-        itemsize, weights = self._engine_itemsize, self._engine_weights
+        itemsize = self._engine_itemsize
+        weights = self._engine_weights
         yield MemoryItem("rollout", "weights", weights, kept, in_server=in_server)
         if on_cpu and settings.name == "embedded" and not (by_torch and itemsize == 4):
-            matrices = self.itemsize * (shape.active_weights + shape.head_weights)  # `cpu_kernels/weight_layout.py`
-            yield MemoryItem("rollout", "packed weights", matrices, ("generate",) if freed else PHASES)
-        running, longest = running_responses(config, own.data), data.max_prompt_length + data.max_response_length
-        token, taken = self.token_bytes, self._taken_beside(others)
-        cache = running * longest * token if taken is None else max(taken, longest * token)  # or nothing could start
-        # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless taken in advance.
+            # `cpu_kernels/weight_layout.py`
+            matrices = self.itemsize * (shape.active_weights + shape.head_weights)
+            yield MemoryItem(
+                "rollout", "packed weights", matrices, ("generate",) if freed else PHASES
+            )
+        running = running_responses(config, own.data)
+        longest = data.max_prompt_length + data.max_response_length
+        token = self.token_bytes
+        taken = self._taken_beside(others)
+        # or nothing could start
+        cache = running * longest * token if taken is None else max(taken, longest * token)
+        # The embedded engine's cache shrinks to nothing when a step's groups are complete, unless
+        # taken in advance.
         idle = trains and in_turns and settings.name == "embedded" and (freed or taken is None)
-        yield MemoryItem("rollout", "KV cache", cache, ("generate",) if idle else kept, in_server=in_server)
+        yield MemoryItem(
+            "rollout", "KV cache", cache, ("generate",) if idle else kept, in_server=in_server
+        )
         if not in_server:
-            yield MemoryItem("rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",))
+            yield MemoryItem(
+                "rollout", "logits", 4 * 3 * running * shape.vocabulary / own.tensor, ("generate",)
+            )
 
     @property
     def _in_server(self) -> bool:
         """Whether the rollout's server takes a share of a GPU."""
-        return self.config.actor_rollout_ref.rollout.name in _SERVER_SHARES and not self.device.is_cpu
+        return (
+            self.config.actor_rollout_ref.rollout.name in _SERVER_SHARES and not self.device.is_cpu
+        )
 
     @property
     def _by_torch(self) -> bool:
@@ -361,28 +444,31 @@ class _Needs:
 
     @property
     def _engine_itemsize(self) -> int:
-        """Bytes of the rollout engine's numbers: on a CPU native code casts float32 weights, see `engine_dtype` of the
-        launcher."""
+        """Bytes of the rollout engine's numbers: on a CPU native code casts float32 weights, see
+        `engine_dtype` of the launcher."""
         casts = self.device.is_cpu and not self._by_torch and not is_sharded(self.config)
         return 4 if casts else self.itemsize
 
     @property
     def _engine_weights(self) -> float:
         """Bytes of the rollout engine's own weights."""
-        shared = self.rank.training_nodes and shares_storage(self.config, self.config.actor_rollout_ref.model.dtype)
+        shared = self.rank.training_nodes and shares_storage(
+            self.config, self.config.actor_rollout_ref.model.dtype
+        )
         tensor = sizes_of(self.plan, "rollout").tensor
         return 0.0 if shared else self._engine_itemsize * self.shapes["rollout"].parameters / tensor
 
     @property
     def token_bytes(self) -> float:
-        """Keys and values of a token on one device. Where native code casts the weights, keys are in float32 and values
-        are not."""
+        """Keys and values of a token on one device. Where native code casts the weights, keys are
+        in float32 and values are not."""
         shape = self.shapes["rollout"]
         parts = min(sizes_of(self.plan, "rollout").tensor, shape.kv_heads)
         return shape.kv_elements * (self._engine_itemsize + self.itemsize) / 2 / parts
 
     def taken_in_advance(self) -> float | None:
-        """Bytes of keys and values that the engine takes when it starts; None if it takes what it needs."""
+        """Bytes of keys and values that the engine takes when it starts; None if it takes what it
+        needs."""
         if self.config.actor_rollout_ref.rollout.url:  # of devices that the plan does not have
             return None
         return self._taken_beside([*self._beside_rollout()])
@@ -398,21 +484,32 @@ class _Needs:
 
     def _free_at_start(self, others: Sequence[MemoryItem]) -> float:
         """On the device before the first step, when there are no moments yet."""
-        there = (i.num_bytes for i in others if "generate" in i.phases and not i.on_host and i.what != "optimizer")
+        there = (
+            i.num_bytes
+            for i in others
+            if "generate" in i.phases and not i.on_host and i.what != "optimizer"
+        )
         return self.device.memory - PROCESS_BYTES["gpu"] - sum(there)
 
     def _server_bytes(self, others: Sequence[MemoryItem]) -> float:
         """What the rollout's server takes on each of its devices when it starts."""
         rollout = self.config.actor_rollout_ref.rollout
-        (option, default), options = _SERVER_SHARES[rollout.name], rollout.engine_kwargs.get(rollout.name)
+        (option, default), options = (
+            _SERVER_SHARES[rollout.name],
+            rollout.engine_kwargs.get(rollout.name),
+        )
         given = options.get(option) if isinstance(options, dict) else None
         share = given if isinstance(given, int | float) else default
-        return share * (self.device.memory if rollout.name == "vllm" else self._free_at_start(others))
+        return share * (
+            self.device.memory if rollout.name == "vllm" else self._free_at_start(others)
+        )
 
 
 def running_responses(config: Config, engines: int) -> int:
     """The most responses that an engine generates at once: of so many steps as may be under way."""
-    groups = config.data.train_batch_size * (config.async_.max_staleness + 1 if is_rl(config) else 1)
+    groups = config.data.train_batch_size * (
+        config.async_.max_staleness + 1 if is_rl(config) else 1
+    )
     groups = min(groups, config.async_.max_concurrent_rollouts or groups)
     wanted = -(-groups * samples_per_prompt(config) // engines)
     return min(config.actor_rollout_ref.rollout.max_num_seqs, wanted)
@@ -420,19 +517,33 @@ def running_responses(config: Config, engines: int) -> int:
 
 def adapter_weights(shape: ModelShape, rank: int) -> float:
     """Of LoRA on all matrices of the layers."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ends = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    ends = (
+        2 * (shape.hidden + queries)
+        + 2 * (shape.hidden + keys)
+        + 3 * (shape.hidden + shape.intermediate)
+    )
     return rank * shape.layers * ends
 
 
-def activation_bytes(shape: ModelShape, itemsize: int, tensor: int, trains: bool, checkpointed: bool) -> float:
-    """Of one token: what the backward pass needs of all layers; with checkpointing each layer's input, and all of one
-    layer; without a backward pass what one layer holds at a time. Norms and the residual stream are not divided by
-    tensor parallelism, and are float32."""
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def activation_bytes(
+    shape: ModelShape, itemsize: int, tensor: int, trains: bool, checkpointed: bool
+) -> float:
+    """Of one token: what the backward pass needs of all layers; with checkpointing each layer's
+    input, and all of one layer; without a backward pass what one layer holds at a time. Norms and
+    the residual stream are not divided by tensor parallelism, and are float32."""
+    hidden = shape.hidden
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     inner = shape.intermediate * shape.active_experts
-    streams = 4 * hidden * (4 if itemsize == 2 else 6)  # inputs of norms, normalised, and (here in one type) scaled
-    products = itemsize * (2 * queries + 2 * keys + 4 * inner + (2 * hidden if itemsize == 2 else 0)) / tensor
+    # inputs of norms, normalised, and (here in one type) scaled
+    streams = 4 * hidden * (4 if itemsize == 2 else 6)
+    products = (
+        itemsize
+        * (2 * queries + 2 * keys + 4 * inner + (2 * hidden if itemsize == 2 else 0))
+        / tensor
+    )
     layer = streams + products
     if not trains:
         return 4 * hidden * 3 + products

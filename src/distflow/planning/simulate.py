@@ -1,11 +1,13 @@
-"""Simulates a run by discrete events. The scheduler is the run's own (`Coordinator`, `GroupsByWorker`): it decides
-which groups start, which form a step, and what a crash or a resume does with them. Devices, reward functions and
-failures are replaced by the seconds that `Costs` gives.
+"""Simulates a run by discrete events. The scheduler is the run's own (`Coordinator`,
+`GroupsByWorker`): it decides which groups start, which form a step, and what a crash or a resume
+does with them. Devices, reward functions and failures are replaced by the seconds that `Costs`
+gives.
 
-An engine decodes continuously: each response that it runs gains a token in every decode step, and others wait for a
-slot. Engines stop for a weight sync, and while they share their devices with training that computes. A group is scored
-when all its responses are there. The seed and the group id determine its lengths, whatever else happens, so two
-simulations differ only by what they are told to differ in.
+An engine decodes continuously: each response that it runs gains a token in every decode step, and
+others wait for a slot. Engines stop for a weight sync, and while they share their devices with
+training that computes. A group is scored when all its responses are there. The seed and the group
+id determine its lengths, whatever else happens, so two simulations differ only by what they are
+told to differ in.
 """
 
 from collections import Counter, defaultdict, deque
@@ -37,10 +39,11 @@ def _no_time(_: Random) -> float:
 class Costs:
     """Seconds of all that takes time: of a roofline (`costs_of`), or measured.
 
-    decode: of one token of each of so many responses, at a mean number of tokens before it. prefill: of so many tokens
-    of prompts. train: of the training nodes on a step of so many tokens. sync: of a weight sync. save: of a checkpoint,
-    for which the training waits. reward, tool: drawn for each group, and for each response after its tokens. restart:
-    until a lost process is there again.
+    decode: of one token of each of so many responses, at a mean number of tokens before it.
+    prefill: of so many tokens of prompts. train: of the training nodes on a step of so many tokens.
+    sync: of a weight sync. save: of a checkpoint, for which the training waits. reward, tool: drawn
+    for each group, and for each response after its tokens. restart: until a lost process is there
+    again.
     """
 
     decode: Callable[[int, float], float]
@@ -55,10 +58,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Setup:
-    """engines, slots: rollout engines, and the responses that each runs at once. shared: whether they use the devices
-    that train. reward_workers: groups that are scored at once, None for any number. filtered: share of the groups that
-    a filter drops. engine_mtbf, training_mtbf: mean seconds between failures of one engine, and of any training
-    process, after which the run resumes from its last checkpoint. recompute: whether a sync ends KV caches."""
+    """engines, slots: rollout engines, and the responses that each runs at once. shared: whether
+    they use the devices that train. reward_workers: groups that are scored at once, None for any
+    number. filtered: share of the groups that a filter drops. engine_mtbf, training_mtbf: mean
+    seconds between failures of one engine, and of any training process, after which the run resumes
+    from its last checkpoint. recompute: whether a sync ends KV caches."""
 
     plan: DataPlan
     costs: Costs
@@ -77,10 +81,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """step_ends: seconds from the start to the release of each step, without those that a restart revoked. staleness:
-    trained groups by age in steps. rollout_idle, training_idle: shares of the time in which an engine or the training
-    waits, by what it waits for. slots_used: mean share of the engines' slots with a response. num_redone: steps that
-    failures revoked."""
+    """step_ends: seconds from the start to the release of each step, without those that a restart
+    revoked. staleness: trained groups by age in steps. rollout_idle, training_idle: shares of the
+    time in which an engine or the training waits, by what it waits for. slots_used: mean share of
+    the engines' slots with a response. num_redone: steps that failures revoked."""
 
     step_ends: tuple[float, ...]
     staleness: Mapping[int, int]
@@ -101,42 +105,69 @@ class SimulatedRun:
         return (self.step_ends[-1] - before) / (len(self.step_ends) - first)
 
     def lines(self, shared: bool) -> list[str]:
-        """As text. shared: whether the engines use the devices that train, which then wait for no other device."""
+        """As text. shared: whether the engines use the devices that train, which then wait for no
+        other device."""
         total = sum(self.staleness.values())
-        ages = ", ".join(f"{age}: {number / total:.0%}" for age, number in sorted(self.staleness.items()))
+        ages = ", ".join(
+            f"{age}: {number / total:.0%}" for age, number in sorted(self.staleness.items())
+        )
         found = [
-            f"{count_of(len(self.step_ends), 'step')} of {self.step_seconds:.3g} s, {self.step_ends[-1]:.4g} s in all",
+            (
+                f"{count_of(len(self.step_ends), 'step')} of {self.step_seconds:.3g} s, "
+                f"{self.step_ends[-1]:.4g} s in all"
+            ),
             f"staleness of groups in steps: {ages}",
-            f"rollout idle: {_shares(self.rollout_idle)}; {self.slots_used:.0%} of its slots are used",
+            (
+                f"rollout idle: {_shares(self.rollout_idle)}; {self.slots_used:.0%} of its slots "
+                "are used"
+            ),
             *([] if shared else [f"training idle: {_shares(self.training_idle)}"]),
         ]
         lost = [f"{number} {reason}" for reason, number in sorted(self.dropped.items())]
         lost += [f"{self.num_aborted} aborted"] if self.num_aborted else []
-        failed = [f"{count_of(self.num_engine_failures, 'engine')} lost"] if self.num_engine_failures else []
+        failed = (
+            [f"{count_of(self.num_engine_failures, 'engine')} lost"]
+            if self.num_engine_failures
+            else []
+        )
         if self.num_restarts:
-            failed.append(f"{count_of(self.num_restarts, 'restart')}, {count_of(self.num_redone, 'step')} done again")
-        return [*found, *([f"groups: {', '.join(lost)}"] if lost else []), *(["; ".join(failed)] if failed else [])]
+            failed.append(
+                f"{count_of(self.num_restarts, 'restart')}, {count_of(self.num_redone, 'step')} "
+                "done again"
+            )
+        return [
+            *found,
+            *([f"groups: {', '.join(lost)}"] if lost else []),
+            *(["; ".join(failed)] if failed else []),
+        ]
 
 
 def _shares(idle: Mapping[str, float]) -> str:
-    parts = [f"{cause} {share:.1%}" for cause, share in sorted(idle.items(), key=lambda item: -item[1])]
+    parts = [
+        f"{cause} {share:.1%}" for cause, share in sorted(idle.items(), key=lambda item: -item[1])
+    ]
     return f"{sum(idle.values()):.1%}" + (f" (waits for {', '.join(parts)})" if parts else "")
 
 
 def costs_of(run: PredictedRun) -> Costs:
-    """The seconds that the roofline gives; those of rewards and checkpoints are unknown to it. Training is in
-    proportion to the tokens."""
+    """The seconds that the roofline gives; those of rewards and checkpoints are unknown to it.
+    Training is in proportion to the tokens."""
     bars = [bar for bar in run.bars if not bar.why and bar.what not in ("generate", REWARDS, SYNC)]
-    training = max((bar.end for bar in bars), default=0.0) - min((bar.start for bar in bars), default=0.0)
+    training = max((bar.end for bar in bars), default=0.0) - min(
+        (bar.start for bar in bars), default=0.0
+    )
     a_token = training / run.step_tokens
     times = run.times
     return Costs(times.decode_step, times.prefill, lambda tokens: a_token * tokens, times.sync())
 
 
 def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
-    """Of a predicted run. plan: of its data. given: other fields. Raises UserError if the run generates nothing."""
+    """Of a predicted run. plan: of its data. given: other fields. Raises UserError if the run
+    generates nothing."""
     if not run.plan.generates:
-        raise UserError("a run that generates nothing has no schedule to simulate: its time line is exact")
+        raise UserError(
+            "a run that generates nothing has no schedule to simulate: its time line is exact"
+        )
     settings = run.config.actor_rollout_ref
     fields: dict[str, object] = {
         "costs": costs_of(run),
@@ -146,17 +177,20 @@ def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
         "sync_every": settings.actor.model_update_frequency,
         "recompute": settings.rollout.kv_on_update != "keep",
     }
-    return Setup(plan, lengths=run.lengths, **(fields | given))  # type: ignore[arg-type]  # fields by name
+    # fields by name
+    return Setup(plan, lengths=run.lengths, **(fields | given))  # type: ignore[arg-type]
 
 
 def simulate(setup: Setup, ledger: Ledger | None = None) -> SimulatedRun:
-    """The same setup gives the same result. ledger: is written as the run's. Raises UserError if the run cannot end."""
+    """The same setup gives the same result. ledger: is written as the run's. Raises UserError if
+    the run cannot end."""
     return _Simulation(setup, ledger).run()
 
 
 @dataclass(eq=False)
 class _Group:
-    """A group that runs. left: responses that are not there yet. lowest: version of the first token."""
+    """A group that runs. left: responses that are not there yet. lowest: version of the first
+    token."""
 
     record: PromptGroup
     engine: "_Engine"
@@ -167,15 +201,19 @@ class _Group:
 
 
 class _Engine:
-    """clock: decode steps so far, at the time `since`; pace: seconds of the next ones. base: prompt tokens less the
-    clock at the start, over all running responses, so that their tokens are base + clock · number."""
+    """clock: decode steps so far, at the time `since`; pace: seconds of the next ones. base: prompt
+    tokens less the clock at the start, over all running responses, so that their tokens are base +
+    clock · number."""
 
     def __init__(self, number: int, worker: int) -> None:
-        self.number, self.worker = number, worker
-        self.running: list[tuple[float, int, _Group, float, int]] = []  # end, order, group, start, length
+        self.number = number
+        self.worker = worker
+        # end, order, group, start, length
+        self.running: list[tuple[float, int, _Group, float, int]] = []
         self.waiting = deque[tuple[_Group, int]]()
         self.clock = self.since = self.pace = self.base = 0.0
-        self.stamp, self.is_up = 0, True
+        self.stamp = 0
+        self.is_up = True
 
     def advance(self, now: float) -> None:
         if now > self.since:
@@ -185,21 +223,30 @@ class _Engine:
 
 class _Simulation:
     def __init__(self, setup: Setup, ledger: Ledger | None) -> None:
-        self.setup, self.costs = setup, setup.costs
+        self.setup = setup
+        self.costs = setup.costs
         self.coordinator = Coordinator(setup.plan, ledger)
         self.saved = self.coordinator.snapshot()
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self.order, self.now, self.random = count(), 0.0, Random(setup.seed)
+        self.order = count()
+        self.now = 0.0
+        self.random = Random(setup.seed)
         self.workers = GroupsByWorker([str(number) for number in range(setup.engines)], 0)
         self.engines = [_Engine(number, number) for number in range(setup.engines)]
         self.groups: dict[int, _Group] = {}
         self.places: dict[_Engine, Places] = {}
         self.surplus: list[_Group] = []
-        self.to_score, self.num_scored = deque[_Group](), 0
-        self.version, self.attempt = 0, 0  # of the engines' weights; of the training processes
+        self.to_score = deque[_Group]()
+        self.num_scored = 0
+        # of the engines' weights; of the training processes
+        self.version = 0
+        self.attempt = 0
         self.state = "waits"  # or trains, syncs, saves, restarts
-        self.num_running, self.slot_seconds, self.num_down = 0, 0.0, 0
-        self.rollout_idle, self.training_idle = defaultdict[str, float](float), defaultdict[str, float](float)
+        self.num_running = 0
+        self.slot_seconds = 0.0
+        self.num_down = 0
+        self.rollout_idle = defaultdict[str, float](float)
+        self.training_idle = defaultdict[str, float](float)
         self.busy = set[_Engine]()
         self.step_ends: list[float] = []
         self.ages: list[Counter[int]] = []
@@ -216,14 +263,17 @@ class _Simulation:
             time, _order, action, words = heappop(self.events)
             self._account(time)
             action(*words)
-        raise UserError(f"the simulated run has not ended after {MOST_EVENTS:,} events: simulate fewer steps")
+        raise UserError(
+            f"the simulated run has not ended after {MOST_EVENTS:,} events: simulate fewer steps"
+        )
 
     def _at(self, seconds: float, action: Callable[..., None], *words: object) -> None:
         heappush(self.events, (self.now + seconds, next(self.order), action, words))
 
     def _result(self) -> SimulatedRun:
         total = self.now or 1.0
-        counts, engine_seconds = self.coordinator.checked_counts(), total * self.setup.engines
+        counts = self.coordinator.checked_counts()
+        engine_seconds = total * self.setup.engines
         return SimulatedRun(
             tuple(self.step_ends),
             dict(sum(self.ages, Counter[int]())),
@@ -239,7 +289,8 @@ class _Simulation:
 
     def _account(self, time: float) -> None:
         """Count the waits until then."""
-        seconds, self.now = time - self.now, time
+        seconds = time - self.now
+        self.now = time
         if seconds <= 0:
             return
         self.slot_seconds += seconds * self.num_running * self._generates
@@ -261,7 +312,9 @@ class _Simulation:
 
     @property
     def _generates(self) -> bool:
-        return self.state not in ("syncs", "restarts") and not (self.setup.shared and self.state in ("trains", "saves"))
+        return self.state not in ("syncs", "restarts") and not (
+            self.setup.shared and self.state in ("trains", "saves")
+        )
 
     # the training loop
 
@@ -294,7 +347,8 @@ class _Simulation:
 
     def _trained(self, attempt: int) -> None:
         if attempt == self.attempt:
-            self.state, sends = "syncs", (self.coordinator.step + 1) % self.setup.sync_every == 0
+            self.state = "syncs"
+            sends = (self.coordinator.step + 1) % self.setup.sync_every == 0
             self._pause_engines()
             self._at(self.costs.sync if sends else 0.0, self._synced, attempt, sends)
 
@@ -323,7 +377,9 @@ class _Simulation:
 
     def _issue(self) -> None:
         """At staleness 0 groups start only while the training waits."""
-        if self.state == "restarts" or (self.setup.plan.max_staleness == 0 and self.state != "waits"):
+        if self.state == "restarts" or (
+            self.setup.plan.max_staleness == 0 and self.state != "waits"
+        ):
             return
         if self.num_down == self.setup.engines:
             return
@@ -339,8 +395,12 @@ class _Simulation:
             engine.advance(self.now)
             for record in records:
                 random = Random(self.setup.seed << 40 ^ record.group_id << 8 ^ record.attempt)
-                group = self.groups[record.group_id] = _Group(record, engine, random, record.group_size)
-                lengths = [max(0, round(self.setup.lengths.draw(random))) for _ in range(record.group_size)]
+                group = self.groups[record.group_id] = _Group(
+                    record, engine, random, record.group_size
+                )
+                lengths = [
+                    max(0, round(self.setup.lengths.draw(random))) for _ in range(record.group_size)
+                ]
                 engine.waiting.extend((group, length) for length in lengths)
                 engine.since += self.costs.prefill(self.setup.lengths.prompt)
             self._fill(engine)
@@ -352,7 +412,10 @@ class _Simulation:
         while engine.waiting and len(engine.running) < self.setup.slots:
             group, length = engine.waiting.popleft()
             group.lowest = self.version if group.lowest is None else group.lowest
-            heappush(engine.running, (engine.clock + length, next(self.order), group, engine.clock, length))
+            heappush(
+                engine.running,
+                (engine.clock + length, next(self.order), group, engine.clock, length),
+            )
             engine.base += self.setup.lengths.prompt - engine.clock
             self.num_running += 1
         if not engine.running:
@@ -371,7 +434,8 @@ class _Simulation:
         """The shortest responses of an engine have ended."""
         if stamp != engine.stamp:
             return
-        engine.clock, engine.since = engine.running[0][0], self.now
+        engine.clock = engine.running[0][0]
+        engine.since = self.now
         ended = list[tuple[_Group, int]]()
         while engine.running and engine.running[0][0] <= engine.clock:
             _, _, group, start, length = heappop(engine.running)
@@ -405,13 +469,16 @@ class _Simulation:
         self._score()
         if not self._holds(group):
             return
-        dropped, places = group.random.random() < self.setup.filtered, self.places.get(group.engine)
+        dropped = group.random.random() < self.setup.filtered
+        places = self.places.get(group.engine)
         if places is None or dropped or places.has_place(group.record):
             self._end(group, dropped)
         else:  # it is aborted when the step is full, unless a place is left over
             self.surplus.append(group)
         if places is not None:
-            for other in [each for each in self.surplus if self._holds(each) and places.has_place(each.record)]:
+            for other in [
+                each for each in self.surplus if self._holds(each) and places.has_place(each.record)
+            ]:
                 if other.engine is group.engine and places.has_place(other.record):
                     self._end(other, dropped=False)
             if places.is_full:
@@ -432,7 +499,9 @@ class _Simulation:
     def _abort_rest(self, engine: _Engine) -> None:
         """The places of an engine's batch are full."""
         left = [group for group in self.groups.values() if group.engine is engine]
-        self.coordinator.abort([group.record.group_id for group in left], sum(group.tokens for group in left))
+        self.coordinator.abort(
+            [group.record.group_id for group in left], sum(group.tokens for group in left)
+        )
         for group in left:
             self.workers.end(group.record.group_id, complete=False)
             self._forget(group.record)
@@ -454,14 +523,16 @@ class _Simulation:
         kept = [each for each in engine.running if each[2] is not group]
         self.num_running -= len(engine.running) - len(kept)
         heapify(kept)
-        engine.running, engine.base = kept, sum(self.setup.lengths.prompt - each[3] for each in kept)
+        engine.running = kept
+        engine.base = sum(self.setup.lengths.prompt - each[3] for each in kept)
         engine.stamp += 1
         self._fill(engine)
 
     def _pause_engines(self) -> None:
         for engine in self.busy:
             engine.advance(self.now)
-            engine.stamp, engine.pace = engine.stamp + 1, inf
+            engine.stamp = engine.stamp + 1
+            engine.pace = inf
 
     def _resume_engines(self, recomputes: bool = False) -> None:
         for engine in sorted(self.busy, key=lambda engine: engine.number):
@@ -480,8 +551,12 @@ class _Simulation:
             self._at(self.random.expovariate(1 / setup.training_mtbf), self._restart)
 
     def _lose_engine(self) -> None:
-        """Its groups start again elsewhere, also those that are complete and that no step has taken."""
-        self._at(self.random.expovariate(self.setup.engines / (self.setup.engine_mtbf or inf)), self._lose_engine)
+        """Its groups start again elsewhere, also those that are complete and that no step has
+        taken."""
+        self._at(
+            self.random.expovariate(self.setup.engines / (self.setup.engine_mtbf or inf)),
+            self._lose_engine,
+        )
         engine = self.random.choice(self.engines)
         if not engine.is_up or self.state == "restarts":
             return
@@ -493,22 +568,28 @@ class _Simulation:
             self.coordinator.lose(number)
         self._clear(engine)
         engine.is_up = False
-        self.num_failed, self.num_down = self.num_failed + 1, self.num_down + 1
+        self.num_failed = self.num_failed + 1
+        self.num_down = self.num_down + 1
         self._at(self.costs.restart, self._replace, engine, self.attempt)
         self._progress()
 
     def _replace(self, engine: _Engine, attempt: int) -> None:
         if attempt == self.attempt:
-            engine.worker, engine.is_up, engine.since = self.workers.join(str(engine.number)), True, self.now
+            engine.worker = self.workers.join(str(engine.number))
+            engine.is_up = True
+            engine.since = self.now
             self.workers.ask(engine.worker, self.version)
             self.num_down -= 1
             self._progress()
 
     def _restart(self) -> None:
-        """A training process is lost: all processes start again, and resume from the last checkpoint."""
+        """A training process is lost: all processes start again, and resume from the last
+        checkpoint."""
         self._at(self.random.expovariate(1 / (self.setup.training_mtbf or inf)), self._restart)
         if self.state != "restarts":
-            self.state, self.attempt, self.num_restarts = "restarts", self.attempt + 1, self.num_restarts + 1
+            self.state = "restarts"
+            self.attempt = self.attempt + 1
+            self.num_restarts = self.num_restarts + 1
             for engine in self.engines:
                 self._clear(engine)
                 engine.is_up = True
@@ -522,14 +603,19 @@ class _Simulation:
         self.version = self.coordinator.step
         self.num_redone += len(self.step_ends) - self.version
         del self.step_ends[self.version :], self.ages[self.version :]
-        self.workers = GroupsByWorker([str(number) for number in range(self.setup.engines)], self.version)
+        self.workers = GroupsByWorker(
+            [str(number) for number in range(self.setup.engines)], self.version
+        )
         for engine in self.engines:
-            engine.worker, engine.since = engine.number, self.now
+            engine.worker = engine.number
+            engine.since = self.now
         self._next()
 
     def _clear(self, engine: _Engine) -> None:
         self.num_running -= len(engine.running)
-        engine.running, engine.waiting, engine.base = [], deque(), 0.0
+        engine.running = []
+        engine.waiting = deque()
+        engine.base = 0.0
         engine.stamp += 1
         self.busy.discard(engine)
         self.places.pop(engine, None)

@@ -1,4 +1,5 @@
-"""A child process under a keeper: it ends with `end`, or with this process, and so does everything that it started."""
+"""A child process under a keeper: it ends with `end`, or with this process, and so does everything
+that it started."""
 
 import os
 import signal
@@ -17,7 +18,8 @@ _ENDS_WITHIN_S = 10.0
 
 
 class Child:
-    """A command, and everything that it starts. pid: of the keeper. May be used by several threads."""
+    """A command, and everything that it starts. pid: of the keeper. May be used by several
+    threads."""
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class Child:
         ending_by_themselves.add(self.pid)
 
     def status(self) -> int | None:
-        """The command's exit status, negative for a signal; None while it, or something that it started, runs."""
+        """The command's exit status, negative for a signal; None while it, or something that it
+        started, runs."""
         return self._popen.poll()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -67,8 +70,8 @@ class Child:
 
 
 def python_command(module: str, *arguments: object) -> list[str]:
-    """The command that calls `main` of a module of ours in a new interpreter. The module is not Python's main module,
-    which processes that are spawned below would import again."""
+    """The command that calls `main` of a module of ours in a new interpreter. The module is not
+    Python's main module, which processes that are spawned below would import again."""
     return [sys.executable, "-P", "-c", f"from {module} import main; main()", *map(str, arguments)]
 
 

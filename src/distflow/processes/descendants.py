@@ -5,7 +5,9 @@ import signal
 from collections.abc import Collection
 from contextlib import suppress
 
-_PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat after the name
+# fields of /proc/PID/stat after the name
+_PARENT = 1
+_STARTED = 19
 _MOST_ROUNDS = 20
 
 Process = tuple[int, str]
@@ -16,11 +18,13 @@ ending_by_themselves = set[int]()
 
 
 def descendants(root: int, skipped: Collection[int] = ()) -> set[Process]:
-    """All descendants of a process, excluding itself. skipped: pids that are left out, with their descendants."""
+    """All descendants of a process, excluding itself. skipped: pids that are left out, with their
+    descendants."""
     below: dict[int, list[Process]] = {}
     for process, parent in _processes().items():
         below.setdefault(parent, []).append(process)
-    found, look = set[Process](), [root]
+    found = set[Process]()
+    look = [root]
     while look:
         own = [process for process in below.get(look.pop(), []) if process[0] not in skipped]
         found.update(own)
@@ -40,7 +44,8 @@ def kill_those(processes: set[Process]) -> None:
 
 
 def end_descendants() -> None:
-    """Kill the descendants of this process, apart from those that end by themselves. It does not wait for them."""
+    """Kill the descendants of this process, apart from those that end by themselves. It does not
+    wait for them."""
     killed = set[Process]()
     for _ in range(_MOST_ROUNDS):  # one may have forked meanwhile
         left = descendants(os.getpid(), ending_by_themselves) - killed

@@ -1,11 +1,13 @@
-"""Runs a command, and ends everything that it started: once the command or the owner has ended, or at SIGTERM.
+"""Runs a command, and ends everything that it started: once the command or the owner has ended, or
+at SIGTERM.
 
-The kernel makes each descendant whose parent ended a child of this process, even one in a session of its own, so that
-none can leave. Other signals have no effect, and a command that is stopped is continued. The exit status, or the signal
-that ended this process, is the command's.
+The kernel makes each descendant whose parent ended a child of this process, even one in a session
+of its own, so that none can leave. Other signals have no effect, and a command that is stopped is
+continued. The exit status, or the signal that ended this process, is the command's.
 
-Run as a file, `python -I -S keeper.py OWNER_PID COMMAND...`, by `child.py`. Imports only the standard library: nothing
-here allocates much, so that the kernel, when memory runs out, ends the command and not the keeper.
+Run as a file, `python -I -S keeper.py OWNER_PID COMMAND...`, by `child.py`. Imports only the
+standard library: nothing here allocates much, so that the kernel, when memory runs out, ends the
+command and not the keeper.
 """
 
 import ctypes
@@ -25,7 +27,8 @@ _KEPT = (signal.SIGKILL, signal.SIGSTOP)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have this process get the signal when the thread that forked it ends; 0 for none. parent: its pid."""
+    """Have this process get the signal when the thread that forked it ends; 0 for none. parent: its
+    pid."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the call
         os._exit(_LOST_OWNER)
@@ -43,7 +46,9 @@ def children() -> set[int]:
         with open(f"/proc/self/task/{own}/children") as file:
             return {int(pid) for pid in file.read().split()}
     except FileNotFoundError:  # a kernel that does not list them
-        return {int(pid) for pid in os.listdir("/proc") if pid.isdigit() and parent_of(int(pid)) == own}
+        return {
+            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and parent_of(int(pid)) == own
+        }
 
 
 def parent_of(pid: int) -> int | None:
@@ -56,7 +61,8 @@ def parent_of(pid: int) -> int | None:
 
 
 def end_children(kept: Collection[int] = ()) -> None:
-    """Kill the children of this process but the kept ones, and, after `adopt_orphans`, what they leave."""
+    """Kill the children of this process but the kept ones, and, after `adopt_orphans`, what they
+    leave."""
     while left := children().difference(kept):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -73,13 +79,15 @@ def main(owner_pid: int, command: list[str]) -> NoReturn:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in signal.valid_signals():
         if number not in _KEPT and number < signal.SIGRTMIN:
-            signal.signal(number, lambda *_: None)  # unlike SIG_IGN it is not inherited by the command
+            # unlike SIG_IGN it is not inherited by the command
+            signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the owner's thread may block some
     adopt_orphans()
     child = _start(command)
     _close_all_but(owner, wakes, wake)
     status = _wait(child, owner, wakes)
-    for pid in _lowest_first():  # one that is killed before what it watches would leave that to nobody, if we die now
+    # one that is killed before what it watches would leave that to nobody, if we die now
+    for pid in _lowest_first():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     if status is None:
@@ -118,7 +126,8 @@ def _lowest_first() -> list[int]:
 
 
 def _close_all_but(*kept: int) -> None:
-    """Close what only the command is to have, so that its end is seen by whoever has the other ends."""
+    """Close what only the command is to have, so that its end is seen by whoever has the other
+    ends."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
             with suppress(OSError):  # of the listing itself

@@ -33,7 +33,8 @@ NUM_ROWS = 20
 PROBE = "(probe)"
 ASK_MODELS = ("judge", "model", "verifiers")
 _CHANCE = 0.1  # share of the rows
-_REPEATS, _SHORT = 50, 40
+_REPEATS = 50
+_SHORT = 40
 _LARGE = 2**18  # characters of a row's extra info, from which one response of each kind is tried
 
 _VALUES = ("0", "1", "True", "False", "None", "[]", "{}", "A")
@@ -41,14 +42,31 @@ _NO_NUMBERS = ("nan", "inf", "-inf")
 _CHOICES = "A B C D E yes no true false"
 _NUMBERS = " ".join(map(str, range(-9, 1000)))
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_SKELETONS = (r"\boxed{}", "####", "The answer is", "<think></think>\n<answer></answer>", "```python\n```")
-_RETURNED = (*_VALUES[:-1], "''", "float('nan')", "args[0]", "type('All', (), {'__eq__': lambda *_: True})()")
-_ERRORS = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)]
+_SKELETONS = (
+    r"\boxed{}",
+    "####",
+    "The answer is",
+    "<think></think>\n<answer></answer>",
+    "```python\n```",
+)
+_RETURNED = (
+    *_VALUES[:-1],
+    "''",
+    "float('nan')",
+    "args[0]",
+    "type('All', (), {'__eq__': lambda *_: True})()",
+)
+_ERRORS = [
+    name
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
+]
 _RAISED = dict.fromkeys(["StopIteration", "IndexError", "KeyError", "AttributeError", *_ERRORS])
 
 
 class Bounds(NamedTuple):
-    """Time limits in seconds: for all calls of a function, for one, and for the first, which loads it."""
+    """Time limits in seconds: for all calls of a function, for one, and for the first, which loads
+    it."""
 
     all_s: float = math.inf
     call_s: float = math.inf
@@ -59,7 +77,8 @@ BEFORE_A_RUN = Bounds(0.5, 0.25, 3.0)
 
 
 def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """(kind, response), none of which states the row's answer. texts: of the function's own source."""
+    """(kind, response), none of which states the row's answer. texts: of the function's own
+    source."""
     yield "empty response", ""
     if bodies := _bodies(row):
         yield from (("program that computes nothing", f"```python\n{body}\n```") for body in bodies)
@@ -68,13 +87,24 @@ def cheap_responses(row: Row, texts: Sequence[str] = ()) -> Iterator[tuple[str, 
     said = [("all numbers of a range", form.format(_NUMBERS)) for form in forms]
     said += [("all choices", form.format(_CHOICES)) for form in forms]
     said += [("echo of the prompt", form.format(row.prompt)) for form in forms]
-    said += [("value of any type", form.format(value)) for value in (*_VALUES, *_NO_NUMBERS) for form in forms]
-    said += [("form without content", text) for text in (*_SKELETONS, *(form.format("") for form in forms))]
+    said += [
+        ("value of any type", form.format(value))
+        for value in (*_VALUES, *_NO_NUMBERS)
+        for form in forms
+    ]
+    said += [
+        ("form without content", text)
+        for text in (*_SKELETONS, *(form.format("") for form in forms))
+    ]
     plain = list(dict.fromkeys([*texts, *map(_matching, texts)]))
     repeated = [" ".join([text] * _REPEATS) for text in plain if len(text) < _SHORT]
-    said += [("text of the reward's source", text) for text in (*plain, "\n".join(plain), *repeated)]
+    said += [
+        ("text of the reward's source", text) for text in (*plain, "\n".join(plain), *repeated)
+    ]
     answer = reply_of(row.ground_truth)
-    yield from (each for each in said if each[1] and not (answer is not None and _says(each[1], answer)))
+    yield from (
+        each for each in said if each[1] and not (answer is not None and _says(each[1], answer))
+    )
 
 
 def _bodies(row: Row) -> list[str]:
@@ -93,7 +123,8 @@ def _bodies(row: Row) -> list[str]:
 
 def _says(text: str, answer: str) -> bool:
     """Whether the text is the answer, or ends with it by chance."""
-    numbers, plain = _NUMBER.findall(text), answer.replace(",", "")
+    numbers = _NUMBER.findall(text)
+    plain = answer.replace(",", "")
     if numbers and _NUMBER.fullmatch(plain):
         return float(numbers[-1]) == float(plain)
     return bare_answer(text).casefold().strip("().") == answer.casefold().strip("().")
@@ -108,13 +139,19 @@ def _matching(pattern: str) -> str:
 
 def _tagged(texts: Sequence[str]) -> list[str]:
     """Forms with the tags in the function's source."""
-    return [f"<{tag}>{{}}</{tag}>" for tag in dict.fromkeys(re.findall(r"<(\w+)>", "\n".join(texts)))]
+    return [
+        f"<{tag}>{{}}</{tag}>" for tag in dict.fromkeys(re.findall(r"<(\w+)>", "\n".join(texts)))
+    ]
 
 
-async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds()) -> list[str]:  # noqa: B008  immutable
-    """Kinds of responses that are right, or score like the row's answer, on more rows than by chance: a row, a response
-    and the scores of each. pool: has the function as `PROBE`. Raises UserError for one that must not be tried."""
-    found, num_tried, end = dict[str, dict[str, str]](), 0, math.inf
+# immutable
+async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds()) -> list[str]:  # noqa: B008
+    """Kinds of responses that are right, or score like the row's answer, on more rows than by
+    chance: a row, a response and the scores of each. pool: has the function as `PROBE`. Raises
+    UserError for one that must not be tried."""
+    found = dict[str, dict[str, str]]()
+    num_tried = 0
+    end = math.inf
 
     async def score(row: Row, text: str) -> tuple[float, list[str]]:
         """The function's own accuracy, −inf if it fails, and the texts in its source."""
@@ -124,16 +161,20 @@ async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds())
         if isinstance(result, Score):
             if end < math.inf and took > bounds.call_s:
                 raise UserError(f"a call takes {took:.1f} s")
-            return own_reward_result(result), [str(text) for text in cast(list[JSON], result.extra[TEXTS])]
+            return own_reward_result(result), [
+                str(text) for text in cast(list[JSON], result.extra[TEXTS])
+            ]
         if bounds.call_s < math.inf and (isinstance(result, Timeout) or NO_NETWORK in str(result)):
             raise UserError(str(result))
         return -math.inf, []
 
     for row in rows:
         least, texts = await score(row, "")
-        end, num_tried = min(end, time.monotonic() + bounds.all_s), num_tried + 1
+        end = min(end, time.monotonic() + bounds.all_s)
+        num_tried = num_tried + 1
         best = max([(await score(row, text))[0] for text in _right(row, texts)], default=-math.inf)
-        is_large, tried = len(repr(row.extra_info)) > _LARGE, set[str]()
+        is_large = len(repr(row.extra_info)) > _LARGE
+        tried = set[str]()
         for kind, text in cheap_responses(row, texts):
             if time.monotonic() > end:
                 break
@@ -146,7 +187,9 @@ async def find_cheap(pool: Pool, rows: Sequence[Row], bounds: Bounds = Bounds())
                 shown = f"{kind}, {escape_control(repr(text), 80)}, got {value:g}{like}"
                 found.setdefault(kind, {}).setdefault(row.origin, shown)
     often = [rows_of for rows_of in found.values() if len(rows_of) > _CHANCE * num_tried]
-    return [escape_control(": ".join(next(iter(rows_of.items()))), one_line=True) for rows_of in often]
+    return [
+        escape_control(": ".join(next(iter(rows_of.items()))), one_line=True) for rows_of in often
+    ]
 
 
 def _right(row: Row, texts: Sequence[str]) -> list[str]:
@@ -156,10 +199,14 @@ def _right(row: Row, texts: Sequence[str]) -> list[str]:
 
 
 async def notes_of(
-    router: "RewardRouter", settings: RewardSettings, rows: Sequence[Row], bounds: Bounds = BEFORE_A_RUN
+    router: "RewardRouter",
+    settings: RewardSettings,
+    rows: Sequence[Row],
+    bounds: Bounds = BEFORE_A_RUN,
 ) -> list[tuple[str, str]]:
-    """(kind, message) of notes on each reward function of the rows' domains that compares with an answer. It is tried
-    in a separate process without a network: a user's may keep state, or call a paid endpoint."""
+    """(kind, message) of notes on each reward function of the rows' domains that compares with an
+    answer. It is tried in a separate process without a network: a user's may keep state, or call a
+    paid endpoint."""
 
     async def note(domain: str, name: str) -> tuple[str, str] | None:
         what = f"reward function '{name}' (domain '{domain}')"
@@ -171,14 +218,27 @@ async def notes_of(
                 RewardPool, PoolSettings(functions, 1, bounds.first_s, settings.memory_bytes)
             )
             try:
-                lines = await find_cheap(pool, [row for row in rows if row.domain == domain], bounds)
+                lines = await find_cheap(
+                    pool, [row for row in rows if row.domain == domain], bounds
+                )
             finally:
                 await asyncio.to_thread(pool.close)
         except UserError as why:
             return "info", f"{what} is not tried on responses that do no work: {why}"
-        return ("warning", "\n  ".join([f"{what} scores responses that do no work:", *lines])) if lines else None
+        return (
+            ("warning", "\n  ".join([f"{what} scores responses that do no work:", *lines]))
+            if lines
+            else None
+        )
 
     domains = dict.fromkeys(row.domain for row in rows)
-    parts = [(domain, part.name) for domain in domains for part in router.functions_of(domain) if part.weight > 0]
-    tried = [note(domain, name) for domain, name in parts if name in ASK_MODELS or must_accept(name)]
+    parts = [
+        (domain, part.name)
+        for domain in domains
+        for part in router.functions_of(domain)
+        if part.weight > 0
+    ]
+    tried = [
+        note(domain, name) for domain, name in parts if name in ASK_MODELS or must_accept(name)
+    ]
     return [found for found in await asyncio.gather(*tried) if found]

@@ -3,15 +3,19 @@
 import re
 
 _DENIAL = (
-    r"(?:\b(?:not|cannot|never)|n['’]t|\bneither|\bnor|\binstead of|\brather than|\b(?:any|no)thing but|\bother than"
+    r"(?:\b(?:not|cannot|never)|n['’]t|\bneither|\bnor|\binstead of|\brather "
+    r"than|\b(?:any|no)thing but|\bother than"
     r"|\bnowhere near|!=|≠)(?:\s+(?:be|equal to|exactly|just|really|simply))*"
 )
 _COMPARISON = (
-    r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up to|over|under|above|below"
-    r"|between|from|twice|double|triple|half(?: of)?|(?:root|third|quarter|square|cube|opposite|inverse|reciprocal) of"
-    r"|(?:close|next) to|near(?:ly)?|almost|hardly|barely|within \S+ of|except(?: for)?|everything but|off by)"
+    r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up "
+    r"to|over|under|above|below"
+    r"|between|from|twice|double|triple|half(?: "
+    r"of)?|(?:root|third|quarter|square|cube|opposite|inverse|reciprocal) of"
+    r"|(?:close|next) to|near(?:ly)?|almost|hardly|barely|within \S+ of|except(?: for)?|everything "
+    r"but|off by)"
 )
-_MORE = r"(?:less|more|fewer|greater|larger|smaller|higher|lower|older|younger|longer|shorter|bigger|taller)"
+_MORE = r"(?:less|more|fewer|greater|larger|smaller|higher|lower|older|younger|longer|shorter|bigger|taller)"  # noqa: E501
 _THAN = rf"\s+(?:[a-z]+\s+){{0,2}}{_MORE}\s+(?:[a-z]+\s+)?than\s+(?:[a-z]+\s+){{0,2}}\$?"
 _NEGATION = r"(?:\bnot|n['’]t|\bnever|\bcannot|\bno ?(?:body|one)|\bhardly)"
 _DOUBT = (
@@ -20,12 +24,15 @@ _DOUBT = (
     r"|(?<!no )(?<!any )(?<!a )\bdoubt(?:ful)?\b|\b(?:den(?:y|ies)|disagree|disbelieve|no way)\b"
     r"|\b(?:un(?:sure|certain|true|likely)|false|wrong|incorrect|im(?:probable|possible)|refuse"
     r"|not (?:\w+ )?(?:true|correct|right|likely|possible|the case))\s+"
-    r"(?:that|if|whether|the (?:final )?answer|(?:to|if (?:you|we|I)) (?:say|think|claim|believe|conclude|assume))\b"
+    r"(?:that|if|whether|the (?:final )?answer|(?:to|if (?:you|we|I)) "
+    r"(?:say|think|claim|believe|conclude|assume))\b"
     r"|\b(?:wrong|incorrect|false)(?=\s*$|\s+(?:final )?(?:answer|value|result)))"
 )
-_NO_BREAK = r"(?:(?!\b(?:but|so|hence|thus|therefore|then|however|though|although|because|since|still|yet)\b)[^!])"
+_NO_BREAK = r"(?:(?!\b(?:but|so|hence|thus|therefore|then|however|though|although|because|since|still|yet)\b)[^!])"  # noqa: E501
 _DENIED_BEFORE = rf"(?:{_DENIAL})[\s$*]*$|{_DOUBT}{_NO_BREAK}*$|\d{_THAN}$"
-_DENIED, _NOT_STATED = (re.compile(rf"{_DENIED_BEFORE}{other}", re.I) for other in ("", rf"|(?:{_COMPARISON})[\s$*]*$"))
+_DENIED, _NOT_STATED = (
+    re.compile(rf"{_DENIED_BEFORE}{other}", re.I) for other in ("", rf"|(?:{_COMPARISON})[\s$*]*$")
+)
 _IS = r"(?:is|was|are|were|be|would be)"
 _DENIED_AFTER = re.compile(
     rf"[\s$*)]*(?:{_THAN}-?\d|\?|\((?:wrong|incorrect|false|not?\b(?!\s+\$?-?\d))"
@@ -39,8 +46,8 @@ _LONGEST_DENIAL = 120
 
 
 def is_denied(text: str, start: int, end: int | None = None, is_answer: bool = False) -> bool:
-    """Whether the words of the clause before `start` or after `end` deny or doubt what is there. is_answer: in the text
-    of an answer, "at least 7" does not state 7."""
+    """Whether the words of the clause before `start` or after `end` deny or doubt what is there.
+    is_answer: in the text of an answer, "at least 7" does not state 7."""
     before = (_NOT_STATED if is_answer else _DENIED).search(clause_before(text, start))
     after = end is not None and _DENIED_AFTER.match(text[end : end + _LONGEST_DENIAL])
     return bool(before or after)

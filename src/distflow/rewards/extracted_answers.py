@@ -1,7 +1,8 @@
-"""Finding the final answer in a text: the last complete box, the text after the last `####`, or an "answer is" phrase.
+"""Finding the final answer in a text: the last complete box, the text after the last `####`, or an
+"answer is" phrase.
 
-Adjacent boxes are one answer, a list: a response that boxes two answers has not decided. Each search takes linear time,
-since the policy writes the text.
+Adjacent boxes are one answer, a list: a response that boxes two answers has not decided. Each
+search takes linear time, since the policy writes the text.
 """
 
 import html
@@ -14,19 +15,26 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
 _BETWEEN_BOXES = re.compile(
-    r"(?:[\s$.,;:()&/|~*]|\\[()\[\],;!\\]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*", re.IGNORECASE
+    r"(?:[\s$.,;:()&/|~*]|\\[()\[\],;!\\]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*",
+    re.IGNORECASE,
 )
 _PHRASE = re.compile(
-    r"(?:(?<!/)\b(?:answer|correct (?:option|choice))\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|\banswers are\b|答案[是为：:]"
-    r"|<answer>)(?:\*\*(?!\*)|[\s:])*", re.IGNORECASE
-)  # fmt: skip
+    r"(?:(?<!/)\b(?:answer|correct (?:option|choice))\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|\banswers "
+    r"are\b|答案[是为：:]"
+    r"|<answer>)(?:\*\*(?!\*)|[\s:])*",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"[.!]\s+(?=[A-Z])|(?<=\?)\s+(?=[A-Z])")
-_TAGS = "a|b|big|center|code|div|em|font|h[1-6]|i|kbd|label|li|mark|p|pre|samp|small|span|strong|td|tt|u|var"
+_TAGS = "a|b|big|center|code|div|em|font|h[1-6]|i|kbd|label|li|mark|p|pre|samp|small|span|strong|td|tt|u|var"  # noqa: E501
 _CLOSED_TAG = re.compile(rf"</({_TAGS})\s*>", re.I)
 _SUPERSCRIPT = re.compile(r"<sup>([^<>]*)</sup>", re.I)
 _ENTITY = re.compile(r"&#?\w{2,8};")
-_EMPHASIS = re.compile(r"(?<![^\W_])(?<![\\*)\]}])(\*+|_+|`+|\")(?=\S)([^*_`\"\n]+)(?<=\S)\1(?![^\W_]|[*({\\])")
-_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
+_EMPHASIS = re.compile(
+    r"(?<![^\W_])(?<![\\*)\]}])(\*+|_+|`+|\")(?=\S)([^*_`\"\n]+)(?<=\S)\1(?![^\W_]|[*({\\])"
+)
+_FORMULA = re.compile(
+    r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)"
+)
 _NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
 _UNIT = r"\s?(?:\\?%|°|(?!but\b)[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
 _FUNCTIONS = r"sqrt|exp|ln|log|(?:arc)?(?:sin|cos|tan)h?"
@@ -34,14 +42,20 @@ _NAMES = r"pi|oo|infinity|inf"
 _CALL = rf"(?:\\?(?:{_FUNCTIONS})\s?\([^()\n]*\)|√\(?\d+\)?)"
 _NAME = rf"(?:\\?(?:{_NAMES}|infty)(?![A-Za-z])|e(?=\^)|[π∞])"
 _TERM = rf"(?:{_CALL}|\(?{_NUMBER}\)?|{_NAME})"
-_FACTOR = rf"\s?(?:{_CALL}|{_NAME}|(?<=\S)[ie](?![\w'’])|i(?=\s*[-+).,;:!?]|\s*$))"  # after a number: 2π, 3i
+# after a number: 2π, 3i
+_FACTOR = rf"\s?(?:{_CALL}|{_NAME}|(?<=\S)[ie](?![\w'’])|i(?=\s*[-+).,;:!?]|\s*$))"
 _SUM = rf"[-+±]?\s?{_TERM}(?:\s*[-+*/^×÷·±]\s*(?:{_TERM}|[-+]?[ie](?![\w'’]))|{_FACTOR})*"
-_ITEM = rf"[-+]?(?:\d++(?:\.\d++)?+|{_CALL}|{_NAME})(?:\s*[-+*/^]\s*(?:\d++|{_CALL}|{_NAME})|{_FACTOR})*+"
+_ITEM = rf"[-+]?(?:\d++(?:\.\d++)?+|{_CALL}|{_NAME})(?:\s*[-+*/^]\s*(?:\d++|{_CALL}|{_NAME})|{_FACTOR})*+"  # noqa: E501
 _TUPLE = rf"\\?[(\[{{]\s*{_ITEM}(?:\s*[,;]\s*{_ITEM})+\s*\\?[)\]}}]"
 _EXPRESSION = re.compile(
-    rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+ \d+/\d+|{_SUM})!?({_UNIT})?)", re.ASCII
+    (
+        rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+ "
+        rf"\d+/\d+|{_SUM})!?({_UNIT})?)"
+    ),
+    re.ASCII,
 )
-"""A tuple, a set or an interval; or a number or an operation on numbers, with the word or sign after it."""
+"""A tuple, a set or an interval; or a number or an operation on numbers, with the word or sign
+after it."""
 _MATHEMATICS = re.compile(
     rf"(?!(?:an?|I)\s)(?=.*[\d\\^=<>≤≥π∞√]|.*\b(?:{_NAMES})\b)"
     rf"(?:[^\w\n]|[\d_²³½⅓⅔¼¾π]|\\[A-Za-z]+|(?<![A-Za-z])(?:{_FUNCTIONS}|{_NAMES}|or|and|mod|[xyz]+|[A-Za-z])(?![A-Za-z]))+"
@@ -51,7 +65,14 @@ _JOINED = re.compile(r"\s*(?:[,;]\s*)?(?:and|or|to|through)\s*|\s*[,;]\s*|[^\S\n
 _OR = re.compile(r"\s*(?:,\s*)?or\s*")
 _LONGEST_FORMULA = 100
 _MOST_DENIED = 1000
-_OPERATIONS = {"plus": "+", "over": "/", "minus": "-", "times": "*", "multiplied by": "*", "divided by": "/"}
+_OPERATIONS = {
+    "plus": "+",
+    "over": "/",
+    "minus": "-",
+    "times": "*",
+    "multiplied by": "*",
+    "divided by": "/",
+}
 _OPERATION = re.compile(rf"(?<=\d)\s+({'|'.join(_OPERATIONS)})\s+(?=[\d.$])", re.I)
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+\$?$", re.I)
 _REASON = re.compile(r"\b(?:because|since|which|where)\b")
@@ -59,13 +80,15 @@ _CONJUNCTIONS = ("and", "or", "to", "through")
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; a box that never closes is no answer."""
+    r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; a box that never closes is
+    no answer."""
     boxes = _boxes(text)
     return boxes[-1][2] if boxes else None
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The last box, together with preceding ones that are separated only by "and", "or" or punctuation, as a list.
+    r"""The last box, together with preceding ones that are separated only by "and", "or" or
+    punctuation, as a list.
 
     Equal boxes count once; if one is empty, or the text denies all, the answer is ''.
     """
@@ -76,15 +99,19 @@ def boxed_answer(text: str) -> str | None:
         boxes.pop()
     if not boxes:
         return ""
-    first = _first_joined(text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES, len(boxes))
+    first = _first_joined(
+        text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES, len(boxes)
+    )
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
 
 
 def unboxed(text: str) -> str:
-    r"""The text with each complete box replaced by its content, and without braces around the whole."""
+    r"""The text with each complete box replaced by its content, and without braces around the
+    whole."""
     while boxes := _boxes(text):
-        parts, position = [], 0
+        parts = []
+        position = 0
         for start, end, content in boxes:
             parts += [text[position:start], content]
             position = end
@@ -108,13 +135,15 @@ def marked_answer(text: str) -> str | None:
 
 
 def bare_answer(text: str) -> str:
-    """A data set's answer without its mark: the marked answer of a worked solution, else the whole text."""
+    """A data set's answer without its mark: the marked answer of a worked solution, else the whole
+    text."""
     marked = marked_answer(text)
     return (text if marked is None else marked).strip()
 
 
 def decoded(value: object) -> object:
-    """The list or mapping of a column that holds JSON, as in some data sets; any other value unchanged."""
+    """The list or mapping of a column that holds JSON, as in some data sets; any other value
+    unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -124,7 +153,8 @@ def decoded(value: object) -> object:
 
 
 def phrased_answer(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or `<answer>`, to the end of that sentence, line or tag.
+    """What follows the last "answer is", "answer:" or `<answer>`, to the end of that sentence, line
+    or tag.
 
     One that the text denies or doubts ("I do not think that the answer is") does not count."""
     found = list(_PHRASE.finditer(text))[-_MOST_DENIED:]
@@ -137,8 +167,13 @@ def phrased_answer(text: str) -> str | None:
 
 
 def without_markup(text: str) -> str:
-    """The text without HTML tags and entities, emphasis in Markdown, and quotation marks around a word or value."""
-    text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), text).replace("“", '"').replace("”", '"')
+    """The text without HTML tags and entities, emphasis in Markdown, and quotation marks around a
+    word or value."""
+    text = (
+        _ENTITY.sub(lambda entity: html.unescape(entity[0]), text)
+        .replace("“", '"')
+        .replace("”", '"')
+    )
     if names := {name.lower() for name in _CLOSED_TAG.findall(text)}:
         text = re.sub(rf"<(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*>", "", text, flags=re.I)
     text = _SUPERSCRIPT.sub(r"^{\1}", text)
@@ -148,31 +183,41 @@ def without_markup(text: str) -> str:
 
 
 def is_mathematics(text: str) -> bool:
-    """Whether a short text is a formula as a whole, even without delimiters: `[1, 3]`, `-1 + exp(16)`, `x < 2`."""
+    """Whether a short text is a formula as a whole, even without delimiters: `[1, 3]`,
+    `-1 + exp(16)`, `x < 2`."""
     return len(text) <= _LONGEST_FORMULA and _MATHEMATICS.fullmatch(text) is not None
 
 
 def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | None:
-    """The last formula between delimiters, or the last number; and the word or sign after the number.
+    """The last formula between delimiters, or the last number; and the word or sign after the
+    number.
 
-    Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that an "or" joins; if
-    the prose is the answer, also those that anything else joins. What the prose denies or doubts ("7 is wrong") is
-    passed over, and in an answer also what it only compares with ("at least 7"); if there is nothing else, it is
-    returned as "not 7".
+    Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that
+    an "or" joins; if the prose is the answer, also those that anything else joins. What the prose
+    denies or doubts ("7 is wrong") is passed over, and in an answer also what it only compares with
+    ("at least 7"); if there is nothing else, it is returned as "not 7".
     """
-    if is_answer and (reason := _REASON.search(prose)) and (stated := last_mathematics(prose[: reason.start()], True)):
+    if (
+        is_answer
+        and (reason := _REASON.search(prose))
+        and (stated := last_mathematics(prose[: reason.start()], True))
+    ):
         return stated
     prose = _OPERATION.sub(lambda word: f" {_OPERATIONS[word[1].lower()]} ", prose)
-    formulas, numbers = list(_FORMULA.finditer(prose)), list(_EXPRESSION.finditer(prose))
+    formulas = list(_FORMULA.finditer(prose))
+    numbers = list(_EXPRESSION.finditer(prose))
     stated_formulas = _last_stated(prose, formulas, _LISTED, is_answer)
     stated_numbers = _last_stated(prose, numbers, _JOINED if is_answer else _OR, is_answer)
-    if stated_formulas and (not stated_numbers or stated_formulas[-1].end() > stated_numbers[-1].end()):
+    if stated_formulas and (
+        not stated_numbers or stated_formulas[-1].end() > stated_numbers[-1].end()
+    ):
         return ", ".join(next(filter(None, match.groups())) for match in stated_formulas), ""
     if not stated_numbers:
         denied = reversed(formulas + numbers)
         return next(((f"not {each.group()}", "") for each in denied), None)
     bare = [
-        ("-" if _NEGATIVE.search(clause_before(prose, each.start())) else "") + each.group().removesuffix(each[1] or "")
+        ("-" if _NEGATIVE.search(clause_before(prose, each.start())) else "")
+        + each.group().removesuffix(each[1] or "")
         for each in stated_numbers
     ]
     return ", ".join(bare), stated_numbers[-1][1] or ""
@@ -181,7 +226,8 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
 def _last_stated(
     prose: str, found: list[re.Match[str]], joint: re.Pattern[str], is_answer: bool
 ) -> list[re.Match[str]]:
-    """The last of the formulas or numbers, with those that are joined to it, that no words before it deny."""
+    """The last of the formulas or numbers, with those that are joined to it, that no words before
+    it deny."""
     spans = [(each.start(), _end(each)) for each in found]
     end = len(found)
     while end > max(0, len(found) - _MOST_DENIED):

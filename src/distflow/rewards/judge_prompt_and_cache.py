@@ -1,5 +1,6 @@
-"""For judges behind an endpoint and judges that the run loads: the question about a response, the parsing of the
-answer, and the store of answers and their costs, one SQLite file that all processes and later runs share."""
+"""For judges behind an endpoint and judges that the run loads: the question about a response, the
+parsing of the answer, and the store of answers and their costs, one SQLite file that all processes
+and later runs share."""
 
 import functools
 import hashlib
@@ -24,7 +25,8 @@ SCHEMA = {
     "required": _NAMES,
     "additionalProperties": False,
 }
-_OPENING = re.compile("[<\uff1c\ufe64\u226e]")  # the start of a tag, also in other widths, or struck through
+# the start of a tag, also in other widths, or struck through
+_OPENING = re.compile("[<\uff1c\ufe64\u226e]")
 _DECODER = json.JSONDecoder()
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _SHOWN = 200
@@ -33,7 +35,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
 INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
-"""
+"""  # noqa: E501
 _ABOUT = """
 ALTER TABLE answers ADD COLUMN about TEXT NOT NULL DEFAULT '';
 CREATE INDEX answers_about ON answers (about);
@@ -42,9 +44,11 @@ _BUSY_S = 30.0
 
 
 def fill_template(template: str, values: Mapping[str, object], most_characters: int) -> str:
-    """Fill in one pass, so that a value is never taken for a placeholder; the response without tags.
+    """Fill in one pass, so that a value is never taken for a placeholder; the response without
+    tags.
 
-    The nonce is the same in every run. A response that contains it would have to contain a hash of itself.
+    The nonce is the same in every run. A response that contains it would have to contain a hash of
+    itself.
     """
     response = str(values["response"])
     sample = [str(values[name]) for name in ("prompt", "ground_truth")]
@@ -58,14 +62,16 @@ def fill_template(template: str, values: Mapping[str, object], most_characters: 
 
 @functools.cache
 def judge_template(template: str) -> str:
-    """The template's text: from a file, unless it has a line break or placeholder; "" is the built-in one. Raises
-    UserError for an unreadable template, or one without the response."""
+    """The template's text: from a file, unless it has a line break or placeholder; "" is the
+    built-in one. Raises UserError for an unreadable template, or one without the response."""
     text = template or _TEMPLATE.read_text("utf-8").removesuffix("\n")
     if "\n" not in text and not _PLACEHOLDER.search(text):
         try:
             text = Path(text).expanduser().read_text("utf-8")
         except OSError as error:
-            raise UserError(f"the judge's template '{template}' cannot be read: {error.strerror or error}") from error
+            raise UserError(
+                f"the judge's template '{template}' cannot be read: {error.strerror or error}"
+            ) from error
     if "response" not in _PLACEHOLDER.findall(text):
         raise UserError("the judge's template has no {response}")
     return text
@@ -81,7 +87,8 @@ def read_score(content: object) -> dict[str, object]:
         raise ValueError(f"the judge's reply is not JSON: {beginning(content)}") from None
     if not isinstance(found, dict) or set(found) != set(_NAMES):
         raise ValueError(f"the judge's reply is not {{reason, score}}: {beginning(content)}")
-    score, reason = found["score"], found["reason"]
+    score = found["score"]
+    reason = found["reason"]
     if not isinstance(reason, str) or isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError(f"the judge's reply is not a score with a reason: {beginning(content)}")
     if not 0 <= score <= 1:  # also false for NaN
@@ -90,14 +97,18 @@ def read_score(content: object) -> dict[str, object]:
 
 
 def score_at_end(answer: str) -> dict[str, object]:
-    """The score and reason at the end of a text: a model may think before, and fence it. Raises ValueError, also if
-    another score precedes: either may be one that the response told the judge to write."""
+    """The score and reason at the end of a text: a model may think before, and fence it. Raises
+    ValueError, also if another score precedes: either may be one that the response told the judge
+    to write."""
     answer = answer.rpartition("</think>")[2].strip().removesuffix("```").strip()
-    scores, last, end = set[object](), 0, 0
+    scores = set[object]()
+    last = 0
+    end = 0
     for place in (match.start() for match in re.finditer(r"\{", answer)):
         with suppress(ValueError, RecursionError):
             if place >= end:
-                last, end = place, _DECODER.raw_decode(answer, place)[1]
+                last = place
+                end = _DECODER.raw_decode(answer, place)[1]
                 scores.add(read_score(answer[place:end])["score"])
     if len(scores) > 1:
         raise ValueError(f"the judge's reply has several scores: {beginning(answer)}")
@@ -123,15 +134,18 @@ class JudgeCache:
     """Answers by request; calls and tokens of all users of the file."""
 
     def __init__(self, file: str) -> None:
-        """file: created if missing; "" keeps everything in memory. All methods raise ValueError for a file that is
-        damaged or not writable."""
+        """file: created if missing; "" keeps everything in memory. All methods raise ValueError for
+        a file that is damaged or not writable."""
         self._file = str(Path(file).expanduser()) if file else ":memory:"
         try:
             if file:
                 Path(self._file).parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
             self._connection.executescript(_TABLES)
-            if not any(column[1] == "about" for column in self._connection.execute("PRAGMA table_info(answers)")):
+            if not any(
+                column[1] == "about"
+                for column in self._connection.execute("PRAGMA table_info(answers)")
+            ):
                 with suppress(sqlite3.OperationalError):  # another process has just added it
                     self._connection.executescript(_ABOUT)
         except (OSError, sqlite3.Error) as error:
@@ -143,22 +157,32 @@ class JudgeCache:
 
     def put(self, key: str, content: str, about: str = "") -> None:
         """about: a hash of the answer's subject, by which an audit finds it, whatever its key."""
-        self._do("INSERT OR REPLACE INTO answers (key, content, about) VALUES (?, ?, ?)", key, content, about)
+        self._do(
+            "INSERT OR REPLACE INTO answers (key, content, about) VALUES (?, ?, ?)",
+            key,
+            content,
+            about,
+        )
 
     def name_older(self, key: str, about: str) -> None:
         """Add the hash to an answer from a version that stored none."""
         self._do("UPDATE answers SET about = ? WHERE key = ? AND about = ''", about, key)
 
     def spend_call(self, max_calls: int, max_tokens: int) -> None:
-        """Count a call that is about to be made; 0 means no limit. Raises BudgetSpent if none is left."""
+        """Count a call that is about to be made; 0 means no limit. Raises BudgetSpent if none is
+        left."""
         changed = self._do(
-            "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
+            (
+                "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR "
+                "tokens < ?)"
+            ),
             *(max_calls, max_calls, max_tokens, max_tokens),
         ).rowcount
         if not changed:
             calls, tokens = self.spent()
             raise BudgetSpent(
-                f"the judge's budget is exhausted: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
+                f"the judge's budget is exhausted: {calls} calls of "
+                f"max_calls={max_calls or 'any'}, {tokens} tokens of "
                 f"max_tokens={max_tokens or 'any'} ({self._file})"
             )
 
@@ -180,6 +204,7 @@ class JudgeCache:
 
     def _unusable(self, error: Exception) -> ValueError:
         return ValueError(
-            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or set the option 'store' to "
+            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or set the "
+            "option 'store' to "
             "another file, which starts empty and with a new budget"
         )

@@ -1,8 +1,9 @@
 """Reward functions: loading by name, calling, pickling those passed from Python, and fingerprints.
 
-A pickle has the name of a function of an importable module, else its code and the objects that it references. Like a
-`.py` file it is executable code, loaded only if a config names it. The fingerprint of a file is that of its content,
-the fingerprint of a function that of its code and constants.
+A pickle has the name of a function of an importable module, else its code and the objects that it
+references. Like a `.py` file it is executable code, loaded only if a config names it. The
+fingerprint of a file is that of its content, the fingerprint of a function that of its code and
+constants.
 """
 
 import ast
@@ -38,15 +39,27 @@ _HEAD = b"distflow reward "
 _LENGTH = 12
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-PROMPT, PROMPTS = "prompt", "prompts"
+PROMPT = "prompt"
+PROMPTS = "prompts"
 """Parameters for the prompt's text, and for the prompts of all responses, of a batched function."""
-CONVERSATION, CONVERSATIONS = "conversation", "conversations"
-"""Parameters for the turns of an episode so far, and for those of each response, of a batched function."""
+CONVERSATION = "conversation"
+CONVERSATIONS = "conversations"
+"""Parameters for the turns of an episode so far, and for those of each response, of a batched
+function."""
 _PLURALS = {PROMPT: PROMPTS, CONVERSATION: CONVERSATIONS}
-FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.pool.faulty_test_functions:fail"
-"""A function of every pool that must return a reward error, or a number from its arguments; the auditor calls it."""
+FAILS = "(a probe that fails)"
+FAILS_TARGET = "distflow.rewards.pool.faulty_test_functions:fail"
+"""A function of every pool that must return a reward error, or a number from its arguments; the
+auditor calls it."""
 
-_NO_TRUTH = {"data_source", "data_sources", "solution_str", "solution_strs", "extra_info", "extra_infos"}
+_NO_TRUTH = {
+    "data_source",
+    "data_sources",
+    "solution_str",
+    "solution_strs",
+    "extra_info",
+    "extra_infos",
+}
 _NO_TRUTH |= {*_PLURALS, *_PLURALS.values(), "completion", "completions", "completion_ids", "self"}
 """Parameters that never hold a row's ground truth."""
 _OPTIONS = "?"
@@ -62,14 +75,16 @@ def write_function(
     key: str = "custom_reward_function.path",
     entry: object = None,
 ) -> None:
-    """Write a line with the fingerprint, then the pickle. key: the one that names a function in a file. entry: contains
-    the function, and is pickled in its place. Raises UserError with what cannot be pickled, e.g. a lock or an open
-    connection."""
+    """Write a line with the fingerprint, then the pickle. key: the one that names a function in a
+    file. entry: contains the function, and is pickled in its place. Raises UserError with what
+    cannot be pickled, e.g. a lock or an open connection."""
     data = _pickled(entry or function)
     if isinstance(data, Exception):
         raise UserError(
-            f"the function {name_of(function)} ({key}) runs in another process, and an object that it uses cannot "
-            f"be sent there: {_culprit(function) or data}. Create it inside the function, once, in a separate "
+            f"the function {name_of(function)} ({key}) runs in another process, and an object that "
+            "it uses cannot "
+            f"be sent there: {_culprit(function) or data}. Create it inside the function, once, in "
+            "a separate "
             f"function with @functools.cache; or put the function into a .py file and set {key}"
         ) from data
     write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
@@ -93,22 +108,26 @@ def without_options(target: str) -> str:
 
 def with_answer_key(target: str, options: Mapping[str, object], answer_key: str) -> str:
     """The target for a user's function, which may take the ground truth by its column's name."""
-    return with_options(target, options if answer_key == "answer" else {**options, _ANSWER_KEY: answer_key})
+    return with_options(
+        target, options if answer_key == "answer" else {**options, _ANSWER_KEY: answer_key}
+    )
 
 
 def custom_target(path: str, name: str) -> str:
-    """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
+    """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the
+    file absolute."""
     if path.endswith((".py", PICKLED)):
         return f"{Path(path).expanduser().resolve()}:{name}"
     return f"{path}:{name}"
 
 
 def load_reward(target: str) -> Callable[..., object]:
-    """The function that "module:function" or "/path/file.py:function" names, or that was passed from Python, with
-    options from a "?" and a JSON object after it. Functions of TRL or verifiers get our parameters.
+    """The function that "module:function" or "/path/file.py:function" names, or that was passed
+    from Python, with options from a "?" and a JSON object after it. Functions of TRL or verifiers
+    get our parameters.
 
-    Also loads what a built-in needs. Raises LoadError if there is no such function or its parameters or options do not
-    match; UserError if what it needs cannot be loaded.
+    Also loads what a built-in needs. Raises LoadError if there is no such function or its
+    parameters or options do not match; UserError if what it needs cannot be loaded.
     """
     target, _, options = target.partition(_OPTIONS)
     function = load_function(target)
@@ -126,8 +145,8 @@ def load_reward(target: str) -> Callable[..., object]:
 
 
 def reads_ground_truth(target: str) -> bool:
-    """Whether a user's function uses the ground truth, or a column that may hold it, as its source says; True if there
-    is no source to read."""
+    """Whether a user's function uses the ground truth, or a column that may hold it, as its source
+    says; True if there is no source to read."""
     module, name = split_name(without_options(target))
     source = None if module.endswith(PICKLED) else SourceFile.of(module)
     node = None if source is None else source.functions.get(name)
@@ -136,7 +155,11 @@ def reads_ground_truth(target: str) -> bool:
     used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
     plain = [*node.args.posonlyargs, *node.args.args]
     needed = [*plain[: len(plain) - len(node.args.defaults)], node.args.kwarg]
-    needed += [each for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value is None]
+    needed += [
+        each
+        for each, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        if value is None
+    ]
     columns = {each.arg for each in needed if each is not None} - _NO_TRUTH
     return not used.isdisjoint(columns | {"ground_truth", "ground_truths"})
 
@@ -156,8 +179,10 @@ def find_fault(function: Callable[..., object]) -> str:
     if all(name in wanted for name in required) and _accepted(function, wanted):
         return ""
     return (
-        f"takes {inspect.signature(function)}: a reward function takes some of ({', '.join(PARAMETERS)}), or, for all "
-        f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, or 'completion' as in "
+        f"takes {inspect.signature(function)}: a reward function takes some of "
+        f"({', '.join(PARAMETERS)}), or, for all "
+        f"responses to a prompt at once, of ({', '.join(BATCHED)}), or 'completions' as in TRL, or "
+        "'completion' as in "
         "verifiers, and columns of the data; one over columns of a batch is a node of a custom "
         "pipeline"
     )
@@ -169,7 +194,8 @@ def is_batched(function: Callable[..., object]) -> bool:
 
 
 def takes_groups(function: Callable[..., object]) -> bool:
-    """Whether it gets all responses to a prompt at once: it is batched, or async, to wait for them together."""
+    """Whether it gets all responses to a prompt at once: it is batched, or async, to wait for them
+    together."""
     return is_batched(function) or is_async(function)
 
 
@@ -186,16 +212,23 @@ def call_arguments(
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt and the conversation if it takes
-    ones that exist."""
+    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt and the
+    conversation if it takes ones that exist."""
     accepted = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
     taken = _parameters(function)
-    return function(**accepted, **{name: arguments[name] for name in _PLURALS if name in arguments and name in taken})
+    return function(
+        **accepted,
+        **{name: arguments[name] for name in _PLURALS if name in arguments and name in taken},
+    )
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
-    """Call it by keyword with lists for those of `PARAMETERS` whose plural it takes, and of others as `call`."""
-    lists = {name: [arguments[BATCHED[name]] for arguments in asked] for name in _accepted(function, tuple(BATCHED))}
+    """Call it by keyword with lists for those of `PARAMETERS` whose plural it takes, and of others
+    as `call`."""
+    lists = {
+        name: [arguments[BATCHED[name]] for arguments in asked]
+        for name in _accepted(function, tuple(BATCHED))
+    }
     for name, plural in _PLURALS.items():
         if plural in _parameters(function) and all(name in arguments for arguments in asked):
             lists[plural] = [arguments[name] for arguments in asked]
@@ -203,32 +236,45 @@ def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, o
 
 
 def split_batch(returned: object, length: int) -> list[object]:
-    """The entries that a batched reward function returned. Raises ValueError unless it is a sequence of that length."""
+    """The entries that a batched reward function returned. Raises ValueError unless it is a
+    sequence of that length."""
     if callable(tolist := getattr(returned, "tolist", None)):
         returned = tolist()  # tensors and arrays
     if not isinstance(returned, list | tuple) or len(returned) != length:
-        what = f"a list of {len(returned)}" if isinstance(returned, list | tuple) else f"{returned!r:.80}"
+        what = (
+            f"a list of {len(returned)}"
+            if isinstance(returned, list | tuple)
+            else f"{returned!r:.80}"
+        )
         raise ValueError(
-            f"it returned {what} for {length} responses: a batched reward function returns one score per response"
+            f"it returned {what} for {length} responses: a batched reward function returns one "
+            "score per response"
         )
     return list(returned)
 
 
 def target_of(name: str, custom: tuple[str, str] | None) -> str:
-    """custom: path and name of the user's function, for the name "custom". Raises UserError for an unknown name."""
+    """custom: path and name of the user's function, for the name "custom". Raises UserError for an
+    unknown name."""
     if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
-            raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
+            raise UserError(
+                "reward.functions names 'custom': set custom_reward_function.path to its file or "
+                "module"
+            )
         return custom_target(*custom)
     if name in REWARDS:
         return REWARDS[name].target
     if ":" in name:
         return custom_target(*split_name(name))
-    raise UserError(f"reward.functions names '{name}', which is not a reward function{hint(name, REWARDS)}")
+    raise UserError(
+        f"reward.functions names '{name}', which is not a reward function{hint(name, REWARDS)}"
+    )
 
 
 def fingerprint_target(target: str) -> str:
-    """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be read."""
+    """Fingerprint of the file of a "module:function" or "file:function"; empty if it cannot be
+    read."""
     path = split_name(target)[0]
     files = [Path(path)] if path.endswith((".py", PICKLED)) else module_files(path)
     try:
@@ -241,17 +287,23 @@ def fingerprint_target(target: str) -> str:
 
 
 def fingerprint_function(function: Callable[..., object]) -> str:
-    """Independent of the code's cell or line; includes helpers of the same module, but not imports."""
+    """Independent of the code's cell or line; includes helpers of the same module, but not
+    imports."""
     return _digest(
-        "\n".join(_lines(function, str(innermost(function).__module__), set())).encode("utf-8", "surrogatepass")
+        "\n".join(_lines(function, str(innermost(function).__module__), set())).encode(
+            "utf-8", "surrogatepass"
+        )
     )
 
 
 def texts_in(value: object, module: str, seen: set[int]) -> Iterator[str]:
-    """The texts in the code of a function, and of helpers of its module. seen: ids of what was already read."""
+    """The texts in the code of a function, and of helpers of its module. seen: ids of what was
+    already read."""
     if isinstance(value, str):
         yield value
-    elif id(value) not in seen and not (isinstance(value, FunctionType | type) and value.__module__ != module):
+    elif id(value) not in seen and not (
+        isinstance(value, FunctionType | type) and value.__module__ != module
+    ):
         seen.add(id(value))
         for part in value.co_consts if isinstance(value, CodeType) else _parts(value, module):
             yield from texts_in(part, module, seen)
@@ -291,7 +343,8 @@ def _culprit(function: Callable[..., object]) -> str:
 
 
 def _fault_of_options(function: Callable[..., object], values: Mapping[str, object]) -> str:
-    """The option that the function does not take; options are parameters with a default, of the default's type."""
+    """The option that the function does not take; options are parameters with a default, of the
+    default's type."""
     no_options = (*PARAMETERS, *BATCHED, *_PLURALS, *_PLURALS.values())
     known = {
         name: parameter.default
@@ -300,9 +353,16 @@ def _fault_of_options(function: Callable[..., object], values: Mapping[str, obje
     }
     for name, value in values.items():
         if name not in known:
-            return f"takes no option '{name}'{hint(name, known)}; it takes {', '.join(known) or 'none'}"
+            return (
+                f"takes no option '{name}'{hint(name, known)}; it takes "
+                f"{', '.join(known) or 'none'}"
+            )
         wanted = type(known[name])
-        if known[name] is not None and type(value) is not wanted and (wanted, type(value)) != (float, int):
+        if (
+            known[name] is not None
+            and type(value) is not wanted
+            and (wanted, type(value)) != (float, int)
+        ):
             return f"takes for '{name}' a value like {known[name]!r}, not {value!r}"
     return ""
 
@@ -315,7 +375,8 @@ def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[
 
 
 def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Kept, because they are looked up for each call, and `inspect` takes as long as a short reward function."""
+    """Kept, because they are looked up for each call, and `inspect` takes as long as a short reward
+    function."""
     try:
         return _kept_parameters(function)
     except TypeError:  # an object without a hash
@@ -332,8 +393,8 @@ def _digest(data: bytes) -> str:
 
 
 def _lines(value: object, module: str, seen: set[int]) -> Iterator[str]:
-    """Lines that describe a value. module: functions and classes of other modules are described by name only. seen: ids
-    of already described values, which may contain themselves."""
+    """Lines that describe a value. module: functions and classes of other modules are described by
+    name only. seen: ids of already described values, which may contain themselves."""
     yield type(value).__name__
     if isinstance(value, _PLAIN):
         yield repr(value)
@@ -373,7 +434,9 @@ def _parts(value: object, module: str) -> Iterator[object]:
             yield from sorted({**found.nonlocals, **found.globals}.items())
         case type():
             for name, item in sorted(vars(value).items()):
-                if isinstance(item, FunctionType) or (isinstance(item, _PLAIN) and not name.startswith("__")):
+                if isinstance(item, FunctionType) or (
+                    isinstance(item, _PLAIN) and not name.startswith("__")
+                ):
                     yield item
         case _ if type(value).__module__ == module:
             yield from (type(value), getattr(value, "__dict__", None))

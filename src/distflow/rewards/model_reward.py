@@ -1,7 +1,8 @@
 """`model`: a reward model in Hugging Face format scores the response.
 
-Prompt and response are encoded from their messages with its own tokenizer and chat template, since it may be of another
-family than the policy. One process holds it and scores for all domains that use it.
+Prompt and response are encoded from their messages with its own tokenizer and chat template, since
+it may be of another family than the policy. One process holds it and scores for all domains that
+use it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +35,14 @@ def compute_score(
     max_length: int = 0,
     max_tokens: int = 16384,
 ) -> list[dict[str, object]]:
-    """The model's score of each response, any finite number, and how many tokens were cut off, if any.
+    """The model's score of each response, any finite number, and how many tokens were cut off, if
+    any.
 
-    path, revision: a folder or a hub id, with its commit. dtype: of the computation; the head is float32. device:
-    "auto" is the first CUDA device that the process sees, else the CPU. max_length: tokens that it reads, from the end;
-    0 for as many as possible. max_tokens: of a forward, including padding. Raises UserError if the model cannot be
-    loaded, ValueError for a text without a token."""
+    path, revision: a folder or a hub id, with its commit. dtype: of the computation; the head is
+    float32. device: "auto" is the first CUDA device that the process sees, else the CPU.
+    max_length: tokens that it reads, from the end; 0 for as many as possible. max_tokens: of a
+    forward, including padding. Raises UserError if the model cannot be loaded, ValueError for a
+    text without a token."""
     if max_length < 0 or max_tokens < 1:
         raise UserError("the reward 'model': max_length is 0 or more, max_tokens 1 or more")
     reward_model = _loaded(path, revision, dtype, device, max_length)
@@ -58,8 +61,13 @@ def compute_score(
     if not all(ids for ids, _ in texts):
         raise ValueError("prompt and response have no tokens: there is nothing to score")
     pad_id = reward_model.tokenizer.pad_token_id
-    scores = score_ids(reward_model.model, [ids for ids, _ in texts], 0 if pad_id is None else pad_id, max_tokens)
-    return [{"score": score, **({CUT: cut} if cut else {})} for score, (_, cut) in zip(scores, texts, strict=True)]
+    scores = score_ids(
+        reward_model.model, [ids for ids, _ in texts], 0 if pad_id is None else pad_id, max_tokens
+    )
+    return [
+        {"score": score, **({CUT: cut} if cut else {})}
+        for score, (_, cut) in zip(scores, texts, strict=True)
+    ]
 
 
 def prepare(**options: Any) -> None:
@@ -69,8 +77,8 @@ def prepare(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class _RewardModel:
-    """max_length: in tokens; None if neither config nor tokenizer has a limit. is_encoder: it attends to the whole
-    text, and was trained with prompt and response as a pair."""
+    """max_length: in tokens; None if neither config nor tokenizer has a limit. is_encoder: it
+    attends to the whole text, and was trained with prompt and response as a pair."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -84,11 +92,15 @@ def _loaded(path: str, revision: str, dtype: str, device: str, max_length: int) 
         raise UserError("the reward 'model' has no path: write {name: model, options: {path: DIR}}")
     if dtype not in DTYPES:
         raise UserError(f"the reward 'model' has dtype '{dtype}': write {' or '.join(DTYPES)}")
-    model = load_reward_model(path, dtype=getattr(torch, dtype), device=_device(device), revision=revision or None)
+    model = load_reward_model(
+        path, dtype=getattr(torch, dtype), device=_device(device), revision=revision or None
+    )
     tokenizer = load_tokenizer(path, revision=revision or None, generates=False, model=model.config)
     longest = longest_text(model.config, tokenizer)
     if longest is not None and max_length > longest:
-        raise UserError(f"the reward 'model' reads {longest} tokens at most, not {max_length} (max_length)")
+        raise UserError(
+            f"the reward 'model' reads {longest} tokens at most, not {max_length} (max_length)"
+        )
     is_encoder = not isinstance(getattr(model, HEAD, None), torch.nn.Linear)
     return _RewardModel(model, tokenizer, max_length or longest, is_encoder)
 
@@ -101,5 +113,7 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"the reward 'model' has no device '{name}' ({reason}): write cpu, cuda or cuda:1") from error
+        raise UserError(
+            f"the reward 'model' has no device '{name}' ({reason}): write cpu, cuda or cuda:1"
+        ) from error
     return device

@@ -1,7 +1,7 @@
 """`reasoning_gym`: the score from a data set of the package `reasoning-gym` for its own row.
 
-Some of that package's functions evaluate the answer, a model's text, as Python, directly or through sympy: here it is
-read as a literal or as arithmetic with a few names instead.
+Some of that package's functions evaluate the answer, a model's text, as Python, directly or through
+sympy: here it is read as a literal or as arithmetic with a few names instead.
 """
 
 import ast
@@ -27,13 +27,30 @@ EXPRESSIONS = (
     *("simple_integration", "intermediate_integration"),
 )
 """Data sets that pass an answer to sympy's parser, which evaluates it."""
-_NAMES = {"sin", "cos", "tan", "exp", "log", "ln", "sqrt", "pi", "asin", "acos", "atan", "sinh", "cosh", "tanh"}
+_NAMES = {
+    "sin",
+    "cos",
+    "tan",
+    "exp",
+    "log",
+    "ln",
+    "sqrt",
+    "pi",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+}
 _ARITHMETIC = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|[-+*/^(),\s])*")
 _LONGEST = 1000
 
 
 _ENTRY = {"question": "How many legs has a cow?", "answer": "4", "metadata": {}}
-_LEGS: dict[str, object] = {GYM: {"name": "leg_counting", "settings": {"seed": 1, "size": 1}, "entry": repr(_ENTRY)}}
+_LEGS: dict[str, object] = {
+    GYM: {"name": "leg_counting", "settings": {"seed": 1, "size": 1}, "entry": repr(_ENTRY)}
+}
 CASES = (
     Case("It has four: <answer>4</answer>", "4", True, _LEGS),
     Case("<answer>5</answer>", "4", False, _LEGS),
@@ -41,23 +58,28 @@ CASES = (
 )
 
 
-def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
-    """The data set's score, from 0.0 to 1.0, of the text between the last <answer> and </answer>; only 1.0 is right
-    (`acc`). `answer` is that text.
+def compute_score(
+    solution_str: str, extra_info: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """The data set's score, from 0.0 to 1.0, of the text between the last <answer> and </answer>;
+    only 1.0 is right (`acc`). `answer` is that text.
 
-    An unreadable answer scores 0.0, like none. Raises ValueError for a row of another data set, UserError for one
-    unknown to this version of the package.
+    An unreadable answer scores 0.0, like none. Raises ValueError for a row of another data set,
+    UserError for one unknown to this version of the package.
     """
     made = (extra_info or {}).get(GYM)
     if not isinstance(made, Mapping) or not isinstance(made.get("entry"), str):
         raise ValueError(f"the row has no column '{GYM}': its data must be reasoning-gym:NAME")
-    name, entry = str(made["name"]), read_entry(str(made["entry"]))
-    dataset, answer = _dataset(name, json.dumps(made["settings"])), extract_answer(solution_str)
+    name = str(made["name"])
+    entry = read_entry(str(made["entry"]))
+    dataset = _dataset(name, json.dumps(made["settings"]))
+    answer = extract_answer(solution_str)
     try:
         score = float(dataset.score_answer(answer if is_readable(name, answer) else None, entry))
     except MemoryError:
         raise
-    except Exception:  # the data set cannot read the answer: the packages that read it raise errors of any kind
+    # the data set cannot read the answer: the packages that read it raise errors of any kind
+    except Exception:
         score = float(dataset.score_answer(None, entry))
     return {"score": score, "acc": float(score >= 1), "answer": answer}
 

@@ -1,8 +1,8 @@
 """The reward check: a reward function is called with responses that are known to be right or wrong.
 
-Right ones are a row's ground truth in every form (box, phrase, ...), wrong ones are variations that `math` does not
-call equal to it. Forms of which the function reads at most half are not tried further. Also measures how far a reward
-agrees with people's labels.
+Right ones are a row's ground truth in every form (box, phrase, ...), wrong ones are variations that
+`math` does not call equal to it. Forms of which the function reads at most half are not tried
+further. Also measures how far a reward agrees with people's labels.
 """
 
 import asyncio
@@ -118,18 +118,27 @@ def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
     if _NUMBER.fullmatch(answer):
         yield "a digit changed", answer[:-1] + str((int(answer[-1]) + 1) % 10)
         if answer.strip("-0.,"):
-            yield "another sign", answer.removeprefix("-") if answer.startswith("-") else f"-{answer}"
+            yield (
+                "another sign",
+                answer.removeprefix("-") if answer.startswith("-") else f"-{answer}",
+            )
             yield "a digit more", f"{answer}1" if "." in answer else f"{answer}0"
     elif quantity := _MEASURE.fullmatch(answer):
         yield "another unit", f"{quantity[1]} {'kg' if quantity[2] != 'kg' else 'hours'}"
     elif letter := _LETTER.fullmatch(answer):
-        yield "another choice", answer.replace(letter[1], "ABCDE"[("ABCDE".index(letter[1]) + 1) % 5])
+        yield (
+            "another choice",
+            answer.replace(letter[1], "ABCDE"[("ABCDE".index(letter[1]) + 1) % 5]),
+        )
         yield "all choices", "A, B, C, D, E"
 
 
 def reply_of(ground_truth: object) -> str | None:
-    """A row's ground truth as text that fits into a box; None if it is not text, like the tests of a program."""
-    first = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
+    """A row's ground truth as text that fits into a box; None if it is not text, like the tests of
+    a program."""
+    first = (
+        ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
+    )
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return bare_answer(str(first)) or None
@@ -137,7 +146,8 @@ def reply_of(ground_truth: object) -> str | None:
 
 def are_same(answer: str, other: str) -> bool:
     """Whether two answers are the same, also mathematically."""
-    from distflow.rewards.math.reward import gold_answer, is_equal  # sympy: half a second, which no start should wait
+    # sympy: half a second, which no start should wait
+    from distflow.rewards.math.reward import gold_answer, is_equal
 
     try:
         return is_equal(gold_answer(answer), other)
@@ -146,8 +156,9 @@ def are_same(answer: str, other: str) -> bool:
 
 
 class UnreadAnswers(NamedTuple):
-    """A reward function counts the own answer of none of the rows as right, in no form, and scores it no higher than
-    another answer. cause: the ground truth with which it would, and what to do; empty if unknown."""
+    """A reward function counts the own answer of none of the rows as right, in no form, and scores
+    it no higher than another answer. cause: the ground truth with which it would, and what to do;
+    empty if unknown."""
 
     num_rows: int
     row: "Row"
@@ -157,31 +168,43 @@ class UnreadAnswers(NamedTuple):
     cause: str
 
     def said(self) -> str:
-        rows = "the row's own answer" if self.num_rows == 1 else f"the own answer of any of {self.num_rows} rows"
+        rows = (
+            "the row's own answer"
+            if self.num_rows == 1
+            else f"the own answer of any of {self.num_rows} rows"
+        )
         return (
-            f"does not count {rows} as right: it scores the first row's own answer {_typed(self.row.ground_truth)} "
-            f"with {self.score:g} for the response {_typed(self.response)}, and {WRONG!r} with {self.wrong:g} "
+            f"does not count {rows} as right: it scores the first row's own answer "
+            f"{_typed(self.row.ground_truth)} "
+            f"with {self.score:g} for the response {_typed(self.response)}, and {WRONG!r} with "
+            f"{self.wrong:g} "
             f"({self.row.origin}); {self.cause or _OTHER_FORM}"
         )
 
 
 _OTHER_FORM = f"it was tried in the forms {', '.join(FORMS)}: `distflow reward check` tells more"
-_ROWS_TRIED, _TRIED_WITHIN_S, _LONGEST_ANSWER = 8, 3.0, 200
+_ROWS_TRIED = 8
+_TRIED_WITHIN_S = 3.0
+_LONGEST_ANSWER = 200
 
 ScoreOne = Callable[["Row", str], Awaitable[RewardResult]]
 
 
 async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> UnreadAnswers | None:
-    """That a reward function counts the own answer of none of the first rows as right; None if it does, if it scores
-    one above another answer in the same form, if rows have no answers that a response can give, or if the calls take
-    longer than `_TRIED_WITHIN_S`."""
+    """That a reward function counts the own answer of none of the first rows as right; None if it
+    does, if it scores one above another answer in the same form, if rows have no answers that a
+    response can give, or if the calls take longer than `_TRIED_WITHIN_S`."""
     deadline = time.monotonic() + _TRIED_WITHIN_S
-    known = [(row, answer) for row in rows[:_ROWS_TRIED] if (answer := _short_answer(row.ground_truth))]
+    known = [
+        (row, answer) for row in rows[:_ROWS_TRIED] if (answer := _short_answer(row.ground_truth))
+    ]
     for row, answer in known:
         other = next((text for _, text in known if text != answer), None)
         different = next((text for _, text in _wrong_answers(answer, other)), WRONG)
         own = [template.format(answer) for template in FORMS.values()]
-        for response, instead in zip(own, (template.format(different) for template in FORMS.values()), strict=True):
+        for response, instead in zip(
+            own, (template.format(different) for template in FORMS.values()), strict=True
+        ):
             if time.monotonic() > deadline:
                 return None
             result = await score(row, response)
@@ -193,7 +216,8 @@ async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> UnreadA
     if not known:
         return None
     row, answer = known[0]
-    first, wrong = await score(row, answer), await score(row, WRONG)
+    first = await score(row, answer)
+    wrong = await score(row, WRONG)
     if not isinstance(first, Score) or not isinstance(wrong, Score):
         return None
     cause = await _cause(score, row, answer, deadline)
@@ -201,7 +225,8 @@ async def find_unread_answers(score: ScoreOne, rows: Sequence["Row"]) -> UnreadA
 
 
 async def _cause(score: ScoreOne, row: "Row", answer: str, deadline: float) -> str:
-    """The form of the ground truth with which the row's answer counts as right, in words; empty if there is none."""
+    """The form of the ground truth with which the row's answer counts as right, in words; empty if
+    there is none."""
     for truth, advice in _other_truths(row.ground_truth):
         for template in FORMS.values():
             if time.monotonic() > deadline:
@@ -214,7 +239,8 @@ async def _cause(score: ScoreOne, row: "Row", answer: str, deadline: float) -> s
 
 
 def _other_truths(truth: object) -> Iterator[tuple[object, str]]:
-    """The same ground truth in other types and forms, with what to do if the function reads only that one."""
+    """The same ground truth in other types and forms, with what to do if the function reads only
+    that one."""
     if isinstance(truth, list | tuple):
         yield truth[0], "take the entries of the list"
         truth = truth[0]
@@ -232,9 +258,15 @@ def _other_truths(truth: object) -> Iterator[tuple[object, str]]:
 
 
 def _short_answer(truth: object) -> str | None:
-    """A ground truth as an answer that a response can give; None for others, such as tests of a program."""
+    """A ground truth as an answer that a response can give; None for others, such as tests of a
+    program."""
     answer = str(truth) if isinstance(truth, bool) else reply_of(truth)
-    if answer is None or "\n" in answer or len(answer) > _LONGEST_ANSWER or isinstance(decoded(answer), dict):
+    if (
+        answer is None
+        or "\n" in answer
+        or len(answer) > _LONGEST_ANSWER
+        or isinstance(decoded(answer), dict)
+    ):
         return None
     return None if re.search(r"\bassert\b|\bdef \w+\(", answer) else answer
 
@@ -270,7 +302,8 @@ class Fault(NamedTuple):
 
 @dataclass
 class Kind:
-    """Results for the responses of one kind. wrong: wrong ones scored as right, or the other way round."""
+    """Results for the responses of one kind. wrong: wrong ones scored as right, or the other way
+    round."""
 
     is_right: bool
     asked: int = 0
@@ -287,8 +320,9 @@ class Kind:
 class CheckResult:
     """answers: rows with an answer that can be written. read: how many of them were found, by form.
 
-    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work (`find_cheap`).
-    num_hangs: calls that timed out; `_MOST_HANGS` of them end the check if they are half of all.
+    kinds: by name. seconds: of each call. cheap: lines on responses that get points for no work
+    (`find_cheap`). num_hangs: calls that timed out; `_MOST_HANGS` of them end the check if they are
+    half of all.
     """
 
     answers: int = 0
@@ -314,9 +348,12 @@ class CheckResult:
         return sum(kind.num_faults for kind in self.kinds.values()) + len(self.cheap)
 
 
-async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int) -> CheckResult:
-    """Call the pool's function `name` with right answers in each form, then with wrong ones in the forms that it reads
-    and with hostile texts. num_workers: of the pool; as many calls run at a time, so that each can be timed."""
+async def check_reward(
+    pool: RewardPool, name: str, rows: Sequence[Row], num_workers: int
+) -> CheckResult:
+    """Call the pool's function `name` with right answers in each form, then with wrong ones in the
+    forms that it reads and with hostile texts. num_workers: of the pool; as many calls run at a
+    time, so that each can be timed."""
     result, free = CheckResult(), asyncio.Semaphore(num_workers)
     answers = [reply_of(row.ground_truth) for row in rows]
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
@@ -343,7 +380,9 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
 
     answered = [*filter(None, await asyncio.gather(*(ask(*asked) for asked in right)))]
     result.read.update({response.form: 0 for _, response in right})
-    result.read.update(response.form for _, response, reward_result in answered if scored_right(reward_result))
+    result.read.update(
+        response.form for _, response, reward_result in answered if scored_right(reward_result)
+    )
     if known and not result.hangs and not any(result.read.values()):
         result.unread = await find_unread_answers(score, [row for row, _ in known])
     forms = list(result.read) if result.hangs else result.forms() or list(result.read)[:1]
@@ -355,7 +394,9 @@ async def check_reward(pool: RewardPool, name: str, rows: Sequence[Row], num_wor
         for number, (row, answer) in enumerate(known)
         for form in forms
         if form in FORMS
-        for response in wrong_responses(answer, (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS], form)
+        for response in wrong_responses(
+            answer, (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS], form
+        )
     ]
     wrong += [(row, Response("empty response", "", "")) for row in rows]
     wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
@@ -378,25 +419,35 @@ def _count(result: CheckResult, answered: Iterable[tuple[Row, Response, RewardRe
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
     """Arguments of a call of a pool for that response to the row."""
-    return {PROMPT: row.prompt, **call_arguments(row.domain, response, row.ground_truth, row.extra_info)}
+    return {
+        PROMPT: row.prompt,
+        **call_arguments(row.domain, response, row.ground_truth, row.extra_info),
+    }
 
 
 def call_first(settings: RewardSettings, rows: Iterable[Row]) -> list[str]:
-    """Call each of the user's functions on the first row of its domain, with the row's ground truth as the response,
-    then with a wrong response (a batched function: with both), and if the row's own answer does not count as right, on
-    a few more. Returns notes on scores that are odd. Raises UserError where the first row gives no score within the
-    function's deadline."""
+    """Call each of the user's functions on the first row of its domain, with the row's ground truth
+    as the response, then with a wrong response (a batched function: with both), and if the row's
+    own answer does not count as right, on a few more. Returns notes on scores that are odd. Raises
+    UserError where the first row gives no score within the function's deadline."""
     notes = list[str]()
     by_domain: dict[str, list[Row]] = {}
     for row in rows:
         by_domain.setdefault(row.domain, []).append(row)
     for domain, own in by_domain.items():
         key = domain if domain in settings.patience_by_domain() else DEFAULT_DOMAIN
-        for part in filter(lambda part: is_own(part.name), functions_of(settings.functions, domain)):
+        for part in filter(
+            lambda part: is_own(part.name), functions_of(settings.functions, domain)
+        ):
             target = target_of(part.name, settings.custom)
-            with borrowed(pool_settings(settings)[key], part.name) as pool, ThreadPoolExecutor(1) as thread:
+            with (
+                borrowed(pool_settings(settings)[key], part.name) as pool,
+                ThreadPoolExecutor(1) as thread,
+            ):
                 # On a thread, since the caller's may run an event loop, as a notebook's does.
-                notes += thread.submit(asyncio.run, _first_calls(pool, part.name, own, target)).result()
+                notes += thread.submit(
+                    asyncio.run, _first_calls(pool, part.name, own, target)
+                ).result()
     return notes
 
 
@@ -404,7 +455,9 @@ async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) 
     row = rows[0]
 
     async def ask(row: Row, *responses: str) -> list[Score]:
-        results = await pool.score_group(name, [arguments_of(row, response) for response in responses])
+        results = await pool.score_group(
+            name, [arguments_of(row, response) for response in responses]
+        )
         if failed := [result for result in results if not isinstance(result, Score)]:
             raise UserError(_no_score(target, row, responses[-1], failed[0]))
         return [result for result in results if isinstance(result, Score)]
@@ -416,25 +469,38 @@ async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) 
     answer = reply_of(row.ground_truth)
     truth = answer or str(row.ground_truth)
     (right,) = await ask(row, truth)
-    wrong = (await ask(row, truth, WRONG))[1] if name in pool.takes_batches else (await ask(row, WRONG))[0]
-    who, notes = f"the reward function {split_name(target)[1]}", list[str]()
+    wrong = (
+        (await ask(row, truth, WRONG))[1]
+        if name in pool.takes_batches
+        else (await ask(row, WRONG))[0]
+    )
+    who = f"the reward function {split_name(target)[1]}"
+    notes = list[str]()
     if not scored_right(right) or right.value <= wrong.value:
         fault = await find_unread_answers(score, rows)
         if fault is not None and (fault.cause or reads_ground_truth(target)):
             notes.append(f"{WARNING if fault.cause else 'note: '}{who} {fault.said()}")
     if scored_right(wrong) and answer is not None:
         advice = 'return {"score": ..., "acc": 0 or 1}'
-        what = f"gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}"
+        what = (
+            f"gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}"
+        )
         notes.append(f"note: {who} {what}")
     if ACC not in right.extra and (near := right.extra.keys() & _LIKE_ACC):
-        notes.append(f"note: {who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'")
+        notes.append(
+            f"note: {who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'"
+        )
     return notes
 
 
 def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str:
     path, name = split_name(target)
     place = f"{path}, line {line}" if (line := line_of(path, name)) else path
-    what = f"{result} (reward.timeout_s): it hangs, or is slow" if isinstance(result, Timeout) else str(result)
+    what = (
+        f"{result} (reward.timeout_s): it hangs, or is slow"
+        if isinstance(result, Timeout)
+        else str(result)
+    )
     if "unexpected keyword argument" in what:
         what += f"; a function with **kwargs gets {', '.join(PARAMETERS)}, and so must take them"
     tried = f"a wrong response ({response!r}; its score should be 0)"
@@ -442,7 +508,8 @@ def _no_score(target: str, row: Row, response: str, result: RewardResult) -> str
         is_null = "(it is null: see data.answer_key) " * (row.ground_truth is None)
         tried = f"the row's ground truth {is_null}as the response ({response!r:.80})"
     return (
-        f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) with {tried}: "
+        f"the reward function {name} ({place}) returns no score for the first row ({row.origin}) "
+        f"with {tried}: "
         f"{what}. Correct it, and test it with `distflow reward check`; "
         "trust.check_rewards=false skips this call"
     )
@@ -461,20 +528,30 @@ class Agreement(NamedTuple):
 
     @property
     def kappa(self) -> float:
-        """Cohen's: 1 for full agreement, 0 for as much as chance would give (also where both always say the same)."""
+        """Cohen's: 1 for full agreement, 0 for as much as chance would give (also where both always
+        say the same)."""
         total = max(self.counts.total(), 1)
-        people, reward = (sum(count for pair, count in self.counts.items() if pair[side]) / total for side in (0, 1))
+        people, reward = (
+            sum(count for pair, count in self.counts.items() if pair[side]) / total
+            for side in (0, 1)
+        )
         by_chance = people * reward + (1 - people) * (1 - reward)
         return (self.share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
 
 
 async def measure_agreement(
-    pool: RewardPool, name: str, rows: Sequence[Row], labels: Sequence[bool], right_from: float = RIGHT
+    pool: RewardPool,
+    name: str,
+    rows: Sequence[Row],
+    labels: Sequence[bool],
+    right_from: float = RIGHT,
 ) -> Agreement:
-    """Score each row's own response with the pool's function `name`. labels: whether it is right, which the reward says
-    by a score of `right_from` or more."""
+    """Score each row's own response with the pool's function `name`. labels: whether it is right,
+    which the reward says by a score of `right_from` or more."""
     assert all(row.response is not None for row in rows) and len(rows) == len(labels)
-    calls = [pool.call(name, arguments_of(row, row.response)) for row in rows if row.response is not None]
+    calls = [
+        pool.call(name, arguments_of(row, row.response)) for row in rows if row.response is not None
+    ]
     agreement = Agreement(Counter(), [])
     for label, reward_result in zip(labels, await asyncio.gather(*calls), strict=True):
         if isinstance(reward_result, Score):

@@ -1,7 +1,8 @@
-"""Results of reward functions: a score or a reward error (never a score of 0 instead), accuracy, counts, deadlines.
+"""Results of reward functions: a score or a reward error (never a score of 0 instead), accuracy,
+counts, deadlines.
 
-Accuracy, which validation counts and DAPO's filter compares, is the reward function's own judgement of the response,
-without weights, penalties and format bonuses.
+Accuracy, which validation counts and DAPO's filter compares, is the reward function's own judgement
+of the response, without weights, penalties and format bonuses.
 """
 
 import math
@@ -22,29 +23,35 @@ from distflow.user_values import finite_number, plain_value
 CUT = "cut_tokens"
 """Key of a reward function's result: how many tokens it did not read."""
 ACC = "acc"
-"""Key under which a function that returns a mapping reports accuracy, apart from its `score` (as in verl)."""
+"""Key under which a function that returns a mapping reports accuracy, apart from its `score` (as in
+verl)."""
 RIGHT = 1.0 - 1e-6
 MAX_TEXT = 4000
 """Characters of one text; a longer one keeps both ends."""
 MAX_IN_ALL = 20_000
 """Characters of all extra values that a reward function returns for one sample."""
-_MAX_ENTRIES, _MAX_DEPTH = 50, 6
+_MAX_ENTRIES = 50
+_MAX_DEPTH = 6
 _LEFT_OUT = "… left out"
 
-TRAINING, VALIDATION = "training", "validation"
+TRAINING = "training"
+VALIDATION = "validation"
 counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
-"""The purpose of the scores of the running task and of tasks that it starts. Both may run at the same time."""
+"""The purpose of the scores of the running task and of tasks that it starts. Both may run at the
+same time."""
 in_episode: ContextVar[bool] = ContextVar("in_episode", default=False)
-"""Whether a workflow requests the scores, so that its episode, not each score, counts as a sample."""
+"""Whether a workflow requests the scores, so that its episode, not each score, counts as a
+sample."""
 _due: ContextVar[float] = ContextVar("due", default=math.inf)
 OF_WORKFLOW = "workflow "
-"""How the error of a workflow begins, before its name; that of a reward function begins with the function's name."""
+"""How the error of a workflow begins, before its name; that of a reward function begins with the
+function's name."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A finite score; `extra` holds further values to show; it is not part of the score. as_text: keys of `extra` of
-    which only a text can be stored, with the types of their values."""
+    """A finite score; `extra` holds further values to show; it is not part of the score. as_text:
+    keys of `extra` of which only a text can be stored, with the types of their values."""
 
     value: float
     extra: dict[str, JSON] = field(default_factory=dict, compare=False)
@@ -83,9 +90,10 @@ def is_right(accuracy: float) -> bool:
 def accuracy(parts: Mapping[str, Score], weights: Mapping[str, float]) -> float:
     """Unweighted accuracy by the one part that decides whether the response is correct.
 
-    In this order of preference: a function that returns `acc`, a built-in that compares with the ground truth, a user
-    function, any other; among several the one with the largest weight, then the first. A part with a weight of 0 or
-    less (a penalty, or only measured) decides nothing unless there is no other.
+    In this order of preference: a function that returns `acc`, a built-in that compares with the
+    ground truth, a user function, any other; among several the one with the largest weight, then
+    the first. A part with a weight of 0 or less (a penalty, or only measured) decides nothing
+    unless there is no other.
     """
     counted = [name for name in parts if weights[name] > 0] or list(parts)
     deciding = max(counted, key=lambda name: (-_kind(name, parts[name]), weights[name]))
@@ -104,7 +112,8 @@ def scored_right(reward_result: RewardResult) -> bool:
 
 
 def why(reward_result: RewardResult) -> str:
-    """A reward result in words: the score, and the first failed case if the reward function reports one."""
+    """A reward result in words: the score, and the first failed case if the reward function reports
+    one."""
     if not isinstance(reward_result, Score):
         return str(reward_result)
     failed = reward_result.extra.get("failed")
@@ -130,15 +139,19 @@ class Case:
 
 
 def read_score(returned: object) -> Score:
-    """The score, with the other entries of a dictionary within bounds (only `acc` is used). Raises ValueError for a
-    score or an `acc` that is no number, or none that `finite_number` accepts."""
-    extra, limit = dict[str, JSON](), _SizeLimit()
+    """The score, with the other entries of a dictionary within bounds (only `acc` is used). Raises
+    ValueError for a score or an `acc` that is no number, or none that `finite_number` accepts."""
+    extra = dict[str, JSON]()
+    limit = _SizeLimit()
     if isinstance(returned, dict):
         if "score" not in returned:
             raise ValueError(
-                f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
+                "it returned a dictionary without 'score' (keys: "
+                f"{', '.join(map(str, returned)) or 'none'})"
             )
-        extra = limit.mapping({key: value for key, value in returned.items() if key not in ("score", ACC)})
+        extra = limit.mapping(
+            {key: value for key, value in returned.items() if key not in ("score", ACC)}
+        )
         if returned.get(ACC) is not None:
             extra[ACC] = finite_number(returned[ACC], where=f" as '{ACC}'")
         returned = returned["score"]
@@ -162,7 +175,11 @@ def with_value(score: Score, value: float) -> Score | Error:
 def shortened(text: str, most: int = MAX_TEXT) -> str:
     """At most `most` characters of a text, with a note in place of the middle."""
     half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
+    )
 
 
 @contextmanager
@@ -191,8 +208,8 @@ def validating() -> Iterator[None]:
 
 
 class RewardCounts(NamedTuple):
-    """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the reward functions.
-    as_text: see `Score`, the keys as PART/KEY."""
+    """asked, failed: numbers of samples. first: the first reward error. counts: metrics of the
+    reward functions. as_text: see `Score`, the keys as PART/KEY."""
 
     asked: int = 0
     failed: int = 0
@@ -213,12 +230,14 @@ class RewardCounts(NamedTuple):
             counts.update(part.counts)
         first = next((part.first for part in parts if part.first), "")
         as_text = {key: kind for part in reversed(parts) for key, kind in part.as_text.items()}
-        asked, failed = sum(part.asked for part in parts), sum(part.failed for part in parts)
+        asked = sum(part.asked for part in parts)
+        failed = sum(part.failed for part in parts)
         return RewardCounts(asked, failed, first, dict(counts), as_text)
 
 
 class CallCounts:
-    """Counts of scored samples, separate for training and validation: the asyncio thread adds, the trainer takes."""
+    """Counts of scored samples, separate for training and validation: the asyncio thread adds, the
+    trainer takes."""
 
     def __init__(self) -> None:
         self._counted: dict[str, RewardCounts] = defaultdict(RewardCounts)
@@ -244,14 +263,19 @@ def _kind(name: str, score: Score) -> int:
 
 
 class _SizeLimit:
-    """Values as JSON: long texts are cut in the middle, and what comes after `most_characters` is left out. as_text: by
-    key, the type of a value that became a text."""
+    """Values as JSON: long texts are cut in the middle, and what comes after `most_characters` is
+    left out. as_text: by key, the type of a value that became a text."""
 
-    def __init__(self, most_characters: float = MAX_IN_ALL, most_entries: float = _MAX_ENTRIES) -> None:
-        self._left, self._most_entries = most_characters, most_entries
+    def __init__(
+        self, most_characters: float = MAX_IN_ALL, most_entries: float = _MAX_ENTRIES
+    ) -> None:
+        self._left = most_characters
+        self._most_entries = most_entries
         self.as_text: dict[str, str] = {}
 
-    def mapping(self, value: Mapping[object, object], depth: int = 0, key: str = "") -> dict[str, JSON]:
+    def mapping(
+        self, value: Mapping[object, object], depth: int = 0, key: str = ""
+    ) -> dict[str, JSON]:
         """key: the outermost one that the mapping is below."""
         found: dict[str, JSON] = {}
         for own_key, entry in value.items():
@@ -267,7 +291,8 @@ class _SizeLimit:
         self._left -= 4
         if depth < _MAX_DEPTH and getattr(value, "shape", None) and hasattr(value, "tolist"):
             with suppress(RuntimeError, TypeError):  # a sparse tensor cannot be iterated over
-                return self._list(value, depth, key)  # type: ignore[arg-type]  # an array has a length and entries
+                # an array has a length and entries
+                return self._list(value, depth, key)  # type: ignore[arg-type]
         value = plain_value(value)
         if value is None or isinstance(value, bool | float):
             return value

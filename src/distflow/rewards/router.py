@@ -45,18 +45,22 @@ TAKEN = {
 
 
 class Overlong(NamedTuple):
-    """DAPO's penalty: grows to `factor` over the last `buffer_tokens` before the length limit; 0 tokens is off."""
+    """DAPO's penalty: grows to `factor` over the last `buffer_tokens` before the length limit; 0
+    tokens is off."""
 
     buffer_tokens: int = 0
     factor: float = 1.0
 
     def penalty(self, length: int, limit: int) -> float:
-        """The penalty for a response's number of tokens, from 0 down to −factor (arXiv:2503.14476, eq. 13).
+        """The penalty for a response's number of tokens, from 0 down to −factor (arXiv:2503.14476,
+        eq. 13).
 
         Raises ValueError if the buffer exceeds the limit.
         """
         if not 0 <= self.buffer_tokens <= limit:
-            raise ValueError(f"the overlong buffer of {self.buffer_tokens} tokens must be in 0..{limit}")
+            raise ValueError(
+                f"the overlong buffer of {self.buffer_tokens} tokens must be in 0..{limit}"
+            )
         if self.buffer_tokens == 0:
             return 0.0
         excess = (length - (limit - self.buffer_tokens)) / self.buffer_tokens
@@ -67,7 +71,8 @@ class Overlong(NamedTuple):
 class RewardOutcome:
     """The result for a sample, and the unweighted results of its parts by name.
 
-    accuracy: 1 is correct, whatever the score (see `reward_results.accuracy`); 0 if there is no score.
+    accuracy: 1 is correct, whatever the score (see `reward_results.accuracy`); 0 if there is no
+    score.
     """
 
     reward_result: RewardResult
@@ -82,7 +87,9 @@ class RewardOutcome:
     def scores(self) -> dict[str, float]:
         """Scores of the parts that have one, and apply to the response."""
         scored = {name: part for name, part in self.parts.items() if isinstance(part, Score)}
-        return {name: part.value for name, part in scored.items() if DOES_NOT_APPLY not in part.extra}
+        return {
+            name: part.value for name, part in scored.items() if DOES_NOT_APPLY not in part.extra
+        }
 
     def discounted(self, factor: float) -> "RewardOutcome":
         """The outcome with this factor on the score; accuracy and parts are unchanged."""
@@ -107,22 +114,29 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
         start: domain_pools.StartPool = domain_pools.take_pool,
     ) -> None:
-        """max_response_length: in tokens, for the overlong penalty; response_limits: of domains that differ. start: see
-        `Pools`.
+        """max_response_length: in tokens, for the overlong penalty; response_limits: of domains
+        that differ. start: see `Pools`.
 
-        Starts a worker process for each domain. Raises UserError if a function is unknown or cannot be loaded.
+        Starts a worker process for each domain. Raises UserError if a function is unknown or cannot
+        be loaded.
         """
         functions = settings.functions
         if not functions or not all(functions.values()):
-            raise UserError("reward.functions is empty; write e.g. reward.functions={default: [math]}")
+            raise UserError(
+                "reward.functions is empty; write e.g. reward.functions={default: [math]}"
+            )
         self._functions = functions
-        self._overlong, self._max_response_length = overlong, max_response_length
+        self._overlong = overlong
+        self._max_response_length = max_response_length
         self._response_limits = dict(response_limits or {})
         self.call_counts = CallCounts()
-        # Whether an earlier process of the run had scores, so that no function is given up for hanging.
+        # Whether an earlier process of the run had scores, so that no function is given up for
+        # hanging.
         self.has_scored = False
         parts = [part for each in functions.values() for part in each]
-        self.without_options = sorted({part.name for part in parts} - {part.name for part in parts if part.options})
+        self.without_options = sorted(
+            {part.name for part in parts} - {part.name for part in parts if part.options}
+        )
         self.pools = domain_pools.Pools(settings, start)
 
     def __exit__(self, *exception: object) -> None:
@@ -145,7 +159,10 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             for part in self.functions_of(sample.domain):
                 asked.setdefault((sample.domain, part.name), []).append(i)
         answered = await asyncio.gather(
-            *(self._ask(domain, name, [samples[i] for i in of_these]) for (domain, name), of_these in asked.items())
+            *(
+                self._ask(domain, name, [samples[i] for i in of_these])
+                for (domain, name), of_these in asked.items()
+            )
         )
         parts: list[dict[str, RewardResult]] = [{} for _ in samples]
         for ((_, name), of_these), reward_results in zip(asked.items(), answered, strict=True):
@@ -156,14 +173,22 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         return [outcome for outcome, _ in found]
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Results of one function for samples of the domain; failed calls are retried according to its `Patience`."""
-        pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
+        """Results of one function for samples of the domain; failed calls are retried according to
+        its `Patience`."""
+        pool = self.pools.of(domain, name)
+        patience = self.pools.patience(domain)
         is_told = name in pool.takes_conversations
         asked = [
             {
                 PROMPT: prompt_of(sample.prompt, sample.extra_info),
-                **call_arguments(sample.domain, sample.response, sample.ground_truth, sample.extra_info),
-                **({CONVERSATION: list(sample.conversation)} if is_told and sample.conversation else {}),
+                **call_arguments(
+                    sample.domain, sample.response, sample.ground_truth, sample.extra_info
+                ),
+                **(
+                    {CONVERSATION: list(sample.conversation)}
+                    if is_told and sample.conversation
+                    else {}
+                ),
             }
             for sample in samples
         ]
@@ -176,7 +201,11 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         )
         reward_results = await score(asked)
         for attempt in range(patience.retries):
-            failed = [i for i, reward_result in enumerate(reward_results) if not isinstance(reward_result, Score)]
+            failed = [
+                i
+                for i, reward_result in enumerate(reward_results)
+                if not isinstance(reward_result, Score)
+            ]
             if not failed or pool.closed:
                 break
             self._add({"reward/retries": len(failed)})
@@ -191,11 +220,16 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
                     reward_results[i] = reward_result
         return reward_results
 
-    def _outcome(self, sample: Sample, parts: dict[str, RewardResult]) -> tuple[RewardOutcome, RewardCounts]:
-        """The weighted sum of the parts and the overlong penalty. If a part has no score, the sample has none."""
+    def _outcome(
+        self, sample: Sample, parts: dict[str, RewardResult]
+    ) -> tuple[RewardOutcome, RewardCounts]:
+        """The weighted sum of the parts and the overlong penalty. If a part has no score, the
+        sample has none."""
         weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
-        applicable = {name: score for name, score in scores.items() if DOES_NOT_APPLY not in score.extra}
+        applicable = {
+            name: score for name, score in scores.items() if DOES_NOT_APPLY not in score.extra
+        }
         right = accuracy(applicable, weights) if applicable and len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
             length = sample.longest_response
@@ -205,7 +239,11 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         outcome = RewardOutcome(_combine(parts, weights), parts, right)
         failed = not isinstance(outcome.reward_result, Score)
         first = f"{outcome.reward_result} (domain '{sample.domain}')" if failed else ""
-        as_text = {f"{name}/{key}": kind for name, part in scores.items() for key, kind in part.as_text.items()}
+        as_text = {
+            f"{name}/{key}": kind
+            for name, part in scores.items()
+            for key, kind in part.as_text.items()
+        }
         counts = RewardCounts(1, int(failed), first, _counts(parts, sample.domain), as_text)
         return outcome, counts._replace(asked=0, failed=0, first="") if in_episode.get() else counts
 
@@ -214,7 +252,8 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
 
 
 def _counts(parts: Mapping[str, RewardResult], domain: str) -> Counter[str]:
-    kinds, by_part = ["calls"], list[str]()
+    kinds = ["calls"]
+    by_part = list[str]()
     for name, part in parts.items():
         if isinstance(part, Score):
             by_part += [f"reward/cut/{name}"] * (CUT in part.extra)
@@ -228,14 +267,16 @@ def _counts(parts: Mapping[str, RewardResult], domain: str) -> Counter[str]:
 
 
 def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> None:
-    """Check domains before the run starts. Raises UserError for the first without a reward function, or with a name
-    that other metrics use."""
+    """Check domains before the run starts. Raises UserError for the first without a reward
+    function, or with a name that other metrics use."""
     for domain in sorted(set(domains)):
         domain_pools.functions_of(functions, domain)
         if domain.partition("/")[0] in TAKEN:
             raise UserError(
-                f"a domain of the data is called '{domain}', but metrics of that name have another meaning "
-                f"({TAKEN[domain.partition('/')[0]]}): rename it in data.domains or in the rows' column "
+                f"a domain of the data is called '{domain}', but metrics of that name have another "
+                "meaning "
+                f"({TAKEN[domain.partition('/')[0]]}): rename it in data.domains or in the rows' "
+                "column "
                 "(data.domain_key)"
             )
 
@@ -256,4 +297,6 @@ def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
 
 def _remarks(parts: Mapping[str, RewardResult]) -> dict[str, JSON]:
     scored = {name: part for name, part in parts.items() if isinstance(part, Score)}
-    return {f"{name}/{key}": value for name, part in scored.items() for key, value in part.extra.items()}
+    return {
+        f"{name}/{key}": value for name, part in scored.items() for key, value in part.extra.items()
+    }

@@ -1,5 +1,5 @@
-"""Tests a running engine against the protocol of `rollout/engine.py`. The references are a plain forward of
-transformers, and truncations computed here in float64."""
+"""Tests a running engine against the protocol of `rollout/engine.py`. The references are a plain
+forward of transformers, and truncations computed here in float64."""
 
 import asyncio
 import copy
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import UserError, count_of
-from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine, SamplingParams, Stream
+from distflow.rollout.engine import (
+    GenerateRequest,
+    Generation,
+    RolloutEngine,
+    SamplingParams,
+    Stream,
+)
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version
 
@@ -40,7 +46,8 @@ class NotTested(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's result. outcome: "held", "failed", "not supported" or "not tested". text: figures, or the reason."""
+    """One check's result. outcome: "held", "failed", "not supported" or "not tested". text:
+    figures, or the reason."""
 
     name: str
     outcome: str
@@ -49,9 +56,9 @@ class Finding:
 
 @dataclass(eq=False)
 class Bench:
-    """An entered engine and the model that it serves. longest: tokens of a prompt with its response. limit: on |Δ
-    log-prob|. dtype: of the sent weights. num_prompts: for the greedy check. served: models by the step of their
-    version."""
+    """An entered engine and the model that it serves. longest: tokens of a prompt with its
+    response. limit: on |Δ log-prob|. dtype: of the sent weights. num_prompts: for the greedy check.
+    served: models by the step of their version."""
 
     engine: RolloutEngine
     model: Any
@@ -63,8 +70,13 @@ class Bench:
     served: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config, special = self.model.config.get_text_config(), set(self.tokenizer.all_special_ids)
-        self._ids = [token for token in range(min(config.vocab_size, len(self.tokenizer))) if token not in special]
+        config = self.model.config.get_text_config()
+        special = set(self.tokenizer.all_special_ids)
+        self._ids = [
+            token
+            for token in range(min(config.vocab_size, len(self.tokenizer)))
+            if token not in special
+        ]
         self.max_positions: int = config.max_position_embeddings
         self.num_tokens = min(_MOST_TOKENS, self.longest // 2)
 
@@ -74,14 +86,16 @@ class Bench:
         return getattr(self.engine, "num_generated_tokens", 0)
 
     async def count(self) -> int:
-        """`counted`, up to date: an engine behind a server asks it in a pause, and otherwise now and then."""
+        """`counted`, up to date: an engine behind a server asks it in a pause, and otherwise now
+        and then."""
         await self.engine.pause()
         found = self.counted
         await self.engine.resume()
         return found
 
     async def settle(self) -> int:
-        """Pause the engine. Returns `counted` when the responses that had ended before have arrived."""
+        """Pause the engine. Returns `counted` when the responses that had ended before have
+        arrived."""
         before = -1
         await self.engine.pause()
         while before != self.counted:
@@ -97,22 +111,35 @@ class Bench:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     async def ask(
-        self, prompt: tuple[int, ...], samples: tuple[int, ...] = (0,), row: int = 0, seed: int = 1, **params: Any
+        self,
+        prompt: tuple[int, ...],
+        samples: tuple[int, ...] = (0,),
+        row: int = 0,
+        seed: int = 1,
+        **params: Any,
     ) -> tuple[Generation, ...]:
-        """Generations, whose form is checked: lists of equal length, known versions, an end where one is due."""
+        """Generations, whose form is checked: lists of equal length, known versions, an end where
+        one is due."""
         wanted = SamplingParams(**{"max_tokens": self.num_tokens, **params})
         request = GenerateRequest(prompt, samples, wanted, Stream(seed, "check", 0, row))
         generations = (await self.engine.generate(request)).generations
         if [generation.sample for generation in generations] != [*samples]:
-            raise Fails(f"samples {samples} were asked for, {[each.sample for each in generations]} came")
+            raise Fails(
+                f"samples {samples} were asked for, {[each.sample for each in generations]} came"
+            )
         for each in generations:
-            ids, log_probs = each.token_ids, (each.rollout_log_probs, each.sampling_log_probs)
+            ids = each.token_ids
+            log_probs = (each.rollout_log_probs, each.sampling_log_probs)
             if {len(ids)} != {len(one) for one in (*log_probs, each.versions)}:
                 raise Fails("there is not exactly one log-prob and version per token")
-            if not all(math.isfinite(number) and number < 1e-4 for one in log_probs for number in one):
+            if not all(
+                math.isfinite(number) and number < 1e-4 for one in log_probs for number in one
+            ):
                 raise Fails("a log-prob is not finite, or above 0")
             if not set(each.versions) <= set(self.served) or each.versions != sorted(each.versions):
-                raise Fails(f"tokens are of the versions {each.versions}, and {[*self.served]} were served")
+                raise Fails(
+                    f"tokens are of the versions {each.versions}, and {[*self.served]} were served"
+                )
             ends = (end for end in range(1, len(ids) + 1) if self._stops(ids[:end], wanted))
             due = next(ends, 0)
             reason, length = ("stop", due) if due else ("length", wanted.max_tokens)
@@ -122,33 +149,63 @@ class Bench:
         return generations
 
     def _stops(self, ids: list[int], wanted: SamplingParams) -> bool:
-        return ids[-1] in wanted.stop_token_ids or any(text in self.text(ids) for text in wanted.stop)
+        return ids[-1] in wanted.stop_token_ids or any(
+            text in self.text(ids) for text in wanted.stop
+        )
 
     @torch.no_grad()
-    def logits(self, prompt: tuple[int, ...], generation: Generation, keeps_kv: bool = True) -> Tensor:
-        """`(tokens, vocabulary)`: the logits of each token under the weights of its version. keeps_kv: use keys and
-        values that earlier versions computed, else recompute them."""
-        ids, start, cache, rows = [*prompt, *generation.token_ids], len(prompt), None, []
+    def logits(
+        self, prompt: tuple[int, ...], generation: Generation, keeps_kv: bool = True
+    ) -> Tensor:
+        """`(tokens, vocabulary)`: the logits of each token under the weights of its version.
+        keeps_kv: use keys and values that earlier versions computed, else recompute them."""
+        ids = [*prompt, *generation.token_ids]
+        start = len(prompt)
+        cache = None
+        rows = []
         for version, run in groupby(generation.versions):
-            count, model = len([*run]), self.served[version]
-            fed = torch.tensor([ids[start - 1 if cache else 0 : start + count - 1]], device=model.device)
-            out = model(input_ids=fed, use_cache=True, **({"past_key_values": cache} if cache else {}))
+            count = len([*run])
+            model = self.served[version]
+            fed = torch.tensor(
+                [ids[start - 1 if cache else 0 : start + count - 1]], device=model.device
+            )
+            out = model(
+                input_ids=fed, use_cache=True, **({"past_key_values": cache} if cache else {})
+            )
             rows.append(out.logits[0, -count:].double().cpu())
-            cache, start = out.past_key_values if keeps_kv else None, start + count
+            cache = out.past_key_values if keeps_kv else None
+            start = start + count
         return torch.cat(rows)
 
-    def gap(self, prompt: tuple[int, ...], generation: Generation, logits: Tensor, **params: Any) -> float:
+    def gap(
+        self, prompt: tuple[int, ...], generation: Generation, logits: Tensor, **params: Any
+    ) -> float:
         """The largest |Δ| of the generation's log-probs, of both kinds."""
-        wanted, ids = SamplingParams(1, **params), torch.tensor(generation.token_ids)[:, None]
+        wanted = SamplingParams(1, **params)
+        ids = torch.tensor(generation.token_ids)[:, None]
         seen = ([*prompt, *generation.token_ids[:index]] for index in range(len(logits)))
-        drawn = torch.stack([distribution(row, ids, wanted) for row, ids in zip(logits, seen, strict=True)])
-        truth = torch.cat((logits.div(wanted.temperature).log_softmax(-1).gather(-1, ids), drawn.gather(-1, ids).log()))
-        found = torch.tensor([*generation.rollout_log_probs, *generation.sampling_log_probs]).double()
+        drawn = torch.stack(
+            [distribution(row, ids, wanted) for row, ids in zip(logits, seen, strict=True)]
+        )
+        truth = torch.cat(
+            (
+                logits.div(wanted.temperature).log_softmax(-1).gather(-1, ids),
+                drawn.gather(-1, ids).log(),
+            )
+        )
+        found = torch.tensor(
+            [*generation.rollout_log_probs, *generation.sampling_log_probs]
+        ).double()
         return float((found - truth[:, 0]).abs().max())
 
-    def compare(self, prompt: tuple[int, ...], generations: Iterable[Generation], **params: Any) -> str:
-        begun = [each for each in generations if each.token_ids]  # some may be aborted before their first token
-        return self.within(self.gap(prompt, each, self.logits(prompt, each), **params) for each in begun)
+    def compare(
+        self, prompt: tuple[int, ...], generations: Iterable[Generation], **params: Any
+    ) -> str:
+        # some may be aborted before their first token
+        begun = [each for each in generations if each.token_ids]
+        return self.within(
+            self.gap(prompt, each, self.logits(prompt, each), **params) for each in begun
+        )
 
     def within(self, gaps: Iterable[float]) -> str:
         """Text with the largest gap. Raises Fails if it exceeds the limit."""
@@ -158,8 +215,10 @@ class Bench:
         return f"largest |Δ| {largest:.1e}"
 
     async def ask_long(self, patience: int = 8) -> list["asyncio.Task[tuple[Generation, ...]]"]:
-        """Requests for as many tokens as fit. patience: milliseconds to wait for the first token."""
-        before, most = self.counted, self.longest - 2
+        """Requests for as many tokens as fit. patience: milliseconds to wait for the first
+        token."""
+        before = self.counted
+        most = self.longest - 2
         asked = (self.ask(self.prompt(2, row), (0, 1), row, max_tokens=most) for row in range(4))
         tasks = [asyncio.create_task(each) for each in asked]
         for _ in range(patience):
@@ -169,7 +228,8 @@ class Bench:
 
     def changed(self) -> Any:
         """A model with other weights."""
-        other, generator = copy.deepcopy(self.model), torch.Generator().manual_seed(len(self.served))
+        other = copy.deepcopy(self.model)
+        generator = torch.Generator().manual_seed(len(self.served))
         with torch.no_grad():
             for weight in other.parameters():
                 noise = torch.randn(weight.shape, generator=generator).to(weight)
@@ -184,60 +244,86 @@ class Bench:
         return Version(self.engine.version.restart, self.engine.version.step + 1)
 
     async def load(self, model: Any) -> str:
-        """Make the engine serve the model. Raises Fails if the receipt or the engine has hashes of other weights."""
-        version, weights = self.next_version(), self.as_sent(model)
+        """Make the engine serve the model. Raises Fails if the receipt or the engine has hashes of
+        other weights."""
+        version = self.next_version()
+        weights = self.as_sent(model)
         self.served[version.step] = model
-        receipt, truth = await self.engine.load_weights(version, weights), stripe_hashes(weights)
+        receipt = await self.engine.load_weights(version, weights)
+        truth = stripe_hashes(weights)
         for hashes in (receipt.hashes, await self.engine.hashes()):
             if wrong := [name for name in truth if hashes.get(name) != truth[name]]:
-                raise Fails(f"{len(wrong)} of {len(truth)} hashes are not of the weights sent, e.g. of {wrong[0]}")
+                raise Fails(
+                    f"{len(wrong)} of {len(truth)} hashes are not of the weights sent, e.g. of "
+                    f"{wrong[0]}"
+                )
         if not receipt.version == self.engine.version == version:
-            raise Fails(f"{version} was sent, {receipt.version} received, {self.engine.version} is served")
+            raise Fails(
+                f"{version} was sent, {receipt.version} received, {self.engine.version} is served"
+            )
         return f"{len(truth)} hashes agree"
 
 
 def distribution(logits: Tensor, seen: Iterable[int], wanted: SamplingParams) -> Tensor:
     """The distribution of the next token. seen: prompt and response so far."""
-    ids, penalty = torch.tensor(sorted(set(seen))), wanted.repetition_penalty
+    ids = torch.tensor(sorted(set(seen)))
+    penalty = wanted.repetition_penalty
     punished = torch.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
     probs = (logits.scatter(0, ids, punished) / wanted.temperature).softmax(-1)
     ordered, order = probs.sort(descending=True, stable=True)
     ordered[wanted.top_k if wanted.top_k > 0 else len(probs) :] = 0
     ordered /= ordered.sum()
-    ordered[(ordered.cumsum(0) - ordered >= wanted.top_p) | (ordered < wanted.min_p * ordered[0])] = 0
+    ordered[
+        (ordered.cumsum(0) - ordered >= wanted.top_p) | (ordered < wanted.min_p * ordered[0])
+    ] = 0
     return torch.zeros_like(probs).scatter(0, order, ordered / ordered.sum())
 
 
 def chance(counts: Tensor, probs: Tensor) -> float:
-    """The p-value of a chi-square test of the frequencies against the probabilities; rare tokens are pooled."""
+    """The p-value of a chi-square test of the frequencies against the probabilities; rare tokens
+    are pooled."""
     expected = probs * counts.sum()
     likely = expected >= 5
-    observed, expected = (torch.cat((each[likely], each[~likely].sum()[None])) for each in (counts, expected))
-    observed, expected = observed[expected >= 5], expected[expected >= 5]
-    square, freedom = ((observed - expected) ** 2 / expected).sum(), torch.tensor(len(expected) - 1.0).double()
+    observed, expected = (
+        torch.cat((each[likely], each[~likely].sum()[None])) for each in (counts, expected)
+    )
+    observed = observed[expected >= 5]
+    expected = expected[expected >= 5]
+    square = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(expected) - 1.0).double()
     return float(torch.special.gammaincc(freedom / 2, square / 2)) if len(expected) > 1 else 1.0
 
 
 async def log_probs(bench: Bench) -> str:
     """Log-probs are right after prompts of all lengths, up to the longest possible."""
-    lengths = sorted({1, 2, 3, bench.longest // 4 or 1, bench.longest // 2, bench.longest - bench.num_tokens})
+    lengths = sorted(
+        {1, 2, 3, bench.longest // 4 or 1, bench.longest // 2, bench.longest - bench.num_tokens}
+    )
     gaps = []
     for heat in (1.0, 0.7, 1.5):
         asked = [bench.ask(bench.prompt(length), (0, 1), temperature=heat) for length in lengths]
         for length, found in zip(lengths, await asyncio.gather(*asked), strict=True):
             prompt = bench.prompt(length)
-            gaps += [bench.gap(prompt, each, bench.logits(prompt, each), temperature=heat) for each in found]
+            gaps += [
+                bench.gap(prompt, each, bench.logits(prompt, each), temperature=heat)
+                for each in found
+            ]
     return f"{bench.within(gaps)}, prompts of {', '.join(map(str, lengths))} tokens"
 
 
 async def greedy(bench: Bench) -> str:
     """A greedy response equals that of `hf`, up to the first near tie."""
-    prompts, ties = [bench.prompt(2 + row % 7, row) for row in range(bench.num_prompts)], 0
-    asked = (bench.ask(prompt, greedy=True, max_tokens=min(8, bench.num_tokens)) for prompt in prompts)
+    prompts = [bench.prompt(2 + row % 7, row) for row in range(bench.num_prompts)]
+    ties = 0
+    asked = (
+        bench.ask(prompt, greedy=True, max_tokens=min(8, bench.num_tokens)) for prompt in prompts
+    )
     for prompt, (generation,) in zip(prompts, await asyncio.gather(*asked), strict=True):
         logits = bench.logits(prompt, generation)
         bench.within([bench.gap(prompt, generation, logits)])
-        behind = logits.amax(-1) - logits.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        behind = (
+            logits.amax(-1) - logits.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        )
         if float(behind.max()) > 2 * bench.limit:
             raise Fails(f"a token is {float(behind.max()):.2g} nats less likely than the likeliest")
         ties += int((behind > 0).sum())
@@ -245,17 +331,27 @@ async def greedy(bench: Bench) -> str:
 
 
 async def draws(bench: Bench, **params: Any) -> str:
-    """Draws have the frequencies and the log-probs of the distribution that the parameters define."""
-    prompt, samples = bench.prompt(3), tuple(range(50))
-    asked = (bench.ask(prompt, samples, row, max_tokens=1, **params) for row in range(NUM_DRAWS // len(samples)))
+    """Draws have the frequencies and the log-probs of the distribution that the parameters
+    define."""
+    prompt = bench.prompt(3)
+    samples = tuple(range(50))
+    asked = (
+        bench.ask(prompt, samples, row, max_tokens=1, **params)
+        for row in range(NUM_DRAWS // len(samples))
+    )
     drawn = [each for group in await asyncio.gather(*asked) for each in group]
     logits = bench.logits(prompt, drawn[0])
     by_token = {each.token_ids[0]: each for each in drawn}.values()
     bench.within(bench.gap(prompt, each, logits, **params) for each in by_token)
     probs = distribution(logits[0], prompt, SamplingParams(1, **params))
-    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in drawn]), minlength=len(probs)).double()
+    counts = torch.bincount(
+        torch.tensor([each.token_ids[0] for each in drawn]), minlength=len(probs)
+    ).double()
     if (found := chance(counts, probs)) < LEAST_CHANCE:
-        raise Fails(f"the frequencies of {NUM_DRAWS} draws are not those of the distribution (p = {found:.1e})")
+        raise Fails(
+            f"the frequencies of {NUM_DRAWS} draws are not those of the distribution (p = "
+            f"{found:.1e})"
+        )
     longer = await bench.ask(prompt, (0, 1, 2, 3), row=NUM_DRAWS, **params)
     return f"{NUM_DRAWS} draws, p = {found:.2g}; {bench.compare(prompt, longer, **params)}"
 
@@ -273,12 +369,17 @@ def _long_character(bench: Bench, ids: list[int]) -> dict[str, Any]:
     """A stop string of one character that spans several tokens; empty if the response has none."""
     texts = [bench.text(ids[:end]) for end in range(1, len(ids) + 1)]
     none = "\N{REPLACEMENT CHARACTER}"
-    found = [text[-1] for before, text in pairwise(texts) if before.endswith(none) and not text.endswith(none)]
+    found = [
+        text[-1]
+        for before, text in pairwise(texts)
+        if before.endswith(none) and not text.endswith(none)
+    ]
     return {"stop": (found[0],)} if found and not found[0].isascii() else {}
 
 
 async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any]]) -> str:
-    """A response ends with the token that completes its stop. choose: picks it from a response without one."""
+    """A response ends with the token that completes its stop. choose: picks it from a response
+    without one."""
     for row in range(64):
         prompt = bench.prompt(5, row)
         (free,) = await bench.ask(prompt, greedy=True)
@@ -291,11 +392,15 @@ async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any
 
 
 async def seeds(bench: Bench) -> str:
-    """The request determines the draws: a sample is the same alone and in its group, and differs from all others."""
+    """The request determines the draws: a sample is the same alone and in its group, and differs
+    from all others."""
     prompt = bench.prompt(4)
     group = await bench.ask(prompt, (4, 0, 9), **_HOT)
     same = [await bench.ask(prompt, (sample,), **_HOT) for sample in (4, 0, 9)]
-    others = [await bench.ask(prompt, (4,), row=1, **_HOT), await bench.ask(prompt, (4,), seed=2, **_HOT)]
+    others = [
+        await bench.ask(prompt, (4,), row=1, **_HOT),
+        await bench.ask(prompt, (4,), seed=2, **_HOT),
+    ]
     found = [tuple(each.token_ids) for each in group]
     if len({*found, *(tuple(other[0].token_ids) for other in others)}) < 5:
         raise Fails("two samples, rows or seeds give the same tokens")
@@ -307,16 +412,26 @@ async def seeds(bench: Bench) -> str:
 
 
 async def limits(bench: Bench) -> str:
-    """A response has at most the requested number of tokens; impossible requests are rejected without side effects."""
-    prompt, counts = bench.prompt(3), (1, 2, bench.longest - 3)
+    """A response has at most the requested number of tokens; impossible requests are rejected
+    without side effects."""
+    prompt = bench.prompt(3)
+    counts = (1, 2, bench.longest - 3)
     wrong: list[tuple[tuple[int, ...], dict[str, Any]]]
-    wrong = [((), {}), ((10**9,), {}), (prompt, {"max_tokens": bench.max_positions}), (prompt, {"top_p": 0.0})]
+    wrong = [
+        ((), {}),
+        ((10**9,), {}),
+        (prompt, {"max_tokens": bench.max_positions}),
+        (prompt, {"top_p": 0.0}),
+    ]
     for ids, params in wrong:
         (refused,) = await asyncio.gather(bench.ask(ids, **params), return_exceptions=True)
         if not isinstance(refused, UserError):
             raise Fails(f"no UserError for {len(ids)} tokens of prompt, {params}: {refused!r}")
     found = [each for count in counts for each in await bench.ask(prompt, max_tokens=count)]
-    return f"{len(wrong)} requests refused; cut off after {counts} tokens, {bench.compare(prompt, found)}"
+    return (
+        f"{len(wrong)} requests refused; cut off after {counts} tokens, "
+        f"{bench.compare(prompt, found)}"
+    )
 
 
 async def pauses(bench: Bench) -> str:
@@ -325,7 +440,8 @@ async def pauses(bench: Bench) -> str:
     await bench.ask(bench.prompt(2), max_tokens=1)
     long_enough = _QUIET_S + 4 * (time.monotonic() - began)
     tasks = await bench.ask_long()
-    before, late = await bench.settle(), asyncio.create_task(bench.ask(bench.prompt(2), max_tokens=1))
+    before = await bench.settle()
+    late = asyncio.create_task(bench.ask(bench.prompt(2), max_tokens=1))
     await asyncio.sleep(long_enough)
     await bench.engine.pause()
     if bench.counted != before or late.done():
@@ -356,51 +472,79 @@ async def cancels(bench: Bench) -> str:
 
 
 async def new_weights(bench: Bench) -> str:
-    """The engine has the weights that were sent, uses them, and reports their version. Older versions are rejected."""
-    prompt, other = bench.prompt(5), bench.changed()
+    """The engine has the weights that were sent, uses them, and reports their version. Older
+    versions are rejected."""
+    prompt = bench.prompt(5)
+    other = bench.changed()
     hashes = await bench.load(other)
     found = bench.compare(prompt, await bench.ask(prompt, (0, 1)))
-    version, older = bench.next_version(), bench.engine.version
+    version = bench.next_version()
+    older = bench.engine.version
     bench.served[version.step] = other
     await bench.engine.load_weights(version, None)
     (renamed,) = await bench.ask(prompt)
     if {*renamed.versions} != {version.step}:
-        raise Fails(f"{older.step} was renamed to {version.step}, but tokens are of {renamed.versions}")
-    (refused,) = await asyncio.gather(bench.engine.load_weights(older, None), return_exceptions=True)
+        raise Fails(
+            f"{older.step} was renamed to {version.step}, but tokens are of {renamed.versions}"
+        )
+    (refused,) = await asyncio.gather(
+        bench.engine.load_weights(older, None), return_exceptions=True
+    )
     if not isinstance(refused, ValueError):
         raise Fails(f"the older version {older.step} was taken")
     return f"{hashes}; {found}"
 
 
 async def half_updates(bench: Bench) -> str:
-    """Partial updates are rejected. The engine then serves its old weights, or nothing until a complete update."""
-    prompt, before, then = bench.prompt(5), bench.engine.version, []
+    """Partial updates are rejected. The engine then serves its old weights, or nothing until a
+    complete update."""
+    prompt = bench.prompt(5)
+    before = bench.engine.version
+    then = []
     weights = bench.as_sent(bench.changed())
     for half in (weights[:-1], iter(weights[: len(weights) // 2])):
-        (refused,) = await asyncio.gather(bench.engine.load_weights(bench.next_version(), half), return_exceptions=True)
+        (refused,) = await asyncio.gather(
+            bench.engine.load_weights(bench.next_version(), half), return_exceptions=True
+        )
         if not isinstance(refused, ValueError | RuntimeError) or bench.engine.version != before:
-            raise Fails(f"half of an update was taken: {refused!r}, and {bench.engine.version} is served")
+            raise Fails(
+                f"half of an update was taken: {refused!r}, and {bench.engine.version} is served"
+            )
         (found,) = await asyncio.gather(bench.ask(prompt), return_exceptions=True)
         if isinstance(found, BaseException) and not isinstance(found, RuntimeError):
             raise found
-        then.append("nothing" if isinstance(found, RuntimeError) else bench.compare(prompt, found) and "the old")
+        then.append(
+            "nothing"
+            if isinstance(found, RuntimeError)
+            else bench.compare(prompt, found) and "the old"
+        )
     await bench.load(bench.model)
-    return f"served then: {then[0]}, {then[1]}; after a whole one: {bench.compare(prompt, await bench.ask(prompt))}"
+    return (
+        f"served then: {then[0]}, {then[1]}; after a whole one: "
+        f"{bench.compare(prompt, await bench.ask(prompt))}"
+    )
 
 
 async def in_flight(bench: Bench) -> str:
-    """After a weight update within a response, tokens come from their version's weights, with old or new keys and
-    values."""
+    """After a weight update within a response, tokens come from their version's weights, with old
+    or new keys and values."""
     for patience in (8, 16, 4, 32, 2, 64, 1, 128, 256, 512, 1024):
-        tasks, met, gaps = await bench.ask_long(patience), set[str](), [0.0]
+        tasks = await bench.ask_long(patience)
+        met = set[str]()
+        gaps = [0.0]
         await bench.load(bench.changed())
         for row, found in enumerate(await asyncio.gather(*tasks)):
             for each in (each for each in found if each.token_ids):
                 prompt = bench.prompt(2, row)
-                kept, new = (bench.gap(prompt, each, bench.logits(prompt, each, keeps)) for keeps in (True, False))
+                kept, new = (
+                    bench.gap(prompt, each, bench.logits(prompt, each, keeps))
+                    for keeps in (True, False)
+                )
                 gaps.append(min(kept, new))
                 met |= {"abort"} if each.finish_reason == "abort" else set()
-                met |= {"keep" if kept < new else "recompute"} if len({*each.versions}) > 1 else set()
+                met |= (
+                    {"keep" if kept < new else "recompute"} if len({*each.versions}) > 1 else set()
+                )
         figures = bench.within(gaps)
         if met:
             return f"{' and '.join(sorted(met))}; {figures}"
@@ -450,17 +594,20 @@ MAY_REFUSE: Final = (
     *(FIRST, "new weights", "half an update", "weights in flight", "released memory"),
     *("top_k", "top_p", "min_p", "repetition_penalty", "seeds"),
 )
-"""Properties that an engine may reject with UserError; a run that needs one gets that message at its start."""
+"""Properties that an engine may reject with UserError; a run that needs one gets that message at
+its start."""
 
 
 async def check_engine(bench: Bench, names: Iterable[str] = PROPERTIES) -> AsyncIterator[Finding]:
-    """Yields each finding as soon as it is known. The last property leaves the engine with its first weights."""
+    """Yields each finding as soon as it is known. The last property leaves the engine with its
+    first weights."""
     for name in names:
         work = asyncio.wait_for(PROPERTIES[name](bench), _DEADLINE_S)
         (found,) = await asyncio.gather(work, return_exceptions=True)
         if isinstance(found, BaseException) and not isinstance(found, Exception):
             raise found  # the process is being ended
-        outcome, text = "held", str(found)
+        outcome = "held"
+        text = str(found)
         if isinstance(found, NotTested):
             outcome = "not tested"
         elif isinstance(found, UserError) and name in MAY_REFUSE:

@@ -20,18 +20,20 @@ FinishReason = Literal["stop", "length", "abort"]
 """A stop token or string; the maximum length; or an abort by new weights (`KVOnUpdate`)."""
 
 KVOnUpdate = Literal["keep", "recompute", "abort"]
-"""Effect of new weights on begun sequences: continue with the old keys and values, recompute these, or end."""
+"""Effect of new weights on begun sequences: continue with the old keys and values, recompute these,
+or end."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties apply after it.
+    """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties
+    apply after it.
 
     top_k: -1 means off. top_p: 1.0 is off. min_p: 0.0 is off. repetition_penalty: 1.0 is off.
     max_tokens: the most tokens of one generation. stop: strings that end it (kept in the tokens).
-    stop_token_ids: tokens that end it (kept in the tokens; the end-of-sequence tokens of the model belong here).
-    greedy: take the most likely token; log-probs are still those at `temperature`. head: draws a chunk of continuous
-    actions instead of tokens.
+    stop_token_ids: tokens that end it (kept in the tokens; the end-of-sequence tokens of the model
+    belong here). greedy: take the most likely token; log-probs are still those at `temperature`.
+    head: draws a chunk of continuous actions instead of tokens.
     """
 
     max_tokens: int
@@ -48,7 +50,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random stream of a group. Stream, sample index and number of tokens drawn so far determine every draw."""
+    """The random stream of a group. Stream, sample index and number of tokens drawn so far
+    determine every draw."""
 
     seed: int
     name: str
@@ -56,17 +59,20 @@ class Stream:
     row: int
 
     def fork(self, name: str) -> "Stream":
-        """The stream of a further conversation of each episode; of the first one if the name is empty."""
+        """The stream of a further conversation of each episode; of the first one if the name is
+        empty."""
         return replace(self, name=f"{self.name}/fork {name}") if name else self
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt with the requested sample indices, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
+    """One prompt with the requested sample indices, e.g. `samples=(0, 1, 2, 3)` for a whole group
+    of four.
 
-    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream continues after them.
-    may_continue: later prompts may begin with this prompt and its response, so an engine may keep their keys and values
-    until its weights change. policy: the one that draws, if an engine serves several. images: of the
+    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream
+    continues after them. may_continue: later prompts may begin with this prompt and its response,
+    so an engine may keep their keys and values until its weights change. policy: the one that
+    draws, if an engine serves several. images: of the
     prompt, see `data/images.py`. heard: called with (sample,
     token) on the caller's loop while tokens are drawn, by an engine that can.
     """
@@ -86,10 +92,10 @@ class GenerateRequest:
 class Generation:
     """One sample. All lists have one entry per token, including the stop token.
 
-    rollout_log_probs: under softmax(logits / T), before truncations and penalties. sampling_log_probs: under the
-    distribution that the tokens were drawn from. versions: the step of the weights that produced each token.
-    num_cached_tokens: prompt tokens with keys and values from an earlier request; None if the engine does not report
-    it. values: of continuous actions.
+    rollout_log_probs: under softmax(logits / T), before truncations and penalties.
+    sampling_log_probs: under the distribution that the tokens were drawn from. versions: the step
+    of the weights that produced each token. num_cached_tokens: prompt tokens with keys and values
+    from an earlier request; None if the engine does not report it. values: of continuous actions.
     """
 
     sample: int
@@ -112,9 +118,12 @@ class GenerateResult:
 async def generate_whole(
     ask: Callable[[GenerateRequest], Awaitable[GenerateResult]], request: GenerateRequest
 ) -> GenerateResult:
-    """The result of `ask`, an engine's `generate`, after samples aborted by a weight update were generated again."""
+    """The result of `ask`, an engine's `generate`, after samples aborted by a weight update were
+    generated again."""
     result = await ask(request)
-    while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
+    while aborted := tuple(
+        made.sample for made in result.generations if made.finish_reason == "abort"
+    ):
         again = await ask(replace(request, samples=aborted, heard=None))
         redone = {made.sample: made for made in again.generations}
         result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
@@ -125,8 +134,8 @@ async def generate_whole(
 class WeightReceipt:
     """What an engine holds after a weight update: a hash of a stripe of each tensor.
 
-    shared: the engine computes on the trainer's storage, so nothing was copied. version_only: no weights were sent,
-    only a new version for those it has; then there are no hashes.
+    shared: the engine computes on the trainer's storage, so nothing was copied. version_only: no
+    weights were sent, only a new version for those it has; then there are no hashes.
     """
 
     version: Version
@@ -136,7 +145,8 @@ class WeightReceipt:
 
 
 Stretch = Callable[[Callable[[], bool]], None]
-"""Computes until there is nothing left to do, or its argument returns that the thread is needed elsewhere."""
+"""Computes until there is nothing left to do, or its argument returns that the thread is needed
+elsewhere."""
 
 
 class Host(Protocol):
@@ -148,24 +158,27 @@ class Host(Protocol):
         ...
 
     def compute(self, stretch: Stretch) -> bool:
-        """Have the lent thread compute a stretch, and return when it is done; False if there is no thread to lend."""
+        """Have the lent thread compute a stretch, and return when it is done; False if there is no
+        thread to lend."""
         ...
 
 
 @runtime_checkable
 class Hosted(Protocol):
-    """An engine that computes on a host's thread, if a host is set before it is entered; while the host has none to
-    lend, it uses its own thread."""
+    """An engine that computes on a host's thread, if a host is set before it is entered; while the
+    host has none to lend, it uses its own thread."""
 
     host: Host | None
 
 
 class RolloutEngine(Protocol):
-    """Generates token ids. As an async context manager, it starts on entry, and ends its threads and processes on exit.
+    """Generates token ids. As an async context manager, it starts on entry, and ends its threads
+    and processes on exit.
 
-    An engine that counts its tokens in `num_generated_tokens` shows that a long request makes progress; without it an
-    engine must complete some request within `actor_rollout_ref.rollout.timeout_s`. An engine with an activity log has
-    `take_activity`; one whose draws depend on more than the request has `repeats_draws = False`.
+    An engine that counts its tokens in `num_generated_tokens` shows that a long request makes
+    progress; without it an engine must complete some request within
+    `actor_rollout_ref.rollout.timeout_s`. An engine with an activity log has `take_activity`; one
+    whose draws depend on more than the request has `repeats_draws = False`.
     """
 
     @property
@@ -176,7 +189,10 @@ class RolloutEngine(Protocol):
     async def __aenter__(self) -> object: ...
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -184,8 +200,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def pause(self, release: bool = False) -> None:
-        """Stop between two decode steps; running sequences stay. `release` also frees KV and the engine's own weights,
-        which `load_weights` must restore before it decodes. A paused engine may be paused again."""
+        """Stop between two decode steps; running sequences stay. `release` also frees KV and the
+        engine's own weights, which `load_weights` must restore before it decodes. A paused engine
+        may be paused again."""
         ...
 
     async def resume(self) -> None:
@@ -193,13 +210,17 @@ class RolloutEngine(Protocol):
         ...
 
     async def hashes(self) -> dict[str, str]:
-        """The hash of a stripe of each tensor that it computes with, as in a receipt, by Hugging Face name."""
+        """The hash of a stripe of each tensor that it computes with, as in a receipt, by Hugging
+        Face name."""
         ...
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts.
 
-        None: only the version changes. Weights and everything computed with them then count as of `version`.
+        None: only the version changes. Weights and everything computed with them then count as of
+        `version`.
         """
         ...
 
@@ -208,8 +229,9 @@ class RolloutEngine(Protocol):
 class Activity:
     """A stretch in which one lane was decoded under one version without running empty.
 
-    t0, t1: `time.time()`. A stretch that directly follows another (with a new version or lane) starts at its `t1`, so
-    the time of a weight sync counts for the earlier one. version: the step whose weights drew the `tokens`.
+    t0, t1: `time.time()`. A stretch that directly follows another (with a new version or lane)
+    starts at its `t1`, so the time of a weight sync counts for the earlier one. version: the step
+    whose weights drew the `tokens`.
     """
 
     t0: float
@@ -228,7 +250,8 @@ class ActivityLog:
         self._open: Activity | None = None
 
     def decoded(self, t0: float, t1: float, version: int, lane: str, tokens: int) -> None:
-        """Record that a step drew these tokens; there was work since the last step, unless `stopped` was called."""
+        """Record that a step drew these tokens; there was work since the last step, unless
+        `stopped` was called."""
         with self._lock:
             last = self._open
             if last is not None and (last.version, last.lane) == (version, lane):
@@ -236,7 +259,8 @@ class ActivityLog:
                 return
             if last is not None:
                 self._end(replace(last, t1=t0))
-                t0 = t0 if last.tokens else last.t0  # an activity that was just read ends where this one begins
+                # an activity that was just read ends where this one begins
+                t0 = t0 if last.tokens else last.t0
             self._open = Activity(t0, t1, version, lane, tokens)
 
     def stopped(self) -> None:
@@ -266,7 +290,8 @@ class RequestLog(ActivityLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_busy, self._since = 0, 0.0
+        self._num_busy = 0
+        self._since = 0.0
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -282,7 +307,8 @@ class RequestLog(ActivityLog):
                 self.stopped()
 
     def responded(self, request: GenerateRequest, generations: Sequence[Generation]) -> None:
-        lane, now = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval", time.time()
+        lane = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval"
+        now = time.time()
         tokens = sum(len(each.token_ids) for each in generations)
         step = max((max(each.versions, default=0) for each in generations), default=0)
         self.decoded(self._since, now, step, lane, tokens)

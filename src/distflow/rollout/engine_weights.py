@@ -1,5 +1,6 @@
-"""Loads a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name. The receipt
-has a hash of a stripe of each tensor, which sender and receiver compute the same way."""
+"""Loads a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging
+Face name. The receipt has a hash of a stripe of each tensor, which sender and receiver compute the
+same way."""
 
 import hashlib
 from collections import Counter
@@ -17,25 +18,36 @@ STRIPE_LENGTH = 1024
 
 
 def striped_places(numel: int) -> Tensor:
-    """The positions of the hashed elements of a tensor of that size: at most `STRIPE_LENGTH`, evenly spaced.
+    """The positions of the hashed elements of a tensor of that size: at most `STRIPE_LENGTH`,
+    evenly spaced.
 
-    The stride is odd, so that it does not stay in a few columns of a matrix whose width is a power of two.
+    The stride is odd, so that it does not stay in a few columns of a matrix whose width is a power
+    of two.
     """
     return torch.arange(0, numel, -(-numel // STRIPE_LENGTH) | 1)
 
 
-def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
-    """The hash of each named tensor, as in a receipt: of its elements at `striped_places`, its shape and its dtype.
+def stripe_hashes(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> dict[str, str]:
+    """The hash of each named tensor, as in a receipt: of its elements at `striped_places`, its
+    shape and its dtype.
 
-    dtype: of the receiver's weights, if different; stripes are cast before they are hashed. No tensor is kept, so they
-    may be gathered one by one.
+    dtype: of the receiver's weights, if different; stripes are cast before they are hashed. No
+    tensor is kept, so they may be gathered one by one.
     """
-    shapes, stripes = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
+    shapes = list[tuple[str, tuple[int, ...]]]()
+    stripes = list[Tensor]()
     for name, tensor in weights:
         flat = tensor.detach().reshape(-1)
         shapes.append((name, tuple(tensor.shape)))
-        stripes.append(flat[send(striped_places(flat.numel()), flat.device)].to(dtype or tensor.dtype))
-    return {name: _hash(shape, stripe) for (name, shape), stripe in zip(shapes, to_host(stripes), strict=True)}
+        stripes.append(
+            flat[send(striped_places(flat.numel()), flat.device)].to(dtype or tensor.dtype)
+        )
+    return {
+        name: _hash(shape, stripe)
+        for (name, shape), stripe in zip(shapes, to_host(stripes), strict=True)
+    }
 
 
 def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
@@ -47,17 +59,20 @@ def _hash(shape: tuple[int, ...], stripe: Tensor) -> str:
 def check_version(current: Version, version: Version) -> None:
     """Raises ValueError if the version of sent weights goes back."""
     if version < current:
-        raise ValueError(f"weights of {version} sent to an engine that has {current}: versions never decrease")
+        raise ValueError(
+            f"weights of {version} sent to an engine that has {current}: versions never decrease"
+        )
 
 
 class PartialWeightsError(RuntimeError):
-    """Weights sent one by one did not fit after some were already loaded: the module has a mix of two versions."""
+    """Weights sent one by one did not fit after some were already loaded: the module has a mix of
+    two versions."""
 
 
 @dataclass(eq=False)
 class EngineWeights:
-    """The weights of an engine's module, replaced as a whole or not at all. shared: the module is the trainer's, so
-    nothing is copied."""
+    """The weights of an engine's module, replaced as a whole or not at all. shared: the module is
+    the trainer's, so nothing is copied."""
 
     module: nn.Module
     shared: bool
@@ -66,15 +81,22 @@ class EngineWeights:
     """Hashes of weights whose memory was freed."""
 
     def check_whole(self) -> None:
-        """Raises RuntimeError after a copy that failed midway, and while the memory of the weights is freed."""
+        """Raises RuntimeError after a copy that failed midway, and while the memory of the weights
+        is freed."""
         if not self.is_whole:
-            had = "has released its weights" if self._released else "loaded only a part of its last weights"
+            had = (
+                "has released its weights"
+                if self._released
+                else "loaded only a part of its last weights"
+            )
             raise RuntimeError(f"the rollout engine {had}, and does not use them")
 
     def release(self) -> None:
-        """Free the memory of the engine's own weights until the next `load`. `hashes` stay unchanged."""
+        """Free the memory of the engine's own weights until the next `load`. `hashes` stay
+        unchanged."""
         if not self.shared and self.is_whole:
-            self._released, self.is_whole = self.hashes(), False
+            self._released = self.hashes()
+            self.is_whole = False
             for weight in self.module.parameters():
                 weight.data = weight.data.new_empty(()).expand(weight.shape)
 
@@ -82,11 +104,14 @@ class EngineWeights:
         """See `RolloutEngine`."""
         return self._released or stripe_hashes(self.module.named_parameters(remove_duplicate=False))
 
-    def load(self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Load the weights of a version between two steps. If `weights` is None, the present weights get that version.
+    def load(
+        self, current: Version, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
+        """Load the weights of a version between two steps. If `weights` is None, the present
+        weights get that version.
 
-        Raises ValueError, with nothing changed, if the version goes back, if names or shapes do not fit, or, on shared
-        storage, if a sent tensor is not the module's own.
+        Raises ValueError, with nothing changed, if the version goes back, if names or shapes do not
+        fit, or, on shared storage, if a sent tensor is not the module's own.
         """
         check_version(current, version)
         if weights is None:
@@ -94,25 +119,30 @@ class EngineWeights:
         if self.shared:
             check_shared(self.module, weights)
             return WeightReceipt(version, shared=True)
-        released, self._released = self._released, {}
+        released = self._released
+        self._released = {}
         for weight in self.module.parameters() if released else ():
             weight.data = weight.data.new_empty(weight.shape)
-        was_whole, self.is_whole = self.is_whole, False
+        was_whole = self.is_whole
+        self.is_whole = False
         try:
             hashes = copy_weights(self.module, weights)
         except ValueError:
-            self.is_whole, self._released = was_whole, released
+            self.is_whole = was_whole
+            self._released = released
             raise
         self.is_whole = True
         return WeightReceipt(version, hashes)
 
 
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Copy every parameter in place, cast to the module's types. Returns the hashes of what the module now holds.
+    """Copy every parameter in place, cast to the module's types. Returns the hashes of what the
+    module now holds.
 
-    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, if a name is
-    unknown, missing or repeated, a shape differs, or two names of one tensor have different values: a sequence is first
-    checked as a whole. Other iterables are copied as they arrive, and raise PartialWeightsError.
+    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing
+    changed, if a name is unknown, missing or repeated, a shape differs, or two names of one tensor
+    have different values: a sequence is first checked as a whole. Other iterables are copied as
+    they arrive, and raise PartialWeightsError.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     if isinstance(weights, Sequence):
@@ -146,11 +176,16 @@ def _check_all(own: Mapping[str, nn.Parameter], weights: Sequence[tuple[str, Ten
     problems += _missing(own, sent)
     if problems:
         more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ValueError(f"weights were rejected and nothing changed: {'; '.join(problems[:8])}{more}")
+        raise ValueError(
+            f"weights were rejected and nothing changed: {'; '.join(problems[:8])}{more}"
+        )
 
 
-def checked(own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they arrive. Raises ValueError at the first that does not fit, and at the end for missing ones.
+def checked(
+    own: Mapping[str, nn.Parameter], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they arrive. Raises ValueError at the first that does not fit, and at the end
+    for missing ones.
 
     Only tensors of parameters with several names are kept meanwhile.
     """
@@ -191,11 +226,18 @@ def _missing(own: Mapping[str, nn.Parameter], sent: Sent) -> list[str]:
 
 
 def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises ValueError for a sent tensor that is not the module's own storage: it would never be used."""
+    """Raises ValueError for a sent tensor that is not the module's own storage: it would never be
+    used."""
     own = dict(module.named_parameters(remove_duplicate=False))
-    foreign = [name for name, tensor in weights if name not in own or tensor.data_ptr() != own[name].data_ptr()]
+    foreign = [
+        name
+        for name, tensor in weights
+        if name not in own or tensor.data_ptr() != own[name].data_ptr()
+    ]
     if foreign:
         raise ValueError(
-            f"the engine shares the trainer's storage, but {len(foreign)} sent tensors are stored elsewhere "
-            f"({', '.join(foreign[:4])}): send the trainer's own parameters, or give the engine its own copy"
+            f"the engine shares the trainer's storage, but {len(foreign)} sent tensors are stored "
+            "elsewhere "
+            f"({', '.join(foreign[:4])}): send the trainer's own parameters, or give the engine "
+            "its own copy"
         )

@@ -49,10 +49,11 @@ class _Asked:
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
-    Requests run one after another, each as one call of `generate`; those with images or for continuous actions that
-    arrive together, and have prompts of one length, share a call. Only the draw is ours, as the last logits processor:
-    one counter-based uniform number per token, the same as in the embedded engine, so both draw the same tokens up to
-    rounding. New weights are loaded between two tokens; keys and values of old ones are kept.
+    Requests run one after another, each as one call of `generate`; those with images or for
+    continuous actions that arrive together, and have prompts of one length, share a call. Only the
+    draw is ours, as the last logits processor: one counter-based uniform number per token, the same
+    as in the embedded engine, so both draw the same tokens up to rounding. New weights are loaded
+    between two tokens; keys and values of old ones are kept.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         shares_weights: bool = False,
         num_threads: int | None = None,
     ) -> None:
-        """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights` copies nothing.
-        num_threads: of torch; None leaves the number unchanged."""
+        """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights`
+        copies nothing. num_threads: of torch; None leaves the number unchanged."""
         self.version = version
         self.num_generated_tokens = 0
         self._model: Any = model
@@ -108,7 +109,8 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Halt requests before their next token. Keys and values of a running one stay, also with `release`."""
+        """Halt requests before their next token. Keys and values of a running one stay, also with
+        `release`."""
         self._open.clear()
         self.between_tokens.is_paused = True
         await self._call(self._weights.release if release else lambda: None)
@@ -121,7 +123,9 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         """See `RolloutEngine`."""
         return self._weights.hashes()
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         """Load weights between two tokens; raises ValueError as the embedded engine does."""
         return await self._call(partial(self._load_weights, version, weights))
 
@@ -135,13 +139,20 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
     def _start(self) -> None:
         """Queue the waiting requests, those that can share a call together."""
-        asked, self._asked, parts = self._asked, [], dict[object, list[list[_Asked]]]()
-        for each in sorted(asked, key=lambda each: (str(each.request.stream), each.request.samples)):
+        asked = self._asked
+        self._asked = []
+        parts = dict[object, list[list[_Asked]]]()
+        for each in sorted(
+            asked, key=lambda each: (str(each.request.stream), each.request.samples)
+        ):
             own = each.request
             is_shared = own.images or own.params.head
             alike = (len(own.prompt_ids), len(own.images), own.params) if is_shared else each
             calls = parts.setdefault(alike, [[]])
-            if sum(len(other.request.samples) for other in calls[-1]) + len(own.samples) > _MOST_ROWS:
+            if (
+                sum(len(other.request.samples) for other in calls[-1]) + len(own.samples)
+                > _MOST_ROWS
+            ):
                 calls.append([])
             calls[-1].append(each)
         for call in (call for calls in parts.values() for call in calls if call):
@@ -150,7 +161,8 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
 
     @torch.no_grad()
     def _generate(self, asked: Sequence[_Asked]) -> list[GenerateResult]:
-        """The results of requests with prompts of one length, the same parameters, and as many images."""
+        """The results of requests with prompts of one length, the same parameters, and as many
+        images."""
         cancelled = [each.cancelled for each in asked for _ in each.request.samples]
         self.between_tokens.wait(cancelled)
         if all(each.is_set() for each in cancelled):
@@ -158,13 +170,17 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self._weights.check_whole()
         self._model.eval()
         rows = [(each.request, sample) for each in asked for sample in each.request.samples]
-        params, images = rows[0][0].params, [own.images for own, _ in rows]
+        params = rows[0][0].params
+        images = [own.images for own, _ in rows]
         prompt = torch.tensor([own.prompt_ids for own, _ in rows], device=self._model.device)
-        keys, drawn = [sample_key(own.stream, sample) for own, sample in rows], [own.num_drawn for own, _ in rows]
-        draw, length = _Draw(self, keys, drawn, params), prompt.shape[1]
+        keys = [sample_key(own.stream, sample) for own, sample in rows]
+        drawn = [own.num_drawn for own, _ in rows]
+        draw = _Draw(self, keys, drawn, params)
+        length = prompt.shape[1]
         stop = _Stop(self, length, params, cancelled)
         causal = unwrapped(self._model)
-        defaults, causal.generation_config = causal.generation_config, transformers.GenerationConfig()
+        defaults = causal.generation_config
+        causal.generation_config = transformers.GenerationConfig()
         try:
             ids = self._model.generate(
                 input_ids=prompt,
@@ -172,24 +188,33 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
                 do_sample=False,  # the processors leave exactly one token to choose
                 max_new_tokens=params.max_tokens,
                 pad_token_id=0,
-                logits_processor=transformers.LogitsProcessorList([draw.see, *_warpers(params), draw]),
+                logits_processor=transformers.LogitsProcessorList(
+                    [draw.see, *_warpers(params), draw]
+                ),
                 stopping_criteria=transformers.StoppingCriteriaList([stop]),
                 **(own_inputs(self._model, prompt, images) if images[0] else {}),
             )
-        finally:  # the defaults that come with a model may forbid tokens; they are saved with it again
+        # the defaults that come with a model may forbid tokens; they are saved with it again
+        finally:
             causal.generation_config = defaults
         generations = []
         for row, (_, sample) in enumerate(rows):
             number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
             response = ids[row, length : length + number].tolist()
-            rollout, sampling = ([step[row] for step in each[:number]] for each in (draw.log_probs, draw.sampling))
+            rollout, sampling = (
+                [step[row] for step in each[:number]] for each in (draw.log_probs, draw.sampling)
+            )
             values = [step[row] for step in draw.values[:number]]
-            made = Generation(sample, response, rollout, sampling, draw.versions[:number], reason, values=values)
+            made = Generation(
+                sample, response, rollout, sampling, draw.versions[:number], reason, values=values
+            )
             generations.append(made)
         left = iter(generations)
         return [GenerateResult(tuple(next(left) for _ in each.request.samples)) for each in asked]
 
-    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    def _load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         receipt = self._weights.load(self.version, version, weights)
         self.version = version
         return receipt
@@ -252,8 +277,8 @@ def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
 class _Draw(transformers.LogitsProcessor):
     """Chooses one token per row by its uniform number, and masks the rest.
 
-    log_probs, sampling: of each step, one per row, before and after truncation. versions: of the weights of each step.
-    values: of continuous actions, as log_probs.
+    log_probs, sampling: of each step, one per row, before and after truncation. versions: of the
+    weights of each step. values: of continuous actions, as log_probs.
     """
 
     engine: HFEngine
@@ -272,12 +297,16 @@ class _Draw(transformers.LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = np.array(self.num_drawn, dtype=np.int64) + len(self.versions)
-        uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
+        uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(
+            scores.device
+        )
         if self.params.head is not None:
             return self._act(scores, uniform, self.params.head)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
-        target = torch.minimum(uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform)))
+        target = torch.minimum(
+            uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform))
+        )
         drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
         chosen = scores.argmax(dim=-1) if self.params.greedy else drawn
         self.log_probs.append(self._policy.gather(-1, chosen[:, None]).squeeze(-1).tolist())
@@ -286,24 +315,32 @@ class _Draw(transformers.LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
     def _act(self, scores: Tensor, uniform: Tensor, head: ActionHead) -> Tensor:
-        """Draw the next number, float32, by the inverse of the normal distribution; greedy takes the mean."""
-        place, nothing = len(self.values), [0.0] * len(scores)
-        before = torch.tensor(self.values[-head.dim] if place >= head.dim else nothing, device=scores.device)
+        """Draw the next number, float32, by the inverse of the normal distribution; greedy takes
+        the mean."""
+        place = len(self.values)
+        nothing = [0.0] * len(scores)
+        before = torch.tensor(
+            self.values[-head.dim] if place >= head.dim else nothing, device=scores.device
+        )
         tokens = torch.full((len(scores),), head.first + head.bins * place, device=scores.device)
-        mean, log_std = (each.double() for each in normal_of(scores.float(), head.normals(tokens, before)))
+        mean, log_std = (
+            each.double() for each in normal_of(scores.float(), head.normals(tokens, before))
+        )
         noise = torch.special.ndtri(uniform + 2.0**-54)
         values = (mean if self.params.greedy else mean + log_std.exp() * noise).float()
         self.values.append(values.tolist())
         self.log_probs.append(normal_log_probs(values.double(), mean, log_std).tolist())
         self.sampling.append(self.log_probs[-1])
         self.versions.append(self.engine.version.step)
-        return torch.full_like(scores, float("-inf")).scatter(-1, head.tokens_of(place, values)[:, None], 0.0)
+        return torch.full_like(scores, float("-inf")).scatter(
+            -1, head.tokens_of(place, values)[:, None], 0.0
+        )
 
 
 @dataclass
 class _Stop(transformers.StoppingCriteria):
-    """Ends each row at its own stop, and counts the engine's tokens. ends: number of response tokens and finish reason
-    of each finished row (which continues as padding)."""
+    """Ends each row at its own stop, and counts the engine's tokens. ends: number of response
+    tokens and finish reason of each finished row (which continues as padding)."""
 
     engine: HFEngine
     prompt_length: int
@@ -314,7 +351,9 @@ class _Stop(transformers.StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         self.engine.num_generated_tokens += len(input_ids) - len(self.ends)
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
-            if row not in self.ends and (reason := finish_reason(response, self.params, self.engine.tokenizer)):
+            if row not in self.ends and (
+                reason := finish_reason(response, self.params, self.engine.tokenizer)
+            ):
                 self.ends[row] = len(response), reason
         self.engine.between_tokens.wait(self.cancelled)
         done = [self.cancelled[row].is_set() or row in self.ends for row in range(len(input_ids))]

@@ -1,4 +1,5 @@
-"""A rollout engine for several policies, those of the agents of episodes: each policy has its own engine."""
+"""A rollout engine for several policies, those of the agents of episodes: each policy has its own
+engine."""
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -17,11 +18,13 @@ from distflow.scheduling.group_states import Version
 
 
 class MultiPolicyRollout:
-    """A `RolloutEngine` that passes each request to the engine of its policy. engines: by policy. trained: the policies
-    that get weights, whose names begin with the policy's and a dot; the weights of the others never change."""
+    """A `RolloutEngine` that passes each request to the engine of its policy. engines: by policy.
+    trained: the policies that get weights, whose names begin with the policy's and a dot; the
+    weights of the others never change."""
 
     def __init__(self, engines: Mapping[str, RolloutEngine], trained: Collection[str]) -> None:
-        self._engines, self._trained = engines, trained
+        self._engines = engines
+        self._trained = trained
 
     async def __aenter__(self) -> "MultiPolicyRollout":
         async with AsyncExitStack() as entered:
@@ -47,19 +50,25 @@ class MultiPolicyRollout:
         return all(getattr(engine, "repeats_draws", True) for engine in self._engines.values())
 
     def take_activity(self) -> list[Activity]:
-        found = [activity for engine in self._engines.values() for activity in take_activity(engine)]
+        found = [
+            activity for engine in self._engines.values() for activity in take_activity(engine)
+        ]
         return sorted(found, key=lambda activity: activity.t0)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Raises ValueError for a policy that no engine serves."""
         engine = self._engines.get(request.policy)
         if engine is None:
-            raise ValueError(f"no engine serves the policy '{request.policy}': there are {', '.join(self._engines)}")
+            raise ValueError(
+                f"no engine serves the policy '{request.policy}': there are "
+                f"{', '.join(self._engines)}"
+            )
         return await engine.generate(request)
 
     async def pause(self, release: bool = False) -> None:
         for policy, engine in self._engines.items():
-            await engine.pause(release and policy in self._trained)  # frozen weights would not be sent again
+            # frozen weights would not be sent again
+            await engine.pause(release and policy in self._trained)
 
     async def resume(self) -> None:
         for engine in self._engines.values():
@@ -67,9 +76,15 @@ class MultiPolicyRollout:
 
     async def hashes(self) -> dict[str, str]:
         found = {policy: await engine.hashes() for policy, engine in self._engines.items()}
-        return {f"{policy}.{name}": own for policy, hashes in found.items() for name, own in hashes.items()}
+        return {
+            f"{policy}.{name}": own
+            for policy, hashes in found.items()
+            for name, own in hashes.items()
+        }
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         parts: dict[str, list[tuple[str, Tensor]]] = {policy: [] for policy in self._trained}
         for full_name, tensor in weights or ():
             policy, _, name = full_name.partition(".")
@@ -80,7 +95,11 @@ class MultiPolicyRollout:
         for policy, engine in self._engines.items():
             own = parts[policy] if weights is not None and policy in parts else None
             receipts[policy] = await engine.load_weights(version, own)
-        hashes = {f"{policy}.{name}": own for policy in receipts for name, own in receipts[policy].hashes.items()}
+        hashes = {
+            f"{policy}.{name}": own
+            for policy in receipts
+            for name, own in receipts[policy].hashes.items()
+        }
         return WeightReceipt(
             version,
             hashes,

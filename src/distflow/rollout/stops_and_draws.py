@@ -1,5 +1,5 @@
-"""Code common to all engines: checks of requests, the end of a generation (stop token, stop string or length), and
-counter-based random numbers, which depend on the sample and never on its batch.
+"""Code common to all engines: checks of requests, the end of a generation (stop token, stop string
+or length), and counter-based random numbers, which depend on the sample and never on its batch.
 """
 
 import hashlib
@@ -19,12 +19,16 @@ def check_request(
     vocab_size: int,
     max_positions: int | None,
 ) -> None:
-    """Raises UserError for an impossible request; the message names the value and the key to change.
+    """Raises UserError for an impossible request; the message names the value and the key to
+    change.
 
     max_positions: None if the model has no bound, like recurrent ones.
     """
     if not prompt_ids:
-        raise UserError("a prompt without tokens cannot be continued: the model needs at least one (a BOS token, say)")
+        raise UserError(
+            "a prompt without tokens cannot be continued: the model needs at least one (a BOS "
+            "token, say)"
+        )
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
         raise UserError(
             f"a prompt contains token {max(prompt_ids)}, but the model has {vocab_size} tokens: "
@@ -46,12 +50,15 @@ def check_request(
             raise UserError(f"rollout.{name} must be {wanted}, got {getattr(params, name)!r}")
     if max_positions is not None and len(prompt_ids) + params.max_tokens > max_positions:
         raise UserError(
-            f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds the "
-            f"{max_positions} positions of the model: lower data.max_prompt_length or data.max_response_length"
+            f"a prompt of {len(prompt_ids)} tokens with up to {params.max_tokens} new ones exceeds "
+            "the "
+            f"{max_positions} positions of the model: lower data.max_prompt_length or "
+            "data.max_response_length"
         )
 
 
-CONTEXT_TOKENS = 4  # decoded in front of the part that may hold the stop string: some tokenizers join across tokens
+# decoded in front of the part that may hold the stop string: some tokenizers join across tokens
+CONTEXT_TOKENS = 4
 
 
 def finish_reason(
@@ -75,7 +82,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def sample_key(stream: Stream, sample: int) -> int:
-    """A 64-bit key of (seed, stream name, epoch, prompt row, sample index), the same on every machine."""
+    """A 64-bit key of (seed, stream name, epoch, prompt row, sample index), the same on every
+    machine."""
     identity = repr((stream.seed, stream.name, stream.epoch, stream.row, sample)).encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
 
@@ -83,8 +91,9 @@ def sample_key(stream: Stream, sample: int) -> int:
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One float64 in [0, 1) for each (key, token position), `(rows,)`, with 53 random bits.
 
-    This is output number `position` of the SplitMix64 generator seeded by `key` (Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", 2014), which can be computed without the ones before it.
+    This is output number `position` of the SplitMix64 generator seeded by `key` (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", 2014), which can be computed without
+    the ones before it.
     """
     with np.errstate(over="ignore"):
         state = keys + (positions.astype(np.uint64) + np.uint64(1)) * _WEYL

@@ -1,4 +1,5 @@
-"""Protocols of a run's checks and audit: their calls, and when these are made. `launch` builds the implementations."""
+"""Protocols of a run's checks and audit: their calls, and when these are made. `launch` builds the
+implementations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class GroupRecorder(Protocol):
         """The engine has returned a result."""
 
     def keep(self, batch: Batch | None = None) -> None:
-        """The running task's group goes to the sample queue. Records of other groups are discarded with their tasks.
-        batch: its columns; None in validation."""
+        """The running task's group goes to the sample queue. Records of other groups are discarded
+        with their tasks. batch: its columns; None in validation."""
 
     def keep_loaded(self, loaded: LoadedGroups) -> None:
         """Groups that were loaded together, without tasks, go to the sample queue."""
@@ -41,39 +42,57 @@ class GroupRecorder(Protocol):
 class StepChecks(Protocol):
     """The checks of every step. Failures raise TrustError; suspicions are noted."""
 
-    def step_taken(self, batch: Batch, step: int, synced_version: int | None, queued: Queued | None = None) -> None:
-        """A step has left the sample queue. synced_version: of the last weight sync; None if nothing generates. queued:
-        see `TrainingStep`; None if the queue does not know it."""
+    def step_taken(
+        self, batch: Batch, step: int, synced_version: int | None, queued: Queued | None = None
+    ) -> None:
+        """A step has left the sample queue. synced_version: of the last weight sync; None if
+        nothing generates. queued: see `TrainingStep`; None if the queue does not know it."""
 
     def updated(
-        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
+        self,
+        role: str,
+        engine: TrainEngine,
+        batch: Batch,
+        metrics: dict[str, float],
+        step: int,
+        first: bool,
     ) -> None:
-        """An optimizer step was taken or skipped. first: whether it is the first of its training step."""
+        """An optimizer step was taken or skipped. first: whether it is the first of its training
+        step."""
 
     def step_trained(
         self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
     ) -> dict[str, float]:
-        """Called after all nodes of a step have run. Returns additional metrics, reduced over all ranks."""
+        """Called after all nodes of a step have run. Returns additional metrics, reduced over all
+        ranks."""
 
 
 class StepAuditor(Protocol):
     """Recomputes some steps from recorded data. Raises TrustError if one was computed wrongly."""
 
     def loop_begins(self) -> None:
-        """The training loop begins; nothing has been generated, drawn or trained since the start."""
+        """The training loop begins; nothing has been generated, drawn or trained since the
+        start."""
 
-    def state_saved(self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None) -> dict[str, Any]:
-        """Describes this worker's memory as JSON, for the checkpoint being written. nodes: their state. point: of the
-        sample queue, on the first rank."""
+    def state_saved(
+        self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None
+    ) -> dict[str, Any]:
+        """Describes this worker's memory as JSON, for the checkpoint being written. nodes: their
+        state. point: of the sample queue, on the first rank."""
 
-    def step_taken(self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None) -> None:
-        """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all ranks."""
+    def step_taken(
+        self, step: int, group_ids: Sequence[int], batch: Batch, synced_version: int | None
+    ) -> None:
+        """A step has left the sample queue; see `StepChecks.step_taken`. group_ids: of all
+        ranks."""
 
     def node_finished(self, batch: Batch, measured: Sequence[Measured]) -> None:
-        """A node of the training loop has run. measured: by all nodes of the step so far, on this rank."""
+        """A node of the training loop has run. measured: by all nodes of the step so far, on this
+        rank."""
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        """The loss function to call in this optimizer step: `loss`, or a wrapper that records its calls."""
+        """The loss function to call in this optimizer step: `loss`, or a wrapper that records its
+        calls."""
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken or skipped."""
@@ -82,24 +101,28 @@ class StepAuditor(Protocol):
         """All nodes of the step have run."""
 
     def step_released(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """The sample queue has recorded the step as trained. metrics: of the step, with the queue's."""
+        """The sample queue has recorded the step as trained. metrics: of the step, with the
+        queue's."""
 
     def end_decided(self, step: int, metrics: Mapping[str, float], ends: bool) -> None:
-        """Whether the run ends after the step was decided by `trainer.stop_when`, on the leading rank. metrics: of the
-        step and its validation."""
+        """Whether the run ends after the step was decided by `trainer.stop_when`, on the leading
+        rank. metrics: of the step and its validation."""
 
     def part_validated(self, rows: SampleRows) -> SampleRows:
-        """This worker has validated its part. Returns what `validated` needs of each sample. Callable on any thread."""
+        """This worker has validated its part. Returns what `validated` needs of each sample.
+        Callable on any thread."""
 
     def validated(self, step: int, rows: SampleRows, metrics: Mapping[str, float]) -> None:
-        """A validation after `step` steps. rows: of all workers. Called on the ranks that have the metrics."""
+        """A validation after `step` steps. rows: of all workers. Called on the ranks that have the
+        metrics."""
 
 
 @dataclass
 class Updates:
     """Runs checks and audit before and after each optimizer step, from wherever it is taken.
 
-    It does not reference the worker, so that the worker can be freed. critic: None if the worker trains none.
+    It does not reference the worker, so that the worker can be freed. critic: None if the worker
+    trains none.
     """
 
     checks: StepChecks
@@ -112,9 +135,13 @@ class Updates:
         """The loss function that the optimizer step is to call."""
         fault_injection.reach("train.update")
         with self.phases("audit"):
-            return fault_injection.in_backward(self.auditor.before_update(self._role(engine), engine, batch, loss))
+            return fault_injection.in_backward(
+                self.auditor.before_update(self._role(engine), engine, batch, loss)
+            )
 
-    def after(self, engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool, step: int) -> None:
+    def after(
+        self, engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool, step: int
+    ) -> None:
         """first: whether it was the engine's first optimizer step of the training step."""
         role = self._role(engine)
         self.checks.updated(role, engine, batch, metrics, step, first)
@@ -128,5 +155,6 @@ class Updates:
 
     def since_sent(self) -> bool:
         """Whether the policy was updated since the last call."""
-        unsent, self._num_unsent = self._num_unsent, 0
+        unsent = self._num_unsent
+        self._num_unsent = 0
         return unsent > 0

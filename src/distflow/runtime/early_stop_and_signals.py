@@ -1,10 +1,10 @@
 """Ends a run before its last step: by a metric's value, or by signals.
 
-Signals are Ctrl-C, SIGTERM, the terminal's hang-up. The first finishes the step, saves and exits; the second exits at
-once. In both cases the exit status is 128 + the signal's number.
+Signals are Ctrl-C, SIGTERM, the terminal's hang-up. The first finishes the step, saves and exits;
+the second exits at once. In both cases the exit status is 128 + the signal's number.
 
-A hang-up never counts as the second: closing a terminal causes two, from the shell and from the system, and systemd
-sends one after its SIGTERM.
+A hang-up never counts as the second: closing a terminal causes two, from the shell and from the
+system, and systemd sends one after its SIGTERM.
 """
 
 import ctypes
@@ -44,9 +44,9 @@ def ended_by(number: int) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, the first signal raises `Interrupted` in the main thread, so that resources are closed, and the second
-    ends the process. During imports the first one does too: libraries catch what is raised there, and continue or fail
-    with another error."""
+    """Inside, the first signal raises `Interrupted` in the main thread, so that resources are
+    closed, and the second ends the process. During imports the first one does too: libraries catch
+    what is raised there, and continue or fail with another error."""
     came: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -66,30 +66,48 @@ def interruptible() -> Iterator[None]:
 
 
 class MetricStop:
-    """Ends a run at a metric's value, on the rank that has the metrics of all ranks. condition: None for never."""
+    """Ends a run at a metric's value, on the rank that has the metrics of all ranks. condition:
+    None for never."""
 
     def __init__(self, condition: str | None, warn: Callable[[str], None]) -> None:
-        from distflow.config.keys.trainer_async_and_trust import StopCondition  # not at every command's start
+        # not at every command's start
+        from distflow.config.keys.trainer_async_and_trust import StopCondition
 
-        self.condition, self._warn = None if condition is None else StopCondition.of(condition), warn
-        self._seen, self._has_warned = set[str](), False
+        self.condition = None if condition is None else StopCondition.of(condition)
+        self._warn = warn
+        self._seen = set[str]()
+        self._has_warned = False
 
     def reason(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> str:
-        """Why the run ends after the step; empty if it continues. metrics: of the step and of its validation."""
+        """Why the run ends after the step; empty if it continues. metrics: of the step and of its
+        validation."""
         condition = self.condition
         self._seen |= metrics.keys()
         if condition is None:
             return ""
         if condition.metric in metrics and condition.holds(metrics[condition.metric]):
-            return f"{condition.metric} is {metrics[condition.metric]:g} (trainer.stop_when={condition})"
+            return (
+                f"{condition.metric} is {metrics[condition.metric]:g} "
+                f"(trainer.stop_when={condition})"
+            )
         from distflow.observe.metrics import find_metric  # not at every command's start
 
-        parts = {name.split("/")[0] for name in self._seen}  # a part that has no metric at first has none later
-        known = find_metric(condition.metric) is not None and condition.metric.split("/")[0] in parts
+        # a part that has no metric at first has none later
+        parts = {name.split("/")[0] for name in self._seen}
+        known = (
+            find_metric(condition.metric) is not None and condition.metric.split("/")[0] in parts
+        )
         may_come = known and not condition.is_of_validation  # in a later step
-        if not self._has_warned and not may_come and (was_validated or not condition.is_of_validation):
+        if (
+            not self._has_warned
+            and not may_come
+            and (was_validated or not condition.is_of_validation)
+        ):
             self._has_warned = True
-            self.report_missing(f"no metric of that name so far{', with a validation done' if was_validated else ''}")
+            self.report_missing(
+                "no metric of that name so "
+                f"far{', with a validation done' if was_validated else ''}"
+            )
         return ""
 
     def report_missing(self, what: str = "the run ended without a metric of that name") -> None:
@@ -98,7 +116,10 @@ class MetricStop:
 
         if self.condition is not None and self.condition.metric not in self._seen:
             near = nearest(self.condition.metric, self._seen)
-            self._warn(f"trainer.stop_when={self.condition}: {what}{f'; did you mean {near}?' if near else ''}")
+            self._warn(
+                f"trainer.stop_when={self.condition}: "
+                f"{what}{f'; did you mean {near}?' if near else ''}"
+            )
 
 
 class Stop:
@@ -108,22 +129,24 @@ class Stop:
 
 
 class StopRequest(Stop):
-    """Inside, the first signal is stored in `signal`, and the second ends the process. It works only on the main
-    thread, which alone may handle signals.
+    """Inside, the first signal is stored in `signal`, and the second ends the process. It works
+    only on the main thread, which alone may handle signals.
 
-    ends_process: if False, the second signal raises KeyboardInterrupt, and the process continues. on_first: called with
-    the signal's name, on another thread: a handler interrupts the main thread anywhere, even while that holds the lock
-    needed to write a message.
+    ends_process: if False, the second signal raises KeyboardInterrupt, and the process continues.
+    on_first: called with the signal's name, on another thread: a handler interrupts the main thread
+    anywhere, even while that holds the lock needed to write a message.
     """
 
     def __init__(self, on_first: Callable[[str], None], ends_process: bool = True) -> None:
         self.signal: int | None = None
         self._insisted = False
-        self._on_first, self._ends_process = on_first, ends_process
+        self._on_first = on_first
+        self._ends_process = ends_process
         self._handlers = _handled(self._asked)
 
     def __enter__(self) -> "StopRequest":
-        self._read, self._write = os.pipe()  # from handler to thread without a lock, which the main thread may hold
+        # from handler to thread without a lock, which the main thread may hold
+        self._read, self._write = os.pipe()
         self._teller = threading.Thread(target=self._tell, name="signals", daemon=True)
         self._teller.start()
         self._handlers.__enter__()
@@ -131,7 +154,8 @@ class StopRequest(Stop):
 
     def __exit__(self, *exception: object) -> None:
         self._handlers.__exit__(None, None, None)
-        os.write(self._write, bytes([_ENDED]))  # a process that the user's code forked may have the pipe open as well
+        # a process that the user's code forked may have the pipe open as well
+        os.write(self._write, bytes([_ENDED]))
         self._teller.join()
         os.close(self._write)
         os.close(self._read)
@@ -144,7 +168,8 @@ class StopRequest(Stop):
                 leave_at_once(exit_status(number))
             self._insisted = True
         if self.signal is None:
-            self.signal, self.wanted = number, True
+            self.signal = number
+            self.wanted = True
             os.write(self._write, bytes([number]))
 
     def _tell(self) -> None:
@@ -162,7 +187,8 @@ def die_with(parent: int) -> None:
 def leave_at_once(status: int) -> None:
     """Exit without locks or waiting; the processes that this one started die with it."""
     end_descendants()
-    with suppress(OSError):  # writing to a closed terminal fails, and must not keep the process alive
+    # writing to a closed terminal fails, and must not keep the process alive
+    with suppress(OSError):
         if os.isatty(1):
             os.write(1, SHOW_CURSOR)  # the live view hid the cursor
     os._exit(status)
@@ -170,8 +196,8 @@ def leave_at_once(status: int) -> None:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` is called for signals. An ignored hang-up stays ignored, as `nohup` requests. Only the main
-    thread may set handlers: in others nothing changes."""
+    """Inside, `handler` is called for signals. An ignored hang-up stays ignored, as `nohup`
+    requests. Only the main thread may set handlers: in others nothing changes."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -199,8 +225,8 @@ _handled_now: list[list[signal.Signals]] = []
 
 
 def _handle_no_more() -> None:
-    """In a process that the user's code forked: Ctrl-C, which reaches all processes of the terminal, is for the run,
-    which ends this one; other signals are for it."""
+    """In a process that the user's code forked: Ctrl-C, which reaches all processes of the
+    terminal, is for the run, which ends this one; other signals are for it."""
     for number in {each for wanted in _handled_now for each in wanted}:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     _handled_now.clear()
@@ -216,7 +242,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave_dead_terminals() -> None:
-    """Redirect output from a closed terminal, where it would raise and end the run before it has saved."""
+    """Redirect output from a closed terminal, where it would raise and end the run before it has
+    saved."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):

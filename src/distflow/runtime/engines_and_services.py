@@ -1,5 +1,5 @@
-"""The engines and services of one worker, built by the factories that its part of the plan needs, and the offloading of
-idle engines to host memory."""
+"""The engines and services of one worker, built by the factories that its part of the plan needs,
+and the offloading of idle engines to host memory."""
 
 import hashlib
 import json
@@ -25,7 +25,8 @@ from distflow.training.torch_engine import FrozenWeights
 
 
 class ModelSizes(NamedTuple):
-    """Numbers of parameters: of the loaded model, of its trained part, and of the critic (0 without one)."""
+    """Numbers of parameters: of the loaded model, of its trained part, and of the critic (0 without
+    one)."""
 
     policy: int
     trained: int = 0
@@ -34,10 +35,11 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """Engines and services of a worker. Those that the plan does not assign to it are None and were never built.
+    """Engines and services of a worker. Those that the plan does not assign to it are None and were
+    never built.
 
-    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response. facts: of the loaded
-    model.
+    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response.
+    facts: of the loaded model.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -54,7 +56,9 @@ class Resources:
     def by_name(self) -> dict[str, object]:
         """The engines and services that a node's parameters may name."""
         names = ("tokenizer", "actor", "critic", "ref", "rollout", "reward_fn")
-        return {name: part for name in names if (part := getattr(self, name)) is not None} | {**self.scoring_models}
+        return {name: part for name in names if (part := getattr(self, name)) is not None} | {
+            **self.scoring_models
+        }
 
     def trained(self) -> dict[str, TrainEngine]:
         """The engines whose state belongs in a checkpoint."""
@@ -62,7 +66,8 @@ class Resources:
         return {name: engine for name, engine in engines.items() if engine is not None}
 
     def updated(self) -> dict[str, TrainEngine]:
-        """The engines that take optimizer steps, by role; with several policies, each one's by its name."""
+        """The engines that take optimizer steps, by role; with several policies, each one's by its
+        name."""
         several = self.actor.engines if isinstance(self.actor, MultiPolicyTrainer) else {}
         return {**self.trained(), **several}
 
@@ -75,17 +80,24 @@ def build_resources(
     start_pool: StartPool = take_pool,
     say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
-    """collective: of the ranks that train together. mesh: of the same ranks, if their weights are sharded. start_pool:
-    starts the pool of reward functions. say: called with the time that it takes, if long.
+    """collective: of the ranks that train together. mesh: of the same ranks, if their weights are
+    sharded. start_pool: starts the pool of reward functions. say: called with the time that it
+    takes, if long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
-    get = Get(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
+    get = Get(
+        factories,
+        rank,
+        {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool},
+    )
     with lasting(say, "loading the models"):
         policy: nn.Module = get("policy")
         facts = {"model_fingerprint": _fingerprint(policy)}
         parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
-        scoring_models = {name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)}
+        scoring_models = {
+            name: parts.pop(name) for name in list(parts) if isinstance(parts[name], FrozenWeights)
+        }
     critic = getattr(parts.get("critic"), "model", None)  # of engines that expose it
     return Resources(
         tokenizer=get("tokenizer"),
@@ -94,7 +106,9 @@ def build_resources(
         sizes=ModelSizes(
             sum(parameter.numel() for parameter in policy.parameters()),
             sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
-            sum(parameter.numel() for parameter in critic.parameters()) if isinstance(critic, nn.Module) else 0,
+            sum(parameter.numel() for parameter in critic.parameters())
+            if isinstance(critic, nn.Module)
+            else 0,
         ),
         scoring_models=scoring_models,
         **parts,
@@ -102,7 +116,8 @@ def build_resources(
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the loaded model: reference and adapter's base, whatever a checkpoint holds.
+    """The fingerprint of the loaded model: reference and adapter's base, whatever a checkpoint
+    holds.
 
     It does not depend on the sharding: weights are gathered one by one.
     """
@@ -114,9 +129,13 @@ def _fingerprint(model: nn.Module) -> str:
 class Offload:
     """Moves engines to the device as needed. Engines without offloading are left alone."""
 
-    def __init__(self, engines: Mapping[str, TrainEngine | FrozenWeights], offloads: Mapping[str, Offloads]) -> None:
+    def __init__(
+        self, engines: Mapping[str, TrainEngine | FrozenWeights], offloads: Mapping[str, Offloads]
+    ) -> None:
         """engines: by role, all on the device. offloads: by role."""
-        self._moving = {role: (engine, offloads[role]) for role, engine in engines.items() if role in offloads}
+        self._moving = {
+            role: (engine, offloads[role]) for role, engine in engines.items() if role in offloads
+        }
         self._here = set(self._moving)
 
     def only(self, roles: Collection[str]) -> None:

@@ -1,7 +1,8 @@
 """Fault injection for tests: points in the code at which processes are killed, stopped or delayed.
 
-Off unless the environment variable DISTFLOW_FAULTS names a JSON file with a list of faults when a worker starts. Each
-point then counts how often it is reached; a due fault records that it fires, and hits this process.
+Off unless the environment variable DISTFLOW_FAULTS names a JSON file with a list of faults when a
+worker starts. Each point then counts how often it is reached; a due fault records that it fires,
+and hits this process.
 """
 
 import errno
@@ -27,8 +28,10 @@ _LONG_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """point: the argument of `reach`. rank: of the worker to hit. call: the visit of the point at which it fires, from
-    1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes at the point. again: also fires in
+    """point: the argument of `reach`. rank: of the worker to hit. call: the visit of the point at
+    which it fires, from
+    1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes at the point.
+       again: also fires in
     processes that replace one that it hit."""
 
     point: str
@@ -38,7 +41,8 @@ class Fault:
     again: bool = False
 
 
-_own: dict[int, Fault] | None = None  # faults of this process, by their number in the plan; None until it is armed
+# faults of this process, by their number in the plan; None until it is armed
+_own: dict[int, Fault] | None = None
 _reached: Counter[str] = Counter()
 _lock = threading.Lock()
 
@@ -51,7 +55,11 @@ def arm(rank: int) -> None:
         before = fired(plan)
         faults = {number: Fault(**each) for number, each in enumerate(json.loads(plan.read_text()))}
         _reached.clear()
-        _own = {n: each for n, each in faults.items() if each.rank == rank and (each.again or n not in before)}
+        _own = {
+            n: each
+            for n, each in faults.items()
+            if each.rank == rank and (each.again or n not in before)
+        }
 
 
 def reach(point: str, data: memoryview | None = None) -> None:
@@ -76,10 +84,14 @@ def in_backward(loss: LossFn) -> LossFn:
 
 class _Watched:
     def __init__(self, loss: LossFn) -> None:
-        self._loss, self.outputs = loss, loss.outputs
-        self.counts, self.finish = loss.counts, loss.finish
+        self._loss = loss
+        self.outputs = loss.outputs
+        self.counts = loss.counts
+        self.finish = loss.finish
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
         value, sums = self._loss(outputs, micro, counts)
         if value.requires_grad:
             value.register_hook(lambda gradient: reach("train.backward"))

@@ -1,4 +1,5 @@
-"""A judge that runs as an engine of the run: a language model that writes the score of a response."""
+"""A judge that runs as an engine of the run: a language model that writes the score of a
+response."""
 
 import asyncio
 import gc
@@ -25,13 +26,20 @@ from distflow.rewards.judge_prompt_and_cache import (
     read_score,
     score_at_end,
 )
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
+from distflow.rollout.engine import (
+    GenerateRequest,
+    GenerateResult,
+    RolloutEngine,
+    SamplingParams,
+    Stream,
+)
 from distflow.training.engine import Collective, OneRank
 from distflow.training.torch_engine import FrozenWeights, TorchScorer
 
 
 class ReplyStore(NamedTuple):
-    """The file of a judge's replies ("" for none), the model's fingerprint, and the budget of all users of the file."""
+    """The file of a judge's replies ("" for none), the model's fingerprint, and the budget of all
+    users of the file."""
 
     file: str = ""
     model: str = ""
@@ -52,17 +60,23 @@ class ReplyStore(NamedTuple):
 def choice_replies(choices: Sequence[float], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of each choice as a reply."""
     texts = [f'{{"score": {choice:g}}}' for choice in choices]
-    return cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"]) if texts else []
+    return (
+        cast("list[list[int]]", tokenizer(texts, add_special_tokens=False)["input_ids"])
+        if texts
+        else []
+    )
 
 
 @dataclass(eq=False, repr=False)
 class Judge(FrozenWeights):
-    """Scores the responses of a whole step at once, by the most likely answer to the filled template.
+    """Scores the responses of a whole step at once, by the most likely answer to the filled
+    template.
 
-    make_engine: a rollout engine over the model. Each step makes one, so that between steps only the weights take
-    memory. None if the weights are sharded: then the ranks of `group`, each with its own responses, run the model
-    equally often. max_positions: tokens of a question and its answer; None if the model has no limit. choices: the only
-    scores that it may give; empty if it writes a score.
+    make_engine: a rollout engine over the model. Each step makes one, so that between steps only
+    the weights take memory. None if the weights are sharded: then the ranks of `group`, each with
+    its own responses, run the model equally often. max_positions: tokens of a question and its
+    answer; None if the model has no limit. choices: the only scores that it may give; empty if it
+    writes a score.
     """
 
     model: nn.Module
@@ -76,14 +90,21 @@ class Judge(FrozenWeights):
     group: Collective = field(default_factory=OneRank)
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
-        """For each response, `score` from 0 to 1 and `reason`; or `error`, which never counts as a score of 0."""
+        """For each response, `score` from 0 to 1 and `reason`; or `error`, which never counts as a
+        score of 0."""
         asked = [self._question(batch, row) for row in range(len(batch))]
         with closing(JudgeCache(self.replies.file)) as cache:
             found: list[dict[str, object] | None] = [
                 {"error": ids} if isinstance(ids, str) else self._known(cache, ids) for ids in asked
             ]
-            wanted = {row: ids for row, ids in enumerate(asked) if found[row] is None and not isinstance(ids, str)}
-            for (row, ids), (said, num_written) in zip(wanted.items(), self._answers(wanted), strict=True):
+            wanted = {
+                row: ids
+                for row, ids in enumerate(asked)
+                if found[row] is None and not isinstance(ids, str)
+            }
+            for (row, ids), (said, num_written) in zip(
+                wanted.items(), self._answers(wanted), strict=True
+            ):
                 found[row] = said
                 if not self.replies.file:
                     continue
@@ -108,7 +129,9 @@ class Judge(FrozenWeights):
 
     def _key(self, ids: Sequence[int]) -> str:
         limits = self.choices or self.params.max_tokens
-        return hashlib.sha256(json.dumps([self.replies.model, limits, list(ids)]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.replies.model, limits, list(ids)]).encode()
+        ).hexdigest()
 
     def _answers(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
         """For each question, what was said and the number of tokens written."""
@@ -116,17 +139,31 @@ class Judge(FrozenWeights):
             return []
         if self.choices:
             return self._choose(wanted)
-        written = self._write_together(list(wanted.values())) if self.make_engine is None else self._write(wanted)
+        written = (
+            self._write_together(list(wanted.values()))
+            if self.make_engine is None
+            else self._write(wanted)
+        )
         return [(self._read(reply), len(reply)) for reply in written]
 
     def _choose(self, wanted: Mapping[int, list[int]]) -> list[tuple[dict[str, object], int]]:
-        """For each question, the choice whose JSON object is the likeliest to follow; nothing is generated."""
+        """For each question, the choice whose JSON object is the likeliest to follow; nothing is
+        generated."""
         replies = choice_replies(self.choices, self.tokenizer)
         pairs = [(ids, reply) for ids in wanted.values() for reply in replies]
         lengths = [len(reply) for _, reply in pairs]
-        batch = Batch(*(torch.tensor(each, dtype=torch.int64) for each in ([len(ids) for ids, _ in pairs], lengths)))
-        batch["prompt_ids"] = torch.tensor([token for ids, _ in pairs for token in ids], dtype=torch.int64)
-        batch["response_ids"] = torch.tensor([token for _, reply in pairs for token in reply], dtype=torch.int64)
+        batch = Batch(
+            *(
+                torch.tensor(each, dtype=torch.int64)
+                for each in ([len(ids) for ids, _ in pairs], lengths)
+            )
+        )
+        batch["prompt_ids"] = torch.tensor(
+            [token for ids, _ in pairs for token in ids], dtype=torch.int64
+        )
+        batch["response_ids"] = torch.tensor(
+            [token for _, reply in pairs for token in reply], dtype=torch.int64
+        )
         found = TorchScorer(self.model, group=self.group).forward(batch, ("log_probs",))
         forget_packed(self.model)
         if not wanted:
@@ -134,23 +171,32 @@ class Judge(FrozenWeights):
         log_probs = found.flat("log_probs").double().split(lengths)
         shares = torch.stack([each.sum() for each in log_probs]).view(len(wanted), -1).softmax(-1)
         return [
-            ({"score": self.choices[best], "reason": f"probability {share:.3f} among the choices"}, 0)
+            (
+                {
+                    "score": self.choices[best],
+                    "reason": f"probability {share:.3f} among the choices",
+                },
+                0,
+            )
             for share, best in zip(*(each.tolist() for each in shares.max(-1)), strict=True)
         ]
 
     def _write(self, wanted: Mapping[int, list[int]]) -> list[list[int]]:
         """The tokens of each reply."""
         requests = [
-            GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row)) for row, ids in wanted.items()
+            GenerateRequest(tuple(ids), (0,), self.params, Stream(0, "judge", 0, row))
+            for row, ids in wanted.items()
         ]
-        with ThreadPoolExecutor(1) as thread:  # this thread may have a running loop, e.g. in a notebook
+        # this thread may have a running loop, e.g. in a notebook
+        with ThreadPoolExecutor(1) as thread:
             results = thread.submit(asyncio.run, self._generate(requests)).result()
         return [list(result.generations[0].token_ids) for result in results]
 
     @torch.no_grad()
     def _write_together(self, questions: list[list[int]]) -> list[list[int]]:
         """The same by sharded weights, with transformers' `generate`, some questions at a time."""
-        scorer, width = TorchScorer(self.model), max(map(len, questions), default=0) + self.params.max_tokens
+        scorer = TorchScorer(self.model)
+        width = max(map(len, questions), default=0) + self.params.max_tokens
         size = max(1, scorer.max_tokens // width)
         parts = [questions[start : start + size] for start in range(0, len(questions), size)]
         parts += [[]] * (int(self.group.max(float(len(parts)))) - len(parts))
@@ -158,21 +204,42 @@ class Judge(FrozenWeights):
 
     def _continue(self, questions: list[list[int]], device: torch.device) -> list[list[int]]:
         rows = questions or [[0]]
-        longest, stops = max(map(len, rows)), torch.tensor(self.params.stop_token_ids, device=device)
+        longest, stops = (
+            max(map(len, rows)),
+            torch.tensor(self.params.stop_token_ids, device=device),
+        )
         padded = [[(0, 0)] * (longest - len(row)) + [(token, 1) for token in row] for row in rows]
         ids, mask = torch.tensor(padded, device=device).unbind(-1)
 
         def all_ended(ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-            is_open = bool(questions) and not bool(torch.isin(ids[:, longest:], stops).any(-1).all())
+            is_open = bool(questions) and not bool(
+                torch.isin(ids[:, longest:], stops).any(-1).all()
+            )
             return torch.full((len(ids),), self.group.max(float(is_open)) == 0, device=device)
 
         generate: Any = self.model.generate
-        options: dict[str, object] = {"max_new_tokens": self.params.max_tokens, "eos_token_id": None, "pad_token_id": 0}
-        options |= {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "synced_gpus": False}
-        found = generate(input_ids=ids, attention_mask=mask, stopping_criteria=[all_ended], **options)
+        options: dict[str, object] = {
+            "max_new_tokens": self.params.max_tokens,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        options |= {
+            "do_sample": False,
+            "num_beams": 1,
+            "repetition_penalty": 1.0,
+            "synced_gpus": False,
+        }
+        found = generate(
+            input_ids=ids, attention_mask=mask, stopping_criteria=[all_ended], **options
+        )
         replies: list[list[int]] = found[: len(questions), longest:].tolist()
-        ends = [[at for at, token in enumerate(reply) if token in self.params.stop_token_ids] for reply in replies]
-        return [reply[: end[0] + 1] if end else reply for reply, end in zip(replies, ends, strict=True)]
+        ends = [
+            [at for at, token in enumerate(reply) if token in self.params.stop_token_ids]
+            for reply in replies
+        ]
+        return [
+            reply[: end[0] + 1] if end else reply for reply, end in zip(replies, ends, strict=True)
+        ]
 
     async def _generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         assert self.make_engine is not None
@@ -187,11 +254,20 @@ class Judge(FrozenWeights):
 
     def _question(self, batch: Batch, row: int) -> list[int] | str:
         """The tokens of the model's question, or why it cannot be asked."""
-        extra, truth = (batch[name][row] if name in batch else None for name in ("extra_info", "ground_truth"))
+        extra, truth = (
+            batch[name][row] if name in batch else None for name in ("extra_info", "ground_truth")
+        )
         response = str(batch["responses"][row])
         for token in self.tokenizer.get_added_vocab():  # no added token may end the question
-            response = response.replace(token, f"{token[:1]} {token[1:]}") if len(token) > 1 else response
-        values = {**(extra or {}), "prompt": batch["prompts"][row], "response": response, "ground_truth": truth}
+            response = (
+                response.replace(token, f"{token[:1]} {token[1:]}") if len(token) > 1 else response
+            )
+        values = {
+            **(extra or {}),
+            "prompt": batch["prompts"][row],
+            "response": response,
+            "ground_truth": truth,
+        }
         try:
             text = fill_template(self.template, values, RESPONSE_CHARACTERS)
         except ValueError as error:
@@ -199,10 +275,18 @@ class Judge(FrozenWeights):
         tokenizer: Any = self.tokenizer  # its methods have too many types to annotate
         if self.tokenizer.chat_template:
             message = {"role": "user", "content": text}
-            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=not self.tokenizer.chat_template, verbose=False)["input_ids"]
+            text = tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True
+            )
+        ids = tokenizer(text, add_special_tokens=not self.tokenizer.chat_template, verbose=False)[
+            "input_ids"
+        ]
         longest = (self.max_positions or len(ids) + self.params.max_tokens) - self.params.max_tokens
-        return ids if len(ids) <= longest else f"the judge reads {longest} tokens, and was to read {len(ids)}"
+        return (
+            ids
+            if len(ids) <= longest
+            else f"the judge reads {longest} tokens, and was to read {len(ids)}"
+        )
 
     def _read(self, reply: list[int]) -> dict[str, object]:
         try:

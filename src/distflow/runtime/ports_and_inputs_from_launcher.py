@@ -19,10 +19,11 @@ from distflow.training.engine import Collective
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one worker. collective: of the ranks of its dp group. data: of the ranks among them with separate
-    samples, one for each share of a step. everyone: of all training ranks. abort: informs all other parts of the run
-    that this one has failed. validate: validates on the workers with an engine, for one without. reshard: None if no
-    columns go from one dp group to another."""
+    """The ports of one worker. collective: of the ranks of its dp group. data: of the ranks among
+    them with separate samples, one for each share of a step. everyone: of all training ranks.
+    abort: informs all other parts of the run that this one has failed. validate: validates on the
+    workers with an engine, for one without. reshard: None if no columns go from one dp group to
+    another."""
 
     queue: SampleQueuePort
     weights: WeightPort
@@ -36,8 +37,8 @@ class Ports:
 
 @dataclass(frozen=True)
 class WorkerInputs:
-    """The inputs of a worker. state: of nodes, across steps. version: of the weights in the resources. resumed: the
-    checkpoint that both come from; None at a run's start."""
+    """The inputs of a worker. state: of nodes, across steps. version: of the weights in the
+    resources. resumed: the checkpoint that both come from; None at a run's start."""
 
     spec: Spec
     rank: int

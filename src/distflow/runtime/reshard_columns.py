@@ -1,4 +1,5 @@
-"""Columns between dp groups: a node of one dp group writes them and a node of another reads them in the same step."""
+"""Columns between dp groups: a node of one dp group writes them and a node of another reads them in
+the same step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,23 +16,25 @@ class ReshardPort(Protocol):
     """Between nodes of one dp group and nodes of another that read their columns."""
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
-        """Put this writer's samples of a step, possibly none; the step is complete once all `num_writers` have.
+        """Put this writer's samples of a step, possibly none; the step is complete once all
+        `num_writers` have.
 
-        Waits while too much is stored. Raises ReshardError for an invalid step, or the error that ended another rank.
-        """
+        Waits while too much is stored. Raises ReshardError for an invalid step, or the error that
+        ended another rank."""
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """The samples of these uids, in that order, in separate memory; each of `num_ranks` picks its own.
+        """The samples of these uids, in that order, in separate memory; each of `num_ranks` picks
+        its own.
 
-        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, or the error that
-        ended another rank.
+        Waits until the step is complete. Raises ReshardError if it cannot be completed any more, or
+        the error that ended another rank.
         """
 
 
 @dataclass(frozen=True)
 class ReshardedColumns:
-    """Columns that one dp group writes and all ranks of another read. source: the writing node. target: the first node
-    of the other dp group that waits for it."""
+    """Columns that one dp group writes and all ranks of another read. source: the writing node.
+    target: the first node of the other dp group that waits for it."""
 
     source: str
     target: str
@@ -45,29 +48,39 @@ class ReshardedColumns:
 
 
 def resharded_columns(plan: Plan, pipeline: BoundPipeline) -> Iterator[ReshardedColumns]:
-    """The columns of all dp groups, in pipeline order. If several dp groups run a node, the first sends its columns."""
+    """The columns of all dp groups, in pipeline order. If several dp groups run a node, the first
+    sends its columns."""
     dp_groups = dp_groups_of(plan)
     training_nodes = [node.node_id for node in pipeline.training_nodes]
     runs = [set(plan.ranks[dp_group[0]].training_nodes) for dp_group in dp_groups]
     for readers, own in zip(dp_groups, runs, strict=True):
         seen = set[str]()
         for target in (node for node in pipeline.training_nodes if node.node_id in own):
-            for source in (dep for dep in training_nodes if dep in target.deps and dep not in own | seen):
+            for source in (
+                dep for dep in training_nodes if dep in target.deps and dep not in own | seen
+            ):
                 seen.add(source)
-                writers = next(dp_group for dp_group, theirs in zip(dp_groups, runs, strict=True) if source in theirs)
+                writers = next(
+                    dp_group
+                    for dp_group, theirs in zip(dp_groups, runs, strict=True)
+                    if source in theirs
+                )
                 yield ReshardedColumns(source, target.node_id, with_samples(plan, writers), readers)
 
 
 class ColumnReshard:
     """The columns that one rank sends after a node, and those that it waits for before one.
 
-    Every dp group runs its nodes in pipeline order, and a step is kept until all of its readers have it, so dp groups
-    never wait for each other in a cycle.
+    Every dp group runs its nodes in pipeline order, and a step is kept until all of its readers
+    have it, so dp groups never wait for each other in a cycle.
     """
 
-    def __init__(self, plan: Plan, pipeline: BoundPipeline, rank: int, port: ReshardPort | None) -> None:
+    def __init__(
+        self, plan: Plan, pipeline: BoundPipeline, rank: int, port: ReshardPort | None
+    ) -> None:
         found = [*resharded_columns(plan, pipeline)]
-        self._rank, self._port = rank, port
+        self._rank = rank
+        self._port = port
         self._out = [each for each in found if rank in each.writers]
         self._in = [each for each in found if rank in each.readers]
         assert port is not None or not (self._out or self._in), "a rank that reshards has a port"
@@ -76,11 +89,13 @@ class ColumnReshard:
         return any(each.target == node for each in self._in)
 
     def receive(self, node: str, batch: Batch, step: int) -> Batch:
-        """The batch with the columns of other dp groups for the node, in the rows of this rank's samples."""
+        """The batch with the columns of other dp groups for the node, in the rows of this rank's
+        samples."""
         for each in self._in:
             if each.target == node:
                 assert self._port is not None
-                place, uids = each.readers.index(self._rank), batch["uid"]
+                place = each.readers.index(self._rank)
+                uids = batch["uid"]
                 theirs = self._port.pick(each.key(step), place, len(each.readers), uids)
                 batch = batch.merge(theirs.only(name for name in theirs.names if name != "uid"))
         return batch
@@ -98,4 +113,6 @@ class ColumnReshard:
                     if name not in before.names or after.flat(name) is not before.flat(name)
                 ]
                 columns = after.only(dict.fromkeys(("uid", *written)))
-                self._port.put(each.key(step), columns, each.writers.index(self._rank), len(each.writers))
+                self._port.put(
+                    each.key(step), columns, each.writers.index(self._rank), len(each.writers)
+                )

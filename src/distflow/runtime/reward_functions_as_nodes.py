@@ -1,4 +1,5 @@
-"""Adapters from reward functions with the signatures of other systems to node functions: one for each form."""
+"""Adapters from reward functions with the signatures of other systems to node functions: one for
+each form."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -27,12 +28,14 @@ def adapt(fn: Callable[..., object], form: Form) -> Callable[..., object]:
 
 
 def _score_each(fn: Callable[..., object], **columns: Any) -> dict[str, list[float]]:
-    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict with `score` and,
-    if that is not the accuracy of the response, `acc`."""
+    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict
+    with `score` and, if that is not the accuracy of the response, `acc`."""
     return _columns([_score(i, fn(**call)) for i, call in enumerate(_calls(**columns))])
 
 
-async def _score_each_async(fn: Callable[..., Awaitable[object]], **columns: Any) -> dict[str, list[float]]:
+async def _score_each_async(
+    fn: Callable[..., Awaitable[object]], **columns: Any
+) -> dict[str, list[float]]:
     return _columns([_score(i, await fn(**call)) for i, call in enumerate(_calls(**columns))])
 
 
@@ -43,13 +46,24 @@ def _calls(
     extra_info: list[object] | None = None,
     **options: object,
 ) -> Iterator[dict[str, object]]:
-    for i, (source, text, truth) in enumerate(zip(data_source, responses, ground_truth, strict=True)):
+    for i, (source, text, truth) in enumerate(
+        zip(data_source, responses, ground_truth, strict=True)
+    ):
         extra = {} if extra_info is None else {"extra_info": extra_info[i]}
-        yield {"data_source": source, "solution_str": text, "ground_truth": truth, **extra, **options}
+        yield {
+            "data_source": source,
+            "solution_str": text,
+            "ground_truth": truth,
+            **extra,
+            **options,
+        }
 
 
 def _columns(scores: list[Score]) -> dict[str, list[float]]:
-    return {"scores": [score.value for score in scores], "acc": [own_reward_result(score) for score in scores]}
+    return {
+        "scores": [score.value for score in scores],
+        "acc": [own_reward_result(score) for score in scores],
+    }
 
 
 def _score(i: int, result: object) -> Score:
@@ -59,8 +73,11 @@ def _score(i: int, result: object) -> Score:
         raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
 
 
-def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **options: object) -> NodeOutput:
-    """`compute_custom_reward(batch, config, **kwargs)`, called by keyword with a mapping of all columns.
+def _score_batch(
+    fn: Callable[..., object], batch: Batch, config: object, **options: object
+) -> NodeOutput:
+    """`compute_custom_reward(batch, config, **kwargs)`, called by keyword with a mapping of all
+    columns.
 
     Scores with the attention mask's shape hold one score per sample, anywhere in the row.
     """
@@ -80,7 +97,8 @@ def _all_columns(batch: Batch) -> dict[str, object]:
 
 
 def _written(output: object, batch: Batch, before: Mapping[str, object]) -> NodeOutput:
-    """The columns that the function added or replaced. before: the columns that it was called with."""
+    """The columns that the function added or replaced. before: the columns that it was called
+    with."""
     returned = output if isinstance(output, NodeOutput) else NodeOutput(output)
     columns = returned.batch
     if isinstance(columns, Batch):
@@ -89,9 +107,15 @@ def _written(output: object, batch: Batch, before: Mapping[str, object]) -> Node
         raise BadOutput(f"returned {type(columns).__name__}, not its batch")
     written = {name: value for name, value in columns.items() if value is not before.get(name)}
     wide = tuple(batch.mask(Axis.SEQUENCE).shape)
-    if all(isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide for name in SCORE_FIELDS):
+    if all(
+        isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide
+        for name in SCORE_FIELDS
+    ):
         scores, rewards = (written.pop(name).double().sum(-1) for name in SCORE_FIELDS)
         if not scores.equal(rewards):
-            raise BadOutput("returned token_level_rewards other than token_level_scores; return one score per sample")
+            raise BadOutput(
+                "returned token_level_rewards other than token_level_scores; return one score per "
+                "sample"
+            )
         written["scores"] = scores
     return replace(returned, batch=written)

@@ -1,5 +1,5 @@
-"""Reports of a run: to its folder (in `tokens/`, all columns of a step), to the terminal, to trackers, and its peak
-memory by phase. Nothing here can end a run.
+"""Reports of a run: to its folder (in `tokens/`, all columns of a step), to the terminal, to
+trackers, and its peak memory by phase. Nothing here can end a run.
 """
 
 import resource
@@ -38,7 +38,8 @@ from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, score
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS, TOKEN_TEXTS = "tokens", "texts.json"
+TOKENS = "tokens"
+TOKEN_TEXTS = "texts.json"
 
 MAX_TRACEBACK = 10_000
 SAVE_WAITS_S = 10.0
@@ -49,8 +50,8 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts: int = 1) -> None:
-    """Write a worker's share of a step, one file per worker. part: its number among the `num_parts` of the run. The
-    first removes the step's files from an earlier start with more workers."""
+    """Write a worker's share of a step, one file per worker. part: its number among the `num_parts`
+    of the run. The first removes the step's files from an earlier start with more workers."""
     folder = run_dir / TOKENS
     folder.mkdir(mode=0o700, exist_ok=True)
     with replacing(folder / f"{step:06d}{f'.{part}' if part else ''}.safetensors") as aside:
@@ -62,11 +63,15 @@ def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts
 
 
 def keep_token_texts(run_dir: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Write the text of each token of the vocabulary once, so that saved steps can be read without the tokenizer."""
+    """Write the text of each token of the vocabulary once, so that saved steps can be read without
+    the tokenizer."""
     path = run_dir / TOKENS / TOKEN_TEXTS
     if not path.exists():
-        read = partial(tokenizer.batch_decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]  # some decoders strip a text's first space
+        read = partial(
+            tokenizer.batch_decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        # some decoders strip a text's first space
+        before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         (prefix,) = read([before])
         texts = read([[*before, number] for number in range(len(tokenizer))])
         write_atomically(path, encode({"texts": [text.removeprefix(prefix) for text in texts]}))
@@ -74,24 +79,30 @@ def keep_token_texts(run_dir: Path, tokenizer: "PreTrainedTokenizerBase") -> Non
 
 def forget_groups(run_dir: Path, num_steps: int) -> None:
     """Remove the files of all steps but the last `num_steps`."""
-    steps = [list(files) for _, files in groupby(_saved_files(run_dir / TOKENS, "*.safetensors"), _step)]
+    steps = [
+        list(files) for _, files in groupby(_saved_files(run_dir / TOKENS, "*.safetensors"), _step)
+    ]
     for path in (path for files in steps[:-num_steps] for path in files):
         path.unlink(missing_ok=True)
 
 
 def load_groups(run_dir: Path, step: int) -> Batch:
-    """A step as its workers wrote it, in group order. Raises FileNotFoundError, and ValueError if workers run different
-    nodes and so have different columns."""
+    """A step as its workers wrote it, in group order. Raises FileNotFoundError, and ValueError if
+    workers run different nodes and so have different columns."""
     folder = run_dir / TOKENS
     first = folder / f"{step:06d}.safetensors"
-    shares = [Batch.load(path) for path in (first, *_saved_files(folder, f"{step:06d}.*.safetensors"))]
+    shares = [
+        Batch.load(path) for path in (first, *_saved_files(folder, f"{step:06d}.*.safetensors"))
+    ]
     batch = Batch.concat([share for share in shares if len(share)] or shares[:1])
     return batch.select(batch["group_index"].argsort(stable=True))
 
 
 def _saved_files(folder: Path, pattern: str) -> list[Path]:
     """The matching files that we wrote, by step."""
-    return sorted(filter(Batch.is_saved, folder.glob(pattern)), key=lambda path: (_step(path), path.name))
+    return sorted(
+        filter(Batch.is_saved, folder.glob(pattern)), key=lambda path: (_step(path), path.name)
+    )
 
 
 def _step(path: Path) -> str:
@@ -99,23 +110,27 @@ def _step(path: Path) -> str:
 
 
 def read_gpu() -> dict[str, float]:
-    """Current utilization of this process's GPU, and all memory in use there; empty if torch uses no GPU, or cannot
-    query it (without the package nvidia-ml-py)."""
+    """Current utilization of this process's GPU, and all memory in use there; empty if torch uses
+    no GPU, or cannot query it (without the package nvidia-ml-py)."""
     with suppress(ImportError, RuntimeError):
         if torch.cuda.is_initialized():
             free, total = torch.accelerator.get_memory_info()
-            return {"utilization": torch.cuda.utilization() / 100, "memory_used": float(total - free)}
+            return {
+                "utilization": torch.cuda.utilization() / 100,
+                "memory_used": float(total - free),
+            }
     return {}
 
 
 class MemoryPeaks:
-    """Peak memory in bytes by phase: resident memory of this process, and torch's allocations on the accelerator. Call
-    `charge` at the end of each phase, `finish_step` once per step.
+    """Peak memory in bytes by phase: resident memory of this process, and torch's allocations on
+    the accelerator. Call `charge` at the end of each phase, `finish_step` once per step.
 
-    Peaks are read and reset at the end of each phase. Linux keeps the peak of resident memory (`VmHWM`), and resets it
-    when 5 is written to `/proc/self/clear_refs` (proc(5)); if that is denied, or there is no such file, peaks of phases
-    are unknown, and only the peak of the whole process is reported. Reward functions are separate processes and not
-    included; pages shared with other processes are.
+    Peaks are read and reset at the end of each phase. Linux keeps the peak of resident memory
+    (`VmHWM`), and resets it when 5 is written to `/proc/self/clear_refs` (proc(5)); if that is
+    denied, or there is no such file, peaks of phases are unknown, and only the peak of the whole
+    process is reported. Reward functions are separate processes and not included; pages shared with
+    other processes are.
     """
 
     def __init__(self) -> None:
@@ -134,10 +149,13 @@ class MemoryPeaks:
         self._phases |= {f"gpu/{name}/{phase}": value for name, value in read_gpu().items()}
 
     def finish_step(self) -> dict[str, float]:
-        """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the whole process so far."""
+        """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the
+        whole process so far."""
         if not self._by_phase:
             self._whole["process"] = max(self._whole["process"], float(_peak_rss()))
-        found = self._phases | {f"memory/{device}/peak": peak for device, peak in self._whole.items()}
+        found = self._phases | {
+            f"memory/{device}/peak": peak for device, peak in self._whole.items()
+        }
         self._phases = {}
         return found
 
@@ -153,7 +171,9 @@ def _peak_rss() -> int:
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _forget_peak() -> bool:
@@ -168,9 +188,9 @@ def _forget_peak() -> bool:
 class ReportingProcess:
     """The reporting role of one of the run's processes.
 
-    part: its number; 0 leads, and reports for all. speaks: False if another process notes the same events. share: which
-    share of a step's samples is here, and of how many; None if another process has the same samples and writes them.
-    """
+    part: its number; 0 leads, and reports for all. speaks: False if another process notes the same
+    events. share: which share of a step's samples is here, and of how many; None if another process
+    has the same samples and writes them."""
 
     part: int = 0
     speaks: bool = True
@@ -184,8 +204,9 @@ class ReportingProcess:
 class Recorder(AbstractContextManager["Recorder"]):
     """Owns the run's folder during the run. A context manager.
 
-    status: "finished" or "stopped", set by the caller; "failed" until then. why: the reason, if a metric ended the run.
-    decoded: tokens that the engine decoded for training, see `throughput`; whoever forwards it resets it.
+    status: "finished" or "stopped", set by the caller; "failed" until then. why: the reason, if a
+    metric ended the run. decoded: tokens that the engine decoded for training, see `throughput`;
+    whoever forwards it resets it.
     """
 
     def __init__(
@@ -208,33 +229,48 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._rules = StepRules(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
             options.logger if self._process.leads else (),
-            TrackedRun(spec.run_dir, options.project, options.experiment, config, partial(self.note, "info")),
+            TrackedRun(
+                spec.run_dir,
+                options.project,
+                options.experiment,
+                config,
+                partial(self.note, "info"),
+            ),
             local={"console": self.view},
             on_failure=self.note,
             webhook=options.webhook if self._process.leads else None,
         )
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(
-            lambda started, ended, name: self._span("training", Span(started, ended, "phase", name)),
+            lambda started, ended, name: self._span(
+                "training", Span(started, ended, "phase", name)
+            ),
             self.view.phase,
             on_charge=self.memory.charge,
         )
-        self._callbacks = Caller(callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks"))
+        self._callbacks = Caller(
+            callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks")
+        )
         self.waits = Waits(self._waited)
-        self._step, self._any_ended = max(resumed_at or 0, 0), False
-        self._filled, self.decoded = self._step, Counter[str]()
-        self.status, self.why = "failed", dict[str, str]()
+        self._step = max(resumed_at or 0, 0)
+        self._any_ended = False
+        self._filled = self._step
+        self.decoded = Counter[str]()
+        self.status = "failed"
+        self.why = dict[str, str]()
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
-        """Record the operators of this thread and the kernels of its device if the step is one of `profiler.steps`."""
+        """Record the operators of this thread and the kernels of its device if the step is one of
+        `profiler.steps`."""
         if step not in self._options.profiled_steps:
             yield
             return
         folder = self._options.run_dir / "profiles"
         folder.mkdir(exist_ok=True)
         worker = "" if self._process.leads else f"-{self._process.part}"
-        file, profile = folder / f"step-{step:06d}{worker}.json.gz", torch.profiler.profile()
+        file = folder / f"step-{step:06d}{worker}.json.gz"
+        profile = torch.profiler.profile()
         with self.phases("profile"):
             profile.start()
         try:
@@ -245,14 +281,20 @@ class Recorder(AbstractContextManager["Recorder"]):
                 profile.export_chrome_trace(str(file))
         self.note("info", f"the kernels of step {step} are in {file}")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
         self.view.close()
         self._trackers.close()
         try:
             if error is not None:
-                self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error))
+                self.folder.event(
+                    "error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error)
+                )
             if self._process.leads:
-                self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status, **self.why)
+                self.folder.event(
+                    "end", f"the run {self.status}", step=self._step, status=self.status, **self.why
+                )
             self.folder.close()
         except OSError:
             if error is None:
@@ -265,8 +307,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
-    def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str], of: str = "step") -> None:
-        """The current step, or a validation, was audited. unproven: what could not be recomputed, and why."""
+    def audited(
+        self, message: str, proven: Sequence[str], unproven: Mapping[str, str], of: str = "step"
+    ) -> None:
+        """The current step, or a validation, was audited. unproven: what could not be recomputed,
+        and why."""
         if not self._process.speaks:
             return
         step = self._step + (of == "step")
@@ -275,38 +320,51 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
     def looked(self, counts: Mapping[str, int]) -> None:
-        """The number of steps partly audited since the last call, and how often each check was made."""
+        """The number of steps partly audited since the last call, and how often each check was
+        made."""
         if self._process.speaks:
             message = f"short checks passed, of {count_of(counts['steps'], 'step')}"
-            self.folder.event("looks", message, checks={name: n for name, n in counts.items() if name != "steps"})
+            self.folder.event(
+                "looks", message, checks={name: n for name, n in counts.items() if name != "steps"}
+            )
 
-    def group_ended(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
+    def group_ended(
+        self, group_id: int, version: int, outcome: str, started: float, ended: float
+    ) -> None:
         """Write a span for a prompt group, with the reason if it was dropped."""
-        self._span("rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version))
+        self._span(
+            "rollout", Span(started, ended, "group", outcome, group_id=group_id, version=version)
+        )
         if not self._any_ended and outcome.startswith(TOO_FEW_SCORES):
             why = f"{outcome.partition(': ')[2]}; two steps of such groups end the run"
             self.note("warning", f"the first prompt group has too few scores: {why}")
         self._any_ended = True
 
     def group_dropped(self, version: int, reason: str, batch: Batch) -> None:
-        """Write the responses of a group that nodes drop, with the step being filled: a process that only generates
-        knows it from the newest version."""
+        """Write the responses of a group that nodes drop, with the step being filled: a process
+        that only generates knows it from the newest version."""
         self._filled = max(self._filled, self._step, version)
         rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
         self.folder.samples(self._filled + 1, rows, split=DROPPED)
 
     def engine_activity(self, engine: object) -> None:
-        """Write a span for each stretch since the last call in which the engine decoded without a gap."""
+        """Write a span for each stretch since the last call in which the engine decoded without a
+        gap."""
         for stretch in take_activity(engine):
-            self._span("engine", Span(stretch.t0, stretch.t1, "decode", stretch.lane, version=stretch.version))
+            self._span(
+                "engine",
+                Span(stretch.t0, stretch.t1, "decode", stretch.lane, version=stretch.version),
+            )
             if stretch.lane == TRAINING:
                 self.decoded.update({DECODED: stretch.tokens, DECODED_S: stretch.t1 - stretch.t0})
 
     def started(self, step: int, compared: Mapping[str, float]) -> None:
-        """The comparison of engine and trainer at a start after `step` steps. It is not a metric of the run: an
-        uninterrupted run has it once."""
+        """The comparison of engine and trainer at a start after `step` steps. It is not a metric of
+        the run: an uninterrupted run has it once."""
         if compared and self._process.leads:
-            self.folder.event("canary", "engine and trainer were compared at the start", step=step, **compared)
+            self.folder.event(
+                "canary", "engine and trainer were compared at the start", step=step, **compared
+            )
 
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this rank's share."""
@@ -323,16 +381,25 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._trackers.log(step, metrics)
         self._trackers.samples(step, rows)
         for found in self._rules.step(step, metrics):
-            if step < self._total_steps:  # the report's judgement, which follows, covers the whole run
+            # the report's judgement, which follows, covers the whole run
+            if step < self._total_steps:
                 text = f"after step {step}: {found.text} {found.advice}".rstrip()
                 self.note("finding", f"{text} [{found.rule}]", rule=found.rule)
-                self._trackers.finding(TrackedFinding(found.rule, step, f"{found.text} {found.advice}".rstrip()))
+                self._trackers.finding(
+                    TrackedFinding(found.rule, step, f"{found.text} {found.advice}".rstrip())
+                )
         if len(batch):
             is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
-            self.view.sample(batch["prompts"][0], batch["responses"][0], float(scores(batch)[0]) if is_scored else None)
+            self.view.sample(
+                batch["prompts"][0],
+                batch["responses"][0],
+                float(scores(batch)[0]) if is_scored else None,
+            )
         self._callbacks.call("on_step", step, dict(metrics))
 
-    def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
+    def validation(
+        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]
+    ) -> None:
         """A validation after `step` steps. metrics: of all ranks. rows: this rank's."""
         if rows:
             self.folder.samples(step, rows, split="val")
@@ -353,7 +420,8 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def keep_groups(self, step: int, batch: Batch, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Write all columns of this worker's share of a step, if `trainer.save_groups` says so."""
-        options, run_dir = self._options, self.folder.path
+        options = self._options
+        run_dir = self.folder.path
         if options.save_groups == "none" or self._process.share is None:
             return
         keep_groups(run_dir, step, batch, *self._process.share)
@@ -363,7 +431,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             forget_groups(run_dir, options.save_groups_last)
 
     def _waited(self, wait: Wait, ended: float) -> None:
-        """Write a wait. Many are for each row or each parameter, and short: they would be most of the file."""
+        """Write a wait. Many are for each row or each parameter, and short: they would be most of
+        the file."""
         if ended - wait.since >= _SHORT_S or not (wait.on == DATA or wait.what == COLLECTIVE):
             span = Span(wait.since, ended, "wait", wait.what, group_id=wait.group_id, on=wait.on)
             self._span(wait.who, span)
@@ -374,17 +443,21 @@ class Recorder(AbstractContextManager["Recorder"]):
 
 def make_view(spec: Spec, total_steps: int) -> TerminalView:
     options = spec.options
-    return TerminalView(f"{options.project} / {options.experiment}", total_steps, generates=spec.plan.generates)
+    return TerminalView(
+        f"{options.project} / {options.experiment}", total_steps, generates=spec.plan.generates
+    )
 
 
 @contextmanager
 def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Writes the report of a run that fails inside, and says where it is. After success the launcher writes it."""
+    """Writes the report of a run that fails inside, and says where it is. After success the
+    launcher writes it."""
 
     def report() -> None:
         try:
             say(f"report of the failed run: {write_report(run_dir)}")
-        except Exception as failure:  # even if the report fails, the error to raise is the one that ended the run
+        # even if the report fails, the error to raise is the one that ended the run
+        except Exception as failure:
             say(f"the report cannot be written: {failure}")
 
     with ExitStack() as if_it_fails:
@@ -394,9 +467,11 @@ def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _raised(error: BaseException) -> dict[str, str]:
-    """raised: the error's type if it is ours, since its message then needs no type. traceback: omitted for a user's
-    wrong input, kept for an error in user code."""
-    fields = {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
+    """raised: the error's type if it is ours, since its message then needs no type. traceback:
+    omitted for a user's wrong input, kept for an error in user code."""
+    fields = (
+        {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
+    )
     if not isinstance(error, UserError) or error.__cause__ is not None:
         fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     return fields

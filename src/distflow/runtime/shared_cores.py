@@ -1,4 +1,5 @@
-"""How OpenMP threads wait between operations: they spin while the cores are free, and sleep while others want them."""
+"""How OpenMP threads wait between operations: they spin while the cores are free, and sleep while
+others want them."""
 
 import ctypes
 import os
@@ -8,26 +9,31 @@ from contextlib import suppress
 from pathlib import Path
 
 USERS_CHOICE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""Environment variables by which a user chooses how threads wait. If one is set, nothing here changes it."""
+"""Environment variables by which a user chooses how threads wait. If one is set, nothing here
+changes it."""
 
 EVERY_S = 1.0
 WANTED = 0.5
-"""Threads of this process that wait for a core, on average over an interval, above which others want the cores."""
-QUIET_LOOKS, MOST_QUIET_LOOKS = 3, 96
-"""Intervals in a row without such waits after which the threads spin again: at first, and at most. The number doubles
-each time, since threads that sleep wait less for cores, whoever else wants these."""
+"""Threads of this process that wait for a core, on average over an interval, above which others
+want the cores."""
+QUIET_LOOKS = 3
+MOST_QUIET_LOOKS = 96
+"""Intervals in a row without such waits after which the threads spin again: at first, and at most.
+The number doubles each time, since threads that sleep wait less for cores, whoever else wants
+these."""
 
 _TASKS = Path("/proc/self/task")
 
 
 class SharedCores:
-    """A context manager. Inside, a thread watches how long the threads of this process wait for a core, and lets the
-    OpenMP threads sleep between operations while that is long.
+    """A context manager. Inside, a thread watches how long the threads of this process wait for a
+    core, and lets the OpenMP threads sleep between operations while that is long.
 
-    libgomp's threads spin for some milliseconds after each operation. On free cores that is faster than sleep. Beside
-    other busy processes a spinning thread uses up the time of the thread that it waits for. libgomp reads its setting
-    only when it is loaded, but its threads hardly spin while the process has more of them than cores. So the switch
-    (`sleep`) is a thread with a team of its own, whose members have nothing to do.
+    libgomp's threads spin for some milliseconds after each operation. On free cores that is faster
+    than sleep. Beside other busy processes a spinning thread uses up the time of the thread that it
+    waits for. libgomp reads its setting only when it is loaded, but its threads hardly spin while
+    the process has more of them than cores. So the switch (`sleep`) is a thread with a team of its
+    own, whose members have nothing to do.
     """
 
     def __init__(self) -> None:
@@ -39,7 +45,9 @@ class SharedCores:
     def __enter__(self) -> "SharedCores":
         start_team = _find_start_team()
         if start_team is not None and _waits() is not None:
-            self._watch = threading.Thread(target=self._run, args=(start_team,), name="shared-cores", daemon=True)
+            self._watch = threading.Thread(
+                target=self._run, args=(start_team,), name="shared-cores", daemon=True
+            )
             self._watch.start()
         return self
 
@@ -69,7 +77,8 @@ class SharedCores:
 
     def _run(self, start_team: Callable[[], None]) -> None:
         before = _waits() or {}
-        num_quiet, enough = 0, QUIET_LOOKS
+        num_quiet = 0
+        enough = QUIET_LOOKS
         while not self._ended.wait(EVERY_S):
             now = _waits() or {}
             if are_wanted(before, now, EVERY_S):
@@ -85,14 +94,15 @@ class SharedCores:
 
 
 def are_wanted(before: dict[int, int], now: dict[int, int], interval_s: float) -> bool:
-    """Whether others want the cores, from the nanoseconds that each thread has waited for a core so far."""
+    """Whether others want the cores, from the nanoseconds that each thread has waited for a core so
+    far."""
     waited = sum(total - before[thread] for thread, total in now.items() if thread in before)
     return waited > WANTED * interval_s * 1e9
 
 
 def _waits() -> dict[int, int] | None:
-    """How long each thread of this process has waited for a core so far, in nanoseconds; None if the system does not
-    tell."""
+    """How long each thread of this process has waited for a core so far, in nanoseconds; None if
+    the system does not tell."""
     found = dict[int, int]()
     try:
         for thread in os.listdir(_TASKS):
@@ -104,8 +114,8 @@ def _waits() -> dict[int, int] | None:
 
 
 def _find_start_team() -> Callable[[], None] | None:
-    """A function that starts more OpenMP threads than there are cores; None if the user chose how threads wait, or the
-    OpenMP library is another one than libgomp."""
+    """A function that starts more OpenMP threads than there are cores; None if the user chose how
+    threads wait, or the OpenMP library is another one than libgomp."""
     from threadpoolctl import threadpool_info
 
     if any(name in os.environ for name in USERS_CHOICE):

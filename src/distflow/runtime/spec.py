@@ -1,4 +1,5 @@
-"""The spec that is sent to workers: plain data and picklable factories, no live objects. Made from the config."""
+"""The spec that is sent to workers: plain data and picklable factories, no live objects. Made from
+the config."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ from distflow.scheduling.coordinator import DataPlan
 class Get:
     """Returns a part of the worker being built, by name; builds it on first use."""
 
-    def __init__(self, factories: Mapping[str, "Factory"], rank: RankPlan, ready: Mapping[str, object]) -> None:
-        self._factories, self.rank = factories, rank
+    def __init__(
+        self, factories: Mapping[str, "Factory"], rank: RankPlan, ready: Mapping[str, object]
+    ) -> None:
+        self._factories = factories
+        self.rank = rank
         self._device = torch.device(rank.device)
         self._built: dict[str, object] = dict(ready)
 
@@ -41,13 +45,14 @@ class Get:
 
 
 Factory = Callable[[Get, torch.device], object]
-"""Builds one part of a worker from others. To be picklable, it is a `functools.partial` of a module's function over
-plain values and further partials."""
+"""Builds one part of a worker from others. To be picklable, it is a `functools.partial` of a
+module's function over plain values and further partials."""
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Validation prompts, and the parameters of greedy responses (None for none) and of `num_samples` sampled ones."""
+    """Validation prompts, and the parameters of greedy responses (None for none) and of
+    `num_samples` sampled ones."""
 
     name: str
     rows: Sequence[PromptRow]
@@ -58,10 +63,10 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """Resources of each worker's process, and its environment variables. memory_mb: None for what a worker without a
-    model needs. num_reward_actors, reward_cpus: actors that run reward functions, and the CPUs of each. roles:
-    overrides for workers that only generate (`rollout`), for all others (`training`), and for workers with an engine,
-    by its name."""
+    """Resources of each worker's process, and its environment variables. memory_mb: None for what a
+    worker without a model needs. num_reward_actors, reward_cpus: actors that run reward functions,
+    and the CPUs of each. roles: overrides for workers that only generate (`rollout`), for all
+    others (`training`), and for workers with an engine, by its name."""
 
     cpus: int = 1
     memory_mb: int | None = None
@@ -72,7 +77,11 @@ class WorkerNeeds:
 
     def of(self, rank: RankPlan) -> "WorkerNeeds":
         names = [*rank.engines, "training"] if rank.training_nodes else ["rollout"]
-        own = [self.roles[name] for name in names if name in self.roles and (name != "rollout" or len(names) == 1)]
+        own = [
+            self.roles[name]
+            for name in names
+            if name in self.roles and (name != "rollout" or len(names) == 1)
+        ]
         return own[0] if own else self
 
 
@@ -88,11 +97,12 @@ class Offloads:
 class RunOptions:
     """The keys of `trainer`, `trust` etc. that control a run. A frequency of 0 or less means never.
 
-    update_frequency: of weight syncs, in steps. canary_freq: in weight syncs. audit_freq: in steps. keep_last:
-    checkpoints, None for all. keep_best: the metric by which the best one is also kept. max_held_mb: in total; None for
-    half of the smallest store. timeout_s: of a sync node function of the rollout loop, per sample. engine_timeout_s:
-    None for no limit. solution_columns: by domain, "" for all others: the columns of reference solutions (None if the
-    rewards know it) and ground truths. offloads: by role of the engine.
+    update_frequency: of weight syncs, in steps. canary_freq: in weight syncs. audit_freq: in steps.
+    keep_last: checkpoints, None for all. keep_best: the metric by which the best one is also kept.
+    max_held_mb: in total; None for half of the smallest store. timeout_s: of a sync node function
+    of the rollout loop, per sample. engine_timeout_s: None for no limit. solution_columns: by
+    domain, "" for all others: the columns of reference solutions (None if the rewards know it) and
+    ground truths. offloads: by role of the engine.
     """
 
     seed: int
@@ -133,10 +143,12 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps: consumed in total. signal: the number of the signal that asked the run to end, or None. stopped: whether
-    it stopped early. report: the run's report. judgements: its first ones. saved: the newest checkpoint.
+    """steps: consumed in total. signal: the number of the signal that asked the run to end, or
+    None. stopped: whether it stopped early. report: the run's report. judgements: its first ones.
+    saved: the newest checkpoint.
 
-    accuracy_before, accuracy_after: on validation problems, before the first step and at the end, if measured.
+    accuracy_before, accuracy_after: on validation problems, before the first step and at the end,
+    if measured.
     """
 
     steps: int
@@ -150,7 +162,8 @@ class Outcome:
 
     def lines(self) -> list[str]:
         lines = [*self.judgements, f"saved: {self.saved or 'no checkpoint (trainer.save_freq)'}"]
-        before, after = self.accuracy_before, self.accuracy_after
+        before = self.accuracy_before
+        after = self.accuracy_after
         if before is not None and after is not None:
             lines += [f"accuracy before RL: {before:.2f}", f"accuracy after RL: {after:.2f}"]
         return [*lines, f"report: {self.report}"]
@@ -160,16 +173,18 @@ class Outcome:
 class Spec:
     """A run, ready to be sent to its workers.
 
-    text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of engines and services, by
-    name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
-    rows, validation: encoded in the run's folder, read when used. sampling: without the stop tokens, which the worker's
-    model and tokenizer define. sampling_of: the same by domain. weight_dtype: of the rollout engine's weights.
-    shares_weights: an engine on the trainer's worker may compute on its storage. sends_weights: False if it then needs
-    no tensors (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
-    ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics of the contribution of each
-    active loss term. facts: must be the same in a resumed run and its checkpoint. description: the head of the report.
-    predicted: what a plan says of the run, as in plan.json. num_left_out: unused rows of "train" and "val DOMAIN".
-    warnings: found before the start, e.g. about validation rows that are trained on.
+    text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of
+    engines and services, by name; a worker calls those that its part of the plan needs. plan: which
+    rank runs which nodes with which engines. rows, validation: encoded in the run's folder, read
+    when used. sampling: without the stop tokens, which the worker's model and tokenizer define.
+    sampling_of: the same by domain. weight_dtype: of the rollout engine's weights. shares_weights:
+    an engine on the trainer's worker may compute on its storage. sends_weights: False if it then
+    needs no tensors (an adapter is applied unmerged). tolerance: how far engine and trainer may
+    differ in log-probs. ratio_limit: mean |log ratio| allowed before a step's first update.
+    loss_terms: metrics of the contribution of each active loss term. facts: must be the same in a
+    resumed run and its checkpoint. description: the head of the report. predicted: what a plan says
+    of the run, as in plan.json. num_left_out: unused rows of "train" and "val DOMAIN". warnings:
+    found before the start, e.g. about validation rows that are trained on.
     """
 
     config: Config
@@ -204,23 +219,24 @@ class Spec:
         return self.options.run_dir
 
     def check_can_train(self) -> None:
-        """Raises UserError if the rollout engine cannot load weights, a tracker is not installed, or the webhook is no
-        address."""
+        """Raises UserError if the rollout engine cannot load weights, a tracker is not installed,
+        or the webhook is no address."""
         check_trackers(self.options.logger, self.options.webhook)
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
             can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]
             raise UserError(
-                f"actor_rollout_ref.rollout.name={name} is for `distflow eval`: its server takes no weights. To train, "
+                f"actor_rollout_ref.rollout.name={name} is for `distflow eval`: its server takes "
+                "no weights. To train, "
                 f"set it to one of {', '.join(can_train)}"
             )
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How a run is launched. allow_change: config keys that may differ from the checkpoint's. say: called with one-line
-    progress messages. embedded: in a process that continues afterwards, e.g. a notebook's, where a second signal raises
-    KeyboardInterrupt instead of ending it."""
+    """How a run is launched. allow_change: config keys that may differ from the checkpoint's. say:
+    called with one-line progress messages. embedded: in a process that continues afterwards, e.g. a
+    notebook's, where a second signal raises KeyboardInterrupt instead of ending it."""
 
     allow_change: tuple[str, ...] = ()
     say: Callable[[str], None] = lambda line: None
@@ -235,6 +251,7 @@ class Launch(Protocol):
     def __call__(self, spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
         """Run to the end, or to the first signal; None if a job elsewhere runs it.
 
-        `spec.options.resume` says where it starts. Raises UserError for a checkpoint that does not fit, or a folder
-        that is unwritable or in use by another run; TrustError if a check fails; NoProgress, NodeError.
+        `spec.options.resume` says where it starts. Raises UserError for a checkpoint that does not
+        fit, or a folder that is unwritable or in use by another run; TrustError if a check fails;
+        NoProgress, NodeError.
         """

@@ -1,4 +1,5 @@
-"""Validation: accuracy by domain, on all workers with an engine, or the validation loss if there are none."""
+"""Validation: accuracy by domain, on all workers with an engine, or the validation loss if there
+are none."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +33,11 @@ from distflow.training.engine import Scorer
 
 @dataclass(frozen=True)
 class Validator:
-    """Runs a pipeline's validating nodes on validation prompts. Its groups need no rollout capacity.
+    """Runs a pipeline's validating nodes on validation prompts. Its groups need no rollout
+    capacity.
 
-    say: called if a node failed on a prompt; only the responses to that prompt are then errors. finished: called for
-    each finished prompt with its number of responses.
+    say: called if a node failed on a prompt; only the responses to that prompt are then errors.
+    finished: called for each finished prompt with its number of responses.
     """
 
     sets: Sequence[ValidationSet]
@@ -48,7 +50,10 @@ class Validator:
 
     @property
     def num_responses(self) -> int:
-        return sum(len(s.rows) * ((s.greedy is not None) + s.num_samples * (s.sampled is not None)) for s in self.sets)
+        return sum(
+            len(s.rows) * ((s.greedy is not None) + s.num_samples * (s.sampled is not None))
+            for s in self.sets
+        )
 
     async def run(self, step: int, part: int = 0, num_parts: int = 1) -> ValidationResults:
         """Validate after `step` steps, on every `num_parts`-th prompt from number `part` on."""
@@ -58,23 +63,35 @@ class Validator:
         errors = 0
         for chosen in self.sets:
             numbers = range(part, len(chosen.rows), num_parts)
-            for params, count, into in ((chosen.greedy, 1, greedy), (chosen.sampled, chosen.num_samples, sampled)):
+            for params, count, into in (
+                (chosen.greedy, 1, greedy),
+                (chosen.sampled, chosen.num_samples, sampled),
+            ):
                 if params is None or count == 0:
                     continue
                 kind = "greedy" if params.greedy else "sampled"
                 stream = f"val/{chosen.name}/{kind}"
-                prompt_groups = [PromptGroup(number, step, number, count, step, stream=stream) for number in numbers]
-                groups = await asyncio.gather(*(self._respond(chosen, each, params) for each in prompt_groups))
+                prompt_groups = [
+                    PromptGroup(number, step, number, count, step, stream=stream)
+                    for number in numbers
+                ]
+                groups = await asyncio.gather(
+                    *(self._respond(chosen, each, params) for each in prompt_groups)
+                )
                 for number, group in zip(numbers, groups, strict=True):
                     right = _right(group, count)
                     errors += sum(1 for r in right if r is None)
                     row = chosen.rows[number]
                     into.setdefault((row.domain, row.tag), []).append([bool(r) for r in right])
                     if isinstance(group, Batch):
-                        rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
+                        rows += [
+                            {**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)
+                        ]
         return ValidationResults(greedy, sampled, errors, rows)
 
-    async def _respond(self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams) -> Batch | Drop:
+    async def _respond(
+        self, chosen: ValidationSet, prompt_group: PromptGroup, params: SamplingParams
+    ) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         steps = [step for step in self.rollout_loop.steps if step.node.validates]
         make_context = partial(self.contexts.for_rollout, validating=True)
@@ -89,7 +106,9 @@ class Validator:
                 except NodeError as err:
                     is_last = isinstance(err, UserError) or attempt == MAX_ATTEMPTS
                     then = "" if is_last else "; it is tried again"
-                    self.say(f"validation prompt {prompt_group.row} of '{chosen.name}': {err}{then}")
+                    self.say(
+                        f"validation prompt {prompt_group.row} of '{chosen.name}': {err}{then}"
+                    )
                     if is_last:
                         return Drop("error", str(err))
         finally:
@@ -108,40 +127,73 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
     ]
 
 
-def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
-    """Mean negative log-likelihood per token of the data's responses (`sft/val_loss`); a row per response with its sum
-    and number of tokens. For preference pairs, a reward model's metrics."""
+def validation_loss(
+    sets: Sequence[ValidationSet], actor: Scorer
+) -> tuple[dict[str, float], SampleRows]:
+    """Mean negative log-likelihood per token of the data's responses (`sft/val_loss`); a row per
+    response with its sum and number of tokens. For preference pairs, a reward model's metrics."""
     if sets[0].rows[0].rejected_ids is not None:
         return _validation_of_pairs(sets, actor)
-    total, tokens, rows = 0.0, 0.0, SampleRows()
+    total = 0.0
+    tokens = 0.0
+    rows = SampleRows()
     for chosen in sets:
         samples = []
         for i, row in enumerate(chosen.rows):
             prompt = Segment("prompt", tuple(row.prompt_ids), images=row.images)
             samples.append(Sample(f"{i}-0", i, [prompt, *row.answer(0)]))
         batch = Batch.from_samples(samples)
-        trained, lengths = batch.flat("response_mask") > 0, batch.lengths("response").tolist()
+        trained = batch.flat("response_mask") > 0
+        lengths = batch.lengths("response").tolist()
         log_probs = actor.forward(batch, ("log_probs",)).flat("log_probs").double()
         total -= float(log_probs[trained].sum())
         tokens += float(trained.sum())
-        for i, (own, mask) in enumerate(zip(log_probs.split(lengths), trained.split(lengths), strict=True)):
-            who = {"set": chosen.name, "kind": "loss", "row": i, "sample": 0, "versions": [], "wrong": ""}
+        for i, (own, mask) in enumerate(
+            zip(log_probs.split(lengths), trained.split(lengths), strict=True)
+        ):
+            who = {
+                "set": chosen.name,
+                "kind": "loss",
+                "row": i,
+                "sample": 0,
+                "versions": [],
+                "wrong": "",
+            }
             rows.append({**who, "loss": -float(own[mask].sum()), "tokens": int(mask.sum())})
     return {"sft/val_loss": total / max(tokens, 1.0)}, rows
 
 
-def _validation_of_pairs(sets: Sequence[ValidationSet], actor: Scorer) -> tuple[dict[str, float], SampleRows]:
-    """`rm/val_loss`, `rm/val_accuracy` and `rm/val_margin` of a reward model, means over pairs; and the scores."""
-    rows, margins = SampleRows(), list[float]()
+def _validation_of_pairs(
+    sets: Sequence[ValidationSet], actor: Scorer
+) -> tuple[dict[str, float], SampleRows]:
+    """`rm/val_loss`, `rm/val_accuracy` and `rm/val_margin` of a reward model, means over pairs; and
+    the scores."""
+    rows = SampleRows()
+    margins = list[float]()
     for chosen in sets:
-        texts = [(i, row, ids) for i, row in enumerate(chosen.rows) for ids in (row.response_ids, row.rejected_ids)]
+        texts = [
+            (i, row, ids)
+            for i, row in enumerate(chosen.rows)
+            for ids in (row.response_ids, row.rejected_ids)
+        ]
         batch = Batch.from_samples(
-            [Sample("", i, [Segment("prompt", r.prompt_ids), Segment("environment", ids or ())]) for i, r, ids in texts]
+            [
+                Sample("", i, [Segment("prompt", r.prompt_ids), Segment("environment", ids or ())])
+                for i, r, ids in texts
+            ]
         )
         ends = batch.lengths("response").cumsum(0) - 1
-        scores = actor.forward(batch, ("text_scores",)).flat("text_scores")[ends].double().view(-1, 2).tolist()
+        scores = (
+            actor.forward(batch, ("text_scores",))
+            .flat("text_scores")[ends]
+            .double()
+            .view(-1, 2)
+            .tolist()
+        )
         who = {"set": chosen.name, "kind": "pair", "sample": 0, "versions": [], "wrong": ""}
-        rows += [{**who, "row": i, "chosen": own[0], "rejected": own[1]} for i, own in enumerate(scores)]
+        rows += [
+            {**who, "row": i, "chosen": own[0], "rejected": own[1]} for i, own in enumerate(scores)
+        ]
         margins += [own[0] - own[1] for own in scores]
     x = torch.tensor(margins, dtype=torch.float64)
     columns = {"loss": -logsigmoid(x), "accuracy": (x > 0).double(), "margin": x}
@@ -160,8 +212,12 @@ class ValidationRunner:
         auditor: StepAuditor,
     ) -> None:
         self._auditor = auditor
-        self._spec, self._ports, self._recorder = inputs.spec, inputs.ports, inputs.recorder
-        self._services, self._validator, self._offload = services, validator, offload
+        self._spec = inputs.spec
+        self._ports = inputs.ports
+        self._recorder = inputs.recorder
+        self._services = services
+        self._validator = validator
+        self._offload = offload
         self._resources = services.resources
         self.step = inputs.version.step
 
@@ -179,7 +235,8 @@ class ValidationRunner:
                 metrics, rows = validation_loss(self._spec.validation, self._resources.actor)
             elif results := self._results(step):
                 joined = ValidationResults.joined(results)
-                metrics, rows = joined.metrics(), joined.rows
+                metrics = joined.metrics()
+                rows = joined.rows
             else:
                 return {}
         with self._recorder.phases("audit"):
@@ -203,7 +260,8 @@ class ValidationRunner:
         return replace(results, rows=self._auditor.part_validated(results.rows))
 
     def _results(self, step: int) -> Sequence[ValidationResults]:
-        """The results of all workers with an engine. None if other workers have them and another rank requests them."""
+        """The results of all workers with an engine. None if other workers have them and another
+        rank requests them."""
         self._offload.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)
@@ -212,7 +270,8 @@ class ValidationRunner:
 
 
 def score(name: str, validated: Mapping[str, float]) -> float:
-    """The score for `keep_best`, higher is better; for a loss its negative. Raises UserError for an unknown name."""
+    """The score for `keep_best`, higher is better; for a loss its negative. Raises UserError for an
+    unknown name."""
     if name not in validated:
         raise UserError(
             f"trainer.keep_best_metric={name} is not a metric of the validation; choose one of "

@@ -1,5 +1,5 @@
-"""One process of a run: the nodes and engines of its rank, with the rollout loop on an asyncio thread and the training
-loop on the main thread."""
+"""One process of a run: the nodes and engines of its rank, with the rollout loop on an asyncio
+thread and the training loop on the main thread."""
 
 import asyncio
 import gc
@@ -14,11 +14,22 @@ from typing import Any, TypeVar, cast
 from distflow.data.batch import Batch
 from distflow.rewards.reward_results import RewardCounts
 from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_whole, server_metrics
-from distflow.runtime.checkpoint.save_and_restore import copy_of_state, merge_node_states, part_of_rank, saved_parts
+from distflow.runtime.checkpoint.save_and_restore import (
+    copy_of_state,
+    merge_node_states,
+    part_of_rank,
+    saved_parts,
+)
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.early_stop_and_signals import MetricStop
 from distflow.runtime.sample_queue.protocol import NewWorkers, Queued, Released, TrainingStep
-from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks, throughput
+from distflow.runtime.step_metrics import (
+    Figures,
+    batch_metrics,
+    group_metrics,
+    over_ranks,
+    throughput,
+)
 from distflow.runtime.validation import score
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.worker_parts import WorkerParts
@@ -30,23 +41,33 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs its part of a pipeline. A context manager: inside, its rollout loop runs the groups of the queue.
+    """Runs its part of a pipeline. A context manager: inside, its rollout loop runs the groups of
+    the queue.
 
-    resources: its engines and services. validation: validates, including on prompts for other workers.
+    resources: its engines and services. validation: validates, including on prompts for other
+    workers.
     """
 
     def __init__(self, parts: WorkerParts) -> None:
         inputs = parts.inputs
-        self._parts, self._spec, self._ports, self._recorder = parts, inputs.spec, inputs.ports, inputs.recorder
-        self._stop, self._version = inputs.stop, inputs.version
-        self.resources, self.validation = parts.services.resources, parts.validation
+        self._parts = parts
+        self._spec = inputs.spec
+        self._ports = inputs.ports
+        self._recorder = inputs.recorder
+        self._stop = inputs.stop
+        self._version = inputs.version
+        self.resources = parts.services.resources
+        self.validation = parts.validation
         self._rank = inputs.ports.collective.rank  # among the training ranks
         self._saved_at = inputs.version.step
-        self._metric_stop = MetricStop(inputs.spec.data.stop_when, partial(inputs.recorder.note, "warning"))
+        self._metric_stop = MetricStop(
+            inputs.spec.data.stop_when, partial(inputs.recorder.note, "warning")
+        )
         self._released: Released | None = None
 
     def __enter__(self) -> "Worker":
-        """Start services and engine, send the first weights, validate if configured, and start the rollout loop."""
+        """Start services and engine, send the first weights, validate if configured, and start the
+        rollout loop."""
         with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._parts.services)
             stack.enter_context(self._parts.saver)
@@ -58,9 +79,12 @@ class Worker:
                 if self._spec.options.val_before_train and self._version.step == 0:
                     self.validation.validate(0)
             if self._parts.rollout_loop.steps:
-                self._generating = self._parts.services.start(self._parts.rollout_loop.loop(self._ports.queue))
+                self._generating = self._parts.services.start(
+                    self._parts.rollout_loop.loop(self._ports.queue)
+                )
                 self._generating.add_done_callback(self._rollout_ended)
-            # Collections skip what is there now (models, modules), which they would scan again and again.
+            # Collections skip what is there now (models, modules), which they would scan again and
+            # again.
             gc.freeze()
             stack.callback(gc.unfreeze)
             self._leave = stack.pop_all()
@@ -70,7 +94,8 @@ class Worker:
         self._leave.__exit__(*exception)
 
     def training_loop(self) -> int:
-        """consumes steps · waits until one is complete · unblocked by the rollout loop · produces versions
+        """consumes steps · waits until one is complete · unblocked by the rollout loop · produces
+        versions
 
         Returns the number of steps consumed in total.
         """
@@ -80,7 +105,9 @@ class Worker:
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
                 step = self.take()
-                rewards = self.reward_metrics(step.reward_counts if step is not None else RewardCounts())
+                rewards = self.reward_metrics(
+                    step.reward_counts if step is not None else RewardCounts()
+                )
                 if step is None:
                     validated = self._end(self.step)
                     break
@@ -90,13 +117,15 @@ class Worker:
                     step.batch, measured = node(step.batch, ctx)
                     step.measured.append(measured)
                 self.finish(step.batch, {**step.metrics, **self._measured(step), **rewards})
-        if self._spec.data.saves and self._saved_at < self.step:  # a signal may have come just after the step
+        # a signal may have come just after the step
+        if self._spec.data.saves and self._saved_at < self.step:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
         return self.step
 
     def serve(self) -> int:
-        """For a worker that only generates; returns its last weight version when the queue hands out no more groups."""
+        """For a worker that only generates; returns its last weight version when the queue hands
+        out no more groups."""
         self._generating.result()
         assert self.resources.rollout is not None, "a worker that only generates has an engine"
         return self.resources.rollout.version.step
@@ -106,8 +135,11 @@ class Worker:
         """Steps consumed in total, i.e. the number (from 0) of the next one."""
         return self._released.version.step if self._released is not None else self._version.step
 
-    def take(self, wanted: int | None = None, deadline: float | None = None) -> TrainingStep[Batch] | None:
-        """This rank's part of the next step, or of a part of it; None if there is none. See `SampleQueuePort.take`."""
+    def take(
+        self, wanted: int | None = None, deadline: float | None = None
+    ) -> TrainingStep[Batch] | None:
+        """This rank's part of the next step, or of a part of it; None if there is none. See
+        `SampleQueuePort.take`."""
         try:
             with self._recorder.phases("rollout" if self._spec.plan.generates else "data"):
                 self._parts.offload.only(())
@@ -121,8 +153,11 @@ class Worker:
             self.check_taken(step.group_ids, step.batch, step.queued)
         return step
 
-    def check_taken(self, group_ids: tuple[int, ...], batch: Batch, queued: Queued | None = None) -> None:
-        """Check this rank's part of a step that was taken. group_ids: of all ranks. queued: see `TrainingStep`."""
+    def check_taken(
+        self, group_ids: tuple[int, ...], batch: Batch, queued: Queued | None = None
+    ) -> None:
+        """Check this rank's part of a step that was taken. group_ids: of all ranks. queued: see
+        `TrainingStep`."""
         engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
         with self._recorder.phases("check"):
             self._parts.checks.step_taken(batch, self.step, engine_version, queued)
@@ -142,17 +177,19 @@ class Worker:
         """Wait until the checkpoint being written is complete."""
         self._parts.saver.finish()
 
-    def reward_metrics(self, others: RewardCounts = RewardCounts()) -> dict[str, float]:  # noqa: B008  immutable
-        """Metrics of the reward calls of all workers since the last call. others: of workers that do not train, passed
-        to one of the ranks. Raises TooManyErrors on every rank."""
+    # immutable
+    def reward_metrics(self, others: RewardCounts = RewardCounts()) -> dict[str, float]:  # noqa: B008
+        """Metrics of the reward calls of all workers since the last call. others: of workers that
+        do not train, passed to one of the ranks. Raises TooManyErrors on every rank."""
         with self._recorder.phases("check"):
             own = RewardCounts.joined([self._parts.reward_counts(), others])
             every = RewardCounts.joined(self._ports.collective.gather(own))
             return {**self._parts.errors.step(every, self.step + 1), **every.counts}
 
     def learn(self, group_ids: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the training nodes on this rank's part of a step, for a user's own training loop. group_ids: of all
-        ranks. Returns the batch with the nodes' columns, and their metrics over all ranks."""
+        """Run the training nodes on this rank's part of a step, for a user's own training loop.
+        group_ids: of all ranks. Returns the batch with the nodes' columns, and their metrics over
+        all ranks."""
         step = TrainingStep(tuple(group_ids), (), batch)
         for node, ctx in self._nodes(step):
             step.batch, measured = node(step.batch, ctx)
@@ -179,9 +216,12 @@ class Worker:
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate; responses also end at the model's stop tokens."""
-        engine, params = self.resources.rollout, request.params
+        engine = self.resources.rollout
+        params = request.params
         assert engine is not None, "only workers that generate are asked"
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *self.resources.stop_token_ids))
+        params = replace(
+            params, stop_token_ids=(*params.stop_token_ids, *self.resources.stop_token_ids)
+        )
         return await generate_whole(engine.generate, replace(request, params=params))
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
@@ -194,9 +234,10 @@ class Worker:
         return metrics
 
     def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """After training on a step: send its weights, release it, then validate, record and save if due. Returns all of
-        its metrics."""
-        step, metrics = self.step, dict(metrics)
+        """After training on a step: send its weights, release it, then validate, record and save if
+        due. Returns all of its metrics."""
+        step = self.step
+        metrics = dict(metrics)
         with self._recorder.phases("save"):
             self._parts.saver.check()
         with self._recorder.phases("check"):
@@ -208,8 +249,12 @@ class Worker:
             self._parts.auditor.step_trained(metrics)
         sent = False
         if (step + 1) % self._spec.options.update_frequency == 0:
-            with self._recorder.phases("update_weights" if self._spec.plan.generates else "release"):
-                sent, compared = self._parts.weight_sync.send(Version(self._version.restart, step + 1))
+            with self._recorder.phases(
+                "update_weights" if self._spec.plan.generates else "release"
+            ):
+                sent, compared = self._parts.weight_sync.send(
+                    Version(self._version.restart, step + 1)
+                )
             metrics |= compared
         with self._recorder.phases("release"):
             released = self._ports.queue.release(step, self._rank, sent)
@@ -218,10 +263,11 @@ class Worker:
         return metrics
 
     def _nodes(self, step: TrainingStep[Batch]) -> Iterator[tuple[Step, NodeContext]]:
-        """The training nodes in turn, each to be run before the next is requested. Times them (`perf/NODE`, in seconds)
-        if `dag.enable_perf` is on."""
+        """The training nodes in turn, each to be run before the next is requested. Times them
+        (`perf/NODE`, in seconds) if `dag.enable_perf` is on."""
         for compiled in self._parts.training_nodes:
-            name, started = compiled.node.node_id, time.perf_counter()
+            name = compiled.node.node_id
+            started = time.perf_counter()
             if self._parts.reshard.waits_for(name):
                 with self._recorder.phases("exchange"):
                     step.batch = self._parts.reshard.receive(name, step.batch, self.step)
@@ -238,20 +284,29 @@ class Worker:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
     def _measured(self, step: TrainingStep[Batch]) -> dict[str, float]:
-        """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran a node, of the first."""
+        """Metrics of the nodes of all dp groups, over their ranks; if several dp groups ran a node,
+        of the first."""
         with self._recorder.phases("record"):
-            measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
+            measured = over_ranks(step.measured, self._ports.data)
+            everyone = self._ports.everyone
             if everyone.size > self._ports.collective.size:
-                measured = {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
+                measured = {
+                    name: value
+                    for each in reversed(everyone.gather(measured))
+                    for name, value in each.items()
+                }
             return {**measured, **step.times}
 
-    def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float], figures: Figures) -> None:
-        """Validate, record and save a step; nothing else is generated meanwhile. A step is recorded before it is saved,
-        so that a resumed run has the metrics of all its steps.
+    def _after_step(
+        self, released: Released, batch: Batch, metrics: dict[str, float], figures: Figures
+    ) -> None:
+        """Validate, record and save a step; nothing else is generated meanwhile. A step is recorded
+        before it is saved, so that a resumed run has the metrics of all its steps.
 
         A stop saves unless saving is off, and validates only if that was due anyway.
         """
-        step, due = released.version.step, released.due
+        step = released.version.step
+        due = released.due
         compares = self._spec.options.keep_best is not None and "save" in due
         validated = self.validation.validate(step) if "validate" in due or compares else {}
         with self._recorder.phases("record"):
@@ -263,25 +318,32 @@ class Worker:
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         if "acting/env_steps" in metrics:
-            metrics["throughput/env_steps_per_s"] = metrics["acting/env_steps"] / metrics["timing_s/step"]
+            metrics["throughput/env_steps_per_s"] = (
+                metrics["acting/env_steps"] / metrics["timing_s/step"]
+            )
         with self._recorder.phases("record"):
             self._recorder.engine_activity(self.resources.rollout)
             phases = [each.node.phase for each in self._parts.training_nodes if each.node.engines]
-            metrics |= throughput(metrics, phases, int(batch.lengths("sequence").sum()), self._ports.everyone)
+            metrics |= throughput(
+                metrics, phases, int(batch.lengths("sequence").sum()), self._ports.everyone
+            )
             metrics |= server_metrics(self.resources.rollout)
             self._recorder.training_step(step, metrics, batch)
             self._recorder.keep_groups(step, batch, self.resources.tokenizer)
-        plan, ends = self._spec.data, self._ends(step, metrics | validated, bool(validated))
+        plan = self._spec.data
+        ends = self._ends(step, metrics | validated, bool(validated))
         if ends and plan.validates and self.validation.step < step:
             validated = self.validation.validate(step)
         if "save" in due or ((ends or self._stop.wanted) and plan.saves):
             self._save(released, validated, last=ends or released.finished or self._stop.wanted)
 
     def _ends(self, step: int, metrics: Mapping[str, float], was_validated: bool) -> bool:
-        """Whether a metric ends the run here: the leading rank decides for all, before any takes another step."""
+        """Whether a metric ends the run here: the leading rank decides for all, before any takes
+        another step."""
         if self._metric_stop.condition is None:
             return False
-        everyone, why = self._ports.everyone, ""
+        everyone = self._ports.everyone
+        why = ""
         if everyone.rank == 0 and (why := self._metric_stop.reason(step, metrics, was_validated)):
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
@@ -292,36 +354,40 @@ class Worker:
         return ends
 
     def _end(self, step: int) -> dict[str, float]:
-        """No step is left, even if step `step` was not known to be the last, because no later group succeeded. Returns
-        the metrics of its validation."""
+        """No step is left, even if step `step` was not known to be the last, because no later group
+        succeeded. Returns the metrics of its validation."""
         if self._ports.everyone.rank == 0:
             self._metric_stop.report_missing()
         is_due = self._spec.data.validates and self.validation.step < step
         return self.validation.validate(step) if is_due else {}
 
     def _rollout_ended(self, rollout_nodes: "Future[None]") -> None:
-        """Whatever ends the rollout loop must wake the trainer, which would otherwise wait for groups forever.
+        """Whatever ends the rollout loop must wake the trainer, which would otherwise wait for
+        groups forever.
 
-        Called on the asyncio thread, or by the thread that ends it: `abort` may be called on any. A loop that ends
-        because of a failure elsewhere reports nothing.
+        Called on the asyncio thread, or by the thread that ends it: `abort` may be called on any. A
+        loop that ends because of a failure elsewhere reports nothing.
         """
         error = CancelledError() if rollout_nodes.cancelled() else rollout_nodes.exception()
         if error is not None:
             self._ports.abort(error)
 
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
-        """validated: the metrics of these weights, for `keep_best`. last: wait until the checkpoint is complete."""
+        """validated: the metrics of these weights, for `keep_best`. last: wait until the checkpoint
+        is complete."""
         if self._parts.saver.is_busy:
             with self._recorder.phases("save_wait"):
                 self._parts.saver.finish()
-        step, best = released.version.step, self._spec.options.keep_best
+        step = released.version.step
+        best = self._spec.options.keep_best
         self._saved_at = step
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         with self._recorder.phases("save"):
             self._recorder.saving()
             state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
-            point, seen = self._ports.queue.resume_point, self._parts.auditor.state_saved
+            point = self._ports.queue.resume_point
+            seen = self._parts.auditor.state_saved
             parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)

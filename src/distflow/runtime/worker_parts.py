@@ -19,8 +19,9 @@ from distflow.runtime.weight_sync.sender import WeightSync
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """The parts that a worker calls. services: with the resources, their engine watched. training_nodes: compiled, in
-    order. reward_counts: of this worker's reward calls since the last call."""
+    """The parts that a worker calls. services: with the resources, their engine watched.
+    training_nodes: compiled, in order. reward_counts: of this worker's reward calls since the last
+    call."""
 
     inputs: WorkerInputs
     services: RolloutServices

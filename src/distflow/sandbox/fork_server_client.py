@@ -1,9 +1,9 @@
 """The fork server's process, and a running program that it forked, seen from the caller's process.
 
-The server inherits nothing of its owner's environment, and ends with its owner. At the level "namespaces" bubblewrap
-(`bwrap`) starts it in namespaces for users, processes, network, mounts and others. The fork server is process 1 there,
-and there is no /proc, since bubblewrap's own process 1 would show its command line. Programs are not process 1, which
-resource limits cannot kill.
+The server inherits nothing of its owner's environment, and ends with its owner. At the level
+"namespaces" bubblewrap (`bwrap`) starts it in namespaces for users, processes, network, mounts and
+others. The fork server is process 1 there, and there is no /proc, since bubblewrap's own process 1
+would show its command line. Programs are not process 1, which resource limits cannot kill.
 """
 
 import fcntl
@@ -25,7 +25,13 @@ from typing import Literal, NamedTuple
 import distflow
 from distflow.sandbox.inside.fork_server import END, FAILED, MAX_MESSAGE_BYTES, READY
 from distflow.sandbox.inside.forked_program import EXIT_OUT_OF_MEMORY, REQUEST, Request
-from distflow.sandbox.inside.isolation import DEVICES_READ, DEVICES_WRITTEN, PACKAGES, SYSTEM, standard_library
+from distflow.sandbox.inside.isolation import (
+    DEVICES_READ,
+    DEVICES_WRITTEN,
+    PACKAGES,
+    SYSTEM,
+    standard_library,
+)
 from distflow.sandbox.inside.program_messages import HEADER, MAX_BYTES
 from distflow.sandbox.interface import Broken, Cause, Limits, SandboxFault
 
@@ -41,8 +47,8 @@ from distflow.sandbox.inside.fork_server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
-"""A fixed order of sets makes programs deterministic; LD_BIND_NOW resolves library functions once, instead of in each
-program. Programs themselves have no environment."""
+"""A fixed order of sets makes programs deterministic; LD_BIND_NOW resolves library functions once,
+instead of in each program. Programs themselves have no environment."""
 # When memory runs short, the kernel kills these processes first.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 
@@ -76,7 +82,8 @@ class ForkServer:
         return self._popen.pid
 
     def ask(self, request: Request, descriptors: list[int]) -> None:
-        """Fork a process for the request; descriptors: see `server.DESCRIPTORS`. Raises ServerGone."""
+        """Fork a process for the request; descriptors: see `server.DESCRIPTORS`. Raises
+        ServerGone."""
         try:
             socket.send_fds(self.control, [REQUEST.pack(*request)], descriptors)
         except OSError as error:
@@ -94,11 +101,26 @@ class ForkServer:
             self._popen.stderr.close()
 
     def _start(self, level: LevelName, control: int, owner: int) -> "subprocess.Popen[bytes]":
-        source, launch = str(_PACKAGE.parent), list[str]()
+        source = str(_PACKAGE.parent)
+        launch = list[str]()
         if level == "namespaces":
-            source, launch = _BOUND_SOURCE, _bubblewrap()
+            source = _BOUND_SOURCE
+            launch = _bubblewrap()
         python = os.path.realpath(sys.executable)
-        launch += [python, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _CODE, source, str(control), str(owner)]
+        launch += [
+            python,
+            "-P",
+            "-s",
+            "-S",
+            "-B",
+            "-X",
+            "utf8",
+            "-c",
+            _CODE,
+            source,
+            str(control),
+            str(owner),
+        ]
         return subprocess.Popen(
             ["/bin/sh", "-c", _SHELL, "sh", *launch],
             stdin=subprocess.DEVNULL,
@@ -122,7 +144,9 @@ class ForkServer:
         if not message:
             assert self._popen.stderr
             lines = self._popen.stderr.read().decode(errors="replace").strip().splitlines()
-            raise SandboxFault(lines[-1] if lines else f"it ended with exit status {self._popen.wait()}")
+            raise SandboxFault(
+                lines[-1] if lines else f"it ended with exit status {self._popen.wait()}"
+            )
         if message != READY:
             raise SandboxFault(message.decode())
 
@@ -132,12 +156,30 @@ def _bubblewrap() -> list[str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
-    words = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    words += ["--unshare-cgroup-try", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    words = [
+        bwrap,
+        "--unshare-user",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+    ]
+    words += [
+        "--unshare-cgroup-try",
+        "--as-pid-1",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--hostname",
+        "sandbox",
+    ]
     words += ["--cap-drop", "ALL", "--chdir", "/"]
     for path in SYSTEM:
         is_link = os.path.islink(path) and not path.startswith("/etc")
-        words += ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind-try", path, path]
+        words += (
+            ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind-try", path, path]
+        )
     library = standard_library()
     for path in (os.path.realpath(sys.executable), os.path.join(sys.base_prefix, "lib"), library):
         words += ["--ro-bind", path, path]
@@ -187,9 +229,12 @@ class OutputStream:
 
 
 class Program:
-    """A running program, used by one thread at a time, and closed by its creator; `close` leaves nothing of it."""
+    """A running program, used by one thread at a time, and closed by its creator; `close` leaves
+    nothing of it."""
 
-    def __init__(self, server: ForkServer, is_main: bool, code: bytes, stdin: bytes, limits: Limits) -> None:
+    def __init__(
+        self, server: ForkServer, is_main: bool, code: bytes, stdin: bytes, limits: Limits
+    ) -> None:
         """Starts the program. Raises ServerGone, SandboxFault."""
         self.limits = limits
         self.end: End | None = None
@@ -200,7 +245,14 @@ class Program:
         self._answers, answers = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
         stdin_file = _sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        theirs = [report.detach(), _sealed(code), stdin_file, pipes[0][1], pipes[1][1], answers.detach()]
+        theirs = [
+            report.detach(),
+            _sealed(code),
+            stdin_file,
+            pipes[0][1],
+            pipes[1][1],
+            answers.detach(),
+        ]
         self.out, self.err = (OutputStream(ours, limits.output_bytes) for ours, _ in pipes)
         self._readers: dict[int, Callable[[], bool]] = {
             self._report.fileno(): self._read_report,
@@ -281,7 +333,8 @@ class Program:
         if self._killed_for:
             return self._killed_for
         if self.end.exit_code < 0:
-            used_up = self.end.cpu_s > 0.9 * self.limits.cpu_s  # the kernel's two clocks differ a little
+            # the kernel's two clocks differ a little
+            used_up = self.end.cpu_s > 0.9 * self.limits.cpu_s
             return "time" if used_up and self.end.exit_code == -signal.SIGKILL else "signal"
         if self.end.exit_code == EXIT_OUT_OF_MEMORY:
             return "memory"
@@ -290,10 +343,14 @@ class Program:
     def broken(self) -> Broken:
         """The error to raise if the program ended without a due result."""
         assert self.end is not None
-        code, cause = self.end.exit_code, self.cause() or "exit"
+        code = self.end.exit_code
+        cause = self.cause() or "exit"
         limits = self.limits
         reasons: dict[Cause, str] = {
-            "time": f"it ran out of time ({limits.cpu_s:g} s of the processor, {limits.wall_s:g} s by the clock)",
+            "time": (
+                f"it ran out of time ({limits.cpu_s:g} s of the processor, {limits.wall_s:g} s by "
+                "the clock)"
+            ),
             "memory": f"it ran out of memory ({limits.memory_bytes / 2**20:,.0f} MiB)",
             "output": f"it printed more than {limits.printed_bytes:,} bytes",
             "signal": f"it was ended by signal {-code}",
@@ -334,7 +391,8 @@ class Program:
         return body
 
     def _take_frame(self) -> bytes | None:
-        """The body of a completely received frame. Kills the program if it is not the frame that is due."""
+        """The body of a completely received frame. Kills the program if it is not the frame that is
+        due."""
         if len(self._inbox) < HEADER.size:
             return None
         token, size = HEADER.unpack_from(self._inbox)
@@ -348,8 +406,9 @@ class Program:
         return body
 
     def _poll_once(self, deadline: float, writing: bool = False) -> None:
-        """Wait for data until the deadline and read it; kill the program if it exceeded a limit. Data that has arrived
-        counts even after the deadline: this process may have been stopped or starved."""
+        """Wait for data until the deadline and read it; kill the program if it exceeded a limit.
+        Data that has arrived counts even after the deadline: this process may have been stopped or
+        starved."""
         left_s = deadline - time.monotonic()
         answers = self._answers.fileno()
         if writing:
@@ -358,7 +417,11 @@ class Program:
         if writing:
             self._poll.modify(answers, select.POLLIN)
         for descriptor, event in events:
-            if event & ~select.POLLOUT and not self._readers[descriptor]() and event & select.POLLHUP:
+            if (
+                event & ~select.POLLOUT
+                and not self._readers[descriptor]()
+                and event & select.POLLHUP
+            ):
                 self._poll.unregister(descriptor)
         if max(self.out.num_bytes, self.err.num_bytes) > self.limits.printed_bytes:
             self.kill("output")
@@ -398,5 +461,7 @@ def _sealed(content: bytes) -> int:
     rest = memoryview(content)
     while rest:
         rest = rest[os.pwrite(descriptor, rest, len(content) - len(rest)) :]
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    fcntl.fcntl(
+        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+    )
     return descriptor

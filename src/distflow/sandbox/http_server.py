@@ -1,4 +1,5 @@
-"""An HTTP server that runs programs for other machines: JSON requests and replies, with a password."""
+"""An HTTP server that runs programs for other machines: JSON requests and replies, with a
+password."""
 
 import json
 import secrets
@@ -40,11 +41,12 @@ class _OpenSession:
 
 
 class SandboxService:
-    """Answers requests with a sandbox, running at most `at_once` programs at a time. A session has an unguessable name,
-    and is ended after `IDLE_S` without a request."""
+    """Answers requests with a sandbox, running at most `at_once` programs at a time. A session has
+    an unguessable name, and is ended after `IDLE_S` without a request."""
 
     def __init__(self, sandbox: Sandbox, at_once: int) -> None:
-        self._sandbox, self._at_once = sandbox, at_once
+        self._sandbox = sandbox
+        self._at_once = at_once
         self._free = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
@@ -57,7 +59,9 @@ class SandboxService:
                     return {"level": self._sandbox.level.name}
                 case "run":
                     with self._running() as reply:
-                        ran = self._sandbox.run(_text(request, "code"), _text(request, "stdin"), _limits(request))
+                        ran = self._sandbox.run(
+                            _text(request, "code"), _text(request, "stdin"), _limits(request)
+                        )
                         reply["ran"] = ran._asdict()
                     return reply
                 case "open":
@@ -103,7 +107,8 @@ class SandboxService:
         """Yields the reply, to which errors of the program and the elapsed seconds are added."""
         if not self._free.acquire(timeout=_SLOT_S):
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "all places are taken")
-        began, reply = time.monotonic(), dict[str, Any]()
+        began = time.monotonic()
+        reply = dict[str, Any]()
         try:
             yield reply
         except Raised as error:
@@ -132,30 +137,38 @@ class SandboxService:
 
 
 class Server(ThreadingHTTPServer):
-    """Use as `with Server(...) as server: server.serve_forever()`; `server_address` has its port."""
+    """Use as `with Server(...) as server: server.serve_forever()`; `server_address` has its
+    port."""
 
     daemon_threads = True
 
     def __init__(self, service: SandboxService, host: str, port: int, token: str) -> None:
-        """token: empty for a random one, which clients of this user find on this machine. Raises UserError if clients
-        on other machines would have to know a random one, or if the port is in use."""
+        """token: empty for a random one, which clients of this user find on this machine. Raises
+        UserError if clients on other machines would have to know a random one, or if the port is in
+        use."""
         if not (token or is_loopback(host)):
             raise UserError(
-                f"at {host} other machines can run programs: set {TOKEN} to the same password on both sides"
+                f"at {host} other machines can run programs: set {TOKEN} to the same password on "
+                "both sides"
             )
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.service, self.kept_token = service, ExitStack()
+        self.service = service
+        self.kept_token = ExitStack()
         try:
             listening = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except (OSError, OverflowError) as error:  # the latter for a port above 65535
-            raise UserError(f"{host}:{port} cannot be listened on: {getattr(error, 'strerror', error)}") from None
+            raise UserError(
+                f"{host}:{port} cannot be listened on: {getattr(error, 'strerror', error)}"
+            ) from None
         self.socket = Door(listening, _MAX_CONNECTIONS)
         self.server_address = listening.getsockname()
         self.token_file: Path | None = None
         if not token:
             token = new_token()
-            self.token_file = self.kept_token.enter_context(token_for_this_user(self.server_address[1], token))
+            self.token_file = self.kept_token.enter_context(
+                token_for_this_user(self.server_address[1], token)
+            )
         self.guard = Guard(host, token, MAX_BODY_BYTES)
 
     def server_close(self) -> None:
@@ -182,7 +195,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         try:
-            self.server.guard.check(self.command, self.path, [(n.lower(), v) for n, v in self.headers.items()])
+            self.server.guard.check(
+                self.command, self.path, [(n.lower(), v) for n, v in self.headers.items()]
+            )
         except Refused as refused:
             self.close_connection = True
             self._reply(refused.status, refused.body())
@@ -195,10 +210,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(HTTPStatus.OK, json.dumps(answer).encode())
         except Refused as refused:
             # Read the rest of the body, which would be taken for the next request.
-            self.close_connection = refused.status not in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GONE)
+            self.close_connection = refused.status not in (
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                HTTPStatus.GONE,
+            )
             self._reply(refused.status, refused.body())
         except SandboxFault as fault:
-            self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, str(fault)).body())
+            self._reply(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                Refused(HTTPStatus.INTERNAL_SERVER_ERROR, str(fault)).body(),
+            )
 
     def _request(self) -> Mapping[str, Any]:
         length = self.headers.get("Content-Length")
@@ -240,5 +261,7 @@ def _limits(request: Mapping[str, Any]) -> Limits:
     for name, value in wanted._asdict().items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"'{name}' is no limit")
-    bounded = {name: type(most)(min(getattr(wanted, name), most)) for name, most in MOST._asdict().items()}
+    bounded = {
+        name: type(most)(min(getattr(wanted, name), most)) for name, most in MOST._asdict().items()
+    }
     return Limits(**bounded)

@@ -1,22 +1,27 @@
-"""The interface of a sandbox, local (`local_sandbox.py`) or remote (`remote.py`): limits, results, and errors."""
+"""The interface of a sandbox, local (`local_sandbox.py`) or remote (`remote.py`): limits, results,
+and errors."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 INSTALL = (
-    "namespaces need bubblewrap (apt-get install bubblewrap) and a machine that lets users make namespaces; the floor "
-    "needs Linux 5.13 or newer with Landlock ('landlock' in the kernel's lsm=) and seccomp, on x86-64 or aarch64"
+    "namespaces need bubblewrap (apt-get install bubblewrap) and a machine that lets users make "
+    "namespaces; the floor "
+    "needs Linux 5.13 or newer with Landlock ('landlock' in the kernel's lsm=) and seccomp, on "
+    "x86-64 or aarch64"
 )
 
 Cause = Literal["exit", "time", "memory", "signal", "output", "frame", "value"]
-"""exit: the process ended. time: CPU or wall-clock limit. memory: limit reached. signal: killed by the kernel. output:
-printed too much. frame: wrote an invalid message to the result descriptor. value: the result is not a plain value."""
+"""exit: the process ended. time: CPU or wall-clock limit. memory: limit reached. signal: killed by
+the kernel. output: printed too much. frame: wrote an invalid message to the result descriptor.
+value: the result is not a plain value."""
 Status = Literal["ok", "exit", "time", "memory", "signal", "output"]
 
 
 class Raised(Exception):
-    """The program raised an error. type: its name; text: its message. Both are untrusted text of the program."""
+    """The program raised an error. type: its name; text: its message. Both are untrusted text of
+    the program."""
 
     def __init__(self, type: str, text: str) -> None:
         super().__init__(f"{type}: {text}")
@@ -25,7 +30,8 @@ class Raised(Exception):
 
 
 class Broken(Exception):
-    """The call has no result, and unless the cause is "value" the process will give no further ones."""
+    """The call has no result, and unless the cause is "value" the process will give no further
+    ones."""
 
     def __init__(self, cause: Cause, reason: str) -> None:
         super().__init__(reason)
@@ -40,9 +46,10 @@ class SandboxFault(RuntimeError):
 class Limits(NamedTuple):
     """Limits of one program.
 
-    cpu_s: CPU time, rounded up to whole seconds. wall_s: time spent waiting for it, all calls together. memory_bytes:
-    address space. open_files: descriptors. printed_bytes: to standard output and error, each; a program that prints
-    more is killed. output_bytes: how much of each is returned.
+    cpu_s: CPU time, rounded up to whole seconds. wall_s: time spent waiting for it, all calls
+    together. memory_bytes: address space. open_files: descriptors. printed_bytes: to standard
+    output and error, each; a program that prints more is killed. output_bytes: how much of each is
+    returned.
     """
 
     cpu_s: float = 3.0
@@ -57,8 +64,8 @@ DEFAULT_LIMITS = Limits()
 
 
 class Level(NamedTuple):
-    """How strongly programs are isolated. name: "namespaces", "floor" or "none". missing: why each stronger level is
-    unavailable."""
+    """How strongly programs are isolated. name: "namespaces", "floor" or "none". missing: why each
+    stronger level is unavailable."""
 
     name: str
     missing: dict[str, str]
@@ -71,8 +78,9 @@ class Level(NamedTuple):
 class RunResult(NamedTuple):
     """How a program ended.
 
-    status: "ok" for exit status 0. exit_code: negative for a signal, as in `subprocess`. stdout, stderr: the first
-    `Limits.output_bytes` of each; cut: whether there was more. seconds: wall-clock time.
+    status: "ok" for exit status 0. exit_code: negative for a signal, as in `subprocess`. stdout,
+    stderr: the first `Limits.output_bytes` of each; cut: whether there was more. seconds:
+    wall-clock time.
     """
 
     status: Status
@@ -97,16 +105,22 @@ class _Closable(Protocol):
 
 
 class AnySession(_Closable, Protocol):
-    """A process that has executed a program as a module, and answers calls to its functions. For one thread at a
-    time."""
+    """A process that has executed a program as a module, and answers calls to its functions. For
+    one thread at a time."""
 
-    def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
-        """Call the function of that name with plain values (`inside.program_messages`) and return its result.
+    def call(
+        self,
+        name: str,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> Any:
+        """Call the function of that name with plain values (`inside.program_messages`) and return
+        its result.
 
-        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may have any size, so its `repr`
-        may raise. Raises `Raised` if the function raised, `Broken` if there is no result or it is not plain; after a
-        `Broken` of another cause than "value" every further call raises `Broken`. Raises NotPlain for arguments that
-        are not plain, and SandboxFault.
+        Types are preserved: a list comes back as a list, a tuple as a tuple. An int may have any
+        size, so its `repr` may raise. Raises `Raised` if the function raised, `Broken` if there is
+        no result or it is not plain; after a `Broken` of another cause than "value" every further
+        call raises `Broken`. Raises NotPlain for arguments that are not plain, and SandboxFault.
         """
 
     @property
@@ -119,16 +133,17 @@ class AnySession(_Closable, Protocol):
 
 
 class AnySandbox(_Closable, Protocol):
-    """Runs untrusted programs, which end when it is closed. limits: the default ones. level: how programs are isolated.
-    waited_s: total time of its calls in which no program ran."""
+    """Runs untrusted programs, which end when it is closed. limits: the default ones. level: how
+    programs are isolated. waited_s: total time of its calls in which no program ran."""
 
     limits: Limits
     level: Level
     waited_s: float
 
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> RunResult:
-        """Run a program as `__main__` in a new process; limits: None for those of the sandbox. Raises SandboxFault if
-        the machine fails, but nothing because of the program."""
+        """Run a program as `__main__` in a new process; limits: None for those of the sandbox.
+        Raises SandboxFault if the machine fails, but nothing because of the program."""
 
     def open(self, code: str, limits: Limits | None = None) -> AnySession:
-        """Execute a program as a module in a new process; limits: as for `run`. Raises Raised, Broken, SandboxFault."""
+        """Execute a program as a module in a new process; limits: as for `run`. Raises Raised,
+        Broken, SandboxFault."""

@@ -1,6 +1,8 @@
-"""The local sandbox: runs untrusted programs, each in a new isolated process that leaves nothing behind.
+"""The local sandbox: runs untrusted programs, each in a new isolated process that leaves nothing
+behind.
 
-The isolation level is found by starting a fork server and running a program that tries to break the isolation.
+The isolation level is found by starting a fork server and running a program that tries to break the
+isolation.
 """
 
 import json
@@ -41,7 +43,12 @@ _SHOWN_TEXT = 2000
 
 
 class Session(Program, interface.AnySession):
-    def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
+    def call(
+        self,
+        name: str,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> Any:
         body = to_text([name, list(args), dict(kwargs)]).encode()
         return _read_result(self, lambda: self.question(body))
 
@@ -50,28 +57,35 @@ Started = TypeVar("Started", bound=Program)
 
 
 class Sandbox(interface.AnySandbox):
-    """A fork server and the level at which it runs programs. May be used by several threads, but only in the process
-    that created it, not in a fork."""
+    """A fork server and the level at which it runs programs. May be used by several threads, but
+    only in the process that created it, not in a fork."""
 
     waited_s = 0.0
 
-    def __init__(self, limits: interface.Limits = interface.DEFAULT_LIMITS, level: str | None = None) -> None:
-        """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError, with what to
-        install, if it has no level or not this one."""
+    def __init__(
+        self, limits: interface.Limits = interface.DEFAULT_LIMITS, level: str | None = None
+    ) -> None:
+        """level: "namespaces", "floor", or None for the strongest that this machine has. Raises
+        UserError, with what to install, if it has no level or not this one."""
         if level is not None and level not in LEVELS:
             raise UserError(f"no level '{level}' of the sandbox; there are {', '.join(LEVELS)}")
         server, self.level = _find_level([name for name in LEVELS if level in (None, name)])
         if server is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.level.missing.items())
             raise UserError(
-                f"programs cannot run here, because they would not be isolated ({reasons}); {interface.INSTALL}"
+                f"programs cannot run here, because they would not be isolated ({reasons}); "
+                f"{interface.INSTALL}"
             )
-        self.limits, self._server = limits, server
+        self.limits = limits
+        self._server = server
         self._lock = threading.Lock()
         self._closed = False
 
-    def run(self, code: str, stdin: str = "", limits: interface.Limits | None = None) -> interface.RunResult:
-        started, encoded = time.monotonic(), stdin.encode("utf-8", "surrogateescape")
+    def run(
+        self, code: str, stdin: str = "", limits: interface.Limits | None = None
+    ) -> interface.RunResult:
+        started = time.monotonic()
+        encoded = stdin.encode("utf-8", "surrogateescape")
         try:
             return self._run(code, encoded, limits or self.limits, started)
         except ServerGone:
@@ -90,18 +104,27 @@ class Sandbox(interface.AnySandbox):
             self._closed = True
             self._server.close()
 
-    def _run(self, code: str, stdin: bytes, limits: interface.Limits, started: float) -> interface.RunResult:
+    def _run(
+        self, code: str, stdin: bytes, limits: interface.Limits, started: float
+    ) -> interface.RunResult:
         with closing(self._start(Program, code, stdin, limits)) as program:
             end = program.wait()
-        out, err = program.out, program.err
+        out = program.out
+        err = program.err
         cut = max(out.num_bytes - len(out.content), err.num_bytes - len(err.content)) > 0
         # Without a descriptor for results there is no other cause.
         status = cast(interface.Status, program.cause() or "ok")
-        return interface.RunResult(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
+        return interface.RunResult(
+            status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started
+        )
 
-    def _start(self, kind: type[Started], code: str, stdin: bytes, limits: interface.Limits) -> Started:
+    def _start(
+        self, kind: type[Started], code: str, stdin: bytes, limits: interface.Limits
+    ) -> Started:
         """Start a program through the server, or a new one if it was killed."""
-        server, is_main, encoded = self._server, kind is Program, code.encode("utf-8", "surrogatepass")
+        server = self._server
+        is_main = kind is Program
+        encoded = code.encode("utf-8", "surrogatepass")
         try:
             return kind(server, is_main, encoded, stdin, limits)
         except ServerGone:
@@ -141,16 +164,22 @@ def _start_checked(name: LevelName) -> ForkServer:
     server = ForkServer(name)
     with ExitStack() as on_failure:
         on_failure.callback(server.close)
-        with closing(Program(server, True, _ATTEMPTS.encode(), b"", interface.Limits(wall_s=30.0))) as program:
-            end, passed = program.wait(), program.stdout + program.stderr
+        with closing(
+            Program(server, True, _ATTEMPTS.encode(), b"", interface.Limits(wall_s=30.0))
+        ) as program:
+            end = program.wait()
+            passed = program.stdout + program.stderr
         if end.exit_code or passed:
-            raise interface.SandboxFault(f"its isolation does not hold: {', '.join(passed.splitlines()) or end}")
+            raise interface.SandboxFault(
+                f"its isolation does not hold: {', '.join(passed.splitlines()) or end}"
+            )
         on_failure.pop_all()
     return server
 
 
 def _read_result(program: Program, ask: Callable[[], bytes]) -> Any:
-    """The value of a result, as `inside.forked_program` writes it. Raises Raised, Broken, SandboxFault."""
+    """The value of a result, as `inside.forked_program` writes it. Raises Raised, Broken,
+    SandboxFault."""
     try:
         body = ask()
         if body.startswith(_VALUE):

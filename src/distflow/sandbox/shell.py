@@ -1,7 +1,9 @@
-"""A shell in separate folders: commands may start processes and write files, under bubblewrap, without a network.
+"""A shell in separate folders: commands may start processes and write files, under bubblewrap,
+without a network.
 
-They see the programs in `/usr` and the Python that runs distflow, read-only, and nothing else of this machine. The
-files of an episode last until it is closed; the processes of a command end with it.
+They see the programs in `/usr` and the Python that runs distflow, read-only, and nothing else of
+this machine. The files of an episode last until it is closed; the processes of a command end with
+it.
 """
 
 import asyncio
@@ -23,9 +25,18 @@ _FILE_BLOCKS = 2**21  # blocks of 512 bytes: a file has at most 1 GiB
 _SHARED_BYTES = 64 * 2**20
 _READ_BYTES = 64 * 2**10
 _SHELL = (
-    'echo 1000 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; ulimit -f "$1"; ulimit -d "$2"; shift 2; exec "$@"'
+    'echo 1000 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; ulimit -f "$1"; ulimit -d "$2"; '
+    'shift 2; exec "$@"'
 )
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_SYSTEM = (
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
 
 
 class Ran(NamedTuple):
@@ -36,11 +47,13 @@ class Ran(NamedTuple):
 
 
 class Shell:
-    """Folders at `workdir` and `/tmp` in which commands run. Its creator closes it, which leaves nothing behind."""
+    """Folders at `workdir` and `/tmp` in which commands run. Its creator closes it, which leaves
+    nothing behind."""
 
     def __init__(self, workdir: str, memory_mb: int | None = None) -> None:
         """memory_mb: of each process."""
-        self._workdir, self._memory_mb = workdir, memory_mb or MEMORY_MB
+        self._workdir = workdir
+        self._memory_mb = memory_mb or MEMORY_MB
         self._root = Path(mkdtemp(prefix="distflow-shell-"))
         self.files = self._root / "files"
         self.temporary = self._root / "tmp"
@@ -55,7 +68,8 @@ class Shell:
         env: Mapping[str, str],
         mounts: Sequence[tuple[str, Path, str]] = (),
     ) -> Ran:
-        """mounts: "--bind" or "--ro-bind", folder, and where. Raises SandboxFault if the command could not be run."""
+        """mounts: "--bind" or "--ro-bind", folder, and where. Raises SandboxFault if the command
+        could not be run."""
         for folder in (self.files, self.temporary):
             os.chmod(folder, 0o700)  # a command may have made it unreadable
         status, theirs = os.pipe()
@@ -78,14 +92,18 @@ class Shell:
                 is_late = not reading.done()
             finally:
                 if not reading.done():
-                    with suppress(ProcessLookupError):  # processes that it started die with bubblewrap
+                    # processes that it started die with bubblewrap
+                    with suppress(ProcessLookupError):
                         process.kill()
                 await reading
                 await process.wait()
             how = told.read(_READ_BYTES)
         text = output.decode("utf-8", "replace")
         if not is_late and b'"exit-code"' not in how:
-            raise SandboxFault(f"bubblewrap ran no command: {text[-500:].strip() or f'status {process.returncode}'}")
+            raise SandboxFault(
+                "bubblewrap ran no command: "
+                f"{text[-500:].strip() or f'status {process.returncode}'}"
+            )
         return Ran(None if is_late else process.returncode, text)
 
     def folder(self) -> Path:
@@ -96,21 +114,38 @@ class Shell:
         """Raises UserError, with what to install, if commands cannot be isolated."""
         try:
             words = self._words(1, ("/bin/bash", "-c", "true"), {}, ())
-            ran = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+            ran = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+            )
             problem = ran.stderr.strip()[-500:] if ran.returncode else ""
         except (SandboxFault, OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         if problem:
             raise UserError(
-                f"commands of tasks cannot run here, because they would not be isolated ({problem}): they need "
-                "bubblewrap (apt-get install bubblewrap) and a machine that lets users make namespaces"
+                "commands of tasks cannot run here, because they would not be isolated "
+                f"({problem}): they need "
+                "bubblewrap (apt-get install bubblewrap) and a machine that lets users make "
+                "namespaces"
             )
 
     def _words(
-        self, status: int, command: Sequence[str], env: Mapping[str, str], mounts: Sequence[tuple[str, Path, str]]
+        self,
+        status: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        mounts: Sequence[tuple[str, Path, str]],
     ) -> list[str]:
-        """status: the descriptor for how the command ended. Raises SandboxFault without bubblewrap."""
-        words = ["/bin/sh", "-c", _SHELL, "sh", str(_FILE_BLOCKS), str(self._memory_mb * 1024), *_bubblewrap(status)]
+        """status: the descriptor for how the command ended. Raises SandboxFault without
+        bubblewrap."""
+        words = [
+            "/bin/sh",
+            "-c",
+            _SHELL,
+            "sh",
+            str(_FILE_BLOCKS),
+            str(self._memory_mb * 1024),
+            *_bubblewrap(status),
+        ]
         own = ("--bind", self.temporary, "/tmp"), ("--bind", self.files, self._workdir)
         words += [word for kind, folder, at in (*own, *mounts) for word in (kind, str(folder), at)]
         words += [word for name, value in env.items() for word in ("--setenv", name, value)]
@@ -118,9 +153,12 @@ class Shell:
 
     def close(self) -> None:
         """Idempotent."""
-        for words in (["/bin/chmod", "-R", "u+rwX"], ["/bin/rm", "-rf"]):  # folders at any depth, and unreadable ones
+        # folders at any depth, and unreadable ones
+        for words in (["/bin/chmod", "-R", "u+rwX"], ["/bin/rm", "-rf"]):
             command = [*words, "--", str(self._root)]
-            subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            )
 
 
 async def _read(stream: asyncio.StreamReader | None, into: bytearray, most: int) -> None:
@@ -131,17 +169,50 @@ async def _read(stream: asyncio.StreamReader | None, into: bytearray, most: int)
 
 
 def _bubblewrap(status: int) -> list[str]:
-    """Arguments up to the episode's folders. Raises SandboxFault. status: the descriptor for how a command ended."""
+    """Arguments up to the episode's folders. Raises SandboxFault. status: the descriptor for how a
+    command ended."""
     if (bwrap := shutil.which("bwrap")) is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
-    words = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
+    words = [
+        bwrap,
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        "--clearenv",
+    ]
     words += ["--json-status-fd", str(status), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
     for path in _SYSTEM:
-        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
-    pythons = dict.fromkeys(prefix for prefix in (sys.base_prefix, sys.prefix) if not prefix.startswith("/usr"))
+        words += (
+            ["--symlink", os.readlink(path), path]
+            if os.path.islink(path)
+            else ["--ro-bind-try", path, path]
+        )
+    pythons = dict.fromkeys(
+        prefix for prefix in (sys.base_prefix, sys.prefix) if not prefix.startswith("/usr")
+    )
     for prefix in pythons:
         words += ["--ro-bind", prefix, prefix]
     paths = (f"{sys.prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")
-    words += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_BYTES), "--tmpfs", "/dev/shm"]
-    words += ["--remount-ro", "/dev", "--setenv", "PATH", ":".join(paths), "--setenv", "HOME", "/tmp"]
+    words += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--size",
+        str(_SHARED_BYTES),
+        "--tmpfs",
+        "/dev/shm",
+    ]
+    words += [
+        "--remount-ro",
+        "/dev",
+        "--setenv",
+        "PATH",
+        ":".join(paths),
+        "--setenv",
+        "HOME",
+        "/tmp",
+    ]
     return [*words, "--setenv", "LANG", "C.UTF-8"]

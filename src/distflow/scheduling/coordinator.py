@@ -1,4 +1,5 @@
-"""The coordinator: issues groups, knows the state of every group, and decides when a step may be consumed."""
+"""The coordinator: issues groups, knows the state of every group, and decides when a step may be
+consumed."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,13 @@ from distflow.scheduling.admission import Admission
 from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
 from distflow.scheduling.domain_quotas import DomainShares
-from distflow.scheduling.group_states import CountsError, GroupCounts, PromptGroup, Version, counts_by_domain
+from distflow.scheduling.group_states import (
+    CountsError,
+    GroupCounts,
+    PromptGroup,
+    Version,
+    counts_by_domain,
+)
 from distflow.scheduling.ledger import STALE, Ledger, Mark
 from distflow.scheduling.sample_queue import SampleQueue
 from distflow.scheduling.scheduler_snapshot import (
@@ -28,37 +35,45 @@ LOST = "lost"
 
 
 class Coordinator:
-    """Handles only metadata, without threads or locks: threads share it under a lock, processes through an actor.
+    """Handles only metadata, without threads or locks: threads share it under a lock, processes
+    through an actor.
 
-    A group goes issue_groups → complete | drop | retry | abort; a step goes ready → release, which consumes its groups
-    and ends in a new version. Every move is written to the ledger, except `retry`, which the next issue shows; an
-    impossible one raises CountsError with the group. At staleness 0 every step consumes all groups that were issued for
-    it, so the queue is empty after a release (except for aborted groups, and those of an earlier run with more
-    staleness), and a resumed run repeats what an uninterrupted run would do. Otherwise groups stay in the queue, and
+    A group goes issue_groups → complete | drop | retry | abort; a step goes ready → release, which
+    consumes its groups and ends in a new version. Every move is written to the ledger, except
+    `retry`, which the next issue shows; an impossible one raises CountsError with the group. At
+    staleness 0 every step consumes all groups that were issued for it, so the queue is empty after
+    a release (except for aborted groups, and those of an earlier run with more staleness), and a
+    resumed run repeats what an uninterrupted run would do. Otherwise groups stay in the queue, and
     the snapshot lists them.
 
-    Each of several domains has its own order, epoch and position, and its slots in every step (`domain_quotas`): a new
-    group comes from the domain of the first slot without a group, so a dropped group is replaced by one of its domain.
+    Each of several domains has its own order, epoch and position, and its slots in every step
+    (`domain_quotas`): a new group comes from the domain of the first slot without a group, so a
+    dropped group is replaced by one of its domain.
 
-    Groups are made from rows of the data set and from offered rows, which have row numbers after the data set's, and
-    come first (`NextGroups`).
+    Groups are made from rows of the data set and from offered rows, which have row numbers after
+    the data set's, and come first (`NextGroups`).
 
-    due: which of "save" and "validate" are due after the last release. queue: for questions about groups, and for
-    `untake`, which the ledger does not record; all other moves are methods of the coordinator.
+    due: which of "save" and "validate" are due after the last release. queue: for questions about
+    groups, and for `untake`, which the ledger does not record; all other moves are methods of the
+    coordinator.
 
-    Versions here are steps: version v is the weights after v steps, or the previous weights under a new number if
-    nothing was updated. A step that changed weights without a weight sync leaves the engines at their version.
+    Versions here are steps: version v is the weights after v steps, or the previous weights under a
+    new number if nothing was updated. A step that changed weights without a weight sync leaves the
+    engines at their version.
     """
 
-    def __init__(self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Snapshot | None = None) -> None:
-        """snapshot: resume from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
-        complete in it are complete (the caller has their batches), those that were running are issued first, and those
-        issued after it are issued again, all with the same group ids. A group that died with its process has not
-        failed: it uses up none of its three attempts.
+    def __init__(
+        self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Snapshot | None = None
+    ) -> None:
+        """snapshot: resume from it, with a ledger that was rolled back to `mark_of(snapshot)`.
+        Groups that were complete in it are complete (the caller has their batches), those that were
+        running are issued first, and those issued after it are issued again, all with the same
+        group ids. A group that died with its process has not failed: it uses up none of its three
+        attempts.
 
-        Staleness and batch size may differ from the snapshot's: complete groups that no step can consume in time are
-        dropped as stale, and `queue.holds` is false for them. Raises UserError if the data or their order differ from
-        the snapshot's.
+        Staleness and batch size may differ from the snapshot's: complete groups that no step can
+        consume in time are dropped as stale, and `queue.holds` is false for them. Raises UserError
+        if the data or their order differ from the snapshot's.
         """
         start = snapshot or at_start(plan)
         check_resumable(plan, start)
@@ -68,8 +83,10 @@ class Coordinator:
         self._ledger = ledger
         self._restart = ledger.restart if ledger else start["restart"] + 1
         self.version = Version(self._restart, start["step"])
-        self.weights_step = start["step"]  # a resumed run first sends the weights that it resumes from
-        self._counts, self._num_aborted_tokens = counts_by_domain(start), start.get("aborted_tokens", 0)
+        # a resumed run first sends the weights that it resumes from
+        self.weights_step = start["step"]
+        self._counts = counts_by_domain(start)
+        self._num_aborted_tokens = start.get("aborted_tokens", 0)
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
         self._foreseen: list[PromptGroup] = []
@@ -85,14 +102,17 @@ class Coordinator:
         )
         self._admission = Admission(plan, self.queue)
         quotas = {"quotas": self.shares.shown()} if plan.domains else {}
-        self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas)
+        self._journal(
+            "plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas
+        )
         for change in self.shares.saved_shares()[1:]:
             self._journal("shares", **change)
         if ledger and ledger.inherits:
             self._journal("inherited", **inherited_fields(start, self.checked_counts().domains))
         self._restore([restored(group) for group in start["live"]])
         self._close_at_end()
-        num_passed, secs = start["consumed"] + sum(start["dropped"].values()), start.get("secs", {})
+        num_passed = start["consumed"] + sum(start["dropped"].values())
+        secs = start.get("secs", {})
         self._timetables = {
             name: Timetable(frequency, plan.num_rows, num_passed, secs.get(name, 0.0))
             for name, frequency in (("save", plan.saves), ("validate", plan.validates))
@@ -111,20 +131,26 @@ class Coordinator:
         return self.step >= self.plan.total_steps or (self.queue.closed and not self.queue.num_live)
 
     def issue_groups(self, engine_version: int | None = None) -> list[PromptGroup]:
-        """The groups to start now: lost ones that wait for another attempt, then new ones, each by group id. At
-        staleness 0 they come in waves: none while the last wave runs or the step is full.
+        """The groups to start now: lost ones that wait for another attempt, then new ones, each by
+        group id. At staleness 0 they come in waves: none while the last wave runs or the step is
+        full.
 
-        engine_version: the lowest version of any engine, None for that of the last release. A version whose step is not
-        released yet counts as the one before. Raises CountsError if versions go backwards, or ahead of the steps.
+        engine_version: the lowest version of any engine, None for that of the last release. A
+        version whose step is not released yet counts as the one before. Raises CountsError if
+        versions go backwards, or ahead of the steps.
         """
-        engine_version = self._admission.see(self.step if engine_version is None else engine_version)
+        engine_version = self._admission.see(
+            self.step if engine_version is None else engine_version
+        )
         if self.finished:
             return []
         num_capacity = self._admission.rollout_capacity(engine_version)
         prompt_groups = [
-            self._reissue(number, engine_version) for number in self._admission.waiting(engine_version, num_capacity)
+            self._reissue(number, engine_version)
+            for number in self._admission.waiting(engine_version, num_capacity)
         ]
-        # Lost groups form their own wave; with oversampling, where every step begins with some, they are part of one.
+        # Lost groups form their own wave; with oversampling, where every step begins with some,
+        # they are part of one.
         num_open = (
             num_capacity - len(prompt_groups)
             if self.plan.oversampling
@@ -149,15 +175,15 @@ class Coordinator:
         self._journal("assigned", group_id=number, worker=worker)
 
     def offer(self) -> int:
-        """Add a row that is not in the data set; returns its number. Not allowed in a run with domains, which have all
-        slots."""
+        """Add a row that is not in the data set; returns its number. Not allowed in a run with
+        domains, which have all slots."""
         row = self.prompt_groups.offer()
         self.queue.closed = False
         return row
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
-        """Note that a group has its rewards and passed all filters. num_tokens: of all its samples, prompts included.
-        version: the lowest of any of their tokens, None for the group's."""
+        """Note that a group has its rewards and passed all filters. num_tokens: of all its samples,
+        prompts included. version: the lowest of any of their tokens, None for the group's."""
         group = self.queue.complete(number, num_tokens, version)
         self._journal("complete", **_complete_fields(group))
 
@@ -167,9 +193,10 @@ class Coordinator:
         self._journal_all("complete", [_complete_fields(group) for group in groups])
 
     def foresee(self) -> list[PromptGroup]:
-        """The groups of the next step, if the current one is released as it stands now; empty if that is not known.
-        Nothing is issued."""
-        plan, queue = self.plan, self.queue
+        """The groups of the next step, if the current one is released as it stands now; empty if
+        that is not known. Nothing is issued."""
+        plan = self.plan
+        queue = self.queue
         is_known = self._is_in_order and not (plan.max_staleness or plan.oversampling)
         is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
         if not (is_known and is_whole and self.step + 1 < plan.total_steps):
@@ -182,13 +209,15 @@ class Coordinator:
         self._admission.memory.weigh(number, num_bytes)
 
     def drop(self, number: int, reason: str) -> None:
-        """Drop a group without training on it: its id is used up, and its rollout capacity is free again."""
+        """Drop a group without training on it: its id is used up, and its rollout capacity is free
+        again."""
         group = self.queue.drop(number, reason)
         self._journal("dropped", group_id=number, reason=reason)
         self._counts[group.domain].drop(reason)
 
     def record_accuracy(self, number: int, accuracy: Accuracy | None) -> None:
-        """Note the accuracy of a running group's responses (None if not scored) before it is completed or dropped."""
+        """Note the accuracy of a running group's responses (None if not scored) before it is
+        completed or dropped."""
         if accuracy is not None:
             group = self.queue.running_group(number, "be scored")
             self._skips.record(group.domain, group.row, accuracy)
@@ -197,8 +226,8 @@ class Coordinator:
     def retry(self, number: int) -> bool:
         """Retry a group that was lost during the run with the engine or process that worked on it.
 
-        Returns whether it waits for `issue_groups` to issue it again. If not, this was its third attempt and it is
-        dropped as max_retries.
+        Returns whether it waits for `issue_groups` to issue it again. If not, this was its third
+        attempt and it is dropped as max_retries.
         """
         waits = self.queue.retry(number)
         if not waits:
@@ -206,8 +235,8 @@ class Coordinator:
         return waits
 
     def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
-        """Note that running groups that are no longer needed were aborted, and wait to be issued again. num_tokens:
-        generated for them and discarded."""
+        """Note that running groups that are no longer needed were aborted, and wait to be issued
+        again. num_tokens: generated for them and discarded."""
         groups = [self.queue.abort(number) for number in numbers]
         self._journal("aborted", group_ids=list(numbers), tokens=num_tokens)
         self._num_aborted_tokens += num_tokens
@@ -215,8 +244,8 @@ class Coordinator:
             self._counts[group.domain].aborted += 1
 
     def end_surplus(self, wanted: int | None) -> list[PromptGroup]:
-        """Let groups that the next step, or the part of `wanted` groups, does not need wait to be issued again. Returns
-        them."""
+        """Let groups that the next step, or the part of `wanted` groups, does not need wait to be
+        issued again. Returns them."""
         if wanted is None and self.queue.num_taken:
             return []
         numbers = self.queue.surplus(self.plan.consumer_batch if wanted is None else wanted)
@@ -229,26 +258,29 @@ class Coordinator:
         return [self.queue.prompt_group(number) for number in numbers]
 
     def lose(self, number: int) -> None:
-        """Note that a complete group that no step has taken was lost with the process that held its samples: it waits
-        to be issued again, which uses up none of its three attempts."""
+        """Note that a complete group that no step has taken was lost with the process that held its
+        samples: it waits to be issued again, which uses up none of its three attempts."""
         self.queue.lose(number)
         self._journal("lost", group_id=number)
 
     def ready(self, step: int) -> tuple[int, ...] | None:
         """Ids of the groups that form `step`, ascending, or None while it waits for groups; see
-        `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError if one of its groups is staler than
+        `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError if one of its groups
+        is staler than
         the plan allows."""
         numbers = self.queue.ready(step, exhausted=self._admission.is_spent(self.weights_step))
         if numbers is None and self._admission.is_stuck(self.weights_step):
             raise CountsError(
                 f"step {step + 1} can get no groups: the engines have weights of version "
-                f"{self._admission.engine_version}, max_staleness is {self.plan.max_staleness}, and no later version "
+                f"{self._admission.engine_version}, max_staleness is {self.plan.max_staleness}, "
+                "and no later version "
                 "was sent"
             )
         return numbers
 
     def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
-        """Ids of `wanted` more groups of a step that is taken in parts, ascending; see `SampleQueue.part`.
+        """Ids of `wanted` more groups of a step that is taken in parts, ascending; see
+        `SampleQueue.part`.
 
         Such a step must have taken all groups that it owes (`queue.num_owed`) when it is released.
         """
@@ -257,49 +289,64 @@ class Coordinator:
 
     @property
     def stalled(self) -> bool:
-        """Whether no group runs, and none will start before a step is released or a row is offered."""
+        """Whether no group runs, and none will start before a step is released or a row is
+        offered."""
         return self._admission.is_stalled(self.prompt_groups.num_left)
 
     def release(self, step: int, sent_weights: bool = True) -> Version:
-        """Consume the step, which ends in a new version; it is on disk when this returns. Counts are checked.
+        """Consume the step, which ends in a new version; it is on disk when this returns. Counts
+        are checked.
 
-        sent_weights: whether new weights were sent; if not, the version stands for the weights sent last, or the
-        engines keep an older one. `issue_groups` gets their version, which the caller sets before this call. Raises
-        UserError, and changes nothing, if a curriculum fails.
+        sent_weights: whether new weights were sent; if not, the version stands for the weights sent
+        last, or the engines keep an older one. `issue_groups` gets their version, which the caller
+        sets before this call. Raises UserError, and changes nothing, if a curriculum fails.
         """
         self.ready(step)
         if change := self.shares.change(step):
             self._journal("shares", **change)
         groups = self.queue.release(step)
         left = self.queue.num_live - self.queue.num_waiting
-        assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
+        assert self.plan.max_staleness or not left, (
+            "at staleness 0 a step leaves nothing behind that has started"
+        )
         numbers = [group.group_id for group in groups]
         for group in groups:
             self._counts[group.domain].consumed += 1
         self._admission.released()
         self.version = Version(self._restart, step + 1)
         self.weights_step = step + 1 if sent_weights else self.weights_step
-        self._journal("consumed", step=self.step, group_ids=numbers, tokens=sum(group.num_tokens for group in groups))
+        self._journal(
+            "consumed",
+            step=self.step,
+            group_ids=numbers,
+            tokens=sum(group.num_tokens for group in groups),
+        )
         self._journal("version", step=self.step, weights=self.weights_step)
         if self._ledger:
             self._ledger.sync()
-        passed, last = sum(each.consumed + sum(each.dropped.values()) for each in self._counts.values()), self.finished
-        self.due = frozenset(name for name, each in self._timetables.items() if each.is_due(self.step, passed, last))
+        passed = sum(each.consumed + sum(each.dropped.values()) for each in self._counts.values())
+        last = self.finished
+        self.due = frozenset(
+            name for name, each in self._timetables.items() if each.is_due(self.step, passed, last)
+        )
         self._cut = self._checked_snapshot()
         return self.version
 
     def end(self, why: str) -> None:
-        """End the run after the last release, because a metric meets `plan.stop_when`. A run that resumes with the same
-        condition has ended too. why: for the user."""
+        """End the run after the last release, because a metric meets `plan.stop_when`. A run that
+        resumes with the same condition has ended too. why: for the user."""
         self._cut["ended"] = {"when": str(self.plan.stop_when), "why": why}
         self.plan = replace(self.plan, total_steps=self.step)
 
     def checked_counts(self) -> GroupCounts:
         queue = self.queue
-        return GroupCounts.of(self._counts, queue.num_running, queue.num_complete, self._num_aborted_tokens)
+        return GroupCounts.of(
+            self._counts, queue.num_running, queue.num_complete, self._num_aborted_tokens
+        )
 
     def snapshot(self) -> Snapshot:
-        """JSON to resume from: the state at the last release (or the start), whatever has happened since."""
+        """JSON to resume from: the state at the last release (or the start), whatever has happened
+        since."""
         return self._cut
 
     def _close_at_end(self) -> None:
@@ -323,8 +370,8 @@ class Coordinator:
         return groups
 
     def _issue_next(self, source: int, engine_version: int) -> PromptGroup | None:
-        """The source's next group that is not skipped; None if the data end first. If all rows of an epoch would be
-        skipped, the row after them is taken, so that no source runs empty."""
+        """The source's next group that is not skipped; None if the data end first. If all rows of
+        an epoch would be skipped, the row after them is taken, so that no source runs empty."""
         num_left = self.plan.sources[source].num_rows
         while self.prompt_groups.num_left != 0:
             prompt_group = self.prompt_groups.make(source, engine_version)
@@ -346,11 +393,13 @@ class Coordinator:
         return prompt_group
 
     def _restore(self, groups: list[PromptGroup]) -> None:
-        """Restore complete groups by due step, as many of each domain as fit into the steps up to it; drop the others
-        as stale."""
+        """Restore complete groups by due step, as many of each domain as fit into the steps up to
+        it; drop the others as stale."""
         max_staleness, num_fit = self.plan.max_staleness, Counter[str]()
         for group in sorted(groups, key=lambda group: (group.due(max_staleness), group.group_id)):
-            slots = self.shares.quotas.up_to(self.queue.domain_queues[group.domain].domain, group.due(max_staleness))
+            slots = self.shares.quotas.up_to(
+                self.queue.domain_queues[group.domain].domain, group.due(max_staleness)
+            )
             reason = None
             if not group.complete:
                 reason = LOST if group.row >= self.plan.num_rows else None
@@ -365,11 +414,14 @@ class Coordinator:
             self._counts[group.domain].drop(reason)
 
     def _checked_snapshot(self) -> Snapshot:
-        """Check the counts. Raises CountsError if groups are missing, or the ledger's counts differ."""
+        """Check the counts. Raises CountsError if groups are missing, or the ledger's counts
+        differ."""
         counts = self.checked_counts()
         counts.check()
         if self._ledger and self._ledger.group_counts != counts:
-            raise CountsError(f"the ledger counts {self._ledger.group_counts}, the coordinator {counts}")
+            raise CountsError(
+                f"the ledger counts {self._ledger.group_counts}, the coordinator {counts}"
+            )
         described: dict[str, Any] = {
             "plan": saved_plan(self.plan),
             "restart": self._restart,
@@ -383,7 +435,9 @@ class Coordinator:
             described["aborted_tokens"] = counts.aborted_tokens
         if self.plan.domains:
             lags = self.shares.lags()
-            described["domains"] = {name: {**saved_counts(self._counts[name]), "lag": lags[name]} for name in lags}
+            described["domains"] = {
+                name: {**saved_counts(self._counts[name]), "lag": lags[name]} for name in lags
+            }
         if self.plan.saves.secs or self.plan.validates.secs:
             described["secs"] = {name: each.secs for name, each in self._timetables.items()}
         if self.plan.skips:

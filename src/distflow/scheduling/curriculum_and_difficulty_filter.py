@@ -1,6 +1,8 @@
-"""The curriculum (shares of domains as a function of accuracy) and the difficulty filter (skipped rows).
+"""The curriculum (shares of domains as a function of accuracy) and the difficulty filter (skipped
+rows).
 
-A row is skipped for some epochs if the share of correct responses was too high or too low when it was last used.
+A row is skipped for some epochs if the share of correct responses was too high or too low when it
+was last used.
 """
 
 import inspect
@@ -17,7 +19,8 @@ from distflow.import_target import LoadError, load_function, users_code
 from distflow.user_values import finite_number
 
 PARTS = 10**6
-"""Shares are multiples of 1/PARTS, so that a domain's lag stays a short fraction however often they change."""
+"""Shares are multiples of 1/PARTS, so that a domain's lag stays a short fraction however often they
+change."""
 
 _KEY = "data.curriculum.function"
 
@@ -32,8 +35,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class CurriculumPlan:
-    """function: a name of `CURRICULA`, "module:function" or "file.py:function". every: in steps. smoothing: decay of
-    the moving means."""
+    """function: a name of `CURRICULA`, "module:function" or "file.py:function". every: in steps.
+    smoothing: decay of the moving means."""
 
     function: str
     every: int = 1
@@ -44,10 +47,10 @@ class CurriculumPlan:
 class Progress:
     """The progress of a domain, including dropped groups.
 
-    weight: of the config. share: the current one. accuracy: share of correct responses among those scored since the
-    last call; None if there was none. learnability: mean of p · (1 - p) over its groups, p being a group's share of
-    correct responses. mean_accuracy, mean_learnability: moving means of these; None before the first value. num_judged:
-    scored responses since the run began.
+    weight: of the config. share: the current one. accuracy: share of correct responses among those
+    scored since the last call; None if there was none. learnability: mean of p · (1 - p) over its
+    groups, p being a group's share of correct responses. mean_accuracy, mean_learnability: moving
+    means of these; None before the first value. num_judged: scored responses since the run began.
     """
 
     weight: float
@@ -60,8 +63,8 @@ class Progress:
 
 
 CurriculumFunction = Callable[[Mapping[str, Progress], int, dict[str, Any]], Mapping[str, float]]
-"""(progress by domain, steps done, state) → relative weights by domain. state: empty at the start; the function may
-write JSON values to it, which persist to the next call, even in a resumed run."""
+"""(progress by domain, steps done, state) → relative weights by domain. state: empty at the start;
+the function may write JSON values to it, which persist to the next call, even in a resumed run."""
 
 
 class SavedCurriculum(TypedDict):
@@ -73,7 +76,8 @@ class SavedCurriculum(TypedDict):
 
 @dataclass
 class _Measured:
-    """Exact sums, independent of the order in which groups end. learnability: sum of each group's p · (1 - p)."""
+    """Exact sums, independent of the order in which groups end. learnability: sum of each group's p
+    · (1 - p)."""
 
     num_right: int = 0
     num_judged: int = 0
@@ -91,31 +95,42 @@ class _Measured:
             self.num_groups += 1
             self.learnability += share * (1 - share)
 
-    def progress(self, weight: float, share: Fraction, smoothing: float) -> tuple[Progress, "_Measured"]:
+    def progress(
+        self, weight: float, share: Fraction, smoothing: float
+    ) -> tuple[Progress, "_Measured"]:
         """The progress up to now, and fresh counts for the next call."""
         accuracy = learnability = None
         after = _Measured(0, 0, 0, Fraction(0), self.mean_accuracy, self.mean_learnability)
         if self.num_judged:
-            accuracy, learnability = self.num_right / self.num_judged, float(self.learnability / self.num_groups)
+            accuracy = self.num_right / self.num_judged
+            learnability = float(self.learnability / self.num_groups)
             after.mean_accuracy = _moved(self.mean_accuracy, accuracy, smoothing)
             after.mean_learnability = _moved(self.mean_learnability, learnability, smoothing)
         after.num_judged_before = self.num_judged_before + self.num_judged
         means = (after.mean_accuracy, after.mean_learnability)
-        return Progress(weight, float(share), accuracy, learnability, *means, after.num_judged_before), after
+        return Progress(
+            weight, float(share), accuracy, learnability, *means, after.num_judged_before
+        ), after
 
 
 class Curriculum:
     """Counts scored groups, and calls a function for the shares of the domains."""
 
     def __init__(
-        self, plan: CurriculumPlan, weights: Mapping[str, float], saved: SavedCurriculum | None = None
+        self,
+        plan: CurriculumPlan,
+        weights: Mapping[str, float],
+        saved: SavedCurriculum | None = None,
     ) -> None:
         """weights: of the config, by domain. Raises UserError for an unknown function."""
-        self._plan, self._weights = plan, weights
+        self._plan = plan
+        self._weights = weights
         self._function = load_curriculum(plan.function)
         domains = saved["domains"] if saved else {}
         self._measured = {
-            name: _Measured(**{**domains[name], "learnability": Fraction(domains[name]["learnability"])})
+            name: _Measured(
+                **{**domains[name], "learnability": Fraction(domains[name]["learnability"])}
+            )
             if name in domains
             else _Measured()
             for name in weights
@@ -126,9 +141,12 @@ class Curriculum:
         """Count a scored group of the domain."""
         self._measured[domain].count(group)
 
-    def shares(self, step: int, before: Iterable[Fraction]) -> tuple[list[Fraction], dict[str, Progress]]:
-        """New shares in the domains' order, and the progress. step: steps done. before: the current shares. Raises
-        UserError, and changes nothing, if the function fails or returns no valid weights."""
+    def shares(
+        self, step: int, before: Iterable[Fraction]
+    ) -> tuple[list[Fraction], dict[str, Progress]]:
+        """New shares in the domains' order, and the progress. step: steps done. before: the current
+        shares. Raises UserError, and changes nothing, if the function fails or returns no valid
+        weights."""
         measured = {
             name: self._measured[name].progress(weight, share, self._plan.smoothing)
             for (name, weight), share in zip(self._weights.items(), before, strict=True)
@@ -145,19 +163,29 @@ class Curriculum:
 
     def saved_curriculum(self) -> SavedCurriculum:
         measured = self._measured.items()
-        domains = {name: {**asdict(each), "learnability": str(each.learnability)} for name, each in measured}
+        domains = {
+            name: {**asdict(each), "learnability": str(each.learnability)}
+            for name, each in measured
+        }
         return {"domains": domains, "state": json.loads(self._state)}
 
 
-_GO_ON = "Fix the function and start the same command again: it resumes from the last checkpoint, if there is one"
+_GO_ON = (
+    "Fix the function and start the same command again: it resumes from the last checkpoint, if "
+    "there is one"
+)
 
 
 def load_curriculum(name: str) -> CurriculumFunction:
     """A built-in or user function. Raises UserError."""
     try:
-        function = cast(CurriculumFunction, load_function(CURRICULA[name].target if name in CURRICULA else name))
+        function = cast(
+            CurriculumFunction, load_function(CURRICULA[name].target if name in CURRICULA else name)
+        )
     except LoadError as err:
-        raise UserError(f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or use your own function") from err
+        raise UserError(
+            f"{_KEY}: {err}; there are {', '.join(CURRICULA)}, or use your own function"
+        ) from err
     try:
         inspect.signature(function).bind({}, 0, {})
     except TypeError as err:
@@ -165,13 +193,16 @@ def load_curriculum(name: str) -> CurriculumFunction:
     return function
 
 
-def learnability(progress: Mapping[str, Progress], step: int, state: dict[str, Any]) -> dict[str, float]:
-    """The config's weights times the moving mean of p · (1 - p) over the prompts of a domain, the variance of a correct
-    response: a prompt that all responses get right or wrong has no learning signal (Foster et al. 2025, *Learning to
-    Reason at the Frontier of Learnability*, arXiv:2502.12272; Tzannetos et al. 2023, arXiv:2304.12877).
+def learnability(
+    progress: Mapping[str, Progress], step: int, state: dict[str, Any]
+) -> dict[str, float]:
+    """The config's weights times the moving mean of p · (1 - p) over the prompts of a domain, the
+    variance of a correct response: a prompt that all responses get right or wrong has no learning
+    signal (Foster et al. 2025, *Learning to Reason at the Frontier of Learnability*,
+    arXiv:2502.12272; Tzannetos et al. 2023, arXiv:2304.12877).
 
-    The mean is at least a fifth of its maximum, 1/4, so that each domain continues to be measured. A domain that is not
-    measured yet counts as 1/4."""
+    The mean is at least a fifth of its maximum, 1/4, so that each domain continues to be measured.
+    A domain that is not measured yet counts as 1/4."""
 
     def worth(known: Progress) -> float:
         return 0.25 if known.mean_learnability is None else max(known.mean_learnability, 0.05)
@@ -186,11 +217,16 @@ def _moved(before: float | None, now: float, smoothing: float) -> float:
 def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
     """The returned weights in the order of the names. Raises UserError."""
     if not isinstance(returned, Mapping):
-        raise UserError(f"{who} returned {_shown(returned)}, not a mapping from domains to weights. {_GO_ON}")
+        raise UserError(
+            f"{who} returned {_shown(returned)}, not a mapping from domains to weights. {_GO_ON}"
+        )
     for name in returned:
         if name not in names:
             meant = f", did you mean {near}" if (near := nearest(str(name), names)) else ""
-            raise UserError(f"{who} gave a weight to {name!r}, which is not a domain of the run{meant}. {_GO_ON}")
+            raise UserError(
+                f"{who} gave a weight to {name!r}, which is not a domain of the run{meant}. "
+                f"{_GO_ON}"
+            )
     if missing := [name for name in names if name not in returned]:
         raise UserError(f"{who} gave no weight to '{missing[0]}'; 0 suspends a domain. {_GO_ON}")
     weights = list[Fraction]()
@@ -201,10 +237,14 @@ def _weights(returned: object, names: list[str], who: str) -> list[Fraction]:
             weight = -math.inf
         if weight < 0:
             shown = _shown(returned[name])
-            raise UserError(f"{who} gave '{name}' the weight {shown}, not a finite number ≥ 0. {_GO_ON}")
+            raise UserError(
+                f"{who} gave '{name}' the weight {shown}, not a finite number ≥ 0. {_GO_ON}"
+            )
         weights.append(Fraction(weight))
     if not any(weights):
-        raise UserError(f"{who} gave every domain the weight 0: nothing would be trained on. {_GO_ON}")
+        raise UserError(
+            f"{who} gave every domain the weight 0: nothing would be trained on. {_GO_ON}"
+        )
     return weights
 
 
@@ -225,7 +265,8 @@ def _as_json(state: dict[str, Any], who: str) -> str:
         raise UserError(f"{who} left a state that JSON cannot represent: {err}. {_GO_ON}") from err
     if json.loads(text) != state:
         raise UserError(
-            f"{who} left a state that JSON would change: {_shown(state)}. Use str as keys, and lists, "
+            f"{who} left a state that JSON would change: {_shown(state)}. Use str as keys, and "
+            "lists, "
             f"not tuples. {_GO_ON}"
         )
     return text
@@ -236,7 +277,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-TOO_EASY, TOO_HARD = "too_easy", "too_hard"
+TOO_EASY = "too_easy"
+TOO_HARD = "too_hard"
 """Reasons to drop the group of a skipped row."""
 
 SavedSkips = dict[str, dict[str, int]]
@@ -245,8 +287,8 @@ SavedSkips = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class SkipPlan:
-    """outside: by domain, the range of the share of correct responses within which a row is used. epochs: how many
-    times other rows are skipped before they are used again."""
+    """outside: by domain, the range of the share of correct responses within which a row is used.
+    epochs: how many times other rows are skipped before they are used again."""
 
     outside: Mapping[str, tuple[float, float]]
     epochs: int = 1
@@ -259,7 +301,8 @@ class Skips:
         self._plan = plan
         saved = saved or {}
         self._left = {
-            reason: {int(row): left for row, left in saved.get(reason, {}).items()} for reason in (TOO_EASY, TOO_HARD)
+            reason: {int(row): left for row, left in saved.get(reason, {}).items()}
+            for reason in (TOO_EASY, TOO_HARD)
         }
 
     def record(self, domain: str, row: int, accuracy: Accuracy) -> None:
@@ -284,4 +327,7 @@ class Skips:
         return None
 
     def saved_skips(self) -> SavedSkips:
-        return {reason: {str(row): left[row] for row in sorted(left)} for reason, left in self._left.items()}
+        return {
+            reason: {str(row): left[row] for row in sorted(left)}
+            for reason, left in self._left.items()
+        }

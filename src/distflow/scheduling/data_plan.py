@@ -1,6 +1,7 @@
-"""The data plan: what a run draws from its data, in which sizes, and when it saves, validates and ends; the next group
-to draw; and the order of the data (epoch and row of each group) and the split of a step into mini-batches, which are
-pure functions of the seed, the same on any machine and for any number of ranks."""
+"""The data plan: what a run draws from its data, in which sizes, and when it saves, validates and
+ends; the next group to draw; and the order of the data (epoch and row of each group) and the split
+of a step into mini-batches, which are pure functions of the seed, the same on any machine and for
+any number of ranks."""
 
 import hashlib
 import time
@@ -17,41 +18,61 @@ from numpy.typing import NDArray
 from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
-EPOCHS, MINI_BATCHES = 0, 1
-"""Streams of `keyed_permutation`, one per purpose, so that equal seeds and counts never give equal orders."""
+EPOCHS = 0
+MINI_BATCHES = 1
+"""Streams of `keyed_permutation`, one per purpose, so that equal seeds and counts never give equal
+orders."""
 
 _WORD = (1 << 64) - 1
-UNKNOWN_ROWS, WINDOW = 1 << 40, 1024
-"""The assumed number of rows of a source that is only read forward, and the window in which its rows are shuffled."""
+UNKNOWN_ROWS = 1 << 40
+WINDOW = 1024
+"""The assumed number of rows of a source that is only read forward, and the window in which its
+rows are shuffled."""
 
 
 def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
     """A permutation of `range(num_items)` drawn by counter: it depends only on the arguments.
 
-    It sorts raw 64-bit Philox words (Salmon et al. 2011). Unlike `Generator.permutation`, numpy guarantees those on
-    every platform and in every version. At most two `words` distinguish draws of one stream. `(num_items,)` int64.
+    It sorts raw 64-bit Philox words (Salmon et al. 2011). Unlike `Generator.permutation`, numpy
+    guarantees those on every platform and in every version. At most two `words` distinguish draws
+    of one stream. `(num_items,)` int64.
     """
-    assert num_items >= 0 and len(words) <= 2, "the counter has room for two words besides the drawing one"
+    assert num_items >= 0 and len(words) <= 2, (
+        "the counter has room for two words besides the drawing one"
+    )
     key = np.array([seed & _WORD, stream], dtype=np.uint64)
     counter = np.array([0, 0, *words, *(0,) * (2 - len(words))], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key, counter=counter).random_raw(num_items), kind="stable")
+    return np.argsort(
+        np.random.Philox(key=key, counter=counter).random_raw(num_items), kind="stable"
+    )
 
 
 @lru_cache(maxsize=16)
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = "") -> NDArray[np.int64]:
-    """The rows of one pass over the data, or over a domain's, in the order of the groups: `(num_rows,)` int64,
-    read-only."""
+def epoch_order(
+    num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = ""
+) -> NDArray[np.int64]:
+    """The rows of one pass over the data, or over a domain's, in the order of the groups:
+    `(num_rows,)` int64, read-only."""
     words = [epoch]
     if domain:  # 8 bytes of BLAKE2b, independent of the other domains
-        words.append(int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little"))
-    rows = keyed_permutation(num_rows, seed, EPOCHS, *words) if shuffle else np.arange(num_rows, dtype=np.int64)
+        words.append(
+            int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
+        )
+    rows = (
+        keyed_permutation(num_rows, seed, EPOCHS, *words)
+        if shuffle
+        else np.arange(num_rows, dtype=np.int64)
+    )
     rows.flags.writeable = False
     return rows
 
 
-def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:
-    """Epoch and row of group `number`, for a data set of `num_rows` rows. For a domain, number and row are counted
-    within it. A source of unknown length is one endless pass, shuffled window by window."""
+def place(
+    number: int, num_rows: int, seed: int, shuffle: bool, domain: str = ""
+) -> tuple[int, int]:
+    """Epoch and row of group `number`, for a data set of `num_rows` rows. For a domain, number and
+    row are counted within it. A source of unknown length is one endless pass, shuffled window by
+    window."""
     assert number >= 0 and num_rows > 0
     if num_rows == UNKNOWN_ROWS:
         window, row = place(number, WINDOW, seed, shuffle, domain)
@@ -61,12 +82,14 @@ def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = ""
 
 
 def total_steps(num_epochs: int, num_rows: int, consumer_batch: int) -> int:
-    """The number of steps of a run that drops nothing: steps cross epoch boundaries, and the last one may be short."""
+    """The number of steps of a run that drops nothing: steps cross epoch boundaries, and the last
+    one may be short."""
     return -(-num_epochs * num_rows // consumer_batch)
 
 
 def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int]]:
-    """The items of each group together, ordered by their first ones. groups: of all items; None if each is alone."""
+    """The items of each group together, ordered by their first ones. groups: of all items; None if
+    each is alone."""
     members: dict[int, list[int]] = {}
     for item in items:
         members.setdefault(item if groups is None else int(groups[item]), []).append(item)
@@ -74,14 +97,20 @@ def grouped(items: Iterable[int], groups: Sequence[int] | None) -> list[list[int
 
 
 def minibatches(
-    num_samples: int, groups: Sequence[int] | None, mini_batch_prompts: int, seed: int, step: int, epoch: int
+    num_samples: int,
+    groups: Sequence[int] | None,
+    mini_batch_prompts: int,
+    seed: int,
+    step: int,
+    epoch: int,
 ) -> list[list[int]]:
-    """Sample indices of each mini-batch of `mini_batch_prompts` prompt groups; the last may be short.
+    """Sample indices of each mini-batch of `mini_batch_prompts` prompt groups; the last may be
+    short.
 
-    groups: the group of each sample, with samples in the order of their groups, which must not depend on the worker
-    that produced them; None if each sample is its own group. epoch: the pass of the update over this step's samples,
-    from 0. The order of the groups is drawn from (seed, step, epoch); groups stay whole, and indices ascend within a
-    mini-batch.
+    groups: the group of each sample, with samples in the order of their groups, which must not
+    depend on the worker that produced them; None if each sample is its own group. epoch: the pass
+    of the update over this step's samples, from 0. The order of the groups is drawn from (seed,
+    step, epoch); groups stay whole, and indices ascend within a mini-batch.
     """
     if mini_batch_prompts < 1:
         raise ValueError(f"mini_batch_prompts must be at least 1, not {mini_batch_prompts}")
@@ -89,15 +118,19 @@ def minibatches(
     in_group_order = grouped(range(num_samples), groups)
     order = keyed_permutation(len(in_group_order), seed, MINI_BATCHES, step, epoch)
     return [
-        sorted(sample for group in order[start : start + mini_batch_prompts] for sample in in_group_order[group])
+        sorted(
+            sample
+            for group in order[start : start + mini_batch_prompts]
+            for sample in in_group_order[group]
+        )
         for start in range(0, len(order), mini_batch_prompts)
     ]
 
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """A domain to draw from. weight: relative to the others', above 0, read as an exact decimal. group_size: samples
-    per prompt, None for the run's."""
+    """A domain to draw from. weight: relative to the others', above 0, read as an exact decimal.
+    group_size: samples per prompt, None for the run's."""
 
     name: str
     num_rows: int
@@ -107,7 +140,8 @@ class DomainPlan:
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often something is due: in steps, epochs or seconds, whichever comes first. 0 or less and None mean never."""
+    """How often something is due: in steps, epochs or seconds, whichever comes first. 0 or less and
+    None mean never."""
 
     steps: int = 0
     epochs: int | None = None
@@ -118,23 +152,30 @@ class Frequency:
 
 
 class Timetable:
-    """Determines after each step whether something is due. A resumed run continues the checkpoint's count; the time
-    between two starts does not count."""
+    """Determines after each step whether something is due. A resumed run continues the checkpoint's
+    count; the time between two starts does not count."""
 
-    def __init__(self, frequency: Frequency, num_rows: int, num_passed: int = 0, secs: float = 0.0) -> None:
+    def __init__(
+        self, frequency: Frequency, num_rows: int, num_passed: int = 0, secs: float = 0.0
+    ) -> None:
         """num_rows: groups of an epoch. num_passed: as in `is_due`. secs: since it was last due."""
-        self._frequency, self._num_rows, self._num_passed = frequency, num_rows, num_passed
+        self._frequency = frequency
+        self._num_rows = num_rows
+        self._num_passed = num_passed
         self._last = time.monotonic() - secs
 
     @property
     def secs(self) -> float:
-        """Seconds since it was last due, or since the start of the run; 0 if seconds do not count."""
+        """Seconds since it was last due, or since the start of the run; 0 if seconds do not
+        count."""
         return time.monotonic() - self._last if self._frequency.secs is not None else 0.0
 
     def is_due(self, step: int, num_passed: int, is_last: bool = False) -> bool:
-        """Call once after each step. num_passed: groups consumed or dropped so far. is_last: no step is left, so it is
-        due unless the frequency is never."""
-        frequency, before, self._num_passed = self._frequency, self._num_passed, num_passed
+        """Call once after each step. num_passed: groups consumed or dropped so far. is_last: no
+        step is left, so it is due unless the frequency is never."""
+        frequency = self._frequency
+        before = self._num_passed
+        self._num_passed = num_passed
         size = self._num_rows * (frequency.epochs or 0)
         by_steps = frequency.steps > 0 and step % frequency.steps == 0
         by_epochs = size > 0 and num_passed // size > before // size
@@ -146,18 +187,20 @@ class Timetable:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`, whichever comes first.
-    Without `total_groups` the data are repeated as often as the steps need.
+    """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`,
+    whichever comes first. Without `total_groups` the data are repeated as often as the steps need.
 
-    group_size: samples per prompt. consumer_batch: prompt groups per step. max_staleness: largest age of a token's
-    weights in steps when it is trained on. max_concurrent: groups that may run at once, None for as many as staleness
-    allows. max_num_gen_batches: generation budget of a step, in batches. oversampling: extra groups that run, as a
-    fraction of those that the step lacks. max_held_bytes: of groups that wait for their step or are trained on, None
-    for no bound. domains: in the order of their rows, empty for one source; each repeats separately, so that with them
-    `total_groups` is None. curriculum: how their shares change, None if they stay. skips: which rows are skipped, None
-    for none. saves, validates: when the run saves a checkpoint, and when it validates, besides at its end. stop_when:
-    the metric's condition that ends it earlier. loads_rows: groups are only loaded, so that those that start or
-    complete together have one record in the ledger.
+    group_size: samples per prompt. consumer_batch: prompt groups per step. max_staleness: largest
+    age of a token's weights in steps when it is trained on. max_concurrent: groups that may run at
+    once, None for as many as staleness allows. max_num_gen_batches: generation budget of a step, in
+    batches. oversampling: extra groups that run, as a fraction of those that the step lacks.
+    max_held_bytes: of groups that wait for their step or are trained on, None for no bound.
+    domains: in the order of their rows, empty for one source; each repeats separately, so that with
+    them `total_groups` is None. curriculum: how their shares change, None if they stay. skips:
+    which rows are skipped, None for none. saves, validates: when the run saves a checkpoint, and
+    when it validates, besides at its end. stop_when: the metric's condition that ends it earlier.
+    loads_rows: groups are only loaded, so that those that start or complete together have one
+    record in the ledger.
     """
 
     num_rows: int
@@ -183,7 +226,10 @@ class DataPlan:
 
     def __post_init__(self) -> None:
         if self.domains:
-            assert self.total_groups is None and sum(domain.num_rows for domain in self.domains) == self.num_rows
+            assert (
+                self.total_groups is None
+                and sum(domain.num_rows for domain in self.domains) == self.num_rows
+            )
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
         assert self.oversampling >= 0
@@ -203,18 +249,22 @@ class DataPlan:
 class NextGroups:
     """Makes the next group, from an offered row, else from the data set.
 
-    num_offered: groups of offered rows so far. offered: rows that wait for rollout capacity. data_open: whether the
-    data set still has groups."""
+    num_offered: groups of offered rows so far. offered: rows that wait for rollout capacity.
+    data_open: whether the data set still has groups."""
 
-    def __init__(self, plan: DataPlan, counts: defaultdict[str, DomainCounts], num_offered: int) -> None:
+    def __init__(
+        self, plan: DataPlan, counts: defaultdict[str, DomainCounts], num_offered: int
+    ) -> None:
         """counts: of the run, by domain; the caller counts each group before making the next."""
-        self._plan, self._counts = plan, counts
+        self._plan = plan
+        self._counts = counts
         self.num_offered = num_offered
         self.offered = deque[int]()
         self.data_open = True
 
     def offer(self) -> int:
-        """A number for a row that is not in the data set. Not allowed in a run with domains, which have all slots."""
+        """A number for a row that is not in the data set. Not allowed in a run with domains, which
+        have all slots."""
         assert not self._plan.domains
         row = self._plan.num_rows + self.num_offered + len(self.offered)
         self.offered.append(row)
@@ -236,7 +286,8 @@ class NextGroups:
 
     def make(self, source: int, engine_version: int) -> PromptGroup:
         """The next new group of the source, with this version."""
-        plan, number = self._plan, self._num_issued
+        plan = self._plan
+        number = self._num_issued
         if self.offered:
             self.num_offered += 1
             return PromptGroup(number, 0, self.offered.popleft(), plan.group_size, engine_version)
@@ -247,17 +298,25 @@ class NextGroups:
         position = self._counts[domain.name].issued
         epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
         row += sum(other.num_rows for other in plan.domains[:source])
-        size, stream = domain.group_size or plan.group_size, f"{TRAIN}/{domain.name}"
-        return PromptGroup(number, epoch, row, size, engine_version, stream=stream, position=position)
+        size = domain.group_size or plan.group_size
+        stream = f"{TRAIN}/{domain.name}"
+        return PromptGroup(
+            number, epoch, row, size, engine_version, stream=stream, position=position
+        )
 
     def next(self, count: int, engine_version: int) -> list[PromptGroup]:
-        """The groups that `make` will return next, at most `count`, without domains and offered rows."""
+        """The groups that `make` will return next, at most `count`, without domains and offered
+        rows."""
         assert not (self._plan.domains or self.offered)
-        plan, first = self._plan, self._num_drawn
+        plan = self._plan
+        first = self._num_drawn
         count = count if self.num_left is None else min(count, self.num_left)
         places = (place(first + i, plan.num_rows, plan.seed, plan.shuffle) for i in range(count))
         number = self._num_issued
-        return [PromptGroup(number + i, *at, plan.group_size, engine_version) for i, at in enumerate(places)]
+        return [
+            PromptGroup(number + i, *at, plan.group_size, engine_version)
+            for i, at in enumerate(places)
+        ]
 
     @property
     def _num_issued(self) -> int:

@@ -1,4 +1,5 @@
-"""A domain queue, a part of the sample queue: the groups of one domain, by the last step that may train on them."""
+"""A domain queue, a part of the sample queue: the groups of one domain, by the last step that may
+train on them."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -25,10 +26,12 @@ class _Due:
 
 
 class DomainQueue:
-    """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves are possible.
+    """The groups of one domain in the queue. A pure state machine; `SampleQueue` checks that moves
+    are possible.
 
-    domain: its number in `quotas`. num_live: running, complete or waiting to be issued again. formed: groups that the
-    next step has taken. num_unfilled: slots of that step that stay empty, once it is formed.
+    domain: its number in `quotas`. num_live: running, complete or waiting to be issued again.
+    formed: groups that the next step has taken. num_unfilled: slots of that step that stay empty,
+    once it is formed.
     """
 
     def __init__(
@@ -39,8 +42,12 @@ class DomainQueue:
         max_staleness: int,
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """groups: of all domain queues, by id; each replaces its own records. oversampling: see `DataPlan`."""
-        self._groups, self._quotas, self.domain, self._max_staleness = groups, quotas, domain, max_staleness
+        """groups: of all domain queues, by id; each replaces its own records. oversampling: see
+        `DataPlan`."""
+        self._groups = groups
+        self._quotas = quotas
+        self.domain = domain
+        self._max_staleness = max_staleness
         self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
         self.num_live = self.num_complete = self.num_unfilled = 0
@@ -69,13 +76,19 @@ class DomainQueue:
 
     @property
     def num_extra(self) -> int:
-        """Extra groups that may run beyond the slots of the next step: a fraction of the missing ones, so that a few
-        missing groups do not start a whole batch."""
+        """Extra groups that may run beyond the slots of the next step: a fraction of the missing
+        ones, so that a few missing groups do not start a whole batch."""
         return ceil(self._oversampling * max(0, self.num_lacking)) if self._oversampling else 0
 
     def room(self, step: int) -> int:
-        """Slots up to that step without a group in the queue, plus extra groups; negative if there are too many."""
-        return self._quotas.up_to(self.domain, step) + self.num_extra - self.num_unfilled - self.num_live
+        """Slots up to that step without a group in the queue, plus extra groups; negative if there
+        are too many."""
+        return (
+            self._quotas.up_to(self.domain, step)
+            + self.num_extra
+            - self.num_unfilled
+            - self.num_live
+        )
 
     def add(self, number: int) -> None:
         """Add a group in any state."""
@@ -101,7 +114,12 @@ class DomainQueue:
 
     def reissue(self, number: int, version: int) -> None:
         self.waiting.remove(number)
-        self._change(number, state=GroupState.GENERATING, version=version, attempt=self._groups[number].attempt + 1)
+        self._change(
+            number,
+            state=GroupState.GENERATING,
+            version=version,
+            attempt=self._groups[number].attempt + 1,
+        )
         self._enter(number)
 
     def complete(self, number: int, num_tokens: int, version: int | None) -> None:
@@ -112,7 +130,8 @@ class DomainQueue:
         self._enter(number)
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> None:
-        """`complete` for running groups with the versions of their issues. num_tokens: of each, by its id."""
+        """`complete` for running groups with the versions of their issues. num_tokens: of each, by
+        its id."""
         for number, tokens in num_tokens.items():
             group = self._groups[number]
             members = self._due[group.due(self._max_staleness)]
@@ -146,8 +165,11 @@ class DomainQueue:
         """Forget the groups of a consumed step."""
         self.num_live -= len(self.formed)
         self.num_complete -= len(self.formed)
-        self.formed, self.num_unfilled = (), 0
-        self._due = {due: members for due, members in self._due.items() if due > step or members.num_live}
+        self.formed = ()
+        self.num_unfilled = 0
+        self._due = {
+            due: members for due, members in self._due.items() if due > step or members.num_live
+        }
 
     def num_owed(self) -> int:
         """Groups that the next step must still take so that none of the rest becomes too stale."""
@@ -158,8 +180,9 @@ class DomainQueue:
         return owed
 
     def first(self, step: int, wanted: int) -> list[int] | None:
-        """The first complete groups by due step, then by id; None if it must wait for running ones, because more groups
-        due by some step would remain than the steps up to it and further parts of this one can take."""
+        """The first complete groups by due step, then by id; None if it must wait for running ones,
+        because more groups due by some step would remain than the steps up to it and further parts
+        of this one can take."""
         num_later = max(0, self.num_wanted - wanted)
         chosen: list[int] = []
         num_left = num_running = 0
@@ -174,7 +197,8 @@ class DomainQueue:
                 if num_running:
                     return None
                 raise CountsError(
-                    f"step {step + 1} would leave {num_left} groups that are due by step {due + 1}, more than the "
+                    f"step {step + 1} would leave {num_left} groups that are due by step "
+                    f"{due + 1}, more than the "
                     "steps up to that one use; the first group that it would consume is "
                     f"{min(chosen or members.complete)}"
                 )
@@ -182,10 +206,13 @@ class DomainQueue:
         return self._check(step, chosen)
 
     def surplus(self, wanted: int) -> list[int]:
-        """The groups to end so that `first` need not wait for running ones: the latest running ones, then the latest
-        complete ones. Empty if the step waits for one that was aborted too often. The step must lack no group."""
-        num_later, num_taken = max(0, self.num_wanted - wanted), 0
-        left, ended = list[int](), list[int]()
+        """The groups to end so that `first` need not wait for running ones: the latest running
+        ones, then the latest complete ones. Empty if the step waits for one that was aborted too
+        often. The step must lack no group."""
+        num_later = max(0, self.num_wanted - wanted)
+        num_taken = 0
+        left = list[int]()
+        ended = list[int]()
         for due in sorted(self._due):
             complete = sorted(self._due[due].complete)
             taken = min(len(complete), wanted - num_taken)
@@ -195,7 +222,9 @@ class DomainQueue:
                 continue
             left.sort(key=lambda number: (self._groups[number].complete, -number))
             running = [number for number in left if not self._groups[number].complete]
-            must_stay = {number for number in running if self._groups[number].num_aborts >= MAX_ABORTS}
+            must_stay = {
+                number for number in running if self._groups[number].num_aborts >= MAX_ABORTS
+            }
             over = [number for number in left if number not in must_stay][:num_over]
             if must_stay and not {*over} <= {*running} or len(over) < num_over:
                 return []
@@ -219,7 +248,8 @@ class DomainQueue:
             assert version is not None, "it is complete"
             if not 0 <= step - version <= self._max_staleness:
                 raise CountsError(
-                    f"group {number} holds tokens of version {version}, which step {step + 1} may not train on: "
+                    f"group {number} holds tokens of version {version}, which step {step + 1} may "
+                    "not train on: "
                     f"max_staleness is {self._max_staleness}"
                 )
         return list(numbers)

@@ -1,4 +1,5 @@
-"""The shares of domains: assigns each slot of a step to a domain, exactly over time, with changes by a curriculum."""
+"""The shares of domains: assigns each slot of a step to a domain, exactly over time, with changes
+by a curriculum."""
 
 import math
 import sys
@@ -18,18 +19,20 @@ Shares = Sequence[Fraction]
 
 
 class Quotas:
-    """The slots of the steps from the next one on, `consumer_batch` per step, numbered from that step's first slot.
+    """The slots of the steps from the next one on, `consumer_batch` per step, numbered from that
+    step's first slot.
 
-    After every slot each domain has had its share of all slots, to within one slot. Slots are assigned by deadline
-    (earliest first, then in the domains' order) among the domains that are not ahead of their share: the windows of
-    proportionate fairness (Baruah et al. 1996), which are always met this way. A domain's lag behind its share is the
-    only state needed to continue.
+    After every slot each domain has had its share of all slots, to within one slot. Slots are
+    assigned by deadline (earliest first, then in the domains' order) among the domains that are not
+    ahead of their share: the windows of proportionate fairness (Baruah et al. 1996), which are
+    always met this way. A domain's lag behind its share is the only state needed to continue.
 
-    If shares change between steps, a domain is due the sum of its shares over all slots. No rule that does not know
-    future changes can keep every domain within one slot of that; if a domain lags by a slot or more, the domain that
-    lags most gets the slot. So none is ever ahead by a slot, nor behind by more than
-    1 + 1/2 + ... + 1/n slots with n domains (Adler et al. 2003, *A Proportionate Fair Scheduling Rule with Good
-    Worst-case Performance*).
+    If shares change between steps, a domain is due the sum of its shares over all slots. No rule
+    that does not know future changes can keep every domain within one slot of that; if a domain
+    lags by a slot or more, the domain that lags most gets the slot. So none is ever ahead by a
+    slot, nor behind by more than
+    1 + 1/2 + ... + 1/n slots with n domains (Adler et al. 2003, *A Proportionate Fair Scheduling
+    Rule with Good Worst-case Performance*).
 
     A single domain has all slots.
     """
@@ -41,17 +44,20 @@ class Quotas:
         weights: Sequence[Fraction] = (Fraction(1),),
         lags: Sequence[Fraction] | None = None,
     ) -> None:
-        """weights: relative, at least one above 0. lags: the slots by which each domain is behind its share at the next
-        step."""
+        """weights: relative, at least one above 0. lags: the slots by which each domain is behind
+        its share at the next step."""
         assert consumer_batch > 0 and all(weight >= 0 for weight in weights)
         shares = [weight / sum(weights) for weight in weights]
         lags = lags or [Fraction(0)] * len(shares)
         self._whole = lcm(*(each.denominator for each in (*shares, *lags)))  # units of one slot
         self._shares = [int(share * self._whole) for share in shares]
         self._lag = [int(lag * self._whole) for lag in lags]  # lags after the last computed step
-        self._batch, self.next_step, self._num_made = consumer_batch, next_step, next_step
+        self._batch = consumer_batch
+        self.next_step = next_step
+        self._num_made = next_step
         self._lags = deque[list[int]]()  # lags before each computed step
-        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])  # the first entry is in effect
+        # the first entry is in effect
+        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])
         self._places: list[list[int]] = [[] for _ in shares]
         self._num_consumed = [0] * len(shares)
 
@@ -65,13 +71,17 @@ class Quotas:
     def changes(self) -> list[tuple[int, Shares]]:
         """(first step, shares) of the next step and of all later changes."""
         past = [shares for step, shares in self._changes if step <= self.next_step]
-        return [(self.next_step, past[-1]), *(change for change in self._changes if change[0] > self.next_step)]
+        return [
+            (self.next_step, past[-1]),
+            *(change for change in self._changes if change[0] > self.next_step),
+        ]
 
     def change(self, step: int, shares: Shares) -> None:
         """Set the shares from a step on that is not formed yet; later changes are discarded."""
         assert step >= self.next_step and sum(shares) == 1 and min(shares) >= 0
         if step < self._num_made:  # steps were computed ahead to see which domain comes first
-            self._lag, self._num_made = self._lags[step - self.next_step], step
+            self._lag = self._lags[step - self.next_step]
+            self._num_made = step
             while len(self._lags) > step - self.next_step:
                 self._lags.pop()
             for places in self._places:
@@ -92,8 +102,8 @@ class Quotas:
         return self._num_consumed[domain] + self.up_to(domain, step)
 
     def place(self, domain: int, number: int) -> int:
-        """Position of the domain's slot of that number, counted from 0 at the next step; after all others if it may
-        never have that many."""
+        """Position of the domain's slot of that number, counted from 0 at the next step; after all
+        others if it may never have that many."""
         last, shares = self._changes[-1]
         if shares[domain] == 0:
             num_places = self.up_to(domain, max(last, self.next_step))
@@ -123,7 +133,8 @@ class Quotas:
             self._num_made += 1
 
     def _set_shares(self, step: int) -> None:
-        """Set the shares of a step in units of a slot; the unit shrinks if they are finer than before."""
+        """Set the shares of a step in units of a slot; the unit shrinks if they are finer than
+        before."""
         shares = [shares for first, shares in self._changes if first <= step][-1]
         finer = lcm(self._whole, *(share.denominator for share in shares)) // self._whole
         if finer > 1:
@@ -138,20 +149,23 @@ class Quotas:
         domains = range(len(self._lag))
         chosen = max(domains, key=self._lag.__getitem__)
         if self._lag[chosen] < self._whole:  # no domain is overdue
-            chosen = min((domain for domain in domains if self._lag[domain] > 0), key=self._deadline)
+            chosen = min(
+                (domain for domain in domains if self._lag[domain] > 0), key=self._deadline
+            )
         self._lag[chosen] -= self._whole
         return chosen
 
     def _deadline(self, domain: int) -> tuple[float, int]:
-        """Slots until the domain is due. A domain without a share never is, and is ordered by its lag."""
+        """Slots until the domain is due. A domain without a share never is, and is ordered by its
+        lag."""
         if self._shares[domain] == 0:
             return math.inf, -self._lag[domain]
         return -((self._lag[domain] - self._whole) // self._shares[domain]), 0
 
 
 class DomainShares:
-    """quotas: which domain each slot belongs to. figures: share and accuracy of each domain at the last release; empty
-    if shares stay. A run without domains has one source, with all slots."""
+    """quotas: which domain each slot belongs to. figures: share and accuracy of each domain at the
+    last release; empty if shares stay. A run without domains has one source, with all slots."""
 
     def __init__(self, plan: DataPlan, start: Snapshot) -> None:
         self._plan = plan
@@ -177,8 +191,8 @@ class DomainShares:
             self._curriculum.count(domain, accuracy)
 
     def change(self, step: int) -> SavedShares | None:
-        """Called before the step is consumed: new shares for the first step for which no group can have been issued
-        yet; None if not due. Raises UserError if the curriculum fails."""
+        """Called before the step is consumed: new shares for the first step for which no group can
+        have been issued yet; None if not due. Raises UserError if the curriculum fails."""
         if not self._curriculum:
             return None
         changes = self.quotas.changes
@@ -203,13 +217,19 @@ class DomainShares:
         """The shares of the next step, and those of each later step at which they change."""
         names = [source.name for source in self._plan.sources]
         return [
-            {"step": step + 1, "shares": {name: str(share) for name, share in zip(names, shares, strict=True)}}
+            {
+                "step": step + 1,
+                "shares": {name: str(share) for name, share in zip(names, shares, strict=True)},
+            }
             for step, shares in self.quotas.changes
         ]
 
     def lags(self) -> dict[str, str]:
         """Lag of each domain, as in a snapshot."""
-        return {domain.name: str(lag) for domain, lag in zip(self._plan.domains, self.quotas.lags, strict=True)}
+        return {
+            domain.name: str(lag)
+            for domain, lag in zip(self._plan.domains, self.quotas.lags, strict=True)
+        }
 
     def shown(self) -> dict[str, dict[str, str]]:
         """Share and lag of each domain, as in a record."""

@@ -1,4 +1,5 @@
-"""Prompt groups and their states, weight versions, and counts: every issued group is in one state."""
+"""Prompt groups and their states, weight versions, and counts: every issued group is in one
+state."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
@@ -8,20 +9,23 @@ from typing import Any
 
 TRAIN = "train"
 MAX_ABORTS = 3
-"""How often a group may be aborted before a place in the step is reserved for it, for which the step waits."""
+"""How often a group may be aborted before a place in the step is reserved for it, for which the
+step waits."""
 
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """The weights after a step, ordered lexicographically: each resume raises the restart number."""
+    """The weights after a step, ordered lexicographically: each resume raises the restart
+    number."""
 
     restart: int
     step: int
 
 
 class GroupState(StrEnum):
-    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker, until it is scored
-    and filtered. queued: complete. training: taken by the step that trains now. The others have left the queue.
+    """waiting: to be issued again, after it was lost or aborted. generating: with a rollout worker,
+    until it is scored and filtered. queued: complete. training: taken by the step that trains now.
+    The others have left the queue.
 
     In the ledger a training group is queued until the step is consumed."""
 
@@ -37,17 +41,18 @@ class GroupState(StrEnum):
 class PromptGroup:
     """One prompt group, numbered globally, independent of the number of workers.
 
-    The first fields identify it: two records of one issue are equal. The others are the scheduler's knowledge of it,
-    from its issue to the step that trains on it; the scheduler replaces the record when one changes, and a rollout
-    worker has the record from the issue.
+    The first fields identify it: two records of one issue are equal. The others are the scheduler's
+    knowledge of it, from its issue to the step that trains on it; the scheduler replaces the record
+    when one changes, and a rollout worker has the record from the issue.
 
-    group_id: position in the run's data order, from 0. epoch, row: the row of the data set, and the pass over it.
-    group_size: samples of the prompt. version: of the engine's weights when the group was issued. attempt: raised each
-    time that the group restarts, after a crash or an abort. stream: "train", "train/<domain>", or "val/<set>".
-    position: in the order of its domain, from 0; always 0 in a run without domains. num_tokens: of all its samples,
-    prompts included; 0 until it is complete. failures, num_aborts: how often it was lost during the run, and aborted.
-    counts: whether its worker may complete one more group of its domain for it, with oversampling. lowest_version: of
-    its tokens, None until it is complete.
+    group_id: position in the run's data order, from 0. epoch, row: the row of the data set, and the
+    pass over it. group_size: samples of the prompt. version: of the engine's weights when the group
+    was issued. attempt: raised each time that the group restarts, after a crash or an abort.
+    stream: "train", "train/<domain>", or "val/<set>". position: in the order of its domain, from 0;
+    always 0 in a run without domains. num_tokens: of all its samples, prompts included; 0 until it
+    is complete. failures, num_aborts: how often it was lost during the run, and aborted. counts:
+    whether its worker may complete one more group of its domain for it, with oversampling.
+    lowest_version: of its tokens, None until it is complete.
     """
 
     group_id: int
@@ -71,7 +76,8 @@ class PromptGroup:
         return self.stream.partition("/")[2]
 
     def changed(self, **changes: Any) -> "PromptGroup":
-        """A changed record. `dataclasses.replace`, run three times per group, would take several times as long."""
+        """A changed record. `dataclasses.replace`, run three times per group, would take several
+        times as long."""
         record = object.__new__(PromptGroup)
         record.__dict__.update(self.__dict__, **changes)
         return record
@@ -82,9 +88,11 @@ class PromptGroup:
         return self.state in (GroupState.QUEUED, GroupState.TRAINING)
 
     def due(self, max_staleness: int) -> int:
-        """The last step that may train on it. Tokens from weights older than the group's are a fault, and make it due
-        earlier."""
-        lowest = self.version if self.lowest_version is None else min(self.version, self.lowest_version)
+        """The last step that may train on it. Tokens from weights older than the group's are a
+        fault, and make it due earlier."""
+        lowest = (
+            self.version if self.lowest_version is None else min(self.version, self.lowest_version)
+        )
         return max_staleness + lowest
 
     def issued_fields(self) -> dict[str, Any]:
@@ -102,8 +110,8 @@ class PromptGroup:
 
 
 class Places:
-    """The slots in a step for a worker's groups of one generation batch, by domain. Groups that were aborted too often
-    have a reserved slot."""
+    """The slots in a step for a worker's groups of one generation batch, by domain. Groups that
+    were aborted too often have a reserved slot."""
 
     def __init__(self, groups: Collection[PromptGroup]) -> None:
         self._reserved = {group for group in groups if group.num_aborts >= MAX_ABORTS}
@@ -115,7 +123,11 @@ class Places:
 
     def has_place(self, group: PromptGroup) -> bool:
         """Whether the group may be completed, beside the slots reserved for others."""
-        others = 0 if group in self._reserved else sum(each.domain == group.domain for each in self._reserved)
+        others = (
+            0
+            if group in self._reserved
+            else sum(each.domain == group.domain for each in self._reserved)
+        )
         return self._free[group.domain] > others
 
     def end(self, group: PromptGroup, complete: bool) -> None:
@@ -125,12 +137,14 @@ class Places:
 
 
 class CountsError(RuntimeError):
-    """A group was lost, duplicated, or moved in an impossible way: a bug. The message names the group."""
+    """A group was lost, duplicated, or moved in an impossible way: a bug. The message names the
+    group."""
 
 
 @dataclass
 class DomainCounts:
-    """Counts of one domain: issued, consumed, and dropped (by reason) groups. aborted: as in `GroupCounts`."""
+    """Counts of one domain: issued, consumed, and dropped (by reason) groups. aborted: as in
+    `GroupCounts`."""
 
     issued: int = 0
     consumed: int = 0
@@ -142,12 +156,15 @@ class DomainCounts:
 
 
 def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]:
-    """The counts in a snapshot, or in the ledger's record `inherited`. A run without domains has one, named ""."""
+    """The counts in a snapshot, or in the ledger's record `inherited`. A run without domains has
+    one, named ""."""
     domains = saved.get("domains") or {"": saved}
     return defaultdict(
         DomainCounts,
         {
-            name: DomainCounts(each["issued"], each["consumed"], dict(each["dropped"]), each.get("aborted", 0))
+            name: DomainCounts(
+                each["issued"], each["consumed"], dict(each["dropped"]), each.get("aborted", 0)
+            )
             for name, each in domains.items()
         },
     )
@@ -155,10 +172,10 @@ def counts_by_domain(saved: Mapping[str, Any]) -> defaultdict[str, DomainCounts]
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """Numbers of groups by state. running: waiting or generating. complete: queued or training. consumed: trained.
-    dropped: counts by reason. aborted: how often a group was aborted because its step was full, so that it waits to be
-    issued again; aborted_tokens: generated for these. domains: counts of each with an issued group; empty without
-    domains."""
+    """Numbers of groups by state. running: waiting or generating. complete: queued or training.
+    consumed: trained. dropped: counts by reason. aborted: how often a group was aborted because its
+    step was full, so that it waits to be issued again; aborted_tokens: generated for these.
+    domains: counts of each with an issued group; empty without domains."""
 
     issued: int = 0
     running: int = 0
@@ -170,7 +187,9 @@ class GroupCounts:
     domains: Mapping[str, DomainCounts] = field(default_factory=dict)
 
     @staticmethod
-    def of(domains: Mapping[str, DomainCounts], running: int, complete: int, aborted_tokens: int) -> "GroupCounts":
+    def of(
+        domains: Mapping[str, DomainCounts], running: int, complete: int, aborted_tokens: int
+    ) -> "GroupCounts":
         """The sums of the domains' counts, with a copy of these."""
         dropped = Counter[str]()
         for counts in domains.values():
@@ -183,7 +202,11 @@ class GroupCounts:
             dict(dropped),
             sum(counts.aborted for counts in domains.values()),
             aborted_tokens,
-            {n: replace(counts, dropped={**counts.dropped}) for n, counts in domains.items() if n and counts.issued},
+            {
+                n: replace(counts, dropped={**counts.dropped})
+                for n, counts in domains.items()
+                if n and counts.issued
+            },
         )
 
     def check(self) -> None:
@@ -191,6 +214,8 @@ class GroupCounts:
         known = self.running + self.complete + self.consumed + sum(self.dropped.values())
         if self.issued != known:
             raise CountsError(
-                f"{self.issued} groups were issued, but {known} are accounted for: {self}. Groups were lost or counted "
-                "twice; after a resume, the checkpoint lacks those in flight: resume from an earlier one"
+                f"{self.issued} groups were issued, but {known} are accounted for: {self}. Groups "
+                "were lost or counted "
+                "twice; after a resume, the checkpoint lacks those in flight: resume from an "
+                "earlier one"
             )

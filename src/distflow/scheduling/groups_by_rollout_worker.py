@@ -1,4 +1,5 @@
-"""Assigns a sample queue's groups to rollout workers: which groups each worker has, and which one gets the next."""
+"""Assigns a sample queue's groups to rollout workers: which groups each worker has, and which one
+gets the next."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ MAX_GROUPS = 1000
 
 @dataclass
 class RolloutWorker:
-    """number: its place. engine_version: the lowest weight version of its engine, as last reported. assigned: ids of
-    groups that it has not fetched yet. running: ids of all its groups, including those, with the attempt of each.
-    stored: ids of complete groups stored with it. ended: groups that it must still be told to end. takes: False for a
-    later worker before its first request, and for a lost one."""
+    """number: its place. engine_version: the lowest weight version of its engine, as last reported.
+    assigned: ids of groups that it has not fetched yet. running: ids of all its groups, including
+    those, with the attempt of each. stored: ids of complete groups stored with it. ended: groups
+    that it must still be told to end. takes: False for a later worker before its first request, and
+    for a lost one."""
 
     name: str
     number: int
@@ -32,8 +34,11 @@ class GroupsByWorker:
     """Rollout workers, numbered in order of arrival. The owner holds the lock."""
 
     def __init__(self, names: Sequence[str], engine_version: int) -> None:
-        self._all = [RolloutWorker(name, number, engine_version) for number, name in enumerate(names)]
-        self._by_load = [(0, number) for number in range(len(names))]  # a heap: each had so many groups at some time
+        self._all = [
+            RolloutWorker(name, number, engine_version) for number, name in enumerate(names)
+        ]
+        # a heap: each had so many groups at some time
+        self._by_load = [(0, number) for number in range(len(names))]
         self._working_on: dict[int, RolloutWorker] = {}  # by group id
         self._taken_away = set[tuple[int, int]]()  # from lost workers: group id and attempt
 
@@ -45,16 +50,22 @@ class GroupsByWorker:
         return (group_id, attempt) in self._taken_away
 
     def ask(self, number: int, engine_version: int | None) -> int | None:
-        """A worker with this weight version requests groups. Returns the lowest version of all workers, or None."""
+        """A worker with this weight version requests groups. Returns the lowest version of all
+        workers, or None."""
         worker = self._all[number]
-        worker.engine_version, began = engine_version, not worker.takes
+        worker.engine_version = engine_version
+        began = not worker.takes
         worker.takes = True
         if began:
             self._note_load(worker)
-        return min((each.engine_version for each in self._all if each.engine_version is not None), default=None)
+        return min(
+            (each.engine_version for each in self._all if each.engine_version is not None),
+            default=None,
+        )
 
     def assign(self, group_id: int, attempt: int) -> str:
-        """Assign a group to the worker with the fewest groups (on a tie, the first); returns its name."""
+        """Assign a group to the worker with the fewest groups (on a tie, the first); returns its
+        name."""
         chosen = self._all[0]
         if len(self._all) > 1:
             while not self._is_now(*self._by_load[0]):
@@ -85,7 +96,8 @@ class GroupsByWorker:
         return fetched
 
     def end(self, group_id: int, complete: bool) -> None:
-        """The group no longer runs. complete: it is stored with its worker. Groups assigned elsewhere are ignored."""
+        """The group no longer runs. complete: it is stored with its worker. Groups assigned
+        elsewhere are ignored."""
         worker = self._working_on.pop(group_id, None)
         if worker is not None:
             worker.running.pop(group_id)
@@ -94,7 +106,8 @@ class GroupsByWorker:
                 worker.stored.add(group_id)
 
     def abort(self, group: PromptGroup) -> None:
-        """Drop a group that runs or is stored with its worker, whose late results are then ignored."""
+        """Drop a group that runs or is stored with its worker, whose late results are then
+        ignored."""
         worker = self._working_on.pop(group.group_id, None)
         if worker is None:
             self.take([group.group_id])
@@ -109,7 +122,8 @@ class GroupsByWorker:
 
     def fetch_ended(self, number: int) -> list[PromptGroup]:
         """The groups that a worker is to end."""
-        ended, self._all[number].ended = self._all[number].ended, []
+        ended = self._all[number].ended
+        self._all[number].ended = []
         return ended
 
     def take(self, group_ids: Iterable[int]) -> dict[int, RolloutWorker]:
@@ -121,7 +135,8 @@ class GroupsByWorker:
         return stored_by
 
     def lose(self, number: int) -> tuple[str, list[int], list[int]]:
-        """Remove a lost worker. Returns its name, and the ids of its running groups and of those stored with it."""
+        """Remove a lost worker. Returns its name, and the ids of its running groups and of those
+        stored with it."""
         gone = self._all[number]
         self._taken_away.update(gone.running.items())
         for group_id in gone.running:

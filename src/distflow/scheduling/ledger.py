@@ -1,30 +1,43 @@
-"""The ledger: an append-only journal of groups, versions and steps, `ledger.jsonl` in the run's folder.
+"""The ledger: an append-only journal of groups, versions and steps, `ledger.jsonl` in the run's
+folder.
 
-One JSON object per line: {"t": seconds since 1970, "restart": restart, "kind": ..., ...}. The kinds that count groups:
+One JSON object per line: {"t": seconds since 1970, "restart": restart, "kind": ..., ...}. The kinds
+that count groups:
 
     opened      ledger (its id)                          the first line
-    plan        max_staleness, consumer_batch, quotas    of the run from here on: at its start and resumes; quotas:
-                                                         share and lag of each domain at the next step
+    plan        max_staleness, consumer_batch, quotas    of the run from here on: at its start and
+    resumes; quotas:
+                                                         share and lag of each domain at the next
+                                                         step
     shares      step, shares                             of domains from that step on
-    issued      group_id, epoch, row, version, attempt,  version: of the engine's weights; domain: if there are any
+    issued      group_id, epoch, row, version, attempt,  version: of the engine's weights; domain:
+    if there are any
                 domain
-    assigned    group_id, worker                         the worker that runs it, if there are several
+    assigned    group_id, worker                         the worker that runs it, if there are
+    several
     complete    group_id, tokens, version                version: the lowest of any of its tokens
     lost        group_id                                 it was complete, and is to be issued again
-    aborted     group_ids, tokens                        no longer needed by their step, to be issued again; tokens:
+    aborted     group_ids, tokens                        no longer needed by their step, to be
+    issued again; tokens:
                                                          generated for them and discarded
     dropped     group_id, reason
     consumed    step, group_ids, tokens
-    version     step, weights                            step: the one that ends in it; weights: the step that made
+    version     step, weights                            step: the one that ends in it; weights: the
+    step that made
                                                          them, less than `step` if none were sent
-    inherited   step, issued, consumed, dropped, live,   counts of a checkpoint from another folder; live: group_id,
-                domains, aborted, aborted_tokens         attempt, complete, version, domain of groups in the queue;
-                                                         domains: issued, consumed, dropped, aborted; step: the last one
-    rolled_back to (a byte offset)                       a resume: the records since `to` no longer hold
+    inherited   step, issued, consumed, dropped, live,   counts of a checkpoint from another folder;
+    live: group_id,
+                domains, aborted, aborted_tokens         attempt, complete, version, domain of
+                groups in the queue;
+                                                         domains: issued, consumed, dropped,
+                                                         aborted; step: the last one
+    rolled_back to (a byte offset)                       a resume: the records since `to` no longer
+    hold
 
-A record of kind issued or complete may be of several groups, rows of the data set that were loaded together: then each
-of its lists has a value for each group (`by_group`). Steps are counted from 1. Nothing is ever rewritten. Records of
-other kinds may be added; readers skip kinds that they do not know.
+A record of kind issued or complete may be of several groups, rows of the data set that were loaded
+together: then each of its lists has a value for each group (`by_group`). Steps are counted from 1.
+Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they do not
+know.
 """
 
 import json
@@ -42,7 +55,12 @@ from typing import Any, BinaryIO
 
 from distflow.errors import UserError
 from distflow.observe.run_reader import by_group
-from distflow.scheduling.group_states import CountsError, DomainCounts, GroupCounts, counts_by_domain
+from distflow.scheduling.group_states import (
+    CountsError,
+    DomainCounts,
+    GroupCounts,
+    counts_by_domain,
+)
 from distflow.untrusted_files import MAX_LINE_BYTES, lines_of, open_file
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -69,7 +87,8 @@ class LedgerError(UserError):
 
 
 class _State(IntEnum):
-    """A `GroupState` as a byte, by its word; a group that waits to be issued again counts as generating."""
+    """A `GroupState` as a byte, by its word; a group that waits to be issued again counts as
+    generating."""
 
     UNKNOWN = 0
     GENERATING = 1
@@ -96,13 +115,15 @@ class LedgerCounts:
         self._num_aborted_tokens = 0
 
     def apply(self, record: Record) -> None:
-        """Apply the next record of a surviving timeline. Raises CountsError with the group or the step."""
+        """Apply the next record of a surviving timeline. Raises CountsError with the group or the
+        step."""
         if (apply := getattr(self, f"on_{record['kind']}", None)) is not None:
             apply(record)
 
     @property
     def group_counts(self) -> GroupCounts:
-        running, complete = self._counts[_State.GENERATING], self._counts[_State.QUEUED]
+        running = self._counts[_State.GENERATING]
+        complete = self._counts[_State.QUEUED]
         return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
 
     def on_issued(self, record: Record) -> None:
@@ -144,11 +165,16 @@ class LedgerCounts:
 
     def on_consumed(self, record: Record) -> None:
         if record["step"] != self.last_step + 1:
-            raise CountsError(f"step {record['step']} was consumed, but {self.last_step + 1} is the next one")
-        known = [self._tokens[number] for number in record["group_ids"] if number in self._tokens]
-        if len(known) == len(record["group_ids"]) and record.get("tokens", sum(known)) != sum(known):
             raise CountsError(
-                f"step {record['step']} consumed {record['tokens']} tokens, but its groups have {sum(known)}"
+                f"step {record['step']} was consumed, but {self.last_step + 1} is the next one"
+            )
+        known = [self._tokens[number] for number in record["group_ids"] if number in self._tokens]
+        if len(known) == len(record["group_ids"]) and record.get("tokens", sum(known)) != sum(
+            known
+        ):
+            raise CountsError(
+                f"step {record['step']} consumed {record['tokens']} tokens, but its groups have "
+                f"{sum(known)}"
             )
         for number in record["group_ids"]:
             self._move(number, _State.QUEUED, _State.TRAINED)
@@ -157,10 +183,13 @@ class LedgerCounts:
 
     def on_inherited(self, record: Record) -> None:
         if self._states:
-            raise CountsError(f"counts were inherited after {len(self._states)} groups had been issued")
+            raise CountsError(
+                f"counts were inherited after {len(self._states)} groups had been issued"
+            )
         self.last_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
-        self._domains, self._num_aborted_tokens = counts_by_domain(record), record.get("aborted_tokens", 0)
+        self._domains = counts_by_domain(record)
+        self._num_aborted_tokens = record.get("aborted_tokens", 0)
         for group in record.get("live", ()):
             state = _State.QUEUED if group["complete"] else _State.GENERATING
             self._states[group["group_id"]] = state
@@ -173,7 +202,8 @@ class LedgerCounts:
         state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
         if state != source:
             raise CountsError(
-                f"group {number} cannot become {target.name.lower()}: it is {state.name.lower()}, not "
+                f"group {number} cannot become {target.name.lower()}: it is {state.name.lower()}, "
+                "not "
                 f"{source.name.lower()}"
             )
         self._states[number] = target
@@ -186,16 +216,22 @@ class LedgerCounts:
 
 def _values(record: Record, name: str) -> Iterator[tuple[int, int]]:
     """The id of each group of a record, and its value."""
-    numbers, values = record["group_id"], record[name]
-    return zip(numbers, values, strict=True) if isinstance(numbers, list) else zip((numbers,), (values,), strict=True)
+    numbers = record["group_id"]
+    values = record[name]
+    return (
+        zip(numbers, values, strict=True)
+        if isinstance(numbers, list)
+        else zip((numbers,), (values,), strict=True)
+    )
 
 
 class Ledger(AbstractContextManager["Ledger"]):
-    """The only writer of a ledger. Each record reaches the operating system at once, the disk at `sync`; the caller
-    must sync the name of a new file.
+    """The only writer of a ledger. Each record reaches the operating system at once, the disk at
+    `sync`; the caller must sync the name of a new file.
 
-    mark: of the checkpoint that the run resumes from; None for a new run. An existing ledger is rolled back to it. If
-    the mark is of another ledger, this one starts empty and `inherits` is True.
+    mark: of the checkpoint that the run resumes from; None for a new run. An existing ledger is
+    rolled back to it. If the mark is of another ledger, this one starts empty and `inherits` is
+    True.
     """
 
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
@@ -214,12 +250,15 @@ class Ledger(AbstractContextManager["Ledger"]):
         return self._counts.group_counts
 
     def append(self, kind: str, **fields: object) -> None:
-        """Append a record. Raises CountsError, and writes nothing, if it moves a group in an impossible way."""
+        """Append a record. Raises CountsError, and writes nothing, if it moves a group in an
+        impossible way."""
         self.append_all(kind, [fields])
 
-    def append_all(self, kind: str, fields: Sequence[Mapping[str, object]], as_one: bool = False) -> None:
-        """Append records of one kind together; otherwise as `append`. fields: of each. as_one: write one record of all
-        groups."""
+    def append_all(
+        self, kind: str, fields: Sequence[Mapping[str, object]], as_one: bool = False
+    ) -> None:
+        """Append records of one kind together; otherwise as `append`. fields: of each. as_one:
+        write one record of all groups."""
         head = {"t": round(time.time(), 3), "restart": self.restart, "kind": kind}
         if as_one and len(fields) > 1:
             fields = [{name: [each[name] for each in fields] for name in fields[0]}]
@@ -244,8 +283,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         with self._file:
             self.sync()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        """Close the file. A failure to write the last records is raised only if nothing failed before."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
+        """Close the file. A failure to write the last records is raised only if nothing failed
+        before."""
         try:
             self.close()
         except OSError:
@@ -255,12 +297,16 @@ class Ledger(AbstractContextManager["Ledger"]):
     def _start(self, mark: Mark | None) -> None:
         self.id = secrets.token_hex(8)
         self.inherits = mark is not None
-        self._file: BinaryIO = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self._file: BinaryIO = os.fdopen(
+            os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+        )
         self.append("opened", ledger=self.id)
 
     def _reopen(self, mark: Mark | None) -> None:
         if (first := _parse(_first_line(self.path))) is None:
-            raise LedgerError(f"{self.path} is not a ledger: its first line is not a record. Move it away")
+            raise LedgerError(
+                f"{self.path} is not a ledger: its first line is not a record. Move it away"
+            )
         self.id = str(first.get("ledger"))
         self.inherits = mark is not None and mark.ledger != self.id
         to = mark.offset if mark and not self.inherits else 0
@@ -283,7 +329,8 @@ def ledger_id(path: Path) -> str | None:
 
 
 def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
-    """The counts of the valid records, or of those before a mark. Raises LedgerError if they are damaged."""
+    """The counts of the valid records, or of those before a mark. Raises LedgerError if they are
+    damaged."""
     if end is not None and end > path.stat().st_size:
         raise LedgerError(
             f"{path} ends before byte {end}, where the checkpoint was saved: lines were removed. "
@@ -293,16 +340,25 @@ def counts_until(path: Path, end: int | None = None) -> LedgerCounts:
     try:
         for _, record in timeline(path, end):
             counts.apply(record)
-    except (CountsError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, OSError) as err:
+    except (
+        CountsError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        OSError,
+    ) as err:
         raise LedgerError(f"{path} is damaged ({type(err).__name__}: {err})") from err
     return counts
 
 
 def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]:
-    """(byte offset, record) of the valid records, which no later `rolled_back` revoked, one for each group that was
-    issued or completed. end: read only those before it.
+    """(byte offset, record) of the valid records, which no later `rolled_back` revoked, one for
+    each group that was issued or completed. end: read only those before it.
 
-    A torn line from a killed writer is skipped. Raises LedgerError for any other damage of valid records.
+    A torn line from a killed writer is skipped. Raises LedgerError for any other damage of valid
+    records.
     """
     stop = sys.maxsize if end is None else end
     spans: list[tuple[int, int]] = []
@@ -319,7 +375,8 @@ def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]
 
 
 def surviving_records(path: Path) -> Iterator[Record]:
-    """The records of `timeline`; none if there is no ledger. Raises LedgerError, also if it cannot be read."""
+    """The records of `timeline`; none if there is no ledger. Raises LedgerError, also if it cannot
+    be read."""
     try:
         if path.is_file():
             yield from (record for _, record in timeline(path))
@@ -328,8 +385,10 @@ def surviving_records(path: Path) -> Iterator[Record]:
 
 
 def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
-    """The records of a part of the file, with their offsets. Only the end of the file may be torn."""
-    offset, torn = start, None
+    """The records of a part of the file, with their offsets. Only the end of the file may be
+    torn."""
+    offset = start
+    torn = None
     with _opened(path) as file:
         file.seek(start)
         for line in lines_of(file, stop - start):
@@ -346,11 +405,16 @@ def _records(path: Path, start: int, stop: int) -> Iterator[tuple[int, Record]]:
 
 
 def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
-    """(offset, to) of each rollback. Other lines are not parsed, which takes a tenth of the time."""
+    """(offset, to) of each rollback. Other lines are not parsed, which takes a tenth of the
+    time."""
     offset = 0
     with _opened(path) as file:
         for line in lines_of(file):
-            if b"rolled_back" in line and (record := _parse(line)) and record["kind"] == "rolled_back":
+            if (
+                b"rolled_back" in line
+                and (record := _parse(line))
+                and record["kind"] == "rolled_back"
+            ):
                 yield offset, record["to"]
             offset += len(line)
 
@@ -361,7 +425,9 @@ def _parse(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     is_record = (
-        isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("restart"), int)
+        isinstance(record, dict)
+        and isinstance(record.get("kind"), str)
+        and isinstance(record.get("restart"), int)
     )
     return record if is_record else None
 

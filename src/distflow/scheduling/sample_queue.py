@@ -1,4 +1,5 @@
-"""The sample queue: holds prompt groups from their issue to the step that consumes them, and forms the steps."""
+"""The sample queue: holds prompt groups from their issue to the step that consumes them, and forms
+the steps."""
 
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
@@ -21,27 +22,31 @@ class Exhausted(UserError):
 class SampleQueue:
     """A pure state machine; its driver notifies waiting callers.
 
-    A group that was issued at version v is due at step v + `max_staleness`. Step s takes complete groups by due step,
-    then by group id, and forms only if the remaining ones still fit: for every d ≥ s, at most (d - s) ·
-    `consumer_batch` of the groups due by d. Admission (`rollout_capacity`) allows one batch more than that before the
-    step, so it forms once all groups that it must wait for have ended, and no group is left past its due step, whatever
-    the order of completion. At staleness 0 a step is all groups that were issued for it and not dropped.
+    A group that was issued at version v is due at step v + `max_staleness`. Step s takes complete
+    groups by due step, then by group id, and forms only if the remaining ones still fit: for every
+    d ≥ s, at most (d - s) · `consumer_batch` of the groups due by d. Admission (`rollout_capacity`)
+    allows one batch more than that before the step, so it forms once all groups that it must wait
+    for have ended, and no group is left past its due step, whatever the order of completion. At
+    staleness 0 a step is all groups that were issued for it and not dropped.
 
-    With several domains this holds for each separately, with its slots of the steps (`quotas`) instead of whole
-    batches: a step takes as many groups of each domain as it has slots for it, so shares are exact whatever finishes
-    first.
+    With several domains this holds for each separately, with its slots of the steps (`quotas`)
+    instead of whole batches: a step takes as many groups of each domain as it has slots for it, so
+    shares are exact whatever finishes first.
 
     A group that waits to be issued again has no due step.
 
-    Without domains a step may also be taken in parts, of any sizes: each takes groups by due step, then by
+    Without domains a step may also be taken in parts, of any sizes: each takes groups by due step,
+    then by
     group id, and the remaining ones must fit after the last part (`num_owed`).
 
-    With `oversampling` more groups run than the step has slots. Above staleness 0 groups that would be left past their
-    due step are ended once the step can form without them (`surplus`). At staleness 0 the step takes those that finish
-    first on their worker (`give_places`), and the others are aborted: they are issued again before new ones.
+    With `oversampling` more groups run than the step has slots. Above staleness 0 groups that would
+    be left past their due step are ended once the step can form without them (`surplus`). At
+    staleness 0 the step takes those that finish first on their worker (`give_places`), and the
+    others are aborted: they are issued again before new ones.
 
-    closed: whether no further group will come, so that the last step may be short. when_exhausted: if no more groups
-    may be issued and the step is not full, raise an error, or continue with a short step.
+    closed: whether no further group will come, so that the last step may be short. when_exhausted:
+    if no more groups may be issued and the step is not full, raise an error, or continue with a
+    short step.
     """
 
     def __init__(
@@ -55,12 +60,14 @@ class SampleQueue:
         domains: Sequence[str] = ("",),
         oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
-        """quotas: shared with admission; the queue reports when a step is consumed. domains: names in the order of
-        `quotas`; one empty name for a run without domains. oversampling: see `DataPlan`."""
+        """quotas: shared with admission; the queue reports when a step is consumed. domains: names
+        in the order of `quotas`; one empty name for a run without domains. oversampling: see
+        `DataPlan`."""
         self.next_step = next_step
         self.quotas = quotas or Quotas(consumer_batch, next_step)
         self._consumer_batch = consumer_batch
-        self._max_staleness, self._oversampling = max_staleness, oversampling
+        self._max_staleness = max_staleness
+        self._oversampling = oversampling
         self._when_exhausted = when_exhausted
         self._groups: dict[int, PromptGroup] = {}
         self.domain_queues: Mapping[str, DomainQueue] = {
@@ -125,20 +132,25 @@ class SampleQueue:
     def issue(self, prompt_group: PromptGroup) -> None:
         """Add a group that starts. Raises CountsError if it is already in the queue."""
         if prompt_group.group_id in self._groups:
-            raise CountsError(f"group {prompt_group.group_id} was issued twice: it is on the sample queue already")
+            raise CountsError(
+                f"group {prompt_group.group_id} was issued twice: it is on the sample queue already"
+            )
         self.restore(prompt_group)
 
     def issue_all(self, prompt_groups: Sequence[PromptGroup]) -> None:
         """`issue` for new groups of one domain, version and size."""
         groups = {group.group_id: group for group in prompt_groups}
         if repeated := self._groups.keys() & groups.keys():
-            raise CountsError(f"group {min(repeated)} was issued twice: it is on the sample queue already")
+            raise CountsError(
+                f"group {min(repeated)} was issued twice: it is on the sample queue already"
+            )
         self._groups |= groups
         if prompt_groups:
             self.domain_queues[prompt_groups[0].domain].add_running(groups.keys(), prompt_groups[0])
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> list[PromptGroup]:
-        """`complete` for several groups, with the versions of their issues. num_tokens: of each, by its id."""
+        """`complete` for several groups, with the versions of their issues. num_tokens: of each, by
+        its id."""
         by_domain: dict[str, dict[int, int]] = {}
         for number, tokens in num_tokens.items():
             group = self.running_group(number, "complete")
@@ -148,12 +160,14 @@ class SampleQueue:
         return [self._groups[number] for number in num_tokens]
 
     def restore(self, group: PromptGroup) -> None:
-        """Add a group of a snapshot. An incomplete one died with its process, and waits to be issued again."""
+        """Add a group of a snapshot. An incomplete one died with its process, and waits to be
+        issued again."""
         self._groups[group.group_id] = group
         self.queue_of(group.group_id).add(group.group_id)
 
     def retry(self, number: int) -> bool:
-        """A running group was lost. Returns whether it now waits to be issued again, or has used up its attempts."""
+        """A running group was lost. Returns whether it now waits to be issued again, or has used up
+        its attempts."""
         failures = self.running_group(number, "be tried again").failures + 1
         self._groups[number] = self._groups[number].changed(failures=failures)
         if failures < MAX_ATTEMPTS:
@@ -161,22 +175,26 @@ class SampleQueue:
         return failures < MAX_ATTEMPTS
 
     def lose(self, number: int) -> None:
-        """Note that the samples of a complete group are lost, without its own failure: it waits to be issued again.
-        Raises CountsError if it is not complete, or a step has taken it."""
+        """Note that the samples of a complete group are lost, without its own failure: it waits to
+        be issued again. Raises CountsError if it is not complete, or a step has taken it."""
         group = self._groups.get(number)
         if group is None or group.state is not GroupState.QUEUED:
-            raise CountsError(f"group {number} cannot be lost: it is not complete, or a step has taken it")
+            raise CountsError(
+                f"group {number} cannot be lost: it is not complete, or a step has taken it"
+            )
         self.queue_of(number).wait(number)
 
     def give_places(self, numbers: Sequence[int]) -> None:
-        """Give places to a generation batch that begins: in each domain with more groups than the step lacks, only as
-        many groups count, first those that were aborted too often. Each worker decides which groups it completes, as
-        many as it has counting ones."""
+        """Give places to a generation batch that begins: in each domain with more groups than the
+        step lacks, only as many groups count, first those that were aborted too often. Each worker
+        decides which groups it completes, as many as it has counting ones."""
         for name, queue in self.domain_queues.items():
             own = [number for number in sorted(numbers) if self._groups[number].domain == name]
             own.sort(key=lambda number: self._groups[number].num_aborts < MAX_ABORTS)
             for place, number in enumerate(own):
-                self._groups[number] = self._groups[number].changed(counts=place < queue.num_lacking)
+                self._groups[number] = self._groups[number].changed(
+                    counts=place < queue.num_lacking
+                )
 
     def abort(self, number: int) -> PromptGroup:
         """Abort a running group that is not needed: it waits to be issued again."""
@@ -191,8 +209,8 @@ class SampleQueue:
         return self._groups[number]
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> PromptGroup:
-        """Note that a group has its rewards and passed all filters. version: the lowest of its tokens, None for the
-        group's."""
+        """Note that a group has its rewards and passed all filters. version: the lowest of its
+        tokens, None for the group's."""
         self.running_group(number, "complete")
         self.queue_of(number).complete(number, num_tokens, version)
         return self._groups[number]
@@ -204,12 +222,14 @@ class SampleQueue:
         return self._groups.pop(number)
 
     def ready(self, step: int, exhausted: bool = False) -> tuple[int, ...] | None:
-        """The groups that form `step`, ascending, or None while it must wait. Once formed it stays the same.
+        """The groups that form `step`, ascending, or None while it must wait. Once formed it stays
+        the same.
 
-        It has fewer than `consumer_batch` at the end of the data, or if groups are exhausted and the run is to
-        continue; never none. exhausted: no further group may be issued before this step is consumed for a domain that
-        lacks some. Raises Exhausted if the run is not to continue, or no group is left, and CountsError if a group's
-        weights are too old for the step.
+        It has fewer than `consumer_batch` at the end of the data, or if groups are exhausted and
+        the run is to continue; never none. exhausted: no further group may be issued before this
+        step is consumed for a domain that lacks some. Raises Exhausted if the run is not to
+        continue, or no group is left, and CountsError if a group's weights are too old for the
+        step.
         """
         if self._formed:
             return tuple(sorted(self._formed))
@@ -220,13 +240,15 @@ class SampleQueue:
         return numbers
 
     def part(self, step: int, wanted: int, exhausted: bool = False) -> tuple[int, ...] | None:
-        """`wanted` more groups of a step that is taken in parts, ascending, or None while they are missing. With
-        several domains a step is one part.
+        """`wanted` more groups of a step that is taken in parts, ascending, or None while they are
+        missing. With several domains a step is one part.
 
         exhausted, and the size at the end of the data: as in `ready`. Raises what `ready` raises.
         """
         if step != self.next_step:
-            raise CountsError(f"step {step + 1} was asked for, but the next one is {self.next_step + 1}")
+            raise CountsError(
+                f"step {step + 1} was asked for, but the next one is {self.next_step + 1}"
+            )
         needs = self._needs(wanted)
         parts = self._form(step, needs, exhausted)
         if parts is None:
@@ -236,8 +258,9 @@ class SampleQueue:
         return tuple(sorted(number for numbers in parts for number in numbers))
 
     def surplus(self, wanted: int) -> list[int]:
-        """With `oversampling`, above staleness 0: groups to end, so that `part` need not wait for them. Also those of a
-        domain that has its groups while others lack some, whose new groups start in their place."""
+        """With `oversampling`, above staleness 0: groups to end, so that `part` need not wait for
+        them. Also those of a domain that has its groups while others lack some, whose new groups
+        start in their place."""
         if not (self._oversampling and self._max_staleness):
             return []
         needs = [(queue, own) for queue, own in self._needs(wanted) if queue.num_untaken >= own]
@@ -253,11 +276,16 @@ class SampleQueue:
         return sum(queue.num_owed() for queue in self.domain_queues.values())
 
     def release(self, step: int) -> list[PromptGroup]:
-        """Consume the step: its groups leave the queue. Raises CountsError if it was not formed yet."""
+        """Consume the step: its groups leave the queue. Raises CountsError if it was not formed
+        yet."""
         numbers = self.ready(step)
         if numbers is None:
-            raise CountsError(f"step {step + 1} was released before it was formed: {self.num_running} groups run")
-        groups = [self._groups.pop(number).changed(state=GroupState.TRAINED) for number in sorted(numbers)]
+            raise CountsError(
+                f"step {step + 1} was released before it was formed: {self.num_running} groups run"
+            )
+        groups = [
+            self._groups.pop(number).changed(state=GroupState.TRAINED) for number in sorted(numbers)
+        ]
         self.next_step += 1
         self.quotas.consume()
         for queue in self.domain_queues.values():
@@ -272,10 +300,14 @@ class SampleQueue:
         """How many groups each domain queue gives."""
         if len(self.domain_queues) == 1:
             return [(queue, wanted) for queue in self.domain_queues.values()]
-        assert wanted == self._consumer_batch and not self._formed, "each domain has its slots of a whole step"
+        assert wanted == self._consumer_batch and not self._formed, (
+            "each domain has its slots of a whole step"
+        )
         return [(queue, queue.num_wanted) for queue in self.domain_queues.values()]
 
-    def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
+    def _form(
+        self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool
+    ) -> list[list[int]] | None:
         """The ids that each domain queue gives to the step."""
         if self._max_staleness == 0 and self.num_running > self.num_waiting:
             return None  # the wave has not ended
@@ -292,29 +324,47 @@ class SampleQueue:
         return found if len(found) == len(parts) else None
 
     def _exhausted_message(self, step: int) -> str:
-        lacking = [(name, queue) for name, queue in self.domain_queues.items() if queue.num_lacking > 0]
+        lacking = [
+            (name, queue) for name, queue in self.domain_queues.items() if queue.num_lacking > 0
+        ]
         name, queue = (lacking or list(self.domain_queues.items()))[0]
-        num_left, last, dropped = queue.num_complete, queue.last_due, queue.dropped()
+        num_left = queue.num_complete
+        last = queue.last_due
+        dropped = queue.dropped()
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-        remedy = "use prompts of suitable difficulty or raise algorithm.filter_groups.max_num_gen_batches"
+        remedy = (
+            "use prompts of suitable difficulty or raise "
+            "algorithm.filter_groups.max_num_gen_batches"
+        )
         if [*dropped] == ["rejected"]:
-            remedy = "should_accept returned False for them, or their workflow returned None: accept more of them"
+            remedy = (
+                "should_accept returned False for them, or their workflow returned None: accept "
+                "more of them"
+            )
         elif num_left:
-            remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
+            remedy += (
+                ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
+            )
         whose = f" of the domain '{name}'" if name else ""
         later = f" and those up to step {last + 1}" if last is not None and last > step else ""
         return (
-            f"step {step + 1} needs {queue.num_wanted} prompt groups{whose}, but of the {num_left + dropped.total()} "
+            f"step {step + 1} needs {queue.num_wanted} prompt groups{whose}, but of the "
+            f"{num_left + dropped.total()} "
             f"drawn for it{later} {num_left or 'none'} are left (dropped: {reasons}): {remedy}"
         )
 
     def running_group(self, number: int, verb: str) -> PromptGroup:
-        """A generating group. Raises CountsError, saying that it cannot `verb`, if it is in another state."""
+        """A generating group. Raises CountsError, saying that it cannot `verb`, if it is in another
+        state."""
         group = self._groups.get(number)
         if group is None:
-            raise CountsError(f"group {number} cannot {verb}: it was never issued, or is consumed or dropped")
+            raise CountsError(
+                f"group {number} cannot {verb}: it was never issued, or is consumed or dropped"
+            )
         if group.complete:
             raise CountsError(f"group {number} cannot {verb}: it is complete already")
         if group.state is GroupState.WAITING:
-            raise CountsError(f"group {number} cannot {verb}: it was lost, and waits to be issued again")
+            raise CountsError(
+                f"group {number} cannot {verb}: it was lost, and waits to be issued again"
+            )
         return group

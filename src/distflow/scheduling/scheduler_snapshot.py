@@ -17,9 +17,9 @@ _identity = attrgetter(*_IDENTITY)
 class SavedGroup(TypedDict):
     """A group in the queue at the snapshot: complete ones keep their batch, the others start again.
 
-    prompt_group: the fields that identify a `PromptGroup`. num_tokens: 0 until complete. failures: how often it was
-    lost and retried. version: the lowest of its tokens, None until complete. aborts: how often it was aborted, missing
-    for 0.
+    prompt_group: the fields that identify a `PromptGroup`. num_tokens: 0 until complete. failures:
+    how often it was lost and retried. version: the lowest of its tokens, None until complete.
+    aborts: how often it was aborted, missing for 0.
     """
 
     prompt_group: dict[str, Any]
@@ -38,7 +38,8 @@ class SavedShares(TypedDict):
 
 
 class SavedPlan(TypedDict):
-    """The part of a `DataPlan` that a resumed run may not change. domains: their rows, in order; may be missing."""
+    """The part of a `DataPlan` that a resumed run may not change. domains: their rows, in order;
+    may be missing."""
 
     num_rows: int
     seed: int
@@ -47,12 +48,13 @@ class SavedPlan(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not in
-    the data set. live: groups in the queue, by group id. ledger: the fields of its `Mark`, None without one. domains:
-    by name, `saved_counts` of each and its lag, the slots by which it is behind its share at the next step, as a
-    fraction; missing without any. shares (of the next step, then later changes), curriculum: missing if shares stay.
-    skips: missing if no row is skipped. secs: since the last save and validation; missing if these do not go by time.
-    ended: which condition ended the run, and why; missing if none has."""
+    """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for
+    rows that are not in the data set. live: groups in the queue, by group id. ledger: the fields of
+    its `Mark`, None without one. domains: by name, `saved_counts` of each and its lag, the slots by
+    which it is behind its share at the next step, as a fraction; missing without any. shares (of
+    the next step, then later changes), curriculum: missing if shares stay. skips: missing if no row
+    is skipped. secs: since the last save and validation; missing if these do not go by time. ended:
+    which condition ended the run, and why; missing if none has."""
 
     plan: SavedPlan
     restart: int
@@ -128,7 +130,8 @@ def restored(group: SavedGroup) -> PromptGroup:
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
     """Raises UserError if a run with this plan cannot resume from the snapshot."""
-    before, now = snapshot["plan"], saved_plan(plan)
+    before = snapshot["plan"]
+    now = saved_plan(plan)
     for key, then, wanted, option in (
         ("domains", _shown(before), _shown(now), "data.domains"),
         ("num_rows", before["num_rows"], now["num_rows"], "data.train_files"),
@@ -137,19 +140,25 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
     ):
         if then != wanted:
             raise UserError(
-                f"the checkpoint was made with {key}={then}, this run has {wanted}: rows would be trained twice or "
-                f"skipped. Restore {option}, or start again with trainer.resume_mode=never and another "
+                f"the checkpoint was made with {key}={then}, this run has {wanted}: rows would be "
+                "trained twice or "
+                f"skipped. Restore {option}, or start again with trainer.resume_mode=never and "
+                "another "
                 "trainer.default_local_dir"
             )
 
 
 def _shown(plan: SavedPlan) -> str:
     """The domains with their rows, in order."""
-    return ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items()) or "none"
+    return (
+        ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items())
+        or "none"
+    )
 
 
 def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
-    """Fields of the record `inherited`: a run continues from another run's snapshot, without its ledger."""
+    """Fields of the record `inherited`: a run continues from another run's snapshot, without its
+    ledger."""
     live = [
         {
             "group_id": group.group_id,
@@ -162,5 +171,8 @@ def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> di
     ]
     names = ("step", "issued", "consumed", "dropped", "aborted", "aborted_tokens")
     counts = {name: value for name, value in start.items() if name in names}
-    listed = {"live": live, "domains": {name: asdict(group_counts) for name, group_counts in domains.items()}}
+    listed = {
+        "live": live,
+        "domains": {name: asdict(group_counts) for name, group_counts in domains.items()},
+    }
     return {**counts, **{name: value for name, value in listed.items() if value}}

@@ -1,4 +1,5 @@
-"""The protocols of train engines, which do not depend on the algorithm (a loss is a callable), and of collectives."""
+"""The protocols of train engines, which do not depend on the algorithm (a loss is a callable), and
+of collectives."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,22 +17,27 @@ Sums = Mapping[str, Tensor | float]
 class LossFn(Protocol):
     """A loss over one mini-batch (one optimizer step), exact however the mini-batch is split.
 
-    outputs: those of "log_probs", "entropy", "values", "text_scores" that the engine must compute. A loss on text
-    scores compares the texts of a prompt group, so its micro-batches hold whole groups.
+    outputs: those of "log_probs", "entropy", "values", "text_scores" that the engine must compute.
+    A loss on text scores compares the texts of a prompt group, so its micro-batches hold whole
+    groups.
     """
 
     outputs: tuple[str, ...]
 
     def counts(self, batch: Batch) -> Counts:
-        """Denominators of the loss. They add up over micro-batches and ranks. `tokens`: those that count; a mini-batch
-        without any takes no optimizer step."""
+        """Denominators of the loss. They add up over micro-batches and ranks. `tokens`: those that
+        count; a mini-batch without any takes no optimizer step."""
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
-        """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to the loss),
-        and sums of statistics that add in the same way. `outputs` are padded `(bs, response_length)` tensors.
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
+        """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to
+        the loss),
+        and sums of statistics that add in the same way. `outputs` are padded
+        `(bs, response_length)` tensors.
 
-        A statistic that stays a tensor on the device is read after all micro-batches; converting it to a number here
-        waits for the device."""
+        A statistic that stays a tensor on the device is read after all micro-batches; converting it
+        to a number here waits for the device."""
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         """Metrics of the mini-batch from the summed statistics."""
@@ -45,8 +51,8 @@ OPTIMIZER_PREFIX = "optimizer."
 class TrainState:
     """Everything that a train engine needs to resume: tensors by name, and JSON data.
 
-    Names of trained weights begin with `MODEL_PREFIX`; those of the optimizer's entries for a weight are
-    `OPTIMIZER_PREFIX`, the entry, "/" and the weight. Sharded tensors are DTensors.
+    Names of trained weights begin with `MODEL_PREFIX`; those of the optimizer's entries for a
+    weight are `OPTIMIZER_PREFIX`, the entry, "/" and the weight. Sharded tensors are DTensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -54,12 +60,18 @@ class TrainState:
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The weights that training changes, by the names of the model's parameters."""
-        return {n.removeprefix(MODEL_PREFIX): t for n, t in self.tensors.items() if n.startswith(MODEL_PREFIX)}
+        return {
+            n.removeprefix(MODEL_PREFIX): t
+            for n, t in self.tensors.items()
+            if n.startswith(MODEL_PREFIX)
+        }
 
     def layout(self, name: str) -> Tensor | None:
-        """A tensor sharded like the one of that name: an optimizer's entries are sharded like their weight, even before
-        the first step, when there are none."""
-        weight = MODEL_PREFIX + name.partition("/")[2] if name.startswith(OPTIMIZER_PREFIX) else name
+        """A tensor sharded like the one of that name: an optimizer's entries are sharded like their
+        weight, even before the first step, when there are none."""
+        weight = (
+            MODEL_PREFIX + name.partition("/")[2] if name.startswith(OPTIMIZER_PREFIX) else name
+        )
         return self.tensors.get(weight)
 
 
@@ -84,8 +96,9 @@ class TrainEngine(Scorer, Protocol):
     def load_state(self, state: TrainState) -> None: ...
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """Move the weights, the optimizer's moments or both to host memory. Until `onload`, an engine without its
-        weights is asked only for `weights` and `state`. Both are restored bit for bit."""
+        """Move the weights, the optimizer's moments or both to host memory. Until `onload`, an
+        engine without its weights is asked only for `weights` and `state`. Both are restored bit
+        for bit."""
 
     def onload(self) -> None:
         """Restore the weights; moments return with the next optimizer step."""
@@ -99,10 +112,11 @@ Plain = TypeVar("Plain")
 
 
 class Collective(Protocol):
-    """Sums and maxima over the ranks of a group, elementwise, and a gather; the result is the same on every rank.
+    """Sums and maxima over the ranks of a group, elementwise, and a gather; the result is the same
+    on every rank.
 
-    All ranks make the same calls in the same order, with tensors of one shape and numbers of the same names. The
-    argument is unchanged.
+    All ranks make the same calls in the same order, with tensors of one shape and numbers of the
+    same names. The argument is unchanged.
     """
 
     @property

@@ -1,5 +1,5 @@
-"""Several policies in one run, for the agents of its episodes: each has its own model and train engine, which computes
-its agents' conversations and takes its own optimizer steps."""
+"""Several policies in one run, for the agents of its episodes: each has its own model and train
+engine, which computes its agents' conversations and takes its own optimizer steps."""
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -28,39 +28,63 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class PolicyScorer(TorchScorer):
-    """The scorer of one of several policies. Outputs for other policies' conversations are 0, and not computed.
+    """The scorer of one of several policies. Outputs for other policies' conversations are 0, and
+    not computed.
 
     policies: of each agent, in the order of the config; the first agent's conversation has no name.
     """
 
-    def __init__(self, model: nn.Module, *, policy: str, policies: Mapping[str, str], **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, policy: str, policies: Mapping[str, str], **options: Any
+    ) -> None:
         super().__init__(model, **options)
-        self.policy, self._policies = policy, policies
+        self.policy = policy
+        self._policies = policies
 
-    def compute(self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None) -> dict[str, Tensor]:
+    def compute(
+        self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None
+    ) -> dict[str, Tensor]:
         conversations, places = self._cut(micro)
         heat = self.temperature_of(micro) if heat is None else heat
         heat = heat[places.to(heat.device)] if isinstance(heat, Tensor) else heat
-        places, size = places.to(self.device), int(micro.lengths("response").sum())
+        places = places.to(self.device)
+        size = int(micro.lengths("response").sum())
         found = super().compute(conversations, outputs, heat)
-        return {name: flat.new_zeros(size).index_put((places,), flat) for name, flat in found.items()}
+        return {
+            name: flat.new_zeros(size).index_put((places,), flat) for name, flat in found.items()
+        }
 
     def _cut(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """The policy's conversations as samples, and where their response tokens are in the flat columns of `batch`.
-        Except in an episode's first conversation, the first token, which is given, serves as the prompt."""
-        prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
-        response, first_policy = batch.flat("response_ids"), next(iter(self._policies.values()))
-        begin, heads, places = 0, list[Tensor](), list[Tensor]()
-        for row, (prompt, length) in enumerate(zip(prompts, batch.lengths("response").tolist(), strict=True)):
+        """The policy's conversations as samples, and where their response tokens are in the flat
+        columns of `batch`. Except in an episode's first conversation, the first token, which is
+        given, serves as the prompt."""
+        prompts = (
+            batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
+        )
+        response = batch.flat("response_ids")
+        first_policy = next(iter(self._policies.values()))
+        begin = 0
+        heads = list[Tensor]()
+        places = list[Tensor]()
+        for row, (prompt, length) in enumerate(
+            zip(prompts, batch.lengths("response").tolist(), strict=True)
+        ):
             forks = batch["forks"][row] if "forks" in batch else []
             starts = [("", 0), *((name, start) for name, start in forks), ("", length)]
-            for number, ((name, start), (_, end)) in enumerate(zip(starts, starts[1:], strict=False)):
+            for number, ((name, start), (_, end)) in enumerate(
+                zip(starts, starts[1:], strict=False)
+            ):
                 is_own = self._policies.get(name.partition(".")[0], first_policy) == self.policy
                 if is_own and end > start:
                     heads.append(response[begin + start : begin + start + 1] if number else prompt)
                     places.append(torch.arange(begin + start + bool(number), begin + end))
             begin += length
-        cut = Batch(*(torch.tensor([len(part) for part in parts], dtype=torch.int64) for parts in (heads, places)))
+        cut = Batch(
+            *(
+                torch.tensor([len(part) for part in parts], dtype=torch.int64)
+                for parts in (heads, places)
+            )
+        )
         cut["prompt_ids"] = torch.cat([*heads, response[:0]])
         place = torch.cat([*places, torch.zeros(0, dtype=torch.int64)])
         cut["response_ids"] = response[place.to(response.device)]
@@ -100,13 +124,16 @@ class MultiPolicyTrainer(MultiPolicyScorer):
 
     def __init__(self, engines: Mapping[str, PolicyTrainer], agents: Mapping[str, str]) -> None:
         super().__init__(engines)
-        self.engines, self.agents = engines, agents
+        self.engines = engines
+        self.agents = agents
 
     @property
     def optimizer(self) -> SimpleNamespace:
         """Only the `state` of all optimizers."""
         optimizers = [engine.optimizer for engine in self.engines.values()]
-        return SimpleNamespace(state={weight: own for each in optimizers for weight, own in each.state.items()})
+        return SimpleNamespace(
+            state={weight: own for each in optimizers for weight, own in each.state.items()}
+        )
 
     @property
     def num_steps(self) -> int:
@@ -114,15 +141,22 @@ class MultiPolicyTrainer(MultiPolicyScorer):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step for each policy, on its own tokens; metrics are named POLICY/..."""
-        steps = {name: each.train_step(each.own(batch), loss_fn) for name, each in self.engines.items()}
-        return {f"{policy}/{name}": value for policy, found in steps.items() for name, value in found.items()}
+        steps = {
+            name: each.train_step(each.own(batch), loss_fn) for name, each in self.engines.items()
+        }
+        return {
+            f"{policy}/{name}": value
+            for policy, found in steps.items()
+            for name, value in found.items()
+        }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for policy, engine in self.engines.items():
             yield from ((f"{policy}.{name}", weight) for name, weight in engine.weights())
 
     def state(self) -> TrainState:
-        tensors, meta = dict[str, Tensor](), dict[str, Any]()
+        tensors = dict[str, Tensor]()
+        meta = dict[str, Any]()
         for policy, engine in self.engines.items():
             own = engine.state()
             for name, tensor in own.tensors.items():
@@ -132,12 +166,15 @@ class MultiPolicyTrainer(MultiPolicyScorer):
         return TrainState(tensors, meta)
 
     def load_state(self, state: TrainState) -> None:
-        """Raises ValueError, with nothing changed, for the state of other policies, and what the engines raise."""
+        """Raises ValueError, with nothing changed, for the state of other policies, and what the
+        engines raise."""
         if state.meta.keys() != self.engines.keys():
             saved, own = (", ".join(names) for names in (state.meta, self.engines))
             raise ValueError(f"the state is of the policies {saved}, and this run trains {own}")
         for policy, engine in self.engines.items():
-            engine.load_state(TrainState(tensors_of_policy(state.tensors, policy), state.meta[policy]))
+            engine.load_state(
+                TrainState(tensors_of_policy(state.tensors, policy), state.meta[policy])
+            )
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
         for engine in self.engines.values():
@@ -149,7 +186,8 @@ class MultiPolicyTrainer(MultiPolicyScorer):
 
 
 def tensors_of_policy(tensors: Mapping[str, Tensor], policy: str) -> dict[str, Tensor]:
-    """The tensors of one policy from those of `MultiPolicyTrainer.state`, by its own engine's names."""
+    """The tensors of one policy from those of `MultiPolicyTrainer.state`, by its own engine's
+    names."""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         kind, weight = _split(name)

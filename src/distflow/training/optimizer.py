@@ -1,5 +1,5 @@
-"""Optimizers by name, their state as named tensors and plain data (restored bit for bit), and learning-rate
-schedules."""
+"""Optimizers by name, their state as named tensors and plain data (restored bit for bit), and
+learning-rate schedules."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,13 +28,16 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters that require a gradient.
 
-    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd" (without momentum). Weight
-    decay applies to every parameter, including norms and biases, as in the systems we compare with. Raises UserError
-    for an unknown name, a missing package, or nothing to train.
+    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd"
+    (without momentum). Weight decay applies to every parameter, including norms and biases, as in
+    the systems we compare with. Raises UserError for an unknown name, a missing package, or nothing
+    to train.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
-        raise UserError("the model has no parameter that requires a gradient: nothing would be trained")
+        raise UserError(
+            "the model has no parameter that requires a gradient: nothing would be trained"
+        )
     if name == "adamw":
         return torch.optim.AdamW(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
     if name == "sgd":
@@ -61,7 +64,8 @@ Meta = TypedDict("Meta", {"class": str, "plain": dict[str, dict[str, object]]})
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], Meta]:
-    """Tensors by "state key/parameter name", and as JSON data the optimizer's class and its other entries."""
+    """Tensors by "state key/parameter name", and as JSON data the optimizer's class and its other
+    entries."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, object]] = {}
     for name, parameter in parameters.items():
@@ -74,15 +78,20 @@ def optimizer_state(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], meta: Meta
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+    tensors: dict[str, Tensor],
+    meta: Meta,
 ) -> None:
     """Replace the optimizer's state; without any step taken, it becomes like new.
 
-    Raises ValueError, with nothing changed, if the state is that of another optimizer or of other parameters.
+    Raises ValueError, with nothing changed, if the state is that of another optimizer or of other
+    parameters.
     """
     if meta["class"] != type(optimizer).__name__:
         raise ValueError(
-            f"the state is of the optimizer {meta['class']}, this run has {type(optimizer).__name__}: "
+            f"the state is of the optimizer {meta['class']}, this run has "
+            f"{type(optimizer).__name__}: "
             "set optim.optimizer to the run's original optimizer"
         )
     states: dict[Tensor, dict[str, object]] = {}
@@ -90,26 +99,43 @@ def load_optimizer_state(
         states.setdefault(_find(parameters, name), {}).update(entries)
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
-        parameter, tensor = _find(parameters, name), tensor.detach()
-        if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-            copied: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)  # with the same sharding
+        parameter = _find(parameters, name)
+        tensor = tensor.detach()
+        if (
+            isinstance(parameter, DTensor)
+            and not isinstance(tensor, DTensor)
+            and tensor.shape == parameter.shape
+        ):
+            # with the same sharding
+            copied: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)
             fill(copied, tensor)
         else:  # counters are on the CPU
-            copied = tensor.to(torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True)
+            copied = tensor.to(
+                torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True
+            )
         states.setdefault(parameter, {})[key] = copied
     optimizer.state.clear()
     optimizer.state.update(states)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move everything except the step counters, which are on the CPU whatever the parameters' device."""
+    """Move everything except the step counters, which are on the CPU whatever the parameters'
+    device."""
     for entries in optimizer.state.values():
-        entries.update({key: v.to(device) for key, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0})
+        entries.update(
+            {
+                key: v.to(device)
+                for key, v in entries.items()
+                if isinstance(v, Tensor) and v.dim() > 0
+            }
+        )
 
 
 def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
     if name not in parameters:
-        raise ValueError(f"the optimizer's state has an entry for '{name}', which this model does not train")
+        raise ValueError(
+            f"the optimizer's state has an entry for '{name}', which this model does not train"
+        )
     return parameters[name]
 
 
@@ -117,13 +143,19 @@ Schedule = Callable[[int], float]
 
 
 def make_schedule(
-    name: str, *, total_steps: int, warmup_ratio: float = 0.0, warmup_steps: int = -1, min_lr_ratio: float = 0.0
+    name: str,
+    *,
+    total_steps: int,
+    warmup_ratio: float = 0.0,
+    warmup_steps: int = -1,
+    min_lr_ratio: float = 0.0,
 ) -> Schedule:
     """step → factor, for the next step to be taken (from 0).
 
-    Warm-up rises linearly from 0: factor step / warmup over `warmup_steps` steps, or `warmup_ratio` of `total_steps`
-    (rounded down) if that is negative. Then the factor is 1, or falls linearly or by half a cosine to `min_lr_ratio` at
-    `total_steps`, and stays there. "constant" has no warm-up. Raises UserError for an unknown name.
+    Warm-up rises linearly from 0: factor step / warmup over `warmup_steps` steps, or `warmup_ratio`
+    of `total_steps` (rounded down) if that is negative. Then the factor is 1, or falls linearly or
+    by half a cosine to `min_lr_ratio` at `total_steps`, and stays there. "constant" has no warm-up.
+    Raises UserError for an unknown name.
     """
     if name not in SCHEDULERS:
         raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULERS)}")
@@ -137,7 +169,11 @@ def make_schedule(
         if name == "constant_with_warmup":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        falling = 1.0 - progress if name == "linear_with_warmup" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        falling = (
+            1.0 - progress
+            if name == "linear_with_warmup"
+            else 0.5 * (1.0 + math.cos(math.pi * progress))
+        )
         return min_lr_ratio + (1.0 - min_lr_ratio) * falling
 
     return factor

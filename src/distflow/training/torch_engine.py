@@ -1,6 +1,6 @@
-"""The scorer, which computes per-token outputs of a model over packed micro-batches (e.g. for the frozen reference),
-and the train engine: exact gradient accumulation, one optimizer step per mini-batch, with gradients summed and clipped
-over ranks, and activation checkpointing.
+"""The scorer, which computes per-token outputs of a model over packed micro-batches (e.g. for the
+frozen reference), and the train engine: exact gradient accumulation, one optimizer step per
+mini-batch, with gradients summed and clipped over ranks, and activation checkpointing.
 """
 
 import math
@@ -27,16 +27,22 @@ from distflow.models.packed_forward import ModelInputs
 from distflow.models.sharding import device_of, fill, whole
 from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.training import engine
-from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
+from distflow.training.optimizer import (
+    Schedule,
+    load_optimizer_state,
+    move_optimizer_state,
+    optimizer_state,
+)
 from distflow.user_values import finite_number
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class ScorerOptions(TypedDict, total=False):
-    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of domains not sampled at `temperature`.
-    agent_temperatures: of the agents of episodes, None for that of the sample; empty if no agent has its own.
-    compute_dtype: of the matrix products (the weights' own by default), by autocast; the softmax stays in float32."""
+    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of domains not sampled
+    at `temperature`. agent_temperatures: of the agents of episodes, None for that of the sample;
+    empty if no agent has its own. compute_dtype: of the matrix products (the weights' own by
+    default), by autocast; the softmax stays in float32."""
 
     max_tokens_per_micro_batch: int | None
     temperature: float
@@ -49,8 +55,8 @@ class ScorerOptions(TypedDict, total=False):
 class TorchScorer:
     """Computes outputs of response tokens on one device, by the model's `packed_forward`.
 
-    For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off, which makes a policy
-    its own reference. group: the ranks that run the model equally often.
+    For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off,
+    which makes a policy its own reference. group: the ranks that run the model equally often.
     """
 
     model: nn.Module
@@ -65,9 +71,11 @@ class TorchScorer:
 
     def __post_init__(self) -> None:
         self._parameter = next(self.model.parameters())
-        # On a CPU the allocator reuses matrices of this few tokens: larger ones come from the kernel each time, page by
-        # page, which took a tenth to a third of an update.
-        self.max_tokens = self.max_tokens_per_micro_batch or (4096 if self.device.type == "cpu" else 16384)
+        # On a CPU the allocator reuses matrices of this few tokens: larger ones come from the
+        # kernel each time, page by page, which took a tenth to a third of an update.
+        self.max_tokens = self.max_tokens_per_micro_batch or (
+            4096 if self.device.type == "cpu" else 16384
+        )
 
     @property
     def device(self) -> torch.device:
@@ -75,29 +83,41 @@ class TorchScorer:
 
     @torch.no_grad()
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        """The wanted outputs as response columns of a batch with the samples of `batch`, on the CPU."""
+        """The wanted outputs as response columns of a batch with the samples of `batch`, on the
+        CPU."""
         self.model.eval()
-        bins, parts = micro_batches(batch, self.max_tokens, self.group), list[Batch]()
+        bins = micro_batches(batch, self.max_tokens, self.group)
+        parts = list[Batch]()
         for part in map(batch.select, bins):
             parts.append(Batch(part.lengths("prompt"), part.lengths("response")))
             for name, flat in self.compute(part, outputs).items():
                 parts[-1][name] = flat
         return Batch.concat(parts).to("cpu").select(torch.cat(bins).argsort())
 
-    def compute(self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None) -> dict[str, Tensor]:
-        """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device, with gradient.
+    def compute(
+        self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The wanted outputs of a micro-batch, flat `(response tokens,)`, on the model's device,
+        with gradient.
 
-        micro: on the CPU, so that shared prefixes of its samples are computed once, or on the device. outputs: of
-        "log_probs", "entropy", "values", or only "text_scores". heat: the temperature, or that of each response token;
-        None for that of its agent or domain. Raises ValueError for a sample without a prompt, and for samples without a
-        domain if domains have their own temperatures.
+        micro: on the CPU, so that shared prefixes of its samples are computed once, or on the
+        device. outputs: of "log_probs", "entropy", "values", or only "text_scores". heat: the
+        temperature, or that of each response token; None for that of its agent or domain. Raises
+        ValueError for a sample without a prompt, and for samples without a domain if domains have
+        their own temperatures.
         """
         model: Any = self.model  # nn.Module declares no methods
         adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
         casts = self.compute_dtype not in (None, self._parameter.dtype)
-        with adapter, torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext():
+        with (
+            adapter,
+            torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext(),
+        ):
             inputs = model_inputs(
-                micro, self.device, int(outputs != ("text_scores",)), images_of(unwrapped(self.model))
+                micro,
+                self.device,
+                int(outputs != ("text_scores",)),
+                images_of(unwrapped(self.model)),
             )
             heat = self.temperature_of(micro) if heat is None else heat
             heat = send(heat, self.device) if isinstance(heat, Tensor) else heat
@@ -108,8 +128,12 @@ class TorchScorer:
         if not (self.temperatures or self.agent_temperatures):
             return self.temperature
         if "domain" not in micro:
-            raise ValueError("temperatures differ by domain or agent: scored samples need their 'domain'")
-        of_samples = torch.tensor([self.temperatures.get(domain, self.temperature) for domain in micro["domain"]])
+            raise ValueError(
+                "temperatures differ by domain or agent: scored samples need their 'domain'"
+            )
+        of_samples = torch.tensor(
+            [self.temperatures.get(domain, self.temperature) for domain in micro["domain"]]
+        )
         of_tokens = of_samples.repeat_interleave(micro.lengths("response"))
         if self.agent_temperatures:
             own = torch.tensor([each or 0.0 for each in self.agent_temperatures.values()])
@@ -120,7 +144,8 @@ class TorchScorer:
 
 
 class FrozenWeights:
-    """Weights that may leave the device while they are not in use: see `TrainEngine.offload`. There are no moments."""
+    """Weights that may leave the device while they are not in use: see `TrainEngine.offload`. There
+    are no moments."""
 
     model: nn.Module
 
@@ -136,26 +161,35 @@ class FrozenWeights:
 
 @dataclass(eq=False, repr=False)
 class RewardModelScorer(TorchScorer, FrozenWeights):
-    """Scores texts by a reward model with its own tokenizer. max_length: tokens that it reads; None for all."""
+    """Scores texts by a reward model with its own tokenizer. max_length: tokens that it reads; None
+    for all."""
 
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
-        """For each prompt with its response: `score`, or `error` where the model's is not finite, and `cut`, the number
-        of tokens that were cut off."""
-        asked = [messages_of(extra, text) for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)]
+        """For each prompt with its response: `score`, or `error` where the model's is not finite,
+        and `cut`, the number of tokens that were cut off."""
+        asked = [
+            messages_of(extra, text)
+            for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)
+        ]
         encoded = [
             encode_text(self.tokenizer, messages, response, self.max_length)
             for messages, response in zip(asked, batch["responses"], strict=True)
         ]
         lengths = torch.tensor([len(ids) for ids, _ in encoded], dtype=torch.int64)
-        texts = Batch(lengths - 1, torch.ones_like(lengths))  # outputs are computed at the response's tokens
-        texts["prompt_ids"] = torch.tensor([token for ids, _ in encoded for token in ids[:-1]], dtype=torch.int64)
+        # outputs are computed at the response's tokens
+        texts = Batch(lengths - 1, torch.ones_like(lengths))
+        texts["prompt_ids"] = torch.tensor(
+            [token for ids, _ in encoded for token in ids[:-1]], dtype=torch.int64
+        )
         texts["response_ids"] = torch.tensor([ids[-1] for ids, _ in encoded], dtype=torch.int64)
         scores = self.forward(texts, ("text_scores",)).flat("text_scores").tolist()
-        return [{**_result(score), "cut": cut} for score, (_, cut) in zip(scores, encoded, strict=True)]
+        return [
+            {**_result(score), "cut": cut} for score, (_, cut) in zip(scores, encoded, strict=True)
+        ]
 
 
 def _result(score: float) -> dict[str, object]:
@@ -165,13 +199,15 @@ def _result(score: float) -> dict[str, object]:
         return {"error": str(error)}
 
 
-def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective, whole_groups: bool = False) -> list[Tensor]:
+def micro_batches(
+    batch: Batch, max_tokens: int, group: engine.Collective, whole_groups: bool = False
+) -> list[Tensor]:
     """Indices of each micro-batch's samples, int64; deterministic, every sample once.
 
-    Each has at most `max_tokens` tokens (prompt and response), except that a longer sample is alone and never cut.
-    Neighbours with the same prompt stay together if they fit, since their prompt is computed once. With `whole_groups`
-    the samples of a prompt group always do. Every rank of `group` gets as many as the one that needs most, if necessary
-    empty ones.
+    Each has at most `max_tokens` tokens (prompt and response), except that a longer sample is alone
+    and never cut. Neighbours with the same prompt stay together if they fit, since their prompt is
+    computed once. With `whole_groups` the samples of a prompt group always do. Every rank of
+    `group` gets as many as the one that needs most, if necessary empty ones.
     """
     families = _groups(batch) if whole_groups else _families(batch, max_tokens)
     lengths = batch.lengths("sequence")
@@ -180,7 +216,10 @@ def micro_batches(batch: Batch, max_tokens: int, group: engine.Collective, whole
     agreed = int(group.max(float(len(bins))))
     if agreed > len(bins):
         bins = pack(sizes, max_tokens, agreed)
-    return [torch.tensor([i for family in bin for i in families[family]], dtype=torch.int64) for bin in bins]
+    return [
+        torch.tensor([i for family in bin for i in families[family]], dtype=torch.int64)
+        for bin in bins
+    ]
 
 
 def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
@@ -207,54 +246,74 @@ def _groups(batch: Batch) -> list[list[int]]:
 def model_inputs(
     micro: Batch, device: torch.device, before: int = 1, processor: ImageProcessor | None = None
 ) -> ModelInputs:
-    """Response token t of a sequence is predicted from the position before it, prompt length + t − 1; with `before` 0
-    the outputs are those at the token itself. Each conversation of a sample is a sequence; the output of its first
-    token, which is given, is meaningless.
+    """Response token t of a sequence is predicted from the position before it, prompt length + t −
+    1; with `before` 0 the outputs are those at the token itself. Each conversation of a sample is a
+    sequence; the output of its first token, which is given, is meaningless.
 
-    A micro-batch without tokens becomes one token that predicts nothing, with zero gradient: every rank must run a
-    sharded model equally often. Shared prefixes of neighbouring samples are found only if the micro-batch is on the
-    CPU: reading from another device would wait for it. processor: of the images of prompts, for a model that reads
-    them. The policy's tokens of a batch with `action_values` stand for these numbers. Raises ValueError for a sample
-    without a prompt: nothing predicts its first token.
+    A micro-batch without tokens becomes one token that predicts nothing, with zero gradient: every
+    rank must run a sharded model equally often. Shared prefixes of neighbouring samples are found
+    only if the micro-batch is on the CPU: reading from another device would wait for it. processor:
+    of the images of prompts, for a model that reads them. The policy's tokens of a batch with
+    `action_values` stand for these numbers. Raises ValueError for a sample without a prompt:
+    nothing predicts its first token.
     """
     empty = (micro.lengths("prompt") < before) & (micro.lengths("response") > 0)
     if bool(empty.any()):
         index = int(empty.nonzero()[0])
         who = micro.flat("uid")[index] if "uid" in micro else f"number {index}"
-        raise ValueError(f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS token")
-    ids, lengths = micro.flat("input_ids"), micro.conversation_lengths()
+        raise ValueError(
+            f"sample {who} has an empty prompt: its first token cannot be predicted; add a BOS "
+            "token"
+        )
+    ids = micro.flat("input_ids")
+    lengths = micro.conversation_lengths()
     if not ids.numel():
-        ids, lengths = ids.new_zeros(1), torch.ones(1, dtype=torch.int64)
+        ids = ids.new_zeros(1)
+        lengths = torch.ones(1, dtype=torch.int64)
     positions = send(micro.response_positions(), ids.device)
     images = _images(micro, processor, device) if processor is not None else None
     sharing = shared_prefixes(ids, lengths) if ids.device.type == "cpu" and images is None else None
-    ids, predicting, targets = (send(each, device) for each in (ids, positions - before, ids[positions]))
+    ids, predicting, targets = (
+        send(each, device) for each in (ids, positions - before, ids[positions])
+    )
     if "action_values" in micro:
         head = ActionHead(**next((own for own in micro.flat("action_head") if own), {"first": 0}))
-        values, drawn = (send(micro.flat(name), device) for name in ("action_values", "response_mask"))
-        numbers = ActionTargets(targets, values, drawn > 0, head.normals(targets, values.roll(head.dim)))
+        values, drawn = (
+            send(micro.flat(name), device) for name in ("action_values", "response_mask")
+        )
+        numbers = ActionTargets(
+            targets, values, drawn > 0, head.normals(targets, values.roll(head.dim))
+        )
         return ModelInputs(ids, lengths, predicting, numbers, sharing, images)
     return ModelInputs(ids, lengths, predicting, targets, sharing, images)
 
 
 def _images(micro: Batch, processor: ImageProcessor, device: torch.device) -> ImageInputs | None:
-    """The images of a micro-batch's prompts; None if there are none. A placeholder that the policy drew is a token like
-    any other."""
+    """The images of a micro-batch's prompts; None if there are none. A placeholder that the policy
+    drew is a token like any other."""
     held = micro.flat("images") if "images" in micro else []
     if not any(held):
         return None
     is_placeholder = (micro.flat("input_ids") == processor.token_id).cpu()
-    is_drawn, lengths = torch.zeros_like(is_placeholder), micro.conversation_lengths().tolist()
-    is_drawn[micro.response_positions()] = (micro.flat("response_mask") > 0).cpu() if "response_mask" in micro else True
+    is_drawn = torch.zeros_like(is_placeholder)
+    lengths = micro.conversation_lengths().tolist()
+    is_drawn[micro.response_positions()] = (
+        (micro.flat("response_mask") > 0).cpu() if "response_mask" in micro else True
+    )
     for places, drawn in zip(is_placeholder.split(lengths), is_drawn.split(lengths), strict=True):
         places[drawn.cumsum(0) > 0] = False
     num_forks = map(len, micro.flat("forks")) if "forks" in micro else [0] * len(held)
-    apart = [paths for own, number in zip(held, num_forks, strict=True) for paths in own or [[]] * (number + 1)]
+    apart = [
+        paths
+        for own, number in zip(held, num_forks, strict=True)
+        for paths in own or [[]] * (number + 1)
+    ]
     return ImageInputs(tuple(map(tuple, apart)), send(is_placeholder.nonzero()[:, 0], device))
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) -> None:
-    """Sum the gradients over the ranks. Those of sharded weights were summed during the backward pass."""
+    """Sum the gradients over the ranks. Those of sharded weights were summed during the backward
+    pass."""
     for parameter in parameters:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = grad if isinstance(parameter, DTensor) else group.sum(grad)
@@ -263,11 +322,14 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) 
 def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale gradients down to `max_norm` if above; returns their previous norm, a scalar.
 
-    The norm includes all shards and is the same on every rank. Nothing waits for it: if it is not finite, neither are
-    the gradients, before and after, and the caller drops them.
+    The norm includes all shards and is the same on every rank. Nothing waits for it: if it is not
+    finite, neither are the gradients, before and after, and the caller drops them.
     """
     # Gradients with the same layout share one reduction.
-    norms = [whole(get_total_norm(alike)) for alike in _alike(p.grad for p in parameters if p.grad is not None)]
+    norms = [
+        whole(get_total_norm(alike))
+        for alike in _alike(p.grad for p in parameters if p.grad is not None)
+    ]
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     if max_norm is not None:
         for alike in _alike(parameters):
@@ -285,13 +347,17 @@ def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Enable activation checkpointing in training mode, in the form that works with packed forwards and adapters.
+    """Enable activation checkpointing in training mode, in the form that works with packed forwards
+    and adapters.
 
     Raises UserError if the family does not support it.
     """
     causal = unwrapped(model)
     # transformers renamed it in 5.x, and warns about the old name
-    enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
+    enable = (
+        getattr(causal, "activation_checkpointing_enable", None)
+        or causal.gradient_checkpointing_enable
+    )
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
@@ -301,10 +367,11 @@ def checkpoint_activations(model: nn.Module) -> None:
 class TorchTrainEngine(TorchScorer):
     """Trains `model`, whose parameters are float32, with `optimizer` over the trainable ones.
 
-    Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
-    so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks. The model's
-    weights are whole on every rank, or sharded over the ranks (`models/sharding.py`); then all ranks of the mesh make
-    the same calls, and each changes its own part of weights and moments.
+    Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the
+    whole mini-batch, so the gradient does not depend on how the mini-batch was divided, over
+    micro-batches or over ranks. The model's weights are whole on every rank, or sharded over the
+    ranks (`models/sharding.py`); then all ranks of the mesh make the same calls, and each changes
+    its own part of weights and moments.
     """
 
     def __init__(
@@ -319,23 +386,31 @@ class TorchTrainEngine(TorchScorer):
         group: engine.Collective | None = None,
         **scoring: Unpack[ScorerOptions],
     ) -> None:
-        """max_grad_norm: gradients above it are scaled down to it; None for no limit. gradient_checkpointing: keep only
-        each layer's input, and recompute the layer in the backward pass. merge_adapter: whether `weights`
-        have an adapter merged. group: the ranks that share the mini-batch; each sees its own part, all take the same
-        step, bit for bit.
+        """max_grad_norm: gradients above it are scaled down to it; None for no limit.
+        gradient_checkpointing: keep only each layer's input, and recompute the layer in the
+        backward pass. merge_adapter: whether `weights`
+        have an adapter merged. group: the ranks that share the mini-batch; each sees its own part,
+        all take the same step, bit for bit.
         """
         super().__init__(model, group=group or engine.OneRank(), **scoring)
         self.optimizer = optimizer
         self.schedule = schedule
-        self.max_grad_norm, self.merge_adapter = max_grad_norm, merge_adapter
+        self.max_grad_norm = max_grad_norm
+        self.merge_adapter = merge_adapter
         self.num_steps = 0
         self._device = self.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, except for its buffers
+        # always, except for its buffers
+        self._is_on_host = next(model.parameters()).device.type != self._device.type
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        if low := [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]:
+        if low := [
+            name
+            for name, p in self._trainable.items()
+            if p.dtype in (torch.bfloat16, torch.float16)
+        ]:
             raise UserError(
-                f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
+                f"weights that are trained must be float32 ({low[0]} is not): load the model in "
+                "float32 and set "
                 "compute_dtype to the precision wanted, or small updates would be rounded away"
             )
         if gradient_checkpointing:
@@ -344,10 +419,11 @@ class TorchTrainEngine(TorchScorer):
     def train_step(self, batch: Batch, loss_fn: engine.LossFn) -> dict[str, float]:
         """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
 
-        A non-finite loss or gradient norm skips the step: weights, optimizer and schedule are unchanged. So does a
-        mini-batch in which no token counts over all ranks, since momentum and weight decay would move weights. Returns
-        `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), `empty` (1 if skipped for lack of tokens), and,
-        unless empty, the loss function's own metrics.
+        A non-finite loss or gradient norm skips the step: weights, optimizer and schedule are
+        unchanged. So does a mini-batch in which no token counts over all ranks, since momentum and
+        weight decay would move weights. Returns `loss`, `grad_norm` (before clipping), `lr`,
+        `skipped` (0 or 1), `empty` (1 if skipped for lack of tokens), and, unless empty, the loss
+        function's own metrics.
         """
         self.model.train()
         counts = self.group.sum(loss_fn.counts(batch))
@@ -356,18 +432,24 @@ class TorchTrainEngine(TorchScorer):
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
         shares: list[engine.Sums] = []
-        for index in micro_batches(batch, self.max_tokens, self.group, "text_scores" in loss_fn.outputs):
+        for index in micro_batches(
+            batch, self.max_tokens, self.group, "text_scores" in loss_fn.outputs
+        ):
             micro = batch.select(index)
             flat = self.compute(micro, loss_fn.outputs)
             micro = micro.to(self.device)
-            loss, stats = loss_fn({name: micro.pad(flat[name], "response") for name in flat}, micro, counts)
+            loss, stats = loss_fn(
+                {name: micro.pad(flat[name], "response") for name in flat}, micro, counts
+            )
             if loss.requires_grad:
                 loss.backward()
             shares.append({"loss": loss.detach(), **stats})
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
         # The only time that a step waits for its device.
-        *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
+        *values, grad_norm = read_numbers(
+            [*(value for share in shares for value in share.values()), norm]
+        )
         own_sums: engine.Counts = {"loss": 0.0}
         for name, value in zip((name for share in shares for name in share), values, strict=True):
             own_sums[name] = own_sums.get(name, 0.0) + value
@@ -378,7 +460,14 @@ class TorchTrainEngine(TorchScorer):
             self._step(lrs)
         self.optimizer.zero_grad(set_to_none=True)
         own = loss_fn.finish(sums, counts)
-        return {**own, "loss": total, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped), "empty": 0.0}
+        return {
+            **own,
+            "loss": total,
+            "grad_norm": grad_norm,
+            "lr": lrs[0],
+            "skipped": float(skipped),
+            "empty": 0.0,
+        }
 
     def _step(self, lrs: list[float]) -> None:
         move_optimizer_state(self.optimizer, next(iter(self._trainable.values())).device)
@@ -388,18 +477,21 @@ class TorchTrainEngine(TorchScorer):
         self.num_steps += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, with an adapter merged, or its weights beside them;
-        others are the model's own storage.
+        """The weights by their Hugging Face names, tied ones once, with an adapter merged, or its
+        weights beside them; others are the model's own storage.
 
         A sharded weight is gathered when read, by all ranks together.
         """
-        return ((name, whole(tensor)) for name, tensor in named_weights(self.model, self.merge_adapter))
+        return (
+            (name, whole(tensor)) for name, tensor in named_weights(self.model, self.merge_adapter)
+        )
 
     def state(self) -> engine.TrainState:
-        """Everything that training changes: trainable weights, the optimizer's state, the number of steps taken.
+        """Everything that training changes: trainable weights, the optimizer's state, the number of
+        steps taken.
 
-        The tensors are live: copy or write them before the next step. Sharded ones are `DTensor`s, of which each rank
-        has its part.
+        The tensors are live: copy or write them before the next step. Sharded ones are `DTensor`s,
+        of which each rank has its part.
         """
         tensors = {engine.MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
         moments, meta = optimizer_state(self.optimizer, self._trainable)
@@ -407,20 +499,28 @@ class TorchTrainEngine(TorchScorer):
         return engine.TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
 
     def load_state(self, state: engine.TrainState) -> None:
-        """Resume, bit for bit, from the result of `state`. Rates and other options remain this engine's.
+        """Resume, bit for bit, from the result of `state`. Rates and other options remain this
+        engine's.
 
-        For a sharded model, tensors have the same sharding or are whole: each rank takes its part. Raises ValueError,
-        with nothing changed, if the weights' names or shapes or the optimizer differ.
+        For a sharded model, tensors have the same sharding or are whole: each rank takes its part.
+        Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer
+        differ.
         """
-        own, weights = self._trainable, state.trained_weights()
-        different = sorted(own.keys() ^ weights.keys()) or [n for n, p in own.items() if p.shape != weights[n].shape]
+        own = self._trainable
+        weights = state.trained_weights()
+        different = sorted(own.keys() ^ weights.keys()) or [
+            n for n, p in own.items() if p.shape != weights[n].shape
+        ]
         if different:
             raise ValueError(
-                f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} "
+                f"the state is of another model: {len(different)} weights differ in name or shape, "
+                f"{different[0]} "
                 "first; resume with the run's original model (and lora_rank)"
             )
         prefix = engine.OPTIMIZER_PREFIX
-        moments = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
+        moments = {
+            n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)
+        }
         load_optimizer_state(self.optimizer, own, moments, state.meta["optimizer"])
         for name, parameter in own.items():
             fill(parameter, weights[name])

@@ -11,7 +11,8 @@ from distflow.algorithms.registry import find_policy_loss
 
 def covariances(batch: Any) -> dict[tuple[int, int], float]:
     """(A − mean A)(log π − mean log π) of each token under the mask."""
-    a, lp = batch.rows("advantages"), batch.rows("old_log_probs")
+    a = batch.rows("advantages")
+    lp = batch.rows("old_log_probs")
     tokens = [(i, t) for i, keep in enumerate(batch.mask.tolist()) for t, m in enumerate(keep) if m]
     mean_a = sum(a[i][t] for i, t in tokens) / len(tokens)
     mean_lp = sum(lp[i][t] for i, t in tokens) / len(tokens)
@@ -25,7 +26,9 @@ def uids(batch: Any) -> list[str]:
 def select(name: str, batch: Any, **options: float) -> set[tuple[int, int]]:
     selector = find_policy_loss(name).selects
     assert selector is not None
-    chosen = selector(batch["advantages"], batch["old_log_probs"], batch.mask, uids(batch), **options)
+    chosen = selector(
+        batch["advantages"], batch["old_log_probs"], batch.mask, uids(batch), **options
+    )
     assert chosen.dtype == torch.float32 and set(chosen.flatten().tolist()) <= {0.0, 1.0}
     return {(int(i), int(t)) for i, t in chosen.nonzero()}
 
@@ -46,10 +49,14 @@ def test_kl_cov_takes_the_largest(case: Any, seed: int, share: float) -> None:
     batch = case(seed)
     wanted = covariances(batch)
     count = max(1, int(share * len(wanted)))
-    assert select("kl_cov", batch, kl_cov_ratio=share) == set(sorted(wanted, key=wanted.__getitem__)[-count:])
+    assert select("kl_cov", batch, kl_cov_ratio=share) == set(
+        sorted(wanted, key=wanted.__getitem__)[-count:]
+    )
 
 
-@pytest.mark.parametrize(("share", "low", "high"), [(0.0002, 0.1, 5.0), (0.2, -0.5, 1.0), (1.0, 0.3, 0.6)])
+@pytest.mark.parametrize(
+    ("share", "low", "high"), [(0.0002, 0.1, 5.0), (0.2, -0.5, 1.0), (1.0, 0.3, 0.6)]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_clip_cov_draws_from_those_within_the_bounds(
     case: Any, seed: int, share: float, low: float, high: float
@@ -64,7 +71,8 @@ def test_clip_cov_draws_from_those_within_the_bounds(
 
 @pytest.mark.slow
 def test_every_token_within_the_bounds_is_drawn_alike() -> None:
-    mask, flat = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.float64)
+    mask = torch.ones(1, 4)
+    flat = torch.zeros(1, 4, dtype=torch.float64)
     counts = [0, 0, 0, 0]
     selector: Any = find_policy_loss("clip_cov").selects
     for step in range(2000):
@@ -83,7 +91,8 @@ def test_equal_covariances_give_no_more_than_the_share(case: Any) -> None:
 
 
 def test_a_draw_hangs_on_the_sample_and_the_position_alone() -> None:
-    one, two = token_draws(["3-1", "0-0"], torch.ones(2, 5)), token_draws(["0-0"], torch.ones(1, 3))
+    one = token_draws(["3-1", "0-0"], torch.ones(2, 5))
+    two = token_draws(["0-0"], torch.ones(1, 3))
     assert torch.equal(one[1, :3], two[0])
     assert not torch.equal(one[0], one[1])
     assert bool(((one >= 0) & (one < 1)).all())
@@ -93,16 +102,30 @@ def test_largest_orders_signs_zeros_and_infinities() -> None:
     values = torch.tensor([[-1e300, -0.0, 0.0, 1e-310, 3.0, float("inf")]], dtype=torch.float64)
     ties = torch.tensor([[0.0, 0.9, 0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
     everywhere = torch.ones_like(values, dtype=torch.bool)
-    for count, wanted in ((1, {5}), (2, {4, 5}), (4, {1, 3, 4, 5}), (5, {1, 2, 3, 4, 5}), (9, set(range(6)))):
+    for count, wanted in (
+        (1, {5}),
+        (2, {4, 5}),
+        (4, {1, 3, 4, 5}),
+        (5, {1, 2, 3, 4, 5}),
+        (9, set(range(6))),
+    ):
         chosen = largest(values, ties, everywhere, count)[0]
         assert set(chosen.nonzero().flatten().tolist()) == wanted
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_nothing_outside_the_mask_is_read_and_an_empty_batch_selects_nothing(case: Any, name: str) -> None:
-    poisoned, clean = case(2), case(2)
-    clean.columns = {n: torch.where(clean.mask > 0, c, torch.zeros_like(c)) for n, c in clean.columns.items()}
-    options = {"clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -9.0}, "kl_cov": {"kl_cov_ratio": 0.3}}[name]
+def test_nothing_outside_the_mask_is_read_and_an_empty_batch_selects_nothing(
+    case: Any, name: str
+) -> None:
+    poisoned = case(2)
+    clean = case(2)
+    clean.columns = {
+        n: torch.where(clean.mask > 0, c, torch.zeros_like(c)) for n, c in clean.columns.items()
+    }
+    options = {
+        "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -9.0},
+        "kl_cov": {"kl_cov_ratio": 0.3},
+    }[name]
     assert select(name, poisoned, **options) == select(name, clean, **options) != set()
     poisoned.mask = torch.zeros_like(poisoned.mask)
     assert select(name, poisoned) == set()
@@ -119,6 +142,8 @@ def test_nothing_outside_the_mask_is_read_and_an_empty_batch_selects_nothing(cas
         ("kl_cov", {"kl_cov_ration": 0.1}, "did you mean 'kl_cov_ratio'"),
     ],
 )
-def test_options_without_sense_are_refused_before_the_start(name: str, options: dict[str, Any], message: str) -> None:
+def test_options_without_sense_are_refused_before_the_start(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         find_policy_loss(name).call_options(options)

@@ -1,4 +1,5 @@
-"""Draws of a model that rounding moves far: no alarm where nothing is wrong, and still one where something is."""
+"""Draws of a model that rounding moves far: no alarm where nothing is wrong, and still one where
+something is."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,8 @@ BFLOAT16 = (
 
 @pytest.fixture
 def rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Playground:
-    """A model whose draws rounding moves by 0.03, ten times as far as is allowed without a second look."""
+    """A model whose draws rounding moves by 0.03, ten times as far as is allowed without a second
+    look."""
     monkeypatch.setattr(engine_weights_and_draws, "ROUNDED_DRAW", 0.003)
     return Playground(tmp_path, initializer_range=0.5, num_hidden_layers=4)
 
@@ -37,7 +39,9 @@ def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.M
     measured: list[float] = []
     original = engine_weights_and_draws.moved_draws
     monkeypatch.setattr(
-        engine_weights_and_draws, "moved_draws", lambda recorded: measured.append(original(recorded)) or measured[0]
+        engine_weights_and_draws,
+        "moved_draws",
+        lambda recorded: measured.append(original(recorded)) or measured[0],
     )
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
@@ -45,14 +49,18 @@ def test_moves_by_rounding_are_no_alarm(rough: Playground, monkeypatch: pytest.M
     assert 0.01 < measured[0] < 0.06
 
 
-def test_too_large_moves_by_rounding_are_not_checked(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_moves_by_rounding_are_not_checked(
+    rough: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_weights_and_draws, "WIDEST", 0.05)
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
     assert "too far" in audit.fields["unproven"]["draws"]
 
 
-def test_gradients_moved_too_far_are_not_checked(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_moved_too_far_are_not_checked(
+    rough: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(updates, "ROUNDED", 0.05)
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
@@ -61,12 +69,16 @@ def test_gradients_moved_too_far_are_not_checked(rough: Playground, monkeypatch:
 
 def test_another_stream_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     key = sequences.sample_key
-    monkeypatch.setattr(sequences, "sample_key", lambda stream, sample: key(replace(stream, row=0), sample))
+    monkeypatch.setattr(
+        sequences, "sample_key", lambda stream, sample: key(replace(stream, row=0), sample)
+    )
     with pytest.raises(TrustError, match=r"\(draws\): \d+ of \d+ tokens are not what"):
         rough.run("grpo", *BFLOAT16)
 
 
-def test_another_distribution_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_distribution_is_an_alarm(
+    rough: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = embedded.sample
 
     def sharper(logits: Any, rows: Any) -> Any:
@@ -86,7 +98,8 @@ def without_prompts(sequences_drawn: list[sequences.Sequence]) -> sequences.Draw
 
 
 def of_the_policy(logits: Any, rows: Any) -> Any:
-    """Draws that report the policy's log-probs as those of the distribution that they were drawn from."""
+    """Draws that report the policy's log-probs as those of the distribution that they were drawn
+    from."""
     drawn = sampler.sample(logits, rows)
     return drawn._replace(sampling_log_probs=drawn.rollout_log_probs)
 
@@ -101,7 +114,8 @@ def of_the_policy(logits: Any, rows: Any) -> Any:
 def test_penalties_and_the_log_probs_of_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, planted: Any, says: str
 ) -> None:
-    playground, law = Playground(tmp_path), ("rollout.repetition_penalty=1.5", "rollout.top_k=20", "rollout.top_p=0.9")
+    playground = Playground(tmp_path)
+    law = ("rollout.repetition_penalty=1.5", "rollout.top_k=20", "rollout.top_p=0.9")
     keys = (*(f"actor_rollout_ref.{key}" for key in law), "trainer.total_training_steps=2")
     (first, *_) = playground.run("grpo", *keys, name="healthy").audits()
     assert "draws" in first["proven"]

@@ -1,4 +1,5 @@
-"""Every metric of the table is computed again by a check, or says why not; one that is reported wrongly is found."""
+"""Every metric of the table is computed again by a check, or says why not; one that is reported
+wrongly is found."""
 
 import tomllib
 from collections.abc import Callable
@@ -29,7 +30,12 @@ BY_OTHER_CHECKS = {
 }
 TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
 NORM = (f"algorithm.reward_norm.{level}_level=running" for level in ("mean", "std"))
-MASKS = ("algorithm.adv_estimator=reinforce", "algorithm.mask_truncated=true", "algorithm.reward_clip=0.4", *NORM)
+MASKS = (
+    "algorithm.adv_estimator=reinforce",
+    "algorithm.mask_truncated=true",
+    "algorithm.reward_clip=0.4",
+    *NORM,
+)
 CORRECTION = (
     "algorithm.recompute_old_log_probs=true",
     "algorithm.rollout_correction.rollout_is=sequence",
@@ -65,32 +71,57 @@ def test_each_metric_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not any("nothing computes" in note for note in run.notes("info")), name
         logged |= {metric for step in run.metrics() for metric in step}
     known = [*NOT_RECOMPUTED, *BY_OTHER_CHECKS]
-    left = {name for name in logged - compared if not any(fnmatchcase(name, pattern) for pattern in known)}
+    left = {
+        name
+        for name in logged - compared
+        if not any(fnmatchcase(name, pattern) for pattern in known)
+    }
     assert not left
     table = tomllib.loads(Path(str(metrics.__file__)).with_name("metrics.toml").read_text())
-    without_runs = ("sft/*", "rm/*", "reward/*", "*/*/*", "async/version_diff/*", "policies/*")  # by the same code
-    without_runs += ("srpo/*", "val/*", "actor/cov_selected", "actor/policy_drift")  # of other runs and losses
-    of_table = {entry for entry in table if not any(fnmatchcase(entry, pattern) for pattern in (*known, *without_runs))}
-    assert not {entry for entry in of_table if not any(fnmatchcase(name, entry) for name in compared)}
+    # by the same code
+    without_runs = ("sft/*", "rm/*", "reward/*", "*/*/*", "async/version_diff/*", "policies/*")
+    # of other runs and losses
+    without_runs += ("srpo/*", "val/*", "actor/cov_selected", "actor/policy_drift")
+    of_table = {
+        entry
+        for entry in table
+        if not any(fnmatchcase(entry, pattern) for pattern in (*known, *without_runs))
+    }
+    assert not {
+        entry for entry in of_table if not any(fnmatchcase(name, entry) for name in compared)
+    }
 
 
-def swapped(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def swapped(
+    owner: Any, name: str, change: Callable[[Any], Any]
+) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, name, change(getattr(owner, name)))
 
 
 WRONG = {
-    "reward_clip/clipped": ("masks", swapped(advantages, "_share", lambda of: lambda hit, counted: of(~hit, counted))),
+    "reward_clip/clipped": (
+        "masks",
+        swapped(advantages, "_share", lambda of: lambda hit, counted: of(~hit, counted)),
+    ),
     "mismatch/ess": (
         "correction",
         swapped(
             mismatch_check,
             "mismatch_statistics",
-            lambda of: lambda *rest: {name: value / (2 if name == "ess" else 1) for name, value in of(*rest).items()},
+            lambda of: (
+                lambda *rest: {
+                    name: value / (2 if name == "ess" else 1) for name, value in of(*rest).items()
+                }
+            ),
         ),
     ),
     "async/rejected": (
         "grpo",
-        swapped(step_metrics, "group_metrics", lambda of: lambda *rest: {**of(*rest), "async/rejected": 3.0}),
+        swapped(
+            step_metrics,
+            "group_metrics",
+            lambda of: lambda *rest: {**of(*rest), "async/rejected": 3.0},
+        ),
     ),
 }
 

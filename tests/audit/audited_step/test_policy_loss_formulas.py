@@ -1,4 +1,5 @@
-"""The auditor's formulas of the built-in policy losses against the losses, and errors planted into the losses."""
+"""The auditor's formulas of the built-in policy losses against the losses, and errors planted into
+the losses."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -26,7 +27,12 @@ from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in
 
 ACTOR = "actor_rollout_ref.actor"
-FAST = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-2", "trust.audit_freq=1")
+FAST = (
+    f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_epochs=2",
+    f"{ACTOR}.optim.lr=1e-2",
+    "trust.audit_freq=1",
+)
 OPTIONS = {
     "decoupled": {"behav_imp_weight_cap": 0.93},
     "dro": {"beta": 0.5},
@@ -51,14 +57,17 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, spread: float)
         "old_log_probs": old,
         "selected_tokens": (torch.rand(8, 16, generator=draws) < 0.3).float(),
     }
-    loss, options = find_policy_loss(name), DEFAULTS | OPTIONS.get(name, {})
+    loss = find_policy_loss(name)
+    options = DEFAULTS | OPTIONS.get(name, {})
     call_options = {option: options[option] for option in loss.options if option in options}
     fields = {field: columns[field] for field in (*loss.reads, *loss.optional) if field in columns}
     found, _ = loss.fn(log_probs=now, loss_mask=torch.ones(8, 16), **fields, **call_options)
     (gradient,) = torch.autograd.grad(found.sum(), now)
     flat = now.detach().double().flatten().requires_grad_()
     sample = torch.arange(8).repeat_interleave(16)
-    expected = FORMULAS[name](Tokens(flat, {n: c.double().flatten() for n, c in columns.items()}, sample), options)
+    expected = FORMULAS[name](
+        Tokens(flat, {n: c.double().flatten() for n, c in columns.items()}, sample), options
+    )
     torch.testing.assert_close(found.double().flatten(), expected, rtol=1e-4, atol=1e-5)
     (wanted,) = torch.autograd.grad(expected.sum(), flat)
     torch.testing.assert_close(gradient.double().flatten(), wanted, rtol=1e-4, atol=1e-5)
@@ -77,27 +86,40 @@ def test_statistics_are_those_of_the_formula(name: str) -> None:
         "token_level_scores": torch.randn(8, generator=draws),
         "prox_log_probs": old - 0.1 + 0.05 * torch.randn(8, 16, generator=draws),
     }
-    loss, options = find_policy_loss(name), DEFAULTS | {"clip_ratio_c": 1.05} | OPTIONS.get(name, {})
+    loss = find_policy_loss(name)
+    options = DEFAULTS | {"clip_ratio_c": 1.05} | OPTIONS.get(name, {})
     options |= {"prox": "recompute", "correction": RolloutCorrectionConfig()}
     call_options = {option: options[option] for option in loss.options if option in options}
     given = {field: fields[field] for field in (*loss.reads, *loss.optional) if field in fields}
     _, found = loss.fn(log_probs=now, loss_mask=torch.ones(8, 16), **given, **call_options)
     columns = {n: fields[n].double().flatten() for n in ("advantages", "old_log_probs")}
     columns |= {"sample_score": fields["token_level_scores"].double().repeat_interleave(16)}
-    columns |= {"selected_tokens": fields["selected_tokens"].flatten()} if "selected_tokens" in given else {}
+    columns |= (
+        {"selected_tokens": fields["selected_tokens"].flatten()}
+        if "selected_tokens" in given
+        else {}
+    )
     columns |= {"prox_log_probs": fields["prox_log_probs"].double().flatten()}
     tokens = Tokens(now.double().flatten(), columns, torch.arange(8).repeat_interleave(16))
     expected = statistics(name, tokens, options, 0.0)
     assert {*found} - {"ppo_kl"} <= {*expected}
     for key in {*found} - {"ppo_kl"}:
-        assert 0 < float(found[key].mean()) == pytest.approx(float(expected[key].double().mean()), rel=1e-4), key
+        assert (
+            0
+            < float(found[key].mean())
+            == pytest.approx(float(expected[key].double().mean()), rel=1e-4)
+        ), key
 
 
 def run_with(folder: Path, name: str) -> Path:
-    given = [f"+{ACTOR}.policy_loss_kwargs.{key}={value}" for key, value in OPTIONS.get(name, {}).items()]
+    given = [
+        f"+{ACTOR}.policy_loss_kwargs.{key}={value}" for key, value in OPTIONS.get(name, {}).items()
+    ]
     clips = "clip_ratio_high" in find_policy_loss(name).options
     given += [f"{ACTOR}.clip_ratio=0.002"] if clips else []
-    run = Playground(folder).run("grpo", f"{ACTOR}.policy_loss={name}", *given, *FAST, "trainer.total_training_steps=2")
+    run = Playground(folder).run(
+        "grpo", f"{ACTOR}.policy_loss={name}", *given, *FAST, "trainer.total_training_steps=2"
+    )
     return run.folder
 
 
@@ -126,12 +148,16 @@ PLANTED = {
 def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    audits = [event for event in read_events(run_with(tmp_path / "sound", name)) if event.kind == "audit"]
+    audits = [
+        event for event in read_events(run_with(tmp_path / "sound", name)) if event.kind == "audit"
+    ]
     assert [event.fields["unproven"] for event in audits] == [{}, {}]
     assert all("loss" in event.fields["proven"] for event in audits)
     original = PolicyObjective._per_token
 
-    def planted(self: PolicyObjective, current: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> Any:
+    def planted(
+        self: PolicyObjective, current: torch.Tensor, fields: Mapping[str, torch.Tensor]
+    ) -> Any:
         if not hasattr(self, "is_wrong"):
             self.is_wrong = True  # type: ignore[attr-defined]
             PLANTED[name](self, fields)
@@ -143,14 +169,19 @@ def test_a_run_is_proven_and_an_error_in_its_loss_is_found(
 
 
 @pytest.mark.slow
-def test_a_domain_with_the_loss_of_another_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    playground, own = Playground(tmp_path), "algorithm.domains={words: {policy_loss: sapo}}"
+def test_a_domain_with_the_loss_of_another_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    playground = Playground(tmp_path)
+    own = "algorithm.domains={words: {policy_loss: sapo}}"
     names = ["sums", "words"] * 6
     rows = [{"prompt": f"{i}=", "answer": "7", "data_source": name} for i, name in enumerate(names)]
     playground.write_rows(rows)
     sound = playground.run("grpo", own, *FAST, "trainer.total_training_steps=1")
     assert "loss" in sound.audits()[0]["proven"]
-    monkeypatch.setattr(PolicyObjective, "_terms_by_domain", swapped(PolicyObjective._terms_by_domain))
+    monkeypatch.setattr(
+        PolicyObjective, "_terms_by_domain", swapped(PolicyObjective._terms_by_domain)
+    )
     with pytest.raises(TrustError, match=r"\(loss\)"):
         playground.run("grpo", own, *FAST, "trainer.total_training_steps=1")
 
@@ -172,15 +203,21 @@ def test_tokens_that_are_selected_by_another_covariance_are_found(
 ) -> None:
     original = covariance.token_covariance
     monkeypatch.setattr(covariance, "token_covariance", lambda *given: -original(*given))
-    with pytest.raises(TrustError, match=rf"\(loss\): {name} must select \d+ of the step's \d+ tokens"):
+    with pytest.raises(
+        TrustError, match=rf"\(loss\): {name} must select \d+ of the step's \d+ tokens"
+    ):
         run_with(tmp_path, name)
 
 
 @pytest.mark.slow
-def test_tokens_that_are_drawn_by_other_numbers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_are_drawn_by_other_numbers_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = covariance.token_draws
     monkeypatch.setattr(covariance, "token_draws", lambda *given: 1 - original(*given))
-    with pytest.raises(TrustError, match=r"\(loss\): clip_cov must select \d+ of the step's \d+ tokens"):
+    with pytest.raises(
+        TrustError, match=r"\(loss\): clip_cov must select \d+ of the step's \d+ tokens"
+    ):
         run_with(tmp_path, "clip_cov")
 
 
@@ -201,13 +238,21 @@ def test_a_statistic_of_the_decoupled_loss_with_the_wrong_sign(
 ) -> None:
     original = PolicyObjective._per_token
 
-    def planted(self: PolicyObjective, current: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> Any:
+    def planted(
+        self: PolicyObjective, current: torch.Tensor, fields: Mapping[str, torch.Tensor]
+    ) -> Any:
         loss, found = original(self, current, fields)
         return loss, {**found, "behave_kl": -found["behave_kl"] if wrong else found["behave_kl"]}
 
     monkeypatch.setattr(PolicyObjective, "_per_token", planted)
-    with pytest.raises(TrustError, match=r"\(loss\): the behave_kl of a mini-batch") if wrong else nullcontext():
-        Playground(tmp_path).run("async_grpo", *FAST, "async.max_staleness=2", "trainer.total_training_steps=4")
+    with (
+        pytest.raises(TrustError, match=r"\(loss\): the behave_kl of a mini-batch")
+        if wrong
+        else nullcontext()
+    ):
+        Playground(tmp_path).run(
+            "async_grpo", *FAST, "async.max_staleness=2", "trainer.total_training_steps=4"
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,10 +271,14 @@ def test_metrics_of_a_mini_batch_are_the_sums_of_the_ranks_shares(
     config = load_config("grpo", Playground(tmp_path).overrides("run")).config
     reported = {"loss": 2.0, "entropy": 1.5, "pg_clipfrac": 0.3}
     batch = Batch(torch.tensor([1]), torch.tensor([1]))
-    update = UpdateRecord("actor", None, PolicyObjective(), batch, metrics=reported, share=(1.0, 2.0))  # type: ignore[arg-type]
+    update = UpdateRecord(
+        "actor", None, PolicyObjective(), batch, metrics=reported, share=(1.0, 2.0)
+    )  # type: ignore[arg-type]
     update.totals = {"tokens": 5.0}
     recorded: Any = SimpleNamespace(config=config, run=SimpleNamespace(compared=set()))
     with pytest.raises(Wrong, match=f"the {wrong} of a mini-batch") if wrong else nullcontext():
         _check_reported(
-            recorded, update, [{"": (2.0, 2.0), "entropy": (1.0, 1.0), "pg_clipfrac": (0.0, 0.125)}, *other]
+            recorded,
+            update,
+            [{"": (2.0, 2.0), "entropy": (1.0, 1.0), "pg_clipfrac": (0.0, 0.125)}, *other],
         )

@@ -43,7 +43,9 @@ class WeightsOnly:
 
     def state(self) -> TrainState:
         moments = {f"optimizer.exp_avg/{name}": tensor for name, tensor in self.moments.items()}
-        return TrainState({f"model.{name}": tensor for name, tensor in self.tensors.items()} | moments)
+        return TrainState(
+            {f"model.{name}": tensor for name, tensor in self.tensors.items()} | moments
+        )
 
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         raise AssertionError("not asked here")

@@ -31,7 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def make_canary(folder: Path, *, shares: bool = False, frequency: int = 1, exact: bool = True) -> Canary:
+def make_canary(
+    folder: Path, *, shares: bool = False, frequency: int = 1, exact: bool = True
+) -> Canary:
     model = load_model(folder)
     trainer = TorchTrainEngine(
         model,
@@ -42,7 +44,14 @@ def make_canary(folder: Path, *, shares: bool = False, frequency: int = 1, exact
     engine = EmbeddedEngine(load_model(folder), load_tokenizer(str(folder)), version=Version(0, 0))
     sampling = SamplingParams(12, temperature=0.7)
     return Canary(
-        engine, trainer, PROMPTS, sampling, Tolerance.of(exact), frequency, shares, lambda agent: sampling.temperature
+        engine,
+        trainer,
+        PROMPTS,
+        sampling,
+        Tolerance.of(exact),
+        frequency,
+        shares,
+        lambda agent: sampling.temperature,
     )
 
 
@@ -60,7 +69,9 @@ def off_key(song: Batch, by: float) -> Batch:
     return copy
 
 
-def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(folder: Path) -> None:
+def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(
+    folder: Path,
+) -> None:
     canary = make_canary(folder)
     song = song_of(canary)
     assert len(song) == 4 and int(song.lengths("response").max()) <= 12
@@ -85,7 +96,9 @@ def test_when_it_sings(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("exact", "fine", "wrong"), [(True, 5e-4, 2e-3), (False, 0.3, 0.6)])
-def test_at_the_start_the_engine_must_be_the_trainer(folder: Path, exact: bool, fine: float, wrong: float) -> None:
+def test_at_the_start_the_engine_must_be_the_trainer(
+    folder: Path, exact: bool, fine: float, wrong: float
+) -> None:
     canary = make_canary(folder, exact=exact)
     song = song_of(canary)
     canary.compare(off_key(song, fine), at_start=True)

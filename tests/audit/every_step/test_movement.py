@@ -10,7 +10,9 @@ from tests.audit.every_step.batches import WeightsOnly
 MOVES = {"lr": 1e-3, "grad_norm": 1.0, "skipped": 0.0}
 
 
-def updates(movement: Movement, engine: WeightsOnly, metrics: list[dict[str, float]]) -> list[list[str]]:
+def updates(
+    movement: Movement, engine: WeightsOnly, metrics: list[dict[str, float]]
+) -> list[list[str]]:
     """What each update found; every update moves the tensor `live` by one bit."""
     found = []
     for update in metrics:
@@ -27,7 +29,13 @@ def test_a_tensor_that_stays_is_named_once_after_so_many_updates() -> None:
 
 def test_updates_that_move_nothing_by_design_do_not_count() -> None:
     still = [
-        MOVES | change for change in ({"lr": 0.0}, {"grad_norm": 0.0}, {"skipped": 1.0}, {"grad_norm": float("nan")})
+        MOVES | change
+        for change in (
+            {"lr": 0.0},
+            {"grad_norm": 0.0},
+            {"skipped": 1.0},
+            {"grad_norm": float("nan")},
+        )
     ]
     engine = WeightsOnly(live=torch.ones(4), dead=torch.ones(4))
     assert updates(Movement(after=2), engine, [MOVES, *still * 5, MOVES]) == [[]] * 22
@@ -61,7 +69,8 @@ def test_one_bit_anywhere_and_opposite_changes_are_seen(dtype: torch.dtype) -> N
     changed = weight.clone()
     changed[63, 32] = 1 + torch.finfo(dtype).eps
     opposite = weight.clone()
-    opposite[0, 0], opposite[0, 1] = 1 + 2 * torch.finfo(dtype).eps, 1 - torch.finfo(dtype).eps
+    opposite[0, 0] = 1 + 2 * torch.finfo(dtype).eps
+    opposite[0, 1] = 1 - torch.finfo(dtype).eps
     assert len({fingerprint(w) for w in (weight, changed, opposite, weight.T)}) == 4
     assert fingerprint(weight.T) == fingerprint(weight.T.contiguous())
 

@@ -1,4 +1,5 @@
-"""Skipped updates: what is kept of them, when they end the run, and weights that must go no further."""
+"""Skipped updates: what is kept of them, when they end the run, and weights that must go no
+further."""
 
 import json
 import math
@@ -14,7 +15,8 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from tests.audit.every_step.batches import WeightsOnly, sampled_batch
 
-SKIPPED, TAKEN = {"loss": math.nan, "grad_norm": 1.0, "skipped": 1.0}, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
+SKIPPED = {"loss": math.nan, "grad_norm": 1.0, "skipped": 1.0}
+TAKEN = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
 
 
 def engine() -> WeightsOnly:
@@ -27,7 +29,9 @@ def test_a_bundle_holds_batch_weights_and_config(tmp_path: Path) -> None:
     bundle = NonFinite(tmp_path, 5, "a: 1\n").updated("actor", engine(), batch, SKIPPED, step=6)
     assert bundle is not None and bundle.name == "step-000007-actor-1"
     kept = Batch.load(bundle / "batch.safetensors")
-    assert torch.equal(kept["old_log_probs"], batch["old_log_probs"]) and kept["uid"] == batch["uid"]
+    assert (
+        torch.equal(kept["old_log_probs"], batch["old_log_probs"]) and kept["uid"] == batch["uid"]
+    )
     assert torch.equal(load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0))
     assert (bundle / "config.yaml").read_text() == "a: 1\n"
     facts = json.loads((bundle / "bundle.json").read_text())
@@ -35,12 +39,16 @@ def test_a_bundle_holds_batch_weights_and_config(tmp_path: Path) -> None:
 
 
 def test_an_update_that_was_taken_leaves_nothing(tmp_path: Path) -> None:
-    assert NonFinite(tmp_path, 2, "").updated("actor", engine(), sampled_batch(), TAKEN, step=0) is None
+    assert (
+        NonFinite(tmp_path, 2, "").updated("actor", engine(), sampled_batch(), TAKEN, step=0)
+        is None
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
-    check, batch = NonFinite(tmp_path, 3, ""), sampled_batch()
+    check = NonFinite(tmp_path, 3, "")
+    batch = sampled_batch()
     for metrics in (SKIPPED, SKIPPED, TAKEN, SKIPPED, SKIPPED):
         check.updated("actor", engine(), batch, metrics, step=0)
         check.updated("critic", engine(), batch, TAKEN, step=0)
@@ -49,18 +57,26 @@ def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
 
 
 def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
-    check, batch = NonFinite(tmp_path, 3, ""), sampled_batch()
+    check = NonFinite(tmp_path, 3, "")
+    batch = sampled_batch()
     bundles = []
     for step in range(8):
         bundles += [check.updated("actor", engine(), batch, SKIPPED, step) for _ in range(2)]
         check.updated("actor", engine(), batch, TAKEN, step)
-    assert {bundle.name for bundle in bundles[-3:] if bundle} == {path.name for path in tmp_path.iterdir()}
+    assert {bundle.name for bundle in bundles[-3:] if bundle} == {
+        path.name for path in tmp_path.iterdir()
+    }
     first, second = (bundle / "weights.safetensors" for bundle in bundles[-2:] if bundle)
     assert first.samefile(second), "nothing changed between two skipped updates"
 
 
 def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
-    others = ("notes.txt", "old/notes.txt", "step-000001-actor-1/notes.txt", "step-000009-actor-1/bundle.json")
+    others = (
+        "notes.txt",
+        "old/notes.txt",
+        "step-000001-actor-1/notes.txt",
+        "step-000009-actor-1/bundle.json",
+    )
     for name in others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("[]")
@@ -84,7 +100,11 @@ def test_bundles_of_a_policy_with_any_name_do_not_fill_the_disk(tmp_path: Path) 
     for step in range(4):
         bundle = check.updated("Solver_2", engine(), sampled_batch(), SKIPPED, step)
         check.updated("Solver_2", engine(), sampled_batch(), TAKEN, step)
-    assert bundle is not None and bundle.name == "step-000004-Solver_2-4" and len(list(tmp_path.iterdir())) == 2
+    assert (
+        bundle is not None
+        and bundle.name == "step-000004-Solver_2-4"
+        and len(list(tmp_path.iterdir())) == 2
+    )
 
 
 def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
@@ -94,7 +114,8 @@ def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
     calls: list[torch.Tensor] = []
     monkeypatch.setattr(step_invariants, "whole", lambda tensor: calls.append(tensor) or tensor)
     ranks = [NonFinite(tmp_path, 3, "") for _ in range(3)]
-    for order in (ranks, ranks[::-1]):  # the last ones remove the bundle of the first one before it makes another
+    # the last ones remove the bundle of the first one before it makes another
+    for order in (ranks, ranks[::-1]):
         numbers = []
         for rank in order:
             calls.clear()
@@ -114,14 +135,20 @@ def test_weights_are_written_again_where_there_are_no_hard_links(
     check = NonFinite(tmp_path, 3, "")
     bundles = [check.updated("actor", engine(), sampled_batch(), SKIPPED, step=0) for _ in range(2)]
     for bundle in bundles:
-        assert bundle is not None and torch.equal(load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0))
+        assert bundle is not None and torch.equal(
+            load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0)
+        )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])
 def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, value: float) -> None:
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))
     with pytest.raises(
-        TrustError, match=r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not synced or saved"
+        TrustError,
+        match=(
+            r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not synced or "
+            r"saved"
+        ),
     ):
         check = NonFinite(tmp_path, 3, "", {"actor": {"broken": 0.5, "fine": 0.5}})
         check.updated("actor", broken, sampled_batch(), TAKEN, step=3)

@@ -1,4 +1,5 @@
-"""The checks at the points where a worker calls them: their errors and notes, and how often they come."""
+"""The checks at the points where a worker calls them: their errors and notes, and how often they
+come."""
 
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def drifted(gap: float) -> Batch:
 
 def test_the_first_ratio_of_a_step_must_be_one_and_later_ones_need_not(tmp_path: Path) -> None:
     checks, notes = make_checks(tmp_path)
-    far, engine = TAKEN | {"log_ratio_abs": 2e-4}, WeightsOnly(w=torch.ones(2))
+    far = TAKEN | {"log_ratio_abs": 2e-4}
+    engine = WeightsOnly(w=torch.ones(2))
     checks.updated("actor", engine, sampled_batch(), TAKEN, step=0, first=True)
     checks.updated("actor", engine, sampled_batch(), far, step=0, first=False)
     checks.updated("critic", WeightsOnly(w=torch.ones(2)), sampled_batch(), far, step=0, first=True)
@@ -52,7 +54,9 @@ def test_the_first_ratio_of_a_step_must_be_one_and_later_ones_need_not(tmp_path:
 def test_a_skipped_update_is_reported_and_its_ratio_is_not_checked(tmp_path: Path) -> None:
     checks, notes = make_checks(tmp_path)
     skipped = TAKEN | {"skipped": 1.0, "log_ratio_abs": 9.0}
-    checks.updated("actor", WeightsOnly(w=torch.ones(2)), sampled_batch(), skipped, step=0, first=True)
+    checks.updated(
+        "actor", WeightsOnly(w=torch.ones(2)), sampled_batch(), skipped, step=0, first=True
+    )
     ((kind, message),) = notes
     assert kind == "warning" and "an update of the actor was skipped" in message
 
@@ -63,7 +67,9 @@ def test_tensors_that_do_not_move_are_reported_together(tmp_path: Path) -> None:
     for _ in range(9):
         checks.updated("actor", engine, sampled_batch(), TAKEN, step=0, first=False)
     ((kind, message),) = notes
-    assert kind == "finding" and message.startswith("actor: 'w0', 'w1', 'w2', 'w3', 'w4' and 2 more did not change")
+    assert kind == "finding" and message.startswith(
+        "actor: 'w0', 'w1', 'w2', 'w3', 'w4' and 2 more did not change"
+    )
 
 
 def test_a_mismatch_is_reported_when_it_appears_and_when_it_has_doubled(tmp_path: Path) -> None:
@@ -91,7 +97,9 @@ def test_steps_without_an_update_do_not_count_for_loss_terms(tmp_path: Path) -> 
     for _ in range(5):
         checks.step_trained(sampled_batch(), {"actor/loss": 1.0, "actor/loss_term/kl": 0.0}, step=0)
     ((kind, message),) = notes
-    assert kind == "finding" and "loss_term/kl is on but was exactly 0 in the first 2 steps" in message
+    assert (
+        kind == "finding" and "loss_term/kl is on but was exactly 0 in the first 2 steps" in message
+    )
 
 
 def test_recorded_responses_are_not_compared_with_an_engine(tmp_path: Path) -> None:

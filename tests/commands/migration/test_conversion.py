@@ -1,5 +1,5 @@
-"""Files of other systems become configs that train the same: sizes are worked out by hand, and what cannot be carried
-over is named."""
+"""Files of other systems become configs that train the same: sizes are worked out by hand, and what
+cannot be carried over is named."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from distflow.config import flatten, load_config, preset_config
 from distflow.config.migration import tables
 
 FILES = Path(__file__).parent / "files"
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 OF_TRL = {
     f"{ACTOR}.optim.weight_decay": 0.0,
     f"{ACTOR}.optim.warmup_ratio": 0.0,
@@ -26,8 +28,8 @@ OF_TRL = {
 
 # file: (devices that are asked for, preset, what the config sets)
 CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
-    # 4 × 8 × 2 devices are 64 completions, of which 8 are of one prompt; each batch is trained on twice, so that 200
-    # optimizer steps are 100 of ours.
+    # 4 × 8 × 2 devices are 64 completions, of which 8 are of one prompt; each batch is trained on
+    # twice, so that 200 optimizer steps are 100 of ours.
     "trl_grpo.py": (
         2,
         "grpo",
@@ -139,7 +141,11 @@ CONFIGS: dict[str, tuple[int | None, str, dict[str, object]]] = {
         {
             f"{ACTOR}.strategy": "fsdp",
             "trainer.keep_last": 1000,
-            **{"trainer.total_training_steps": 500, "trainer.save_freq": 50, "trainer.test_freq": 10},
+            **{
+                "trainer.total_training_steps": 500,
+                "trainer.save_freq": 50,
+                "trainer.test_freq": 10,
+            },
             "algorithm.adv_estimator": "reinforce",
             "algorithm.reward_norm.mean_level": "group",
             "algorithm.reward_norm.std_level": None,
@@ -242,7 +248,10 @@ MISSING = {
     ),
     "openrlhf_ppo.sh": (),
     "roll_rlvr.yaml": (),
-    "areal_grpo.sh": ("allocation_mode=sglang:d1+d1", "rewards and columns: AReaL's script has them"),
+    "areal_grpo.sh": (
+        "allocation_mode=sglang:d1+d1",
+        "rewards and columns: AReaL's script has them",
+    ),
 }
 
 
@@ -264,17 +273,21 @@ def test_a_file_becomes_a_config_and_what_is_missing_is_named(name: str, tmp_pat
         assert plain[group][entry] == wanted[key]
     by_hand = {key: value for key, value in wanted.items() if key not in MAPS}
     assert {key: found[key] for key in by_hand} == by_hand
-    assert {key for key, value in found.items() if value != base[key]} <= wanted.keys() | MAPS, "nothing else differs"
+    assert {key for key, value in found.items() if value != base[key]} <= wanted.keys() | MAPS, (
+        "nothing else differs"
+    )
 
 
-LR, MODEL_PATH = f"{ACTOR}.optim.lr", f"{MODEL}.path"
+LR = f"{ACTOR}.optim.lr"
+MODEL_PATH = f"{MODEL}.path"
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
 
 # What stands around a command.
 READ = {
     "quotation marks in comments": (
         "sh",
-        f'lr=3e-6 # don\'t change\nbs=32  # "small\nx="a # b"\n{VERL} {LR}=$lr data.train_batch_size=$bs '
+        'lr=3e-6 # don\'t change\nbs=32  # "small\nx="a # b"\n'
+        f"{VERL} {LR}=$lr data.train_batch_size=$bs "
         'trainer.experiment_name="$x"\n',
         {LR: 3e-6, "data.train_batch_size": 32, "trainer.experiment_name": "a # b"},
     ),
@@ -302,7 +315,10 @@ READ = {
     ),
     "a strategy that the critic names again": (
         "sh",
-        f"{VERL} algorithm.adv_estimator=gae {ACTOR}.strategy=fsdp2 critic.strategy=fsdp2 trainer.n_gpus_per_node=2\n",
+        (
+            f"{VERL} algorithm.adv_estimator=gae {ACTOR}.strategy=fsdp2 critic.strategy=fsdp2 "
+            "trainer.n_gpus_per_node=2\n"
+        ),
         {f"{ACTOR}.strategy": "fsdp"},
     ),
     "a switch that is negated": (
@@ -317,7 +333,10 @@ READ = {
     ),
     "a recipe of verl": (
         "sh",
-        f"python3 -m recipe.fully_async_policy.fully_async_main data.train_files=a.parquet {LR}=1e-5 {MODEL}.path=m\n",
+        (
+            "python3 -m recipe.fully_async_policy.fully_async_main data.train_files=a.parquet "
+            f"{LR}=1e-5 {MODEL}.path=m\n"
+        ),
         {LR: 1e-5, f"{MODEL}.path": "m"},
     ),
     "Megatron": (
@@ -327,13 +346,18 @@ READ = {
     ),
     "one tracker as a list": (
         "yaml",
-        "model_name_or_path: m\ndataset_name: d/d\nnum_generations: 4\nlearning_rate: 1e-6\nreport_to: [wandb]\n",
+        (
+            "model_name_or_path: m\ndataset_name: d/d\nnum_generations: 4\nlearning_rate: 1e-6\n"
+            "report_to: [wandb]\n"
+        ),
         {"trainer.logger": ("console", "wandb")},
     ),
     "a reward model of AReaL": (
         "yaml",
-        "experiment_name: a\ntrial_name: b\nactor: {path: m/m, is_critic: true, optimizer: {lr: 1e-5}}\n"
-        "train_dataset: {path: a/b, type: rw, batch_size: 4}\nvalid_dataset: {path: a/b, batch_size: 4}\n",
+        "experiment_name: a\ntrial_name: b\nactor: {path: m/m, is_critic: true, optimizer: {lr: "
+        "1e-5}}\n"
+        "train_dataset: {path: a/b, type: rw, batch_size: 4}\n"
+        "valid_dataset: {path: a/b, batch_size: 4}\n",
         {"data.train_files": ("a/b::train",), "data.val_files": ("a/b::test",), LR: 1e-5},
     ),
 }
@@ -358,7 +382,10 @@ def test_the_address_of_a_server_is_no_file(tmp_path: Path) -> None:
     )
     draft = convert(read_foreign(tmp_path / "x.sh"), None)
     assert "custom_reward_function.path" not in draft.overrides
-    assert any("remote_rm_url=http://localhost:5000/get: it must be a Python file" in line for line in draft.missing)
+    assert any(
+        "remote_rm_url=http://localhost:5000/get: it must be a Python file" in line
+        for line in draft.missing
+    )
 
 
 def vanished(system: str, method: str, key: str, value: object) -> bool:
@@ -419,15 +446,19 @@ def test_a_share_of_memory_without_a_server_is_said() -> None:
 
 def test_a_later_key_for_the_same_setting_is_said() -> None:
     draft = convert(ForeignSettings("TRL", "grpo", {"model": "a", "model_name_or_path": "b"}), 1)
-    assert draft.overrides[MODEL_PATH] == "b" and any(f"{MODEL_PATH}=a" in line for line in draft.missing)
+    assert draft.overrides[MODEL_PATH] == "b" and any(
+        f"{MODEL_PATH}=a" in line for line in draft.missing
+    )
 
 
 @pytest.mark.parametrize("kind", ["embodied", "EMBODIED"])
 def test_a_policy_that_acts_comes_from_siirl(kind: str, tmp_path: Path) -> None:
     (tmp_path / "x.sh").write_text(
-        f"python3 -m siirl.main_dag algorithm.workflow_type={kind} {MODEL_PATH}=m data.dataset_type=embodied "
+        f"python3 -m siirl.main_dag algorithm.workflow_type={kind} {MODEL_PATH}=m "
+        "data.dataset_type=embodied "
         "actor_rollout_ref.embodied.action_token_len=7 actor_rollout_ref.embodied.env.num_envs=16 "
-        "actor_rollout_ref.embodied.env.env_type=libero algorithm.embodied_sampling.filter_accuracy=True\n"
+        "actor_rollout_ref.embodied.env.env_type=libero "
+        "algorithm.embodied_sampling.filter_accuracy=True\n"
     )
     theirs = read_foreign(tmp_path / "x.sh")
     assert (theirs.system, theirs.method) == ("siiRL", "grpo")
@@ -445,10 +476,15 @@ def test_a_config_of_siirl_is_told_by_its_own_keys(tmp_path: Path) -> None:
         "actor_rollout_ref: {rollout: {n: 4}, model: {path: m}}\n"
     )
     theirs = read_foreign(tmp_path / "x.yaml")
-    assert theirs.system == "siiRL" and flatten(compose(convert(theirs, 1)).config)["dag.pipeline"] == "dapo"
+    assert (
+        theirs.system == "siiRL"
+        and flatten(compose(convert(theirs, 1)).config)["dag.pipeline"] == "dapo"
+    )
 
 
 @pytest.mark.parametrize("name", ["dapo", "DAPO", "embodied", "default"])
 def test_a_workflow_type_may_have_small_letters(name: str) -> None:
-    found = load_config("grpo", ["dag.pipeline=null", f"algorithm.workflow_type={name}"], complete=False).config
+    found = load_config(
+        "grpo", ["dag.pipeline=null", f"algorithm.workflow_type={name}"], complete=False
+    ).config
     assert found.algorithm.workflow_type == name.upper()

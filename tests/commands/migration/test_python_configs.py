@@ -11,8 +11,10 @@ from distflow.errors import UserError
 
 def test_literals_are_read_and_other_arguments_are_named_with_their_text() -> None:
     found = read_script(
-        "import trl\nn = 4\nargs = trl.SFTConfig('out', learning_rate=1e-5, max_steps=n, betas=(0.9, 0.99), **more)\n"
-        "peft = LoraConfig(r=4, task_type='CAUSAL_LM')\nSFTTrainer('m', args=args, train_dataset=rows).train()\n"
+        "import trl\nn = 4\nargs = trl.SFTConfig('out', learning_rate=1e-5, max_steps=n, "
+        "betas=(0.9, 0.99), **more)\n"
+        "peft = LoraConfig(r=4, task_type='CAUSAL_LM')\n"
+        "SFTTrainer('m', args=args, train_dataset=rows).train()\n"
     )
     assert (found.system, found.method) == ("TRL", "sft")
     assert {key: value for key, value in found.values.items() if not isinstance(value, Unread)} == {
@@ -26,7 +28,9 @@ def test_literals_are_read_and_other_arguments_are_named_with_their_text() -> No
 
 
 def test_names_of_reward_functions_are_read() -> None:
-    found = read_script("RLOOTrainer(model='m', reward_funcs=[accuracy_reward, 'r/m'], args=RLOOConfig())\n")
+    found = read_script(
+        "RLOOTrainer(model='m', reward_funcs=[accuracy_reward, 'r/m'], args=RLOOConfig())\n"
+    )
     assert found.method == "rloo" and found.values["reward_funcs"] == ["accuracy_reward", "r/m"]
 
 
@@ -41,7 +45,9 @@ def test_a_script_that_trains_nothing_is_refused(text: str) -> None:
         read_script(text)
 
 
-@pytest.mark.parametrize("value", ["'a' * 10**10", "9**9**9", "[0] * 9**9", "f(f(f(1)))", "-" * 500 + "1"])
+@pytest.mark.parametrize(
+    "value", ["'a' * 10**10", "9**9**9", "[0] * 9**9", "f(f(f(1)))", "-" * 500 + "1"]
+)
 def test_nothing_is_evaluated(value: str, tmp_path: Path) -> None:
     found = read_script(f"GRPOConfig(output_dir={value})\n")
     assert isinstance(found.values["output_dir"], Unread)

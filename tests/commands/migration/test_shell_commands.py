@@ -17,7 +17,10 @@ WORDS = {
     "a quotation over lines": ("x 'a\nb'\n", ["x", "a\nb"]),
     "comments": ("x a#b  # 'c\n# \"d\n", ["x", "a#b"]),
     "redirections": ("x > l a 2>&1 &> 'm n' b < i", ["x", "a", "b"]),
-    "variables": ('A=1\nexport B="2 3"\nx $A ${B} "$B" \'$B\' \\$A a$A', ["x", "1", "2", "3", "2 3", "$B", "$A", "a1"]),
+    "variables": (
+        'A=1\nexport B="2 3"\nx $A ${B} "$B" \'$B\' \\$A a$A',
+        ["x", "1", "2", "3", "2 3", "$B", "$A", "a1"],
+    ),
     "variables of variables, in order": ("A=1\nB=$A$A\nA=2\nx $B", ["x", "11"]),
     "otherwise": ("x ${A:-4} ${B-5}", ["x", "4", "5"]),
     "appended": ("A=1\nA+=2\nx $A", ["x", "12"]),
@@ -57,13 +60,25 @@ def test_what_a_shell_would_compute_is_unread(name: str) -> None:
 
 
 def test_branches_are_named_by_their_lines() -> None:
-    assert ShellScript("a\nif b; then\n  c\nfi\nwhile d; do e; done\n").remarks[0].startswith("line 2 and 5: ")
+    assert (
+        ShellScript("a\nif b; then\n  c\nfi\nwhile d; do e; done\n")
+        .remarks[0]
+        .startswith("line 2 and 5: ")
+    )
 
 
 def test_options_and_words_that_are_none() -> None:
     words = ["w", "--a", "1", "-1", "--b-c=2", "--d", "-n", "3", "--e", "f.g=h", "+i.j=k"]
     found = list(read_options(words, ShellScript("").read_value))
-    expected = [("", "w"), ("a", [1, -1]), ("b_c", 2), ("d", True), ("", "-n"), ("", "3"), ("e", True)]
+    expected = [
+        ("", "w"),
+        ("a", [1, -1]),
+        ("b_c", 2),
+        ("d", True),
+        ("", "-n"),
+        ("", "3"),
+        ("e", True),
+    ]
     assert found == [*expected, ("f.g", "h"), ("i.j", "k")]
 
 
@@ -86,7 +101,9 @@ def test_a_line_of_many_long_variables_is_refused() -> None:
         ShellScript("x=" + "a" * 9000 + "\ny " + "$x" * 5000)
 
 
-@pytest.mark.parametrize("part", ["$(", "=(", "${", '"$(" ', "$'\\'", " #'", '=("a" ', "\\\n", "> ", "`"])
+@pytest.mark.parametrize(
+    "part", ["$(", "=(", "${", '"$(" ', "$'\\'", " #'", '=("a" ', "\\\n", "> ", "`"]
+)
 def test_a_repeated_beginning_takes_no_more_than_its_length(part: str) -> None:
     """Expressions that go back over the text would take hours."""
     text = "y " + part * (100_000 // len(part))

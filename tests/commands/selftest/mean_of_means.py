@@ -1,4 +1,5 @@
-"""A fault that workers import: each rank divides its loss by its own tokens, and then the mean over ranks is taken."""
+"""A fault that workers import: each rank divides its loss by its own tokens, and then the mean over
+ranks is taken."""
 
 import sys
 
@@ -9,7 +10,8 @@ original = TorchCollective.sum
 
 
 def sum_(self: TorchCollective, value: Reducible) -> Reducible:
-    if isinstance(value, dict) and "tokens" in value and "loss" not in value:  # what a loss divides by
+    # what a loss divides by
+    if isinstance(value, dict) and "tokens" in value and "loss" not in value:
         return {name: number * self.size for name, number in value.items()}
     return original(self, value)
 

@@ -2,7 +2,8 @@
 
     python -m tests.commands.selftest.record
 
-The answers are those of a run of ours; the figures are those of the plain reference loop, trained on them.
+The answers are those of a run of ours; the figures are those of the plain reference loop, trained
+on them.
 """
 
 import base64
@@ -29,18 +30,22 @@ from distflow.config import load_config
 from distflow.data.batch import Batch
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 
-NUM_STEPS, BATCH_SIZE = 8, 4
+NUM_STEPS = 8
+BATCH_SIZE = 4
 
 
 def reference(lab: Lab, run_dir: Path) -> Figures:
     """What the reference loop finds on the groups that a run kept."""
     config = load_config(lab.preset, [*lab.keys("reference"), *REPLAYED]).config
-    loop, steps = ReferenceLoop(config, len(lab.prompts)), list[Step]()
+    loop = ReferenceLoop(config, len(lab.prompts))
+    steps = list[Step]()
     for number in range(len(lab.prompts)):
         path = run_dir / "tokens" / f"{number + 1:06d}.safetensors"
         samples = read_step(path)
         with torch.no_grad():
-            log_probs = torch.cat([loop.log_probs(loop.actor.model, sample)[0] for sample in samples])
+            log_probs = torch.cat(
+                [loop.log_probs(loop.actor.model, sample)[0] for sample in samples]
+            )
         updates = {
             f"{role}/{name}": sum(update[name] for update in found) / len(found)
             for role, found in loop.step(number, samples).items()
@@ -58,7 +63,9 @@ def reference(lab: Lab, run_dir: Path) -> Figures:
 
 
 def record(folder: Path, preset: str) -> Recorded:
-    prompts = [[f"{17 * step + i}+{7 * i}=" for i in range(BATCH_SIZE)] for step in range(NUM_STEPS)]
+    prompts = [
+        [f"{17 * step + i}+{7 * i}=" for i in range(BATCH_SIZE)] for step in range(NUM_STEPS)
+    ]
     unanswered = [Step([], [], [], [], {}) for _ in prompts]
     lab = Lab.of(folder / preset, preset, Recorded(prompts, Figures(unanswered, {})))
     lab.sync()
@@ -78,10 +85,17 @@ def write_recorded(path: Path, recorded: Mapping[str, Recorded]) -> None:
         name: {
             "prompts": one.prompts,
             "steps": [
-                {**asdict(step), "sampled": rounded(step.sampled), "log_probs": rounded(step.log_probs)}
+                {
+                    **asdict(step),
+                    "sampled": rounded(step.sampled),
+                    "log_probs": rounded(step.log_probs),
+                }
                 for step in one.figures.steps
             ],
-            "weights": {name: [list(tensor.shape), text(tensor)] for name, tensor in one.figures.weights.items()},
+            "weights": {
+                name: [list(tensor.shape), text(tensor)]
+                for name, tensor in one.figures.weights.items()
+            },
         }
         for name, one in recorded.items()
     }

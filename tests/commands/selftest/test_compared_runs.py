@@ -53,14 +53,18 @@ def of_one_process(pipeline: str, folder: Path) -> Iterator[Callable[[], Row]]:
     """Compares a pair each: the reference loop, the asynchronous path, the run that is killed."""
     (recorded,) = only(pipeline).values()
     lab = runs.Lab.of(folder, pipeline, recorded)
-    return (partial(compare, lab, pair) for pair in of_paths(lab, recorded.figures, cache(lab.sync)))
+    return (
+        partial(compare, lab, pair) for pair in of_paths(lab, recorded.figures, cache(lab.sync))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the pair would compare a run with itself. The engine decodes on a thread of its own, on a copy of the
-    weights that is sent, and compared by the canary, each time."""
+def test_the_asynchronous_path_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the pair would compare a run with itself. The engine decodes on a thread of its own, on
+    a copy of the weights that is sent, and compared by the canary, each time."""
     original, threads = engine.EmbeddedEngine.step, set[tuple[bool, bool]]()
 
     def step(self: engine.EmbeddedEngine) -> None:
@@ -71,17 +75,23 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
     _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
     assert asynchronous().ok
     canary = {
-        run: ["canary/mean_abs" in record.values for record in read_metrics(tmp_path / "runs" / run)]
+        run: [
+            "canary/mean_abs" in record.values for record in read_metrics(tmp_path / "runs" / run)
+        ]
         for run in ("sync", "async")
     }
     assert canary == {"sync": [False] * 8, "async": [True] * 8}
-    assert (True, True) in threads, "the synchronous engine decodes while the trainer waits, on its thread"
+    assert (True, True) in threads, (
+        "the synchronous engine decodes while the trainer waits, on its thread"
+    )
     assert {on_main for shares, on_main in threads if not shares} == {False}
 
 
 @pytest.mark.by_hand
 @pytest.mark.slow
-def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_a_changed_weight_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Changed by so little that no check of the run itself minds, behind the receipt."""
     original = engine_weights.copy_weights
 
@@ -98,7 +108,9 @@ def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_is_a_row_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
         raise ValueError("no such weights")
 
@@ -128,7 +140,10 @@ def test_a_wrong_figure_turns_the_command_red(
     assert reward_results == ["FAILED", "ok", "out", "out", "out"]
     (kept,) = tmp_path.glob("distflow-selftest-*")
     assert f"{kept}/PIPELINE/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
-    assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
+    assert (
+        "reference loop" in said.partition("FAILED: ")[2]
+        and "they differ by more than the limit" in said
+    )
 
 
 @pytest.mark.by_hand
@@ -142,7 +157,9 @@ def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
     found = killed()
     assert not found.ok and "the resumed run ended with status 1" in found.fault
     (log,) = (tmp_path / "runs").rglob("killed.log")
-    assert "(resume)" in log.read_text(), "the run's own audit ends it before its numbers can differ"
+    assert "(resume)" in log.read_text(), (
+        "the run's own audit ends it before its numbers can differ"
+    )
 
 
 @pytest.mark.by_hand
@@ -184,7 +201,9 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
     monkeypatch.setattr(compared_runs, "of_paths", lambda *arguments: [])
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
+    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [
+        ["left", "out"]
+    ] * 6
     assert "6 of 6 pairs were left out and are not verified. Ray is not installed" in lines[-1]
     assert "pip install 'distflow[ray]'" in lines[-1]
 
@@ -203,8 +222,13 @@ def test_pairs_whose_ray_does_not_start_are_left_out_and_have_not_failed(
     monkeypatch.setattr(runs.Lab, "sync", lambda lab: None)
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
-    assert "6 of 6 pairs were left out and are not verified. Ray could not be started on this machine: The" in lines[-1]
+    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [
+        ["left", "out"]
+    ] * 6
+    assert (
+        "6 of 6 pairs were left out and are not verified. Ray could not be started on this "
+        "machine: The"
+    ) in lines[-1]
     assert not any("Do not trust" in line for line in lines)
 
 

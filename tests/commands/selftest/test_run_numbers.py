@@ -1,5 +1,5 @@
-"""What the selftest compares: by hand, and against the ways in which two runs can differ. The figures that ship are
-those of the plain reference loop, today."""
+"""What the selftest compares: by hand, and against the ways in which two runs can differ. The
+figures that ship are those of the plain reference loop, today."""
 
 import math
 from dataclasses import replace
@@ -23,9 +23,12 @@ from distflow.commands.selftest.runs import (
 )
 from tests.commands.selftest.record import reference, write_recorded
 
-STEP = Step([[5, 6], [7]], [[-0.5, -4.0], [-1.0]], [[-0.5, -4.0], [-1.0]], [0.5, 0.0], {"actor/loss": 0.25})
+STEP = Step(
+    [[5, 6], [7]], [[-0.5, -4.0], [-1.0]], [[-0.5, -4.0], [-1.0]], [0.5, 0.0], {"actor/loss": 0.25}
+)
 FIGURES = Figures(
-    [STEP, replace(STEP, updates={"actor/loss": 0.5, "actor/grad_norm": 2.0})], {"actor.w": torch.ones(2)}
+    [STEP, replace(STEP, updates={"actor/loss": 0.5, "actor/grad_norm": 2.0})],
+    {"actor.w": torch.ones(2)},
 )
 
 
@@ -46,13 +49,17 @@ def test_differences_are_the_largest_of_each_kind_beyond_1_as_a_share() -> None:
         log_probs=[[-0.75, -4.0], [-1.0]],
     )
     other = replace(other, weights={"actor.w": torch.tensor([1.0, 1.125])})
-    assert differences(FIGURES, other) == Differences(loss=0.25, grad_norm=0.5, log_prob=0.25, weight=0.125)
+    assert differences(FIGURES, other) == Differences(
+        loss=0.25, grad_norm=0.5, log_prob=0.25, weight=0.125
+    )
     assert differences(FIGURES, other).within(0.5) and not differences(FIGURES, other).within(0.4)
 
 
 @pytest.mark.parametrize("kind", ["loss", "grad_norm", "log_prob", "weight"])
 def test_no_number_is_within_no_limit(kind: str) -> None:
-    found = Differences(**{**dict.fromkeys(("loss", "grad_norm", "log_prob", "weight"), 0.0), kind: math.nan})
+    found = Differences(
+        **{**dict.fromkeys(("loss", "grad_norm", "log_prob", "weight"), 0.0), kind: math.nan}
+    )
     assert not found.within(math.inf)
 
 
@@ -92,11 +99,16 @@ def recorded() -> dict[str, Recorded]:
     return read_recorded(RECORDED)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in PRESET_KEYS])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in PRESET_KEYS]
+)
 def replayed(
-    request: pytest.FixtureRequest, recorded: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    recorded: dict[str, Recorded],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Lab, Recorded, Figures]:
-    """The recorded answers in a run of ours: where it was made, what is recorded of it, what it found."""
+    """The recorded answers in a run of ours: where it was made, what is recorded of it, what it
+    found."""
     own = recorded[request.param]
     lab = Lab.of(tmp_path_factory.mktemp("replayed") / "lab", request.param, own)
     return lab, own, lab.replayed()
@@ -112,7 +124,8 @@ def test_every_preset_is_recorded(recorded: dict[str, Recorded]) -> None:
 
 @pytest.mark.slow
 def test_the_reference_loop_finds_what_is_recorded(replayed: tuple[Lab, Recorded, Figures]) -> None:
-    """`python -m tests.commands.selftest.record` records anew, after a change that is meant to change results."""
+    """`python -m tests.commands.selftest.record` records anew, after a change that is meant to
+    change results."""
     lab, recorded, _ = replayed
     found = reference(lab, lab.folder / "replayed")
     assert differences(recorded.figures, found).within(TOLERANCE)
@@ -130,13 +143,23 @@ NAMES = {"score": "scores", "answer": "responses"}
 def test_a_wrong_figure_is_found(replayed: tuple[Lab, Recorded, Figures], change: str) -> None:
     _, recorded, found = replayed
     *before, last = recorded.figures.steps
-    first_answer, first_log_probs = last.answers[0], last.log_probs[0]
+    first_answer = last.answers[0]
+    first_log_probs = last.log_probs[0]
     wrong = {
-        "loss": replace(last, updates={**last.updates, "actor/loss": last.updates["actor/loss"] + 1e-5}),
-        "grad_norm": replace(last, updates={**last.updates, "actor/grad_norm": last.updates["actor/grad_norm"] * 1.01}),
-        "log_prob": replace(last, log_probs=[[first_log_probs[0] - 1e-4, *first_log_probs[1:]], *last.log_probs[1:]]),
+        "loss": replace(
+            last, updates={**last.updates, "actor/loss": last.updates["actor/loss"] + 1e-5}
+        ),
+        "grad_norm": replace(
+            last,
+            updates={**last.updates, "actor/grad_norm": last.updates["actor/grad_norm"] * 1.01},
+        ),
+        "log_prob": replace(
+            last, log_probs=[[first_log_probs[0] - 1e-4, *first_log_probs[1:]], *last.log_probs[1:]]
+        ),
         "score": replace(last, scores=[last.scores[0] + 0.5, *last.scores[1:]]),
-        "answer": replace(last, answers=[[first_answer[0] + 1, *first_answer[1:]], *last.answers[1:]]),
+        "answer": replace(
+            last, answers=[[first_answer[0] + 1, *first_answer[1:]], *last.answers[1:]]
+        ),
     }
     figures = replace(recorded.figures, steps=[*before, wrong.get(change, last)])
     if change == "weight":
@@ -157,7 +180,9 @@ def test_every_weight_moved_far_beyond_the_tolerance(
     from safetensors.torch import load_file
 
     Lab.of(tmp_path / "lab", pipeline, recorded[pipeline])
-    start = load_file(tmp_path / "lab" / {"actor": "policy", "critic": "critic"}[role] / "model.safetensors")
+    start = load_file(
+        tmp_path / "lab" / {"actor": "policy", "critic": "critic"}[role] / "model.safetensors"
+    )
     for name, weight in start.items():
         moved = (recorded[pipeline].figures.weights[f"{role}.{name}"] - weight).abs().max()
         assert moved > 200 * TOLERANCE, name

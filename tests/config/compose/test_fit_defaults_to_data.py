@@ -1,20 +1,35 @@
-"""Defaults that cannot work become smaller, and say so; what somebody chose is refused with its fix."""
+"""Defaults that cannot work become smaller, and say so; what somebody chose is refused with its
+fix."""
 
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from distflow.config import Config, ConfigError, Loaded, RunLimits, fit_to, flatten, load_config, to_yaml
+from distflow.config import (
+    Config,
+    ConfigError,
+    Loaded,
+    RunLimits,
+    fit_to,
+    flatten,
+    load_config,
+    to_yaml,
+)
 from distflow.config.compose.fit_defaults_to_data import fit
 from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
 from distflow.config.keys.schema import with_values
 from distflow.config.rules.check_config import find_problems, find_size_problems
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
-BATCH, MINI, WARM_UP = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.optim.lr_warmup_steps"
-PROMPT, RESPONSE, ZONE = "data.max_prompt_length", "data.max_response_length", "reward.overlong.buffer_tokens"
+BATCH = "data.train_batch_size"
+MINI = f"{ACTOR}.ppo_mini_batch_size"
+WARM_UP = f"{ACTOR}.optim.lr_warmup_steps"
+PROMPT = "data.max_prompt_length"
+RESPONSE = "data.max_response_length"
+ZONE = "reward.overlong.buffer_tokens"
 
 ENGINE = "actor_rollout_ref.rollout.name"
 CANNOT = "the embedded engine cannot run this model: family 'gemma2' is not supported"
@@ -50,15 +65,24 @@ FITS = [
 
 @pytest.mark.parametrize(("preset", "overrides", "rows", "context", "becomes"), FITS)
 def test_what_nobody_chose_becomes_what_fits(
-    preset: str, overrides: list[str], rows: int | None, context: int | None, becomes: dict[str, int]
+    preset: str,
+    overrides: list[str],
+    rows: int | None,
+    context: int | None,
+    becomes: dict[str, int],
 ) -> None:
     loaded = fit_to(load(preset, *overrides), RunLimits(rows, context))
     assert fitted(loaded) == becomes
-    assert all(f"{key.rpartition('.')[2]}: {value}\n" in to_yaml(loaded.config) for key, value in becomes.items())
+    assert all(
+        f"{key.rpartition('.')[2]}: {value}\n" in to_yaml(loaded.config)
+        for key, value in becomes.items()
+    )
 
 
 @pytest.mark.parametrize(("preset", "engine"), [("grpo", "hf"), ("ppo", "hf"), ("sft", "embedded")])
-def test_a_model_that_the_default_engine_cannot_run_has_the_engine_for_any_model(preset: str, engine: str) -> None:
+def test_a_model_that_the_default_engine_cannot_run_has_the_engine_for_any_model(
+    preset: str, engine: str
+) -> None:
     """Fine-tuning generates nothing."""
     loaded = fit_to(load(preset), RunLimits(not_embedded="family 'gemma2' is not supported"))
     assert loaded.config.actor_rollout_ref.rollout.name == engine
@@ -67,7 +91,11 @@ def test_a_model_that_the_default_engine_cannot_run_has_the_engine_for_any_model
 
 
 CHOSEN = [
-    ([f"{ENGINE}=embedded"], RunLimits(not_embedded="family 'gemma2' is not supported"), "set it to hf"),
+    (
+        [f"{ENGINE}=embedded"],
+        RunLimits(not_embedded="family 'gemma2' is not supported"),
+        "set it to hf",
+    ),
     (["data.train_batch_size=64"], RunLimits(rows=30), "data.train_batch_size=30 or less"),
     ([f"{MINI}=64"], RunLimits(rows=30), f"{MINI}=30 or less"),
     ([f"{PROMPT}=512", f"{RESPONSE}=512"], RunLimits(context=1000), f"{RESPONSE}=488 or less"),
@@ -82,7 +110,9 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("overrides", "room", "advice"), CHOSEN)
-def test_what_somebody_chose_is_refused_with_its_fix(overrides: list[str], room: RunLimits, advice: str) -> None:
+def test_what_somebody_chose_is_refused_with_its_fix(
+    overrides: list[str], room: RunLimits, advice: str
+) -> None:
     loaded = load("grpo", *overrides)
     with pytest.raises(ConfigError) as refused:
         fit_to(loaded, room)
@@ -93,14 +123,18 @@ def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path: Pat
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [sft, _self_]\ndata: {train_batch_size: 64}\n")
     assert fitted(fit_to(load("sft"), RunLimits(rows=5)))[BATCH] == 5
-    with pytest.raises(ConfigError, match="a batch of 64 is larger than the data set, which has 5 rows"):
+    with pytest.raises(
+        ConfigError, match="a batch of 64 is larger than the data set, which has 5 rows"
+    ):
         fit_to(load(str(file)), RunLimits(rows=5))
 
 
 def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(f"defaults: [grpo, _self_]\n{ACTOR.replace('.', ': {')}: "
                                         "{optim: {lr_warmup_steps: 50}}}\n")  # fmt: skip
-    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\ntrainer: {total_training_steps: 5}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [base, _self_]\ntrainer: {total_training_steps: 5}\n"
+    )
     with pytest.raises(ConfigError, match="warms up for 50 of 10 optimizer steps"):
         load(str(tmp_path / "mine.yaml"))
 
@@ -109,10 +143,15 @@ def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> N
     """A smoke test of a real config: few steps, a small batch."""
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "defaults: [grpo, _self_]\ndata: {train_batch_size: 64}\nreward: {overlong: {buffer_tokens: 512}}\n"
+        "defaults: [grpo, _self_]\ndata: {train_batch_size: 64}\n"
+        "reward: {overlong: {buffer_tokens: 512}}\n"
         "actor_rollout_ref: {actor: {ppo_mini_batch_size: 32, optim: {lr_warmup_steps: 5}}}\n"
     )
-    lines = {"trainer.total_training_steps=2": {WARM_UP: 0}, f"{BATCH}=8": {MINI: 8}, f"{RESPONSE}=100": {ZONE: 25}}
+    lines = {
+        "trainer.total_training_steps=2": {WARM_UP: 0},
+        f"{BATCH}=8": {MINI: 8},
+        f"{RESPONSE}=100": {ZONE: 25},
+    }
     for line, becomes in lines.items():
         assert fitted(load(str(file), line)) == becomes
     assert fitted(load(str(file), "data.train_max_samples=6")) == {BATCH: 6, MINI: 6}
@@ -123,15 +162,29 @@ def test_a_size_of_a_file_yields_to_one_on_the_command_line(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_no_default_is_refused_for_a_size_that_somebody_chose() -> None:
     """Any two sizes on any preset: what is refused names a key of theirs."""
-    sizes = {BATCH: 6, MINI: 5, RESPONSE: 1, "trainer.total_training_steps": 1, "trainer.critic_warmup": 3,
-             "critic.ppo_mini_batch_size": 7, "data.train_max_samples": 2, WARM_UP: 4, ZONE: 9,
-             "trainer.total_epochs": 1, "actor_rollout_ref.rollout.n": 2, "async.max_staleness": 1}  # fmt: skip
+    sizes = {
+        BATCH: 6,
+        MINI: 5,
+        RESPONSE: 1,
+        "trainer.total_training_steps": 1,
+        "trainer.critic_warmup": 3,
+        "critic.ppo_mini_batch_size": 7,
+        "data.train_max_samples": 2,
+        WARM_UP: 4,
+        ZONE: 9,
+        # fmt: skip
+        "trainer.total_epochs": 1,
+        "actor_rollout_ref.rollout.n": 2,
+        "async.max_staleness": 1,
+    }
     data = {"data.train_files": ("t.jsonl",), f"{MODEL}.path": "m"}
     for preset in preset_names():
         base = load_config(preset, complete=False)
         for chosen in combinations(sizes, 2):
             origins = {**base.origins, **dict.fromkeys(chosen, COMMAND_LINE)}
-            given = {key: sizes[key] for key in chosen} | (data if not base.config.data.domains else {})
+            given = {key: sizes[key] for key in chosen} | (
+                data if not base.config.data.domains else {}
+            )
             config = fit(with_values(base.config, given), origins, RunLimits())[0]
             problems = find_problems(config, origins, set(), complete=False)
             problems = problems or find_size_problems(fit(config, origins, ROOM)[0], origins, ROOM)
@@ -145,10 +198,15 @@ ROOM = RunLimits(rows=10, context=40)
 def test_the_changes_are_told_with_both_values_and_why() -> None:
     lines = [str(change) for change in fit_to(load("grpo"), RunLimits(rows=30)).fitted]
     assert lines[0] == f"{BATCH}=30 instead of 512: the data has 30 rows to train on"
-    assert fit_to(load("grpo"), RunLimits(rows=30)).origin(BATCH) == "made to fit: the data has 30 rows to train on"
+    assert (
+        fit_to(load("grpo"), RunLimits(rows=30)).origin(BATCH)
+        == "made to fit: the data has 30 rows to train on"
+    )
 
 
-def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothing(tmp_path: Path) -> None:
+def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothing(
+    tmp_path: Path,
+) -> None:
     once = fit_to(load("dapo"), RunLimits(30, 512))
     assert fit_to(once, RunLimits(30, 512)) is once
     file = tmp_path / "resolved.yaml"
@@ -159,7 +217,9 @@ def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothin
 
 def rewards(*overrides: str, preset: str = "grpo") -> dict[str, list[str]]:
     config: Config = load(preset, "custom_reward_function.path=r.py", *overrides).config
-    return {domain: [part.name for part in parts] for domain, parts in config.reward.functions.items()}
+    return {
+        domain: [part.name for part in parts] for domain, parts in config.reward.functions.items()
+    }
 
 
 def test_a_reward_file_judges_the_domains_that_name_no_other() -> None:

@@ -1,4 +1,5 @@
-"""Loading: composition of presets, files and overrides, and what is known of where each key was set."""
+"""Loading: composition of presets, files and overrides, and what is known of where each key was
+set."""
 
 import subprocess
 import sys
@@ -40,7 +41,11 @@ def test_a_base_in_a_folder_below_has_its_keys_in_a_group_of_that_name(write):
 
 def test_the_folder_of_a_run_may_be_in_ones_home(write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    for given, run_dir in (("~/runs/x", "/home/somebody/runs/x"), ("~nobody-at-all/x", "~nobody-at-all/x"), ("x", "x")):
+    for given, run_dir in (
+        ("~/runs/x", "/home/somebody/runs/x"),
+        ("~nobody-at-all/x", "~nobody-at-all/x"),
+        ("x", "x"),
+    ):
         config = load_config("grpo", [f"trainer.default_local_dir={given}"], complete=False).config
         assert config.trainer.run_dir == Path(run_dir)
 
@@ -48,7 +53,8 @@ def test_the_folder_of_a_run_may_be_in_ones_home(write, monkeypatch):
 def test_later_layers_win_and_each_key_knows_who_set_it(write):
     file = write("defaults: [dapo, _self_]\n" + BASE + "algorithm:\n  gamma: 0.9\n  lam: 0.8\n")
     loaded = load_config(file, ["algorithm.lam=0.7"])
-    actor, algorithm = loaded.config.actor_rollout_ref.actor, loaded.config.algorithm
+    actor = loaded.config.actor_rollout_ref.actor
+    algorithm = loaded.config.algorithm
     assert (algorithm.gamma, algorithm.lam, algorithm.filter_groups.enable) == (0.9, 0.7, True)
     assert (actor.clip_ratio_high, actor.use_kl_loss) == (0.28, False)
     assert loaded.origin("algorithm.gamma") == "run.yaml:5"
@@ -74,9 +80,24 @@ def test_a_file_builds_on_its_neighbour(write):
 UNNAMED = {
     "nothing": ("", [], "grpo", "sft"),
     "a pipeline of the package": ("dag: {pipeline: ppo}\n", [], "ppo", "ppo"),
-    "an estimator with a critic": ("algorithm: {adv_estimator: gae}\n", ["algorithm.adv_estimator=gae"], "ppo", "ppo"),
-    "a pipeline of the user's": ("dag: {pipeline: 'm.py:f'}\n", ["dag.pipeline=m.py:f"], "grpo", "sft"),
-    "a neighbour that names none either": ("defaults: [team, _self_]\n", ["trainer.seed=5"], "grpo", "sft"),
+    "an estimator with a critic": (
+        "algorithm: {adv_estimator: gae}\n",
+        ["algorithm.adv_estimator=gae"],
+        "ppo",
+        "ppo",
+    ),
+    "a pipeline of the user's": (
+        "dag: {pipeline: 'm.py:f'}\n",
+        ["dag.pipeline=m.py:f"],
+        "grpo",
+        "sft",
+    ),
+    "a neighbour that names none either": (
+        "defaults: [team, _self_]\n",
+        ["trainer.seed=5"],
+        "grpo",
+        "sft",
+    ),
 }
 
 
@@ -91,9 +112,13 @@ def test_a_file_that_names_no_preset_builds_on_that_of_its_pipeline_or_of_the_co
 
 
 def test_a_whole_config_takes_nothing_from_a_preset(write):
-    whole = load_config(write("defaults: [rlvr, _self_]\n" + BASE), ["reward.functions={default: [format]}"])
+    whole = load_config(
+        write("defaults: [rlvr, _self_]\n" + BASE), ["reward.functions={default: [format]}"]
+    )
     again = load_config(write(to_yaml(whole.config), "config.yaml"))
-    assert again.config == whole.config and not any("has no defaults" in note for note in again.notes)
+    assert again.config == whole.config and not any(
+        "has no defaults" in note for note in again.notes
+    )
 
 
 def test_a_file_with_the_name_of_the_preset_beside_it_is_no_base(write):
@@ -111,7 +136,9 @@ def test_a_file_may_have_any_name_and_place(tmp_path):
 
 
 def test_set_keys_are_those_that_differ_from_the_default():
-    loaded = load_config("ppo", [*GOOD, "algorithm.gamma=1.0", "algorithm.lam=0.9", "reward.functions.x=[math]"])
+    loaded = load_config(
+        "ppo", [*GOOD, "algorithm.gamma=1.0", "algorithm.lam=0.9", "reward.functions.x=[math]"]
+    )
     assert "algorithm.gamma" in loaded.origins and "algorithm.gamma" not in loaded.set_keys
     assert loaded.set_keys["algorithm.lam"] == "command line"
     assert loaded.set_keys["reward.functions"] == "command line"
@@ -123,7 +150,9 @@ def test_the_forms_of_an_override_mean_the_same(form):
 
 
 def test_a_removed_key_has_its_default_again():
-    loaded = load_config("dapo", [*GOOD, "~actor_rollout_ref.actor.clip_ratio_high", "~algorithm.filter_groups"])
+    loaded = load_config(
+        "dapo", [*GOOD, "~actor_rollout_ref.actor.clip_ratio_high", "~algorithm.filter_groups"]
+    )
     assert loaded.config.actor_rollout_ref.actor.clip_ratio_high is None
     assert not loaded.config.algorithm.filter_groups.enable
     assert loaded.origin("algorithm.filter_groups.enable") == "default"
@@ -166,7 +195,13 @@ def test_an_exponent_that_yaml_reads_as_a_text_is_a_number(write):
 
 
 def test_one_key_may_refer_to_another_defaults_included(write):
-    file = write(BASE + "trainer:\n  seed: ${data.seed}\n  project_name: seed-${trainer.seed}-${data.prompt_key}\n")
+    file = write(
+        BASE
+        + (
+            "trainer:\n  seed: ${data.seed}\n  project_name: "
+            "seed-${trainer.seed}-${data.prompt_key}\n"
+        )
+    )
     config = load_config(file, ["data.seed=9"]).config
     assert (config.trainer.seed, config.trainer.project_name) == (9, "seed-9-prompt")
 
@@ -181,7 +216,11 @@ def test_reward_functions_replace_the_default_and_add_up(write):
 
 
 def test_names_of_the_users_own_are_left_to_the_registry_where_modules_are_named():
-    overrides = ["trainer.imports=my_code", "algorithm.adv_estimator=mine", "reward.functions.default=[mine]"]
+    overrides = [
+        "trainer.imports=my_code",
+        "algorithm.adv_estimator=mine",
+        "reward.functions.default=[mine]",
+    ]
     config = load_config("grpo", [*GOOD, *overrides, "actor_rollout_ref.rollout.n=1"]).config
     assert config.algorithm.adv_estimator == "mine" and config.trainer.imports == ("my_code",)
 
@@ -206,7 +245,9 @@ def test_what_selects_the_program(write, overrides, bound_pipeline):
 
 
 def test_workflow_type_dapo_contradicts_gae_even_without_a_pipeline(write):
-    (problem,) = problems_of(write(BASE), ["algorithm.workflow_type=DAPO", "algorithm.adv_estimator=gae"])
+    (problem,) = problems_of(
+        write(BASE), ["algorithm.workflow_type=DAPO", "algorithm.adv_estimator=gae"]
+    )
     assert [subject for subject, _ in problem.places] == [
         "algorithm.adv_estimator = 'gae'",
         "dag.pipeline = 'dapo'",
@@ -215,24 +256,46 @@ def test_workflow_type_dapo_contradicts_gae_even_without_a_pipeline(write):
 
 def test_remote_code_runs_from_a_folder_or_a_pinned_revision(tmp_path):
     trust = "actor_rollout_ref.model.trust_remote_code=true"
-    path, revision = "actor_rollout_ref.model.path", "actor_rollout_ref.model.revision"
+    path = "actor_rollout_ref.model.path"
+    revision = "actor_rollout_ref.model.revision"
     assert load_config("grpo", [*GOOD, trust, f"{path}='{tmp_path}'"])
     assert load_config("grpo", [*GOOD, trust, f"{path}=org/name", f"{revision}=9f8e7d6c5b"])
-    assert load_config("grpo", [*GOOD, trust, f"{path}=builtin:tiny-arithmetic"])  # it comes with no code of others
+    # it comes with no code of others
+    assert load_config("grpo", [*GOOD, trust, f"{path}=builtin:tiny-arithmetic"])
 
 
 # Broken files: (text, place, what is said)
 BROKEN = {
-    "an unknown key": (BASE + "trainer:\n  sede: 1\n", ("trainer.sede", "run.yaml:4"), "did you mean trainer.seed?"),
+    "an unknown key": (
+        BASE + "trainer:\n  sede: 1\n",
+        ("trainer.sede", "run.yaml:4"),
+        "did you mean trainer.seed?",
+    ),
     "an unknown group": (BASE + "trainr:\n  seed: 1\n", ("trainr", "run.yaml:3"), "no such key"),
     "a wrong type": (BASE + "trainer:\n\n  seed: one\n", ("trainer.seed", "run.yaml:5"), "'one'"),
-    "no value": (BASE + "trainer: {seed: null}\n", ("trainer.seed", "run.yaml:3"), "remove the key to use its default"),
-    "a quoted number": (BASE + "trainer: {seed: '1'}\n", ("trainer.seed", "run.yaml:3"), "without quotes"),
+    "no value": (
+        BASE + "trainer: {seed: null}\n",
+        ("trainer.seed", "run.yaml:3"),
+        "remove the key to use its default",
+    ),
+    "a quoted number": (
+        BASE + "trainer: {seed: '1'}\n",
+        ("trainer.seed", "run.yaml:3"),
+        "without quotes",
+    ),
     "a value for a group": (BASE + "trainer: 5\n", ("trainer", "run.yaml:3"), "group of keys"),
     "an empty group": (BASE + "trainer:\n", ("trainer", "run.yaml:3"), "group of keys"),
     "a list for a group": (BASE + "trainer: [1]\n", ("trainer", "run.yaml:3"), "group of keys"),
-    "a key twice": (BASE + "trainer:\n  seed: 1\n  seed: 2\n", ("trainer.seed", "run.yaml:5"), "line 4"),
-    "a key with dots": (BASE + "trainer.seed: 1\n", ("trainer.seed", "run.yaml:3"), "trainer: {seed: ...}"),
+    "a key twice": (
+        BASE + "trainer:\n  seed: 1\n  seed: 2\n",
+        ("trainer.seed", "run.yaml:5"),
+        "line 4",
+    ),
+    "a key with dots": (
+        BASE + "trainer.seed: 1\n",
+        ("trainer.seed", "run.yaml:3"),
+        "trainer: {seed: ...}",
+    ),
     "no YAML": (BASE + "trainer: {seed: 1\n", ("run.yaml", "line 4, column 1"), "not valid YAML"),
     "a tab": (BASE + "trainer:\n\tseed: 1\n", ("run.yaml", "line 4, column 1"), "not valid YAML"),
     "a list": ("- data\n", ("run.yaml", "line 1"), "not a mapping"),
@@ -247,13 +310,21 @@ BROKEN = {
         "dapo, embodied_srpo, grpo, multi_agent, ppo",
     ),
     "itself as base": ("defaults: [run]\n" + BASE, ("run.yaml", "defaults"), "builds on itself"),
-    "a section of hydra": (BASE + "hydra: {run: {dir: x}}\n", ("hydra", "run.yaml:3"), "default_local_dir"),
+    "a section of hydra": (
+        BASE + "hydra: {run: {dir: x}}\n",
+        ("hydra", "run.yaml:3"),
+        "default_local_dir",
+    ),
     "an unset variable": (
         BASE + "trainer: {project_name: '${oc.env:NO_SUCH}'}\n",
         ("trainer.project_name", "run.yaml:3"),
         "${oc.env:NAME,value}",
     ),
-    "an unknown reference": (BASE + "trainer: {seed: '${data.sed}'}\n", ("trainer.seed", "run.yaml:3"), "data.sed"),
+    "an unknown reference": (
+        BASE + "trainer: {seed: '${data.sed}'}\n",
+        ("trainer.seed", "run.yaml:3"),
+        "data.sed",
+    ),
     "a replaced key": (
         BASE + "trainer: {max_actor_ckpt_to_keep: 3}\n",
         ("trainer.max_actor_ckpt_to_keep", "run.yaml:3"),
@@ -304,7 +375,10 @@ def test_an_unknown_preset_or_file_is_named(name, said):
 
 def test_a_missing_file_names_the_nearest_beside_it(tmp_path):
     (tmp_path / "tiny.yaml").write_text(BASE)
-    (near,), (far,) = problems_of(str(tmp_path / "tinny.yaml")), problems_of(str(tmp_path / "other.yaml"))
+    (near,), (far,) = (
+        problems_of(str(tmp_path / "tinny.yaml")),
+        problems_of(str(tmp_path / "other.yaml")),
+    )
     assert f"did you mean {tmp_path}/tiny.yaml?" in str(near) and "did you mean" not in str(far)
 
 
@@ -324,10 +398,13 @@ INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}
         ({"model.safetensors.index.json": "[]", "model.safetensors": ""}, ""),
     ],
 )
-def test_a_model_folder_without_all_its_weights_is_told_before_anything_is_read(tmp_path, files, said):
+def test_a_model_folder_without_all_its_weights_is_told_before_anything_is_read(
+    tmp_path, files, said
+):
     for name, text in {"config.json": "{}", "rows.jsonl": "", **files}.items():
         (tmp_path / name).write_text(text)
-    key, data = "actor_rollout_ref.model.path", f"data.train_files={tmp_path}/rows.jsonl"
+    key = "actor_rollout_ref.model.path"
+    data = f"data.train_files={tmp_path}/rows.jsonl"
     lines = [data, f"{key}={tmp_path}"]
     if not said:
         assert load_config("grpo", lines, needed={key})
@@ -340,7 +417,9 @@ def test_a_model_folder_without_all_its_weights_is_told_before_anything_is_read(
 def test_data_that_git_has_not_downloaded(tmp_path):
     (tmp_path / "rows.parquet").write_text(POINTER)
     with pytest.raises(ConfigError, match="rows.parquet is a pointer of git-lfs.*\n.*git lfs pull"):
-        load_config("grpo", [f"data.train_files={tmp_path}/rows.parquet"], needed={"data.train_files"})
+        load_config(
+            "grpo", [f"data.train_files={tmp_path}/rows.parquet"], needed={"data.train_files"}
+        )
 
 
 def test_a_folder_in_place_of_a_file(tmp_path):
@@ -348,9 +427,9 @@ def test_a_folder_in_place_of_a_file(tmp_path):
     assert "is a folder" in str(problem) and "no such file" not in str(problem)
     (tmp_path / "config.yaml").write_text(BASE)
     (problem,) = problems_of(str(tmp_path))
-    assert "is a folder with a config" in str(problem) and f"name its config: {tmp_path / 'config.yaml'}" in str(
+    assert "is a folder with a config" in str(
         problem
-    )
+    ) and f"name its config: {tmp_path / 'config.yaml'}" in str(problem)
 
 
 def test_a_guess_at_another_systems_key_starts_as_the_key_does():
@@ -383,7 +462,11 @@ def test_presets_of_algorithms_need_only_data_and_a_model(preset):
 def test_dapo_is_what_its_paper_says():
     config = load_config("dapo", GOOD).config
     actor = config.actor_rollout_ref.actor
-    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (
+        0.2,
+        0.28,
+        "token-mean",
+    )
     assert config.algorithm.filter_groups.enable and config.reward.overlong.buffer_tokens > 0
     assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
 
@@ -402,7 +485,8 @@ def test_neither_import_nor_loading_brings_torch():
     code = (
         "import sys; import distflow.config as c; "
         "assert not {'torch', 'hydra', 'transformers', 'ray'} & set(sys.modules); "
-        f"c.load_config('grpo', {GOOD!r}); assert not {{'torch', 'transformers', 'ray'}} & set(sys.modules)"
+        f"c.load_config('grpo', {GOOD!r}); assert not {{'torch', 'transformers', 'ray'}} & "
+        "set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -418,14 +502,19 @@ def test_an_outer_composition_of_hydra_survives(tmp_path):
 
 def test_a_group_at_another_level_is_named_with_its_place(write):
     problem = problems_of(write(BASE + "actor: {optim: {lr: 1e-5}}\n"))[0]
-    assert problem.places[0][0] == "actor" and "did you mean actor_rollout_ref.actor?" in problem.advice
+    assert (
+        problem.places[0][0] == "actor"
+        and "did you mean actor_rollout_ref.actor?" in problem.advice
+    )
     (problem,) = problems_of(write(BASE.replace("{model", "{optim: {lr: 1e-5}, model")))
     assert "did you mean actor_rollout_ref.actor.optim?" in problem.advice
 
 
 def test_a_word_that_yaml_reads_as_a_truth_value_is_named(write):
     (problem,) = problems_of(write(BASE + "trainer: {resume_mode: off}\n"))
-    assert "put the word in quotes: YAML reads on, yes, off and no as true and false" in problem.advice
+    assert (
+        "put the word in quotes: YAML reads on, yes, off and no as true and false" in problem.advice
+    )
 
 
 def test_another_ending_of_a_file_is_named(write):
@@ -435,14 +524,21 @@ def test_another_ending_of_a_file_is_named(write):
 
 def test_defaults_that_override_the_keys_of_their_file_are_named(write):
     write("trainer: {total_training_steps: 3}\n", "base.yaml")
-    loaded = load_config(write(f"defaults: [grpo, _self_, base]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
+    loaded = load_config(
+        write(f"defaults: [grpo, _self_, base]\n{BASE}trainer: {{total_training_steps: 7}}\n")
+    )
     assert loaded.config.trainer.total_training_steps == 3
     assert (
-        "run.yaml: base, which follows _self_ in its defaults, overrides trainer.total_training_steps (7 → 3); to "
+        "run.yaml: base, which follows _self_ in its defaults, overrides "
+        "trainer.total_training_steps (7 → 3); to "
         "override it, write defaults: [base, _self_]"
     ) in loaded.notes
-    last = load_config(write(f"defaults: [grpo, base, _self_]\n{BASE}trainer: {{total_training_steps: 7}}\n"))
-    assert last.config.trainer.total_training_steps == 7 and not any("_self_" in note for note in last.notes)
+    last = load_config(
+        write(f"defaults: [grpo, base, _self_]\n{BASE}trainer: {{total_training_steps: 7}}\n")
+    )
+    assert last.config.trainer.total_training_steps == 7 and not any(
+        "_self_" in note for note in last.notes
+    )
 
 
 def test_a_key_of_siirl_that_only_has_another_name_is_taken_under_ours(tmp_path: Path) -> None:

@@ -24,7 +24,10 @@ GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
 
 
 def good(**groups):
-    values = {"data": {"train_files": "train.jsonl"}, "actor_rollout_ref": {"model": {"path": "model"}}}
+    values = {
+        "data": {"train_files": "train.jsonl"},
+        "actor_rollout_ref": {"model": {"path": "model"}},
+    }
     for name, keys in groups.items():
         values[name] = {**values.get(name, {}), **keys}
     return config_from_dict(values)
@@ -32,7 +35,9 @@ def good(**groups):
 
 def test_a_policys_config_is_read_again_as_it_was_changed():
     """A run's checkpoint stands in the place of the model that it began from."""
-    config = load_config("grpo", [*GOOD, "dag.policies={b: {model: {path: other}}}", "dag.policy=b"]).config
+    config = load_config(
+        "grpo", [*GOOD, "dag.policies={b: {model: {path: other}}}", "dag.policy=b"]
+    ).config
     assert config.actor_rollout_ref.model.path == "other"
     values = to_dict(config)
     values["actor_rollout_ref"]["model"]["path"] = "trained"
@@ -257,9 +262,12 @@ cost: {gpu_hour: 2.5}
 trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
         check_rewards: false}
 dag: {pipeline: ppo, generates: true, enable_perf: true, policy: b, policies: {b: {actor: {optim: {lr: 0.5}}}}}
-"""
+"""  # noqa: E501
 
-TWO_DOMAINS = {"a": {"train_files": ["a.jsonl"], "reward": "math"}, "b": {"train_files": ["b.jsonl"], "reward": "math"}}
+TWO_DOMAINS = {
+    "a": {"train_files": ["a.jsonl"], "reward": "math"},
+    "b": {"train_files": ["b.jsonl"], "reward": "math"},
+}
 # Keys that exclude one of those above.
 ELSEWHERE = {
     "actor_rollout_ref.rollout.python": "python3",
@@ -267,7 +275,10 @@ ELSEWHERE = {
     "actor_rollout_ref.rollout.data_parallel_size": 2,
     "actor_rollout_ref.rollout.workflow": "games.py:guess",
     "actor_rollout_ref.rollout.workflow_kwargs": {"max_turns": 2},
-    "actor_rollout_ref.rollout.agents": {"solver": {"max_tokens": 4}, "judge": {"trainable": False}},
+    "actor_rollout_ref.rollout.agents": {
+        "solver": {"max_tokens": 4},
+        "judge": {"trainable": False},
+    },
     "algorithm.agent_rewards": "own",
     "algorithm.logprob_level": "action",
     "algorithm.reward_level": "chunk",
@@ -283,7 +294,11 @@ ELSEWHERE = {
     "async.max_concurrent_rollouts": 4,
     "async.max_staleness": 2,
     "data.domains": {
-        "a": {"train_files": ["a.jsonl"], "weight": 2.5, "reward": ["math", {"name": "format", "weight": 0.5}]}
+        "a": {
+            "train_files": ["a.jsonl"],
+            "weight": 2.5,
+            "reward": ["math", {"name": "format", "weight": 0.5}],
+        }
     },
     "data.curriculum.function": "module:function",
     "data.curriculum.every": 3,
@@ -301,7 +316,10 @@ OF_RAY = {
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
     "trainer.max_restarts",
-    *(f"trainer.slurm.{name}" for name in ("partition", "account", "time", "cpus_per_node", "args")),
+    *(
+        f"trainer.slurm.{name}"
+        for name in ("partition", "account", "time", "cpus_per_node", "args")
+    ),
     "reward.num_actors",
     "reward.actor_cpus",
     "actor_rollout_ref.actor.weight_update_mode",
@@ -356,7 +374,9 @@ def test_keys_that_exclude_others_can_be_set_too(name):
         keys["rollout"] = {"name": "vllm"}
     others = {}
     if key == "agent_rewards" or "limit_penalty" in name:
-        others["actor_rollout_ref"] = {"rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}}
+        others["actor_rollout_ref"] = {
+            "rollout": {"workflow": "games.py:talk", "agents": {"solver": {}}}
+        }
     if key.endswith("_level"):
         others["actor_rollout_ref"] = {"rollout": {"workflow": "simulator"}}
     config = good(**{group: keys}, **others)
@@ -484,33 +504,51 @@ def test_a_config_of_an_earlier_run_is_only_read():
 def test_differences_and_what_may_change_on_resume():
     before = good()
     after = good(trainer={"seed": 2, "total_epochs": 5}, data={"train_files": "moved/train.jsonl"})
-    assert {key for key, _, _ in diff(before, after)} == {"trainer.seed", "trainer.total_epochs", "data.train_files"}
+    assert {key for key, _, _ in diff(before, after)} == {
+        "trainer.seed",
+        "trainer.total_epochs",
+        "data.train_files",
+    }
     assert ("trainer.seed", 1, 2) in diff(before, after)
     assert changed_keys(before, after) == [("trainer.seed", 1, 2)]
     assert diff(before, before) == []
-    spread = replace(before.trainer, launcher="ray", nnodes=2, n_gpus_per_node=4, allocation="fsdp:d8")
+    spread = replace(
+        before.trainer, launcher="ray", nnodes=2, n_gpus_per_node=4, allocation="fsdp:d8"
+    )
     assert changed_keys(before, replace(before, trainer=spread)) == []
     assert set(schema_keys()) >= RESUMABLE
 
 
 def test_the_files_of_a_domain_may_move_as_others_may():
     def domains(**changes):
-        own = {"a": {"train_files": ["a.jsonl"], "reward": "math", **changes}, "b": TWO_DOMAINS["b"]}
+        own = {
+            "a": {"train_files": ["a.jsonl"], "reward": "math", **changes},
+            "b": TWO_DOMAINS["b"],
+        }
         return good(data={"train_files": [], "domains": own})
 
-    before, moved = domains(), domains(train_files=["/moved/a.jsonl"], val_files=["v.jsonl"])
-    assert [key for key, _, _ in diff(before, moved)] == ["data.domains"] and changed_keys(before, moved) == []
+    before = domains()
+    moved = domains(train_files=["/moved/a.jsonl"], val_files=["v.jsonl"])
+    assert [key for key, _, _ in diff(before, moved)] == ["data.domains"] and changed_keys(
+        before, moved
+    ) == []
     for change in ({"weight": 2}, {"max_response_length": 9}, {"pass_rate": [0, 0.5]}):
-        assert [key for key, _, _ in changed_keys(before, domains(train_files=["x.jsonl"], **change))] == [
-            "data.domains"
-        ]
+        assert [
+            key for key, _, _ in changed_keys(before, domains(train_files=["x.jsonl"], **change))
+        ] == ["data.domains"]
     assert changed_keys(before, good(data={"train_files": [], "domains": {"a": TWO_DOMAINS["a"]}}))
 
 
 def test_explain_says_what_a_key_means_and_who_set_it():
     loaded = load_config("dapo", [*GOOD, "algorithm.gamma=0.5"])
     text = explain("algorithm.gamma", loaded)
-    for part in ("discount", "≥ 0 and ≤ 1", "default  1.0", "value    0.5", "origin   command line"):
+    for part in (
+        "discount",
+        "≥ 0 and ≤ 1",
+        "default  1.0",
+        "value    0.5",
+        "origin   command line",
+    ):
         assert part in text
     assert "presets/dapo.yaml:" in explain("actor_rollout_ref.actor.clip_ratio_high", loaded)
     assert "default  {default: ['math']}" in explain("reward.functions", loaded)
@@ -528,14 +566,25 @@ STEPS = {
         2,
         30,
         1,
-    ): "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), the first on-policy",
+    ): (
+        "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), the "
+        "first on-policy"
+    ),
     (
         10,
         8,
         4,
         3,
-    ): "10 prompts × 8 = 80 samples → 9 optimizer steps of 32 (the last of a pass 16) in 3 passes, the first on-policy",
-    (1, 2, 1, 2): "1 prompt × 2 = 2 samples → 2 optimizer steps of 2 in 2 passes, the first on-policy",
+    ): (
+        "10 prompts × 8 = 80 samples → 9 optimizer steps of 32 (the last of a pass 16) in 3 "
+        "passes, the first on-policy"
+    ),
+    (
+        1,
+        2,
+        1,
+        2,
+    ): "1 prompt × 2 = 2 samples → 2 optimizer steps of 2 in 2 passes, the first on-policy",
 }
 
 
@@ -554,18 +603,40 @@ def test_what_the_numbers_of_a_step_mean(numbers):
 
 
 def test_describe_tells_the_rest():
-    lines = "\n".join(describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config))
-    for part in ("[0.8, 1.28]", "no reference is loaded", "2048 + 4096 = 6144", "note: top_p", "30 epochs"):
+    lines = "\n".join(
+        describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config)
+    )
+    for part in (
+        "[0.8, 1.28]",
+        "no reference is loaded",
+        "2048 + 4096 = 6144",
+        "note: top_p",
+        "30 epochs",
+    ):
         assert part in lines
-    attached = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.url=http://host:8000"]
+    attached = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.url=http://host:8000",
+    ]
     lines = describe(load_config("grpo", [*GOOD, *attached]).config)
     assert "vllm at http://host:8000: the run can neither restart" in lines[-1]
     custom = [*GOOD, "dag.pipeline=a.b:pipeline"]
     lines = describe(load_config("quickstart_grpo", custom, complete=False).config)
     assert "no KL term" in lines  # it may have a reference all the same
-    assert "one response per prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]
+    assert (
+        "one response per prompt" in describe(load_config("verl_grpo", complete=False).config)[-1]
+    )
     assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
-    assert describe(load_config("sft", GOOD).config)[0].startswith("64 examples → 1 optimizer step of 64, ")
+    assert describe(load_config("sft", GOOD).config)[0].startswith(
+        "64 examples → 1 optimizer step of 64, "
+    )
     for preset in ("grpo", "sft"):
-        unsaved, off = (describe(load_config(preset, [*GOOD, f"trainer.save_freq={n}"]).config)[-1] for n in (0, -1))
-        assert unsaved == "note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost" != off
+        unsaved, off = (
+            describe(load_config(preset, [*GOOD, f"trainer.save_freq={n}"]).config)[-1]
+            for n in (0, -1)
+        )
+        assert (
+            unsaved
+            == "note: trainer.save_freq=0 saves no checkpoint, so the trained model is lost"
+            != off
+        )

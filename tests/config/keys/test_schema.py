@@ -1,4 +1,5 @@
-"""The schema: described keys, built-in names that match the registries, groups of users, docs that are up to date."""
+"""The schema: described keys, built-in names that match the registries, groups of users, docs that
+are up to date."""
 
 import copy
 import pickle
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 
 from distflow import builtin_names as table
-from distflow.config import Config, ConfigError, config_from_dict, key, load_config, register_config_group, to_dict
+from distflow.config import (
+    Config,
+    ConfigError,
+    config_from_dict,
+    key,
+    load_config,
+    register_config_group,
+    to_dict,
+)
 from distflow.config.keys.schema import schema_keys
 from distflow.config.rules.check_config import check
 from scripts import make_docs
@@ -29,7 +38,9 @@ class MyCustomArguments:
 
     enable_feature: bool = field(default=False, metadata={"help": "Enable the custom feature"})
     feature_threshold: float = key(0.5, "Threshold for the custom feature", minimum=0, maximum=1)
-    feature_config: dict[str, Any] = field(default_factory=dict, metadata={"help": "Additional configuration"})
+    feature_config: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Additional configuration"}
+    )
     inner: Inner = field(default_factory=Inner)
 
 
@@ -81,13 +92,21 @@ def test_kl_types_are_those_of_the_algorithms():
 
 
 def test_a_group_of_the_users_own(my_custom):
-    loaded = load_config("grpo", [*GOOD, "my_custom.feature_threshold=0.7", "my_custom.feature_config={key1: a}"])
+    loaded = load_config(
+        "grpo", [*GOOD, "my_custom.feature_threshold=0.7", "my_custom.feature_config={key1: a}"]
+    )
     group = loaded.config.my_custom
-    assert (group.enable_feature, group.feature_threshold, group.feature_config) == (False, 0.7, {"key1": "a"})
+    assert (group.enable_feature, group.feature_threshold, group.feature_config) == (
+        False,
+        0.7,
+        {"key1": "a"},
+    )
     assert group.inner.depth == 2
     assert loaded.set_keys["my_custom.feature_threshold"] == "command line"
     assert config_from_dict(to_dict(loaded.config)) == loaded.config
-    assert pickle.loads(pickle.dumps(loaded.config)) == copy.deepcopy(loaded.config) == loaded.config
+    assert (
+        pickle.loads(pickle.dumps(loaded.config)) == copy.deepcopy(loaded.config) == loaded.config
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +146,10 @@ def test_a_module_of_trainer_imports_registers_its_group(tmp_path, monkeypatch):
 def test_a_module_that_cannot_be_imported_is_named():
     with pytest.raises(ConfigError, match="no_such_module_here") as caught:
         load_config("grpo", [*GOOD, "trainer.imports=[no_such_module_here]", "late.size=4"])
-    assert {problem.places[0][0] for problem in caught.value.problems} == {"trainer.imports", "late.size"}
+    assert {problem.places[0][0] for problem in caught.value.problems} == {
+        "trainer.imports",
+        "late.size",
+    }
 
 
 def test_an_unknown_group_is_no_attribute():

@@ -1,4 +1,5 @@
-"""Names of other systems: the tables speak of keys that exist, and every well-known name is answered."""
+"""Names of other systems: the tables speak of keys that exist, and every well-known name is
+answered."""
 
 import re
 
@@ -12,12 +13,17 @@ from distflow.config.compose.unknown_and_unused_keys import is_known, judge_sett
 from distflow.config.keys.schema import group_names, schema_keys
 from distflow.config.migration.tables import ANY, NOT_GIVEN, all_tables, find_names
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"
-OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
+OPTIM = f"{ACTOR}.optim"
+CORRECTION = "algorithm.rollout_correction"
 
 ENTRIES = [
-    (key, name) for table in all_tables().values() for key, name in (*table.names.items(), *table.tuning.items())
+    (key, name)
+    for table in all_tables().values()
+    for key, name in (*table.names.items(), *table.tuning.items())
 ]
 
 
@@ -41,7 +47,9 @@ def test_what_is_to_be_written_are_our_keys_and_values_that_they_take():
                 if info is None or "..." in given:
                     continue
                 plain = yaml.safe_load(given)
-                made = info.spec.parse(plain) if info.spec.parse else convert(plain, info.annotation)
+                made = (
+                    info.spec.parse(plain) if info.spec.parse else convert(plain, info.annotation)
+                )
                 assert not list(check_bounds(made, info)), f"{key}: {ours}={given}"
 
 
@@ -57,8 +65,11 @@ def test_every_name_says_something():
 
 
 def judge(key, value):
-    """What `distflow config` says of one setting: the problems, and the line where it accepts it."""
-    problems, accepted = judge_settings([Setting(key, "command line", is_group=False, value=value)], {})
+    """What `distflow config` says of one setting: the problems, and the line where it accepts
+    it."""
+    problems, accepted = judge_settings(
+        [Setting(key, "command line", is_group=False, value=value)], {}
+    )
     return [problem.advice for problem in problems], accepted.get(key, "")
 
 
@@ -69,7 +80,9 @@ def test_every_key_is_accepted_with_a_line_where_it_changes_nothing_and_else_ans
     assert len(keys) > 900
     for key in keys:
         names = find_names(key).values()
-        values = {repr(value): value for name in names for value in name.harmless if name.harmless != ANY}
+        values = {
+            repr(value): value for name in names for value in name.harmless if name.harmless != ANY
+        }
         for value in (*values.values(), "no value of any system"):
             advice, line = judge(key, value)
             if all(name.accepts(value) for name in names):
@@ -86,9 +99,14 @@ def test_no_pattern_is_hidden_by_one_before_it():
 
 def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
     said = find_names("loss_type")["TRL"].answer("dft")
-    assert "dft" not in said and f"`dr_grpo` is `{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm`" in said
+    assert (
+        "dft" not in said
+        and f"`dr_grpo` is `{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm`" in said
+    )
     answer = find_names("save_strategy")["TRL"].answer("hour")
-    assert answer.startswith("trainer.save_freq is in steps, trainer.save_freq_epochs in epochs; `no` is")
+    assert answer.startswith(
+        "trainer.save_freq is in steps, trainer.save_freq_epochs in epochs; `no` is"
+    )
 
 
 def test_none_of_them_is_a_key_here():
@@ -96,12 +114,16 @@ def test_none_of_them_is_a_key_here():
     assert not names & set(schema_keys())
 
 
-SYSTEM_DEFAULTS = [(table, *part) for table in all_tables().values() for part in table.defaults.items()]
+SYSTEM_DEFAULTS = [
+    (table, *part) for table in all_tables().values() for part in table.defaults.items()
+]
 
 
 def test_the_defaults_of_other_systems_have_keys_here():
     for table, method, defaults in SYSTEM_DEFAULTS:
-        formulas = " ".join(formula for part in table.computed.values() for formula in part.values())
+        formulas = " ".join(
+            formula for part in table.computed.values() for formula in part.values()
+        )
         for key in defaults:
             assert is_known(key) or table.find(key, method) or key in formulas, key
 
@@ -117,7 +139,8 @@ TRL = {
     "max_completion_length=512": "write data.max_response_length=512",
     "num_generations=8": f"write {ROLLOUT}.n=8",
     "num_generations_eval=4": f"write {ROLLOUT}.val_kwargs.n=4; in addition to one greedy response",
-    "max_prompt_length=256": "write data.max_prompt_length=256 data.filter_overlong_prompts=false data.truncation=left"
+    "max_prompt_length=256": "write data.max_prompt_length=256 data.filter_overlong_prompts=false "
+    "data.truncation=left"
     "; TRL cuts longer prompts from the left",
     "max_length=1024": "data.max_prompt_length and data.max_response_length",
     "max_seq_length=1024": "data.max_prompt_length and data.max_response_length",
@@ -153,7 +176,9 @@ TRL = {
     "use_vllm=True": f"write {ROLLOUT}.name=vllm",
     "vllm_structured_outputs_regex='[0-9]+'": "responses cannot be constrained",
     "group_by_length=True": "data.shuffle orders the rows",
-    "vllm_importance_sampling_mode=token_truncate": f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0",
+    "vllm_importance_sampling_mode=token_truncate": (
+        f"rollout_is=token {CORRECTION}.rollout_is_threshold=3.0"
+    ),
     "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.rollout_is_threshold=2.0",
     "sync_ref_model=True": "is always the initial model",
     "top_entropy_quantile=0.2": "all tokens contribute",
@@ -225,15 +250,25 @@ OTHERS = {
     "rollout.pause_grace_period=0.5": "",
     "async_training=True": "",
     "new_tokens_per_chunk=1024": "",
-    f"{ROLLOUT}.checkpoint_engine.backend=nccl": f"write {ACTOR}.weight_update_mode=collective; for workers that only",
+    f"{ROLLOUT}.checkpoint_engine.backend=nccl": (
+        f"write {ACTOR}.weight_update_mode=collective; for workers that only"
+    ),
     f"{ROLLOUT}.checkpoint_engine.backend=naive": "",
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=4096": "",
-    "actor.weight_update_mode=xccl": f"write {ACTOR}.weight_update_mode=collective; for workers that only generate",
-    "actor.weight_update_mode=disk": f"write {ACTOR}.weight_update_mode=disk; for workers that only generate",
+    "actor.weight_update_mode=xccl": (
+        f"write {ACTOR}.weight_update_mode=collective; for workers that only generate"
+    ),
+    "actor.weight_update_mode=disk": (
+        f"write {ACTOR}.weight_update_mode=disk; for workers that only generate"
+    ),
     "actor.behave_imp_weight_cap=5.0": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_cap=5.0",
-    "actor.behav_imp_weight_mode=token_truncate": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_mode=clamp",
-    "actor.behave_imp_weight_mode=sequence_mask": "rejection_sampling={level:sequence,action:mask,upper:5.0}",
-    "actor.rejection_sampling.upper=2.0": f"write {ACTOR}.policy_loss_kwargs.rejection_sampling.upper=2.0",
+    "actor.behav_imp_weight_mode=token_truncate": (
+        f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_mode=clamp"
+    ),
+    "actor.behave_imp_weight_mode=sequence_mask": "rejection_sampling={level:sequence,action:mask,upper:5.0}",  # noqa: E501
+    "actor.rejection_sampling.upper=2.0": (
+        f"write {ACTOR}.policy_loss_kwargs.rejection_sampling.upper=2.0"
+    ),
     "ppo.use_decoupled_loss=True": f"write {ACTOR}.policy_loss=decoupled",
     "eval_gconfig.top_p=0.9": f"write {ROLLOUT}.val_kwargs.top_p=0.9",
     "evaluator.eval_before_train=True": "write trainer.val_before_train=true",
@@ -242,13 +277,17 @@ OTHERS = {
     "async_training.partial_rollout=True": f"write {ROLLOUT}.kv_on_update=recompute",
     "partial_rollout=True": f"write {ROLLOUT}.kv_on_update=keep",
     "async_training.staleness_threshold=0.5": "async.max_staleness is in whole steps: round up",
-    "async_training.trigger_parameter_sync_step=4": "set data.train_batch_size to ppo_mini_batch_size",
+    "async_training.trigger_parameter_sync_step=4": (
+        "set data.train_batch_size to ppo_mini_batch_size"
+    ),
     "gconfig.n_samples=4": f"write {ROLLOUT}.n=4",
     "gconfig.max_new_tokens=1024": "write data.max_response_length=1024",
     "actor.eps_clip=0.4": f"write {ACTOR}.clip_ratio=0.4",
     "actor.eps_clip_higher=0.5": f"write {ACTOR}.clip_ratio_high=0.5",
     "actor.kl_ctl=0.1": "write algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.1",
-    "actor.ppo_n_minibatches=4": f"{ACTOR}.ppo_mini_batch_size is data.train_batch_size / ppo_n_minibatches",
+    "actor.ppo_n_minibatches=4": (
+        f"{ACTOR}.ppo_mini_batch_size is data.train_batch_size / ppo_n_minibatches"
+    ),
     "actor.use_decoupled_loss=True": f"write {ACTOR}.policy_loss=decoupled",
     "actor.optimizer.lr_scheduler_type=constant": f"write {OPTIM}.scheduler=constant_with_warmup",
     "actor.path=m": f"write {MODEL}.path=m",
@@ -256,7 +295,9 @@ OTHERS = {
     "allocation_mode=sglang:d4p1t1+d4p1t1": "trainer.launcher=ray",
     "n_samples_per_prompt=8": f"write {ROLLOUT}.n=8",
     "rollout_batch_size=128": "write data.train_batch_size=128; in prompts",
-    "train_batch_size=128": "train_batch_size / n_samples_per_prompt; verl's train_batch_size is data.train_batch_size",
+    "train_batch_size=128": (
+        "train_batch_size / n_samples_per_prompt; verl's train_batch_size is data.train_batch_size"
+    ),
     "generate_max_len=1024": "write data.max_response_length=1024",
     "prompt_max_len=1024": "write data.max_prompt_length=1024",
     "advantage_estimator=group_norm": "write algorithm.adv_estimator=grpo",
@@ -269,13 +310,19 @@ OTHERS = {
     "num_return_sequences_in_group=8": f"write {ROLLOUT}.n=8",
     "pg_clip_high=0.28": f"write {ACTOR}.clip_ratio_high=0.28",
     "actor_train.training_args.learning_rate=1e-6": f"write {OPTIM}.lr=1e-06",
-    "is_use_additional_prompts=true": "write algorithm.filter_groups.oversampling=0.5; with 0.5, half as many",
+    "is_use_additional_prompts=true": (
+        "write algorithm.filter_groups.oversampling=0.5; with 0.5, half as many"
+    ),
     "max_additional_running_prompts=32": "is their number as a fraction of rollout_batch_size",
     "actor_infer.strategy_args.strategy_name=vllm": f"write {ROLLOUT}.name=vllm",
     "actor_infer.strategy_args.strategy_name=hf_infer": f"write {ROLLOUT}.name=hf",
     "actor_train.strategy_args.strategy_name=megatron_train": "",
-    "actor_infer.strategy_args.strategy_config.tensor_parallel_size=2": f"write {ROLLOUT}.tensor_model_parallel_size=2",
-    "actor_infer.strategy_args.strategy_config.quantization=fp8": f"set {ROLLOUT}.engine_kwargs.vllm or",
+    "actor_infer.strategy_args.strategy_config.tensor_parallel_size=2": (
+        f"write {ROLLOUT}.tensor_model_parallel_size=2"
+    ),
+    "actor_infer.strategy_args.strategy_config.quantization=fp8": (
+        f"set {ROLLOUT}.engine_kwargs.vllm or"
+    ),
     "actor_infer.strategy_args.strategy_config.block_size=16": "",
     "actor_train.device_mapping=[0,1]": "",
     "sglang.max_running_requests=64": f"write {ROLLOUT}.max_num_seqs=64",
@@ -283,7 +330,9 @@ OTHERS = {
     "sglang.dtype=bfloat16": f"write {MODEL}.dtype=bfloat16",
     "sglang.kv_cache_dtype=fp8_e5m2": f"set {ROLLOUT}.engine_kwargs.vllm or .sglang",
     "vllm.speculative_model=m": f"set {ROLLOUT}.engine_kwargs.vllm or .sglang",
-    "sglang.mem_fraction_static=0.8": f"write {ROLLOUT}.engine_kwargs.sglang.mem_fraction_static=0.8",
+    "sglang.mem_fraction_static=0.8": (
+        f"write {ROLLOUT}.engine_kwargs.sglang.mem_fraction_static=0.8"
+    ),
     "async_generation_ratio=1": "write async.max_staleness=1",
     "init_kl_coef=0": "write algorithm.use_kl_in_reward=false",
     "whiten_advantages=True": "in ROLL: write algorithm.adv_norm.mean_level=batch",
@@ -291,7 +340,9 @@ OTHERS = {
     f"{ACTOR}.grad_clip=0.5": f"write {ACTOR}.max_grad_norm=0.5",
     "critic.model.fsdp_config.param_offload=True": "write critic.fsdp_config.param_offload=true",
     "critic.fsdp.offload_policy=True": "write critic.fsdp_config.offload_policy=true",
-    "reward_model.model.fsdp_config.param_offload=True": "write reward_model.fsdp_config.param_offload=true",
+    "reward_model.model.fsdp_config.param_offload=True": (
+        "write reward_model.fsdp_config.param_offload=true"
+    ),
     f"{REF}.fsdp_config.fsdp_size=4": f"sharded like the actor: {ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
     f"{ACTOR}.ulysses_sequence_parallel_size=2": "sequence parallelism is not supported",
@@ -328,13 +379,23 @@ def test_well_known_names_are_answered_with_ours_and_their_value(settings):
 
 def suggest_for(override):
     key, value = override.split("=", 1)
-    return suggest(key, schema_keys(), yaml.load(value, yaml.SafeLoader) if "e-" not in value else float(value))
+    return suggest(
+        key, schema_keys(), yaml.load(value, yaml.SafeLoader) if "e-" not in value else float(value)
+    )
 
 
 def test_the_command_line_gives_the_same_answers():
-    some = ["max_completion_length=512", "num_generations=8", "+beta=0.04", "++scale_rewards=False", "report_to=none"]
+    some = [
+        "max_completion_length=512",
+        "num_generations=8",
+        "+beta=0.04",
+        "++scale_rewards=False",
+        "report_to=none",
+    ]
     problems = refuse(*some)
-    assert [problem.what for problem in problems.values()] == ["there is no such key; TRL has it"] * 5
+    assert [problem.what for problem in problems.values()] == [
+        "there is no such key; TRL has it"
+    ] * 5
     for override in some:
         key = override.lstrip("+").partition("=")[0]
         assert TRL[override.lstrip("+")] in problems[key].advice
@@ -359,7 +420,8 @@ def test_a_file_gives_the_same_answers(tmp_path):
 
 def test_a_group_of_one_system_and_a_name_of_another_are_told_apart(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        "defaults: [grpo, _self_]\ntrain_dataset:\n  path: gsm8k\n  batch_size: ${gconfig.n_samples}\n"
+        "defaults: [grpo, _self_]\ntrain_dataset:\n  path: gsm8k\n"
+        "  batch_size: ${gconfig.n_samples}\n"
         "gconfig: {n_samples: 4}\ntokenizer_path: ${train_dataset.path}\n"
     )
     with pytest.raises(ConfigError) as caught:
@@ -375,7 +437,13 @@ def test_a_group_of_one_system_and_a_name_of_another_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "shown"),
-    [("'a b'", "'a b'"), ("'a =b.c=d'", "'a =b.c=d'"), ('"it\'s"', "'it\\'s'"), ("null", "null"), ("''", "''")],
+    [
+        ("'a b'", "'a b'"),
+        ("'a =b.c=d'", "'a =b.c=d'"),
+        ('"it\'s"', "'it\\'s'"),
+        ("null", "null"),
+        ("''", "''"),
+    ],
 )
 def test_any_value_is_shown_as_it_is_written_on_the_command_line(given, shown):
     (problem,) = refuse(f"data.reward_fn_key={given}").values()
@@ -394,7 +462,9 @@ def test_an_offload_is_accepted_only_where_nothing_is_to_be_offloaded(value):
 
 def test_what_is_accepted_leaves_no_trace_in_the_config():
     plain = load_config("verl_grpo", complete=False)
-    spoken = load_config("verl_grpo", ["trainer.balance_batch=True", f"{ACTOR}.entropy_coeff=0"], complete=False)
+    spoken = load_config(
+        "verl_grpo", ["trainer.balance_batch=True", f"{ACTOR}.entropy_coeff=0"], complete=False
+    )
     assert (spoken.config, spoken.origins) == (plain.config, plain.origins)
     assert spoken.notes[1] == (
         f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is already set"

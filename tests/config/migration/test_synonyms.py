@@ -21,7 +21,10 @@ ACTOR = "actor_rollout_ref.actor"
         ("algorithm.adv_estimator=ppo", "gae"),
         ("algorithm.adv_estimator='reinforce++'", "reinforce_plus_plus"),
         ("algorithm.adv_estimator=group_norm", "grpo"),
-        ("algorithm.adv_estimator=dr_grpo", "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false"),
+        (
+            "algorithm.adv_estimator=dr_grpo",
+            "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false",
+        ),
         ("actor_rollout_ref.rollout.name=transformers", "hf"),
         (f"{ACTOR}.strategy=deepspeed", "fsdp"),
         (f"{ACTOR}.optim.optimizer=adam", "adamw"),
@@ -45,14 +48,18 @@ def test_another_systems_value_is_answered_with_ours(override: str, meant: str) 
 def test_a_domains_algorithm_is_answered_too() -> None:
     domains = "algorithm.domains={code: {policy_loss: ppo}}"
     keys = ["data.domains={code: {train_files: [x.jsonl]}}", domains]
-    with pytest.raises(UserError, match=r"algorithm\.domains\.code\.policy_loss[^→]*→ did you mean vanilla\?"):
+    with pytest.raises(
+        UserError, match=r"algorithm\.domains\.code\.policy_loss[^→]*→ did you mean vanilla\?"
+    ):
         load_config("rlvr", keys, complete=False)
 
 
 def test_every_synonym_leads_to_what_exists_and_is_no_name_of_ours() -> None:
     keys = schema_keys()
     for (key, word), meant in _synonyms().items():
-        choices = {"dag.pipeline": PIPELINES, "reward.functions": REWARDS}.get(key) or keys[key].spec.choices
+        choices = {"dag.pipeline": PIPELINES, "reward.functions": REWARDS}.get(key) or keys[
+            key
+        ].spec.choices
         assert word not in choices, (key, word)
         for each in meant:
             overrides = split_overrides(each) if "=" in each else {key: each}

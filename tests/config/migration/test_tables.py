@@ -1,4 +1,5 @@
-"""Tables of other systems' keys: what their TOML says, what is refused, and that nobody reads them without need."""
+"""Tables of other systems' keys: what their TOML says, what is refused, and that nobody reads them
+without need."""
 
 import re
 import tomllib
@@ -14,7 +15,9 @@ FOLDER = Path(tables.__file__).parent
 ACTOR = "actor_rollout_ref.actor"
 
 
-def read(folder: Path, text: str, sources: str = 'sources = ["owner/name at 1a2b3c4: config.py"]') -> tables.Table:
+def read(
+    folder: Path, text: str, sources: str = 'sources = ["owner/name at 1a2b3c4: config.py"]'
+) -> tables.Table:
     path = folder / "other.toml"
     path.write_text(f"{sources}\n{text}", encoding="utf-8")
     return read_table(path)
@@ -34,7 +37,7 @@ def test_an_entry_is_a_key_of_ours_or_fields_or_an_answer(tmp_path: Path) -> Non
         slow = {as = "speed", harmless = "off"}
         strict.note = "TRACTOR and REFS are no short forms"
         loose = {note = "leave it out", harmless = ["null", 0, 0.5, false, ""]}
-        """,
+        """,  # noqa: E501
     )
     assert table.sources == ("owner/name at 1a2b3c4: config.py",)
     assert table.names == {
@@ -54,12 +57,26 @@ def test_braces_are_several_keys_in_their_order(tmp_path: Path) -> None:
 
 def test_a_key_comes_before_a_pattern_and_the_first_pattern_before_others(tmp_path: Path) -> None:
     table = read(tmp_path, '[keys]\n"a.*" = "first"\n"*.b" = "second"\n"a.b" = "third"')
-    assert [name.ours for name in map(table.find, ("a.b", "a.c.b", "c.b")) if name] == ["third", "first", "second"]
+    assert [name.ours for name in map(table.find, ("a.b", "a.c.b", "c.b")) if name] == [
+        "third",
+        "first",
+        "second",
+    ]
     assert table.find("c") is None
 
 
 FILES = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
-GROUPS = {"answers", "keys", "fine_tuning", "values", "defaults", "computed", "beside_keys", "newer_names", "example"}
+GROUPS = {
+    "answers",
+    "keys",
+    "fine_tuning",
+    "values",
+    "defaults",
+    "computed",
+    "beside_keys",
+    "newer_names",
+    "example",
+}
 METHODS = {"all", "rl", "tuning", "grpo", "rloo", "ppo", "sft", "rm", "end"}
 
 
@@ -72,7 +89,9 @@ def test_a_table_names_its_sources_and_holds_known_groups_of_texts(path: Path) -
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     assert table.keys() <= {"sources", *GROUPS}
     assert isinstance(table["sources"], list) and table["sources"]
-    assert texts(table.get("beside_keys", {})) and all(map(texts, table.get("computed", {}).values()))
+    assert texts(table.get("beside_keys", {})) and all(
+        map(texts, table.get("computed", {}).values())
+    )
     keys = {key for keys in table["keys"] for key in tables.expand(keys)}
     assert {*table.get("defaults", {}), *table.get("computed", {})} <= METHODS | keys
     assert all(map(texts, table.get("values", {}).values()))
@@ -86,10 +105,16 @@ def test_an_entry_has_known_fields_and_says_what_is_to_be_done(path: Path) -> No
     entries = [*table["keys"].values(), *table.get("fine_tuning", {}).values()]
     entries = [entry for entry in entries if not isinstance(entry, str)]
     for entry in (*answers.values(), *entries):
-        assert entry.keys() <= {"ours", "note", "values", "harmless", "as"}, f"{entry}: keys with dots stand in quotes"
-        assert texts({name: text for name, text in entry.items() if name in ("ours", "note", "as")}), entry
+        assert entry.keys() <= {"ours", "note", "values", "harmless", "as"}, (
+            f"{entry}: keys with dots stand in quotes"
+        )
+        assert texts(
+            {name: text for name, text in entry.items() if name in ("ours", "note", "as")}
+        ), entry
         assert texts(entry.get("values", {})), entry
-        assert isinstance(entry.get("harmless", []), list) or entry["harmless"] in tables.HARMLESS, entry
+        assert (
+            isinstance(entry.get("harmless", []), list) or entry["harmless"] in tables.HARMLESS
+        ), entry
     for entry in entries:
         assert {*entry, *answers.get(entry.get("as"), {})} & {"ours", "note", "values"}, entry
         assert "as" not in entry or entry["as"] in answers, entry
@@ -98,7 +123,9 @@ def test_an_entry_has_known_fields_and_says_what_is_to_be_done(path: Path) -> No
 
 
 def test_every_file_belongs_to_a_system() -> None:
-    assert {path.stem for path in FOLDER.glob("*.toml")} == {system.lower() for system in all_tables()}
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {
+        system.lower() for system in all_tables()
+    }
 
 
 @FILES

@@ -1,4 +1,5 @@
-"""The table of combinations: what its rows name exists, and a problem names the first key of several that fits."""
+"""The table of combinations: what its rows name exists, and a problem names the first key of
+several that fits."""
 
 import re
 from dataclasses import fields
@@ -23,7 +24,9 @@ def test_rows_name_keys_and_facts_that_exist(table):
             if found is None:
                 assert condition.removeprefix("not ") in _FACTS, condition
             else:
-                assert keys.keys() >= {key for key in expand(found[1]) if not re.search(r"\.(a|m)\.", key)}, condition
+                assert keys.keys() >= {
+                    key for key in expand(found[1]) if not re.search(r"\.(a|m)\.", key)
+                }, condition
         for text in (rule["what"], rule["advice"]):
             assert {*re.findall(r"\{([\w.]+)\}", text)} <= {*keys, *WITHOUT_KEY}, text
             assert not re.search("EACH|TEXT", text), text
@@ -34,12 +37,20 @@ def test_rows_name_values_that_exist(table):
     """A misspelt one would never hold."""
     for rule in _rules(table, tuple(flatten(Config()))):
         for condition in (*rule["when"], *rule.get("if", ())):
-            keys, verb, wanted = found.groups() if (found := _CONDITION.fullmatch(condition)) else ("", None, "")
+            keys, verb, wanted = (
+                found.groups() if (found := _CONDITION.fullmatch(condition)) else ("", None, "")
+            )
             for key in expand(keys) if verb in ("is", "is not") else ():
-                info, built_in = schema_keys()[key], _BUILT_IN.get(key, {})
-                known = {"set", "default", *info.spec.choices, *built_in} | ({"built-in"} if built_in else set())
+                info = schema_keys()[key]
+                built_in = _BUILT_IN.get(key, {})
+                known = {"set", "default", *info.spec.choices, *built_in} | (
+                    {"built-in"} if built_in else set()
+                )
                 known |= {
-                    each.name for entry in built_in.values() for each in fields(entry) if isinstance(each.default, bool)
+                    each.name
+                    for entry in built_in.values()
+                    for each in fields(entry)
+                    if isinstance(each.default, bool)
                 }
                 for word in wanted.split(" or ") if info.spec.choices or built_in else ():
                     assert word in known or not isinstance(constant(word), str), condition
@@ -48,11 +59,15 @@ def test_rows_name_values_that_exist(table):
 def problems_of(*overrides):
     with pytest.raises(ConfigError) as caught:
         load_config("grpo", [*GOOD, *overrides])
-    return [[subject.split(" = ")[0] for subject, _ in problem.places] for problem in caught.value.problems]
+    return [
+        [subject.split(" = ")[0] for subject, _ in problem.places]
+        for problem in caught.value.problems
+    ]
 
 
 def test_a_problem_names_the_first_key_that_fits():
-    norm, estimator = "algorithm.reward_norm", "algorithm.adv_estimator"
+    norm = "algorithm.reward_norm"
+    estimator = "algorithm.adv_estimator"
     both = [f"{norm}={{mean_level: batch, std_level: batch}}"]
     assert problems_of(*both) == [[f"{norm}.mean_level", estimator]]
     assert problems_of(f"{norm}.std_level=batch") == [[f"{norm}.std_level", estimator]]

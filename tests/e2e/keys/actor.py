@@ -24,7 +24,9 @@ RATIOS = torch.tensor([[0.5, 1.5, 10.0]])
 def loss_of(config: Config, advantage: float, ratios: Tensor = RATIOS) -> float:
     """The policy's loss on three tokens with these ratios."""
     old = (-1.0, -2.0, -3.0)
-    sample = Sample("0-0", 0, [Segment("prompt", (1,)), Segment("policy", (5, 6, 7), old, old, (0, 0, 0))])
+    sample = Sample(
+        "0-0", 0, [Segment("prompt", (1,)), Segment("policy", (5, 6, 7), old, old, (0, 0, 0))]
+    )
     batch = Batch.from_samples([sample])
     batch["old_log_probs"] = torch.tensor([old])
     batch["advantages"] = torch.full((1, 3), advantage)
@@ -34,7 +36,9 @@ def loss_of(config: Config, advantage: float, ratios: Tensor = RATIOS) -> float:
     return float(loss)
 
 
-def clips(advantage: float, ratios_before: list[float], ratios_after: list[float]) -> Callable[[Config, Config], None]:
+def clips(
+    advantage: float, ratios_before: list[float], ratios_after: list[float]
+) -> Callable[[Config, Config], None]:
     """The loss is −A times the mean of what the clip leaves of the ratios."""
 
     def check(before: Config, after: Config) -> None:
@@ -44,9 +48,17 @@ def clips(advantage: float, ratios_before: list[float], ratios_after: list[float
     return check
 
 
-def clip_case(name: str, value: str, advantage: float, before: list[float], after: list[float]) -> Case:
+def clip_case(
+    name: str, value: str, advantage: float, before: list[float], after: list[float]
+) -> Case:
     outcome = "the ratio at which the loss is cut"
-    return Case(f"{ACTOR}.{name}", f"{ACTOR}.{name}={value}", outcome, clips(advantage, before, after), look=the_config)
+    return Case(
+        f"{ACTOR}.{name}",
+        f"{ACTOR}.{name}={value}",
+        outcome,
+        clips(advantage, before, after),
+        look=the_config,
+    )
 
 
 def far_sequences_with_bad_advantages_get_no_loss(before: Config, after: Config) -> None:
@@ -118,7 +130,11 @@ def kl_estimated_by(before_rule: Any, after_rule: Any) -> Callable[[Run, Run], N
         for run, rule in ((before, before_rule), (after, after_rule)):
             batch = run.batch(2)
             estimate = rule((batch["old_log_probs"] - batch["ref_log_prob"]) * batch["loss_mask"])
-            close(run.steps[1]["actor/kl_loss"], aggregate(estimate, batch["loss_mask"], "token-mean"), 1e-4)
+            close(
+                run.steps[1]["actor/kl_loss"],
+                aggregate(estimate, batch["loss_mask"], "token-mean"),
+                1e-4,
+            )
 
     return check
 
@@ -145,7 +161,11 @@ def value_loss_is_huber(delta: float) -> Any:
         batch = after.batch()
         size = (batch["values"] - batch["returns"]).abs()
         loss = torch.where(size <= delta, 0.5 * size.square(), delta * (size - 0.5 * delta))
-        close(after.column("critic/vf_loss")[0], aggregate(loss, batch["loss_mask"], "token-mean"), 1e-4)
+        close(
+            after.column("critic/vf_loss")[0],
+            aggregate(loss, batch["loss_mask"], "token-mean"),
+            1e-4,
+        )
         differ(before.column("critic/vf_loss")[0], after.column("critic/vf_loss")[0], 1e-5)
 
     return check
@@ -163,7 +183,13 @@ def critic_is_another_model(before: Run, after: Run) -> None:
 CASES = (
     *optim.cases("actor", "grpo", ACTOR),
     *optim.cases("critic", "ppo", "critic"),
-    Case(f"{ACTOR}.policy_loss", f"{ACTOR}.policy_loss=gpg", "actor/pg_loss is −logπ·A", plain_gradient, given=ONE),
+    Case(
+        f"{ACTOR}.policy_loss",
+        f"{ACTOR}.policy_loss=gpg",
+        "actor/pg_loss is −logπ·A",
+        plain_gradient,
+        given=ONE,
+    ),
     Case(
         f"{ACTOR}.policy_loss_kwargs",
         f"+{ACTOR}.policy_loss_kwargs.tau_pos=2.0",
@@ -205,9 +231,22 @@ CASES = (
         look=the_config,
         given=(f"{ACTOR}.entropy_coef=0",),
     ),
-    Case(f"{ACTOR}.entropy_coef", f"{ACTOR}.entropy_coef=0.1", "actor/loss", entropy_counts, given=ONE),
-    Case(f"{ACTOR}.use_kl_loss", f"{ACTOR}.use_kl_loss=true", "actor/kl_loss, a reference", kl_is_a_term),
-    Case(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_coef=2.0", "actor/loss", kl_weighs, given=KL_LOSS),
+    Case(
+        f"{ACTOR}.entropy_coef",
+        f"{ACTOR}.entropy_coef=0.1",
+        "actor/loss",
+        entropy_counts,
+        given=ONE,
+    ),
+    Case(
+        f"{ACTOR}.use_kl_loss",
+        f"{ACTOR}.use_kl_loss=true",
+        "actor/kl_loss, a reference",
+        kl_is_a_term,
+    ),
+    Case(
+        f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_coef=2.0", "actor/loss", kl_weighs, given=KL_LOSS
+    ),
     Case(
         f"{ACTOR}.kl_loss_type",
         f"{ACTOR}.kl_loss_type=mse",

@@ -58,7 +58,8 @@ def advantages_are_normalised(**options: Any) -> Any:
 
     def check(before: Run, after: Run) -> None:
         batch = after.batch()
-        mask, scores = batch["response_mask"], scores_of(batch)
+        mask = batch["response_mask"]
+        scores = scores_of(batch)
         wanted = by_loops(batch, scores[:, None].expand(mask.shape), mask, Normalization(**options))
         close(batch["advantages"], wanted)
         close(batch["returns"][:, 0], scores)
@@ -73,7 +74,8 @@ def advantages_are_bound(before: Run, after: Run) -> None:
 
 
 def cut_off_are_left_out(before: Run, after: Run) -> None:
-    one, other = before.batch(), after.batch()
+    one = before.batch()
+    other = after.batch()
     kept = ~other["truncated"]
     assert 0 < int(kept.sum()) < len(other)
     close(other["loss_mask"], one["loss_mask"] * kept[:, None])
@@ -81,7 +83,8 @@ def cut_off_are_left_out(before: Run, after: Run) -> None:
 
 
 def out_of_turns_are_left_out(before: Run, after: Run) -> None:
-    one, other = before.batch(), after.batch()
+    one = before.batch()
+    other = after.batch()
     out = torch.tensor([reason == "max_turns" for reason in other["finish_reason"]])
     assert 0 < int(out.sum()) < len(one)
     close(other["loss_mask"], one["loss_mask"] * ~out[:, None])
@@ -89,7 +92,8 @@ def out_of_turns_are_left_out(before: Run, after: Run) -> None:
 
 
 def long_errors_are_left_out(before: Run, after: Run) -> None:
-    one, other = before.batch(), after.batch()
+    one = before.batch()
+    other = after.batch()
     out = ((one["response_mask"] > 0).sum(-1) >= 5) & (one["acc"] < 1)
     assert 0 < int(out.sum()) < len(one)
     close(other["loss_mask"], one["loss_mask"] * ~out[:, None])
@@ -97,30 +101,39 @@ def long_errors_are_left_out(before: Run, after: Run) -> None:
 
 
 def left_out_of_baselines_too(before: Run, after: Run) -> None:
-    """GRPO's advantages of the responses that are not truncated, among themselves; a single one has none."""
-    one, other = before.batch(), after.batch()
-    scores, kept = scores_of(other), ~other["truncated"]
+    """GRPO's advantages of the responses that are not truncated, among themselves; a single one has
+    none."""
+    one = before.batch()
+    other = after.batch()
+    scores = scores_of(other)
+    kept = ~other["truncated"]
     assert 0 < int(kept.sum()) < len(other)
     for rows in torch.arange(len(other)).view(-1, 4):
         left = [int(row) for row in rows if kept[row]]
         own = scores[left].double()
         scale = own.std() + 1e-6 if len(left) > 1 else 1.0
         for row in rows.tolist():
-            wanted = (scores[row] - own.mean()) / scale if row in left and len(left) > 1 else torch.zeros(())
+            wanted = (
+                (scores[row] - own.mean()) / scale
+                if row in left and len(left) > 1
+                else torch.zeros(())
+            )
             close(other["advantages"][row], wanted * other["response_mask"][row])
             close(other["loss_mask"][row], one["loss_mask"][row] * (row in left and len(left) > 1))
     differ(one["advantages"], other["advantages"])
 
 
 def rewards_are_whitened(before: Run, after: Run) -> None:
-    one, other = before.batch(), after.batch()
+    one = before.batch()
+    other = after.batch()
     mask = one["response_mask"] > 0
     tokens = one["token_level_rewards"].double()[mask]
     close(other["token_level_rewards"][mask], (tokens - tokens.mean()) / tokens.std())
 
 
 def hard_prompts_weigh_more(before: Run, after: Run) -> None:
-    one, other = before.batch(), after.batch()
+    one = before.batch()
+    other = after.batch()
     weights = 0.5 + 1.5 * (1 - one["acc"].double().view(-1, 4).mean(-1).repeat_interleave(4))
     assert len(weights.unique()) > 1
     close(other["advantages"], one["advantages"] * (weights / weights.mean())[:, None])
@@ -144,7 +157,11 @@ def cases_of(name: str, outcome: str, checks: Any) -> list[Case]:
             f"algorithm.{name}.{key}={str(value).lower()}",
             f"{outcome}, by AReaL's formula",
             checks(**given, **{key: value}),
-            given=(ONE, "algorithm.adv_estimator=reinforce", *(f"algorithm.{name}.{k}={v}" for k, v in given.items())),
+            given=(
+                ONE,
+                "algorithm.adv_estimator=reinforce",
+                *(f"algorithm.{name}.{k}={v}" for k, v in given.items()),
+            ),
         )
         for key, (value, given) in CHANGES.items()
     ]

@@ -10,7 +10,11 @@ from tests.e2e.keys.case import Case, allowed, close, differ, refused
 from tests.e2e.keys.lab import ACTOR, MODEL, ROLLOUT, Run
 
 NO_KL = ("algorithm.use_kl_in_reward=false",)
-ADAPTIVE = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1", "algorithm.kl_ctrl.horizon=100")
+ADAPTIVE = (
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.target_kl=0.1",
+    "algorithm.kl_ctrl.horizon=100",
+)
 BFLOAT16 = (
     f"{MODEL}.dtype=bfloat16",
     "actor_rollout_ref.rollout.enforce_eager=true",  # native code rounds as the trainer does
@@ -18,7 +22,11 @@ BFLOAT16 = (
     "trust.canary_freq=0",
 )
 CORRECTION = "algorithm.rollout_correction"
-TOKEN_WEIGHTS = (*BFLOAT16, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=100")
+TOKEN_WEIGHTS = (
+    *BFLOAT16,
+    f"{CORRECTION}.rollout_is=token",
+    f"{CORRECTION}.rollout_is_threshold=100",
+)
 REJECTION = (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=1e-6")
 
 
@@ -33,7 +41,9 @@ def advantages_of(batch: Batch) -> Tensor:
 
 def by_group(batch: Batch, rule: Any) -> Tensor:
     """A rule of each group's scores, for every sample."""
-    scores, groups, out = scores_of(batch), batch["group_index"], torch.zeros(len(batch)).double()
+    scores = scores_of(batch)
+    groups = batch["group_index"]
+    out = torch.zeros(len(batch)).double()
     for group in groups.unique():
         out[groups == group] = rule(scores[groups == group])
     return out
@@ -63,7 +73,8 @@ def program_is(before_id: str, after_id: str) -> Any:
 
 
 def rewards_to_go_discounted(before: Run, after: Run) -> None:
-    batch, gamma = after.batch(), 0.5
+    batch = after.batch()
+    gamma = 0.5
     for i, length in enumerate(batch.lengths("response").tolist()):
         expected = scores_of(batch)[i] * gamma ** torch.arange(length - 1, -1, -1)
         close(batch["returns"][i, :length], expected)
@@ -88,7 +99,8 @@ def truncated_ones_end_in_their_value(before: Run, after: Run) -> None:
 
 
 def penalty_is(estimate: Any) -> Any:
-    """Rewards are scores less coefficient · estimate(log-ratio), in the step in which there is a KL."""
+    """Rewards are scores less coefficient · estimate(log-ratio), in the step in which there is a
+    KL."""
 
     def check(before: Run, after: Run) -> None:
         batch = after.batch(2)
@@ -115,10 +127,12 @@ def coefficient_starts_at(value: float) -> Any:
 
 
 def coefficients_are(target: float, horizon: float) -> Any:
-    """arXiv:1909.08593: the error is clipped to ±0.2, a step of n samples moves by 1 + error · n / horizon."""
+    """arXiv:1909.08593: the error is clipped to ±0.2, a step of n samples moves by 1 + error · n /
+    horizon."""
 
     def check(before: Run, after: Run) -> None:
-        coefficients, measured = after.column("actor/kl_coef"), after.column("actor/reward_kl_penalty")
+        coefficients = after.column("actor/kl_coef")
+        measured = after.column("actor/reward_kl_penalty")
         for now, following, kl in zip(coefficients, coefficients[1:], measured, strict=False):
             close(following, now * (1 + max(-0.2, min(0.2, kl / target - 1)) * 16 / horizon), 1e-9)
         assert before.column("actor/kl_coef") != coefficients
@@ -157,13 +171,16 @@ def loss_weighed_by(weight: float) -> Any:
 
     def check(before: Run, after: Run) -> None:
         assert float(after.batch()["rollout_is_weights"].max()) == weight
-        close(after.column("actor/grad_norm")[0], weight * before.column("actor/grad_norm")[0], 2e-2)
+        close(
+            after.column("actor/grad_norm")[0], weight * before.column("actor/grad_norm")[0], 2e-2
+        )
 
     return check
 
 
 def outside_the_band_counts_nothing(before: Run, after: Run) -> None:
-    batch, mask = after.batch(), after.batch()["response_mask"]
+    batch = after.batch()
+    mask = after.batch()["response_mask"]
     ratios = before.batch()["rollout_is_weights"][mask > 0]
     weights = batch["rollout_is_weights"][mask > 0]
     assert 0 < int((ratios < 1.0).sum()) < len(ratios)
@@ -198,10 +215,15 @@ def far_tokens_leave_the_loss(before: Run, after: Run) -> None:
 
 def no_group_is_flat(before: Run, after: Run) -> None:
     def flat(run: Run) -> int:
-        return sum(int(torch.unique(row).numel() == 1) for row in scores_of(run.batch()).view(-1, 4))
+        return sum(
+            int(torch.unique(row).numel() == 1) for row in scores_of(run.batch()).view(-1, 4)
+        )
 
     assert flat(before) > 0 and flat(after) == 0
-    assert after.column("async/dropped/all_equal")[0] > 0 and "async/dropped/all_equal" not in before.steps[0]
+    assert (
+        after.column("async/dropped/all_equal")[0] > 0
+        and "async/dropped/all_equal" not in before.steps[0]
+    )
 
 
 def groups_differ_in_format(before: Run, after: Run) -> None:
@@ -224,7 +246,12 @@ def some_are_ended_early(before: Run, after: Run) -> None:
 
 FLAT_MIX = ("data.shuffle=false", "trainer.total_training_steps=1")
 CASES = (
-    Case("algorithm.adv_estimator", "algorithm.adv_estimator=rloo", "advantages", advantages_are(rloo)),
+    Case(
+        "algorithm.adv_estimator",
+        "algorithm.adv_estimator=rloo",
+        "advantages",
+        advantages_are(rloo),
+    ),
     Case(
         "algorithm.adv_estimator_kwargs",
         "+algorithm.adv_estimator_kwargs.f_norm=2",
@@ -405,7 +432,10 @@ CASES = (
         "groups differ in that reward part",
         groups_differ_in_format,
         base="dapo",
-        given=("reward.functions.default=[custom,{name: format, weight: 0}]", "trainer.total_training_steps=1"),
+        given=(
+            "reward.functions.default=[custom,{name: format, weight: 0}]",
+            "trainer.total_training_steps=1",
+        ),
     ),
     Case(
         "algorithm.filter_groups.max_num_gen_batches",

@@ -1,4 +1,5 @@
-"""How a table says that a key matters: what is changed, and which outcome must be what afterwards."""
+"""How a table says that a key matters: what is changed, and which outcome must be what
+afterwards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ QUICK_LOOKS = (the_spec, the_prompts, the_policy, the_config)  # others run the 
 class Case:
     """One key that matters.
 
-    change: the overrides that change it (a key in front of which others must be taken back comes with them).
+    change: the overrides that change it (a key in front of which others must be taken back comes
+    with them).
     outcome: what changes, in words. check: (before, after) → AssertionError where it did not.
     base: the pipeline. given: overrides on both sides. look: what is made of each side's config.
     """
@@ -83,7 +85,11 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 
 def differ(before: Any, after: Any, at_least: float = 1e-4) -> None:
     """Numbers that are clearly not the same."""
-    gap = (torch.as_tensor(before, dtype=torch.float64) - torch.as_tensor(after, dtype=torch.float64)).abs().max()
+    gap = (
+        (torch.as_tensor(before, dtype=torch.float64) - torch.as_tensor(after, dtype=torch.float64))
+        .abs()
+        .max()
+    )
     assert gap > at_least, f"{before} and {after} are the same up to {float(gap):.2g}"
 
 
@@ -110,8 +116,10 @@ def error_of(side: Any) -> Exception | None:
 
 def aggregate(per_token: Tensor, mask: Tensor, mode: str, scale: float = 1.0) -> float:
     """A loss per token as one number, by the definition of each mode."""
-    per_token, mask = per_token.double(), mask.double()
-    sums, lengths = (per_token * mask).sum(-1), mask.sum(-1)
+    per_token = per_token.double()
+    mask = mask.double()
+    sums = (per_token * mask).sum(-1)
+    lengths = mask.sum(-1)
     if mode == "token-mean":
         return float(sums.sum() / lengths.sum())
     if mode == "seq-mean-token-sum":

@@ -41,9 +41,9 @@ def text_of_second(before_text: str, after_text: str) -> Callable[[Any, Any], No
 
 def passes_over(before: Run, after: Run) -> None:
     assert not any("too_hard" in name for name in before.steps[-1])
-    assert after.steps[-1]["async/dropped/too_hard"] > 0 and rows_in_order(before) == rows_in_order(after), (
-        "the first time"
-    )
+    assert after.steps[-1]["async/dropped/too_hard"] > 0 and rows_in_order(before) == rows_in_order(
+        after
+    ), "the first time"
 
 
 def reads_when_its_turn_comes(before: Run, after: Run) -> None:
@@ -75,7 +75,10 @@ def batch_of(before: Run, after: Run) -> None:
 
 
 def no_longer_than(before: Run, after: Run) -> None:
-    assert before.column("rollout/max_response_length")[0] == 8 and after.column("rollout/max_response_length")[0] == 3
+    assert (
+        before.column("rollout/max_response_length")[0] == 8
+        and after.column("rollout/max_response_length")[0] == 3
+    )
     assert max(row["response_length"] for row in after.samples()) == 3
 
 
@@ -95,7 +98,8 @@ class WatchedTokenizer:
     """A tokenizer that knows which threads it worked in; `together` of them must meet."""
 
     def __init__(self, tokenizer: Any, together: int) -> None:
-        self.tokenizer, self.threads = tokenizer, set[str]()
+        self.tokenizer = tokenizer
+        self.threads = set[str]()
         self._meeting = threading.Barrier(together, timeout=30)
 
     def __call__(self, texts: Sequence[str], **settings: Any) -> Any:
@@ -107,11 +111,15 @@ class WatchedTokenizer:
         return getattr(self.tokenizer, name)
 
 
-def threads_and_rows(lab: Lab, base: str, changes: Sequence[str]) -> tuple[set[str], list[tuple[int, ...]]]:
+def threads_and_rows(
+    lab: Lab, base: str, changes: Sequence[str]
+) -> tuple[set[str], list[tuple[int, ...]]]:
     """Which threads tokenised, and the tokens. 1600 rows are 4 chunks."""
     config = lab.config(base, changes)
     workers = config.data.num_loader_workers
-    tokenizer = WatchedTokenizer(load_tokenizer(config.actor_rollout_ref.model.path or ""), max(workers, 1))
+    tokenizer = WatchedTokenizer(
+        load_tokenizer(config.actor_rollout_ref.model.path or ""), max(workers, 1)
+    )
     (source,) = train_sources(config, scored=True)
     prompts = source.encode(source.read(lab.folder), tokenizer)  # type: ignore[arg-type]
     return tokenizer.threads, [row.prompt_ids for row in prompts]
@@ -124,25 +132,50 @@ def same_rows_by_other_threads(before: Any, after: Any) -> None:
 
 
 def tagged(before: Any, after: Any) -> None:
-    assert {row.tag for row in before[1]} == {""} and after[1][1].tag == "x1" and after[0][1].tag == ""
+    assert (
+        {row.tag for row in before[1]} == {""} and after[1][1].tag == "x1" and after[0][1].tag == ""
+    )
 
 
 def overlaps(before: Any, after: Any) -> None:
-    assert before.overlap.startswith("6 of 6 validation prompts are trained on") and after.overlap == ""
+    assert (
+        before.overlap.startswith("6 of 6 validation prompts are trained on")
+        and after.overlap == ""
+    )
 
 
 def prompts_case(
     key: str, value: str, outcome: str, check: Any, given: tuple[str, ...] = (), base: str = "grpo"
 ) -> Case:
-    return Case(f"data.{key}", f"data.{key}={value}", outcome, check, base=base, given=given, look=the_prompts)
+    return Case(
+        f"data.{key}",
+        f"data.{key}={value}",
+        outcome,
+        check,
+        base=base,
+        given=given,
+        look=the_prompts,
+    )
 
 
 CASES = (
-    prompts_case("train_files", "{lab}/long.jsonl", "rows", num_rows(12, 13), ("data.max_prompt_length=30",)),
-    Case("data.val_files", (VALIDATED, "trainer.test_freq=2"), "validations", validates, look=a_run),
+    prompts_case(
+        "train_files", "{lab}/long.jsonl", "rows", num_rows(12, 13), ("data.max_prompt_length=30",)
+    ),
+    Case(
+        "data.val_files", (VALIDATED, "trainer.test_freq=2"), "validations", validates, look=a_run
+    ),
     prompts_case("prompt_key", "other_prompt", "prompts", text_of_second("say 1+2=", "what is 1?")),
-    prompts_case("answer_key", "other_answer", "ground truths", rows_have("ground_truth", "3", "x1")),
-    Case("data.response_key", "data.response_key=other_response", "responses", other_answer_to_learn, base="sft"),
+    prompts_case(
+        "answer_key", "other_answer", "ground truths", rows_have("ground_truth", "3", "x1")
+    ),
+    Case(
+        "data.response_key",
+        "data.response_key=other_response",
+        "responses",
+        other_answer_to_learn,
+        base="sft",
+    ),
     prompts_case(
         "messages_key",
         "other_messages",
@@ -155,7 +188,9 @@ CASES = (
         "tools_key",
         "other_tools",
         "prompts",
-        text_of_second("<bos>user: say 1+2=assistant: ", '<bos>user: say 1+2=assistant: [{"name": "add"}]'),
+        text_of_second(
+            "<bos>user: say 1+2=assistant: ", '<bos>user: say 1+2=assistant: [{"name": "add"}]'
+        ),
         (CHAT, "data.max_prompt_length=64"),
     ),
     prompts_case(
@@ -174,12 +209,16 @@ CASES = (
         text_of_second("say 1+2=", "<bos>user: say 1+2=assistant: "),
         ("data.max_prompt_length=64",),
     ),
-    prompts_case("prompt_template", "'Q:{prompt}'", "prompts", text_of_second("say 1+2=", "Q:say 1+2=")),
+    prompts_case(
+        "prompt_template", "'Q:{prompt}'", "prompts", text_of_second("say 1+2=", "Q:say 1+2=")
+    ),
     prompts_case(
         "system_prompt",
         "be brief",
         "prompts",
-        text_of_second("<bos>user: say 1+2=assistant: ", "<bos>system: be briefuser: say 1+2=assistant: "),
+        text_of_second(
+            "<bos>user: say 1+2=assistant: ", "<bos>system: be briefuser: say 1+2=assistant: "
+        ),
         (CHAT, "data.max_prompt_length=64"),
     ),
     prompts_case(
@@ -197,15 +236,38 @@ CASES = (
         given=("actor_rollout_ref.actor.ppo_mini_batch_size=2",),
     ),
     prompts_case("max_prompt_length", "30", "rows", num_rows(12, 13), (LONG,)),
-    Case("data.max_response_length", "data.max_response_length=3", "lengths of responses", no_longer_than),
-    prompts_case("filter_overlong_prompts", "false", "an error that names the row", refused("30 tokens"), (LONG,)),
-    prompts_case(
-        "truncation", "left", "the end of the prompt is left", cut_prompt(lambda text: text[-24:]), UNFILTERED
+    Case(
+        "data.max_response_length",
+        "data.max_response_length=3",
+        "lengths of responses",
+        no_longer_than,
     ),
-    prompts_case("truncation", "right", "its beginning", cut_prompt(lambda text: text[:24]), UNFILTERED),
-    prompts_case("truncation", "middle", "both", cut_prompt(lambda text: text[:12] + text[-12:]), UNFILTERED),
     prompts_case(
-        "bad_rows", "skip", "the others are read", allowed("bad.jsonl", "prompt"), ("data.train_files={lab}/bad.jsonl",)
+        "filter_overlong_prompts",
+        "false",
+        "an error that names the row",
+        refused("30 tokens"),
+        (LONG,),
+    ),
+    prompts_case(
+        "truncation",
+        "left",
+        "the end of the prompt is left",
+        cut_prompt(lambda text: text[-24:]),
+        UNFILTERED,
+    ),
+    prompts_case(
+        "truncation", "right", "its beginning", cut_prompt(lambda text: text[:24]), UNFILTERED
+    ),
+    prompts_case(
+        "truncation", "middle", "both", cut_prompt(lambda text: text[:12] + text[-12:]), UNFILTERED
+    ),
+    prompts_case(
+        "bad_rows",
+        "skip",
+        "the others are read",
+        allowed("bad.jsonl", "prompt"),
+        ("data.train_files={lab}/bad.jsonl",),
     ),
     Case(
         "data.lazy",
@@ -216,12 +278,29 @@ CASES = (
     ),
     prompts_case("pass_rate", "[2,4]", "rows", num_rows(12, 3), ("data.pass_rate_key=number",)),
     prompts_case(
-        "pass_rate_key", "other_number", "rows", num_rows(3, 6), ("data.pass_rate=[2,4]", "data.pass_rate_key=number")
+        "pass_rate_key",
+        "other_number",
+        "rows",
+        num_rows(3, 6),
+        ("data.pass_rate=[2,4]", "data.pass_rate_key=number"),
     ),
-    Case("data.skip_outside", "data.skip_outside=[0.2,1.0]", "rows that come again", passes_over, given=LONGER),
+    Case(
+        "data.skip_outside",
+        "data.skip_outside=[0.2,1.0]",
+        "rows that come again",
+        passes_over,
+        given=LONGER,
+    ),
     prompts_case("train_max_samples", "5", "rows", num_rows(12, 5)),
     prompts_case("val_max_samples", "3", "rows", num_rows(6, 3, of=1), (VALIDATED,)),
-    Case("data.allow_overlap", "data.allow_overlap=true", "a warning", overlaps, given=(VALIDATED,), look=the_spec),
+    Case(
+        "data.allow_overlap",
+        "data.allow_overlap=true",
+        "a warning",
+        overlaps,
+        given=(VALIDATED,),
+        look=the_spec,
+    ),
     Case("data.shuffle", "data.shuffle=false", "the order of rows", in_file_order),
     Case("data.seed", "data.seed=7", "the order of rows", in_another_order),
     Case(

@@ -27,9 +27,12 @@ from distflow.observe.run_reader import Event, read_events, read_metrics, read_s
 from distflow.runtime.spec import Factory, Spec
 from tests.tiny_models import write_tiny_model
 
-MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 
-# The stops are frequent, so that responses have different lengths and some are cut off at the limit.
+# The stops are frequent, so that responses have different lengths and some are cut off at the
+# limit.
 REWARD = """
 import os
 import time
@@ -83,16 +86,22 @@ GENERATING = {
 GROUP_RELATIVE = {f"{ACTOR}.entropy_coef": "0.0", f"{ACTOR}.use_kl_loss": "false"}
 BASES: dict[str, tuple[str, dict[str, str]]] = {
     "grpo": ("grpo", {**GENERATING, **GROUP_RELATIVE}),
-    "dapo": ("dapo", {**GENERATING, **GROUP_RELATIVE, f"{ROLLOUT}.n": "4", "reward.overlong.buffer_tokens": "0"}),
-    "ppo": ("ppo", {**GENERATING, "critic.optim.lr": "0.001", "critic.optim.scheduler": "constant"}),
+    "dapo": (
+        "dapo",
+        {**GENERATING, **GROUP_RELATIVE, f"{ROLLOUT}.n": "4", "reward.overlong.buffer_tokens": "0"},
+    ),
+    "ppo": (
+        "ppo",
+        {**GENERATING, "critic.optim.lr": "0.001", "critic.optim.scheduler": "constant"},
+    ),
     "sft": ("sft", ANY_PROGRAM),
 }
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a role's model. generates: it is the rollout engine's. learns: with gradients. shape: of its input
-    ids."""
+    """One forward of a role's model. generates: it is the rollout engine's. learns: with gradients.
+    shape: of its input ids."""
 
     role: str
     generates: bool
@@ -106,7 +115,8 @@ class Forward:
 
 @dataclass
 class Run:
-    """What became of a run. error: what it raised; then the properties that read its folder raise that again.
+    """What became of a run. error: what it raised; then the properties that read its folder raise
+    that again.
 
     built: the parts that its worker built, by name.
     """
@@ -123,13 +133,19 @@ class Run:
     def steps(self) -> list[dict[str, float]]:
         """Metrics of each training step."""
         self._must_have_ended()
-        return [dict(record.values) for record in read_metrics(self.folder) if record.kind == "train"]
+        return [
+            dict(record.values) for record in read_metrics(self.folder) if record.kind == "train"
+        ]
 
     @cached_property
     def validations(self) -> dict[int, dict[str, float]]:
         """Metrics of each validation, by step."""
         self._must_have_ended()
-        return {record.step: dict(record.values) for record in read_metrics(self.folder) if record.kind == "val"}
+        return {
+            record.step: dict(record.values)
+            for record in read_metrics(self.folder)
+            if record.kind == "val"
+        }
 
     def column(self, metric: str) -> list[float]:
         """A metric in each training step."""
@@ -153,7 +169,9 @@ class Run:
 
     def spans(self) -> list[tuple[float, float]]:
         """Start and end of each prompt group."""
-        records = map(json.loads, (self.folder / "spans" / "rollout.jsonl").read_text().splitlines())
+        records = map(
+            json.loads, (self.folder / "spans" / "rollout.jsonl").read_text().splitlines()
+        )
         return [(record["t0"], record["t1"]) for record in records if record["kind"] == "group"]
 
     @property
@@ -169,23 +187,37 @@ class Run:
 
     def weights(self, role: str = "actor") -> dict[str, Tensor]:
         """The trained weights at the end."""
-        return {name: tensor.clone() for name, tensor in self.engine(role).state().trained_weights().items()}
+        return {
+            name: tensor.clone()
+            for name, tensor in self.engine(role).state().trained_weights().items()
+        }
 
     def moved(self, role: str = "actor") -> float:
         """Norm of all that the trained weights moved."""
         gaps = [
-            (tensor - self.start[role][name]).double().square().sum() for name, tensor in self.weights(role).items()
+            (tensor - self.start[role][name]).double().square().sum()
+            for name, tensor in self.weights(role).items()
         ]
         return float(torch.stack(gaps).sum().sqrt())
 
     def moment(self, name: str, role: str = "actor") -> Tensor:
         """A state of the optimizer (exp_avg, exp_avg_sq), all parameters in one vector."""
         tensors = self.engine(role).state().tensors
-        return torch.cat([t.flatten() for key, t in sorted(tensors.items()) if key.startswith(f"optimizer.{name}/")])
+        return torch.cat(
+            [
+                t.flatten()
+                for key, t in sorted(tensors.items())
+                if key.startswith(f"optimizer.{name}/")
+            ]
+        )
 
     def largest_forward(self, role: str, trains: bool = False) -> int:
         """Tokens of the largest forward of a role that scores, or that learns."""
-        return max(f.tokens for f in self.forwards if not f.generates and f.role == role and f.trains == trains)
+        return max(
+            f.tokens
+            for f in self.forwards
+            if not f.generates and f.role == role and f.trains == trains
+        )
 
     def decode_rows(self) -> int:
         """Rows of the rollout engine's largest decode step: one token each."""
@@ -266,14 +298,17 @@ class Lab:
 
 
 def _watched(factories: Mapping[str, Factory], run: Run) -> dict[str, Factory]:
-    """The same factories; what they build is noted, its weights at the start, and every forward of its model."""
+    """The same factories; what they build is noted, its weights at the start, and every forward of
+    its model."""
 
     def watched(name: str, build: Factory) -> Factory:
         def built(get: Any, device: torch.device) -> object:
             part: Any = build(get, device)
             run.built[name] = part
             if name in ("actor", "critic"):
-                run.start[name] = {key: t.clone() for key, t in part.state().trained_weights().items()}
+                run.start[name] = {
+                    key: t.clone() for key, t in part.state().trained_weights().items()
+                }
             if name in ("actor", "critic", "ref"):
                 _part(part.model, "embed_tokens").register_forward_pre_hook(_note(run, name))
             if name == "actor":
@@ -288,7 +323,9 @@ def _watched(factories: Mapping[str, Factory], run: Run) -> dict[str, Factory]:
 def _note(run: Run, role: str) -> Any:
     def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         generates = torch.is_inference_mode_enabled()  # nothing else runs in it
-        run.forwards.append(Forward(role, generates, torch.is_grad_enabled(), tuple(arguments[0].shape)))
+        run.forwards.append(
+            Forward(role, generates, torch.is_grad_enabled(), tuple(arguments[0].shape))
+        )
 
     return note
 
@@ -322,11 +359,16 @@ def _write_files(folder: Path) -> None:
     write_tiny_model(folder / "model", eos_token_id=2)
     write_tiny_model(folder / "other_model", seed=5, hidden_size=40)
     template = folder / "model" / "chat_template.jinja"
-    more = "{% if enable_thinking %}<think>{% endif %}{% if tools %}{{ tools | tojson }}{% endif %}{{ date_string }}"
+    more = (
+        "{% if enable_thinking %}<think>{% endif %}{% if tools %}{{ tools | tojson }}{% endif %}{{ "
+        "date_string }}"
+    )
     template.write_text(template.read_text() + more)
     _write_swapped_tokenizer(folder / "swapped", folder / "model")
     (folder / "reward.py").write_text(REWARD)
-    (folder / "half.py").write_text(REWARD.replace("compute_score", "unused").replace("constant", "compute_score"))
+    (folder / "half.py").write_text(
+        REWARD.replace("compute_score", "unused").replace("constant", "compute_score")
+    )
     rows = [
         {
             "prompt": f"{'say ' * (i % 3)}{i}+{i + 1}=",
@@ -349,8 +391,14 @@ def _write_files(folder: Path) -> None:
     _write_rows(folder / "long.jsonl", [*rows, {**rows[0], "prompt": "0123456789" * 3}])
     _write_rows(folder / "bad.jsonl", [*rows, {"answer": "no prompt"}])
     _write_rows(folder / "many.jsonl", [{"prompt": f"{i}", "answer": "1"} for i in range(1600)])
-    talks = [[{"role": "user", "content": c}, {"role": "assistant", "content": "1"}] for c in ("say", "what")]
-    _write_rows(folder / "talks.jsonl", [{"messages": talks[0], "other_messages": talks[1], "answer": "1"}] * 4)
+    talks = [
+        [{"role": "user", "content": c}, {"role": "assistant", "content": "1"}]
+        for c in ("say", "what")
+    ]
+    _write_rows(
+        folder / "talks.jsonl",
+        [{"messages": talks[0], "other_messages": talks[1], "answer": "1"}] * 4,
+    )
     _write_rows(folder / "unmarkable.jsonl", [{**row, "answer": "\\frac{1}{"} for row in rows])
 
 

@@ -37,7 +37,8 @@ def width_is(before_width: int, after_width: int) -> Callable[[Any, Any], None]:
 
 def other_token_ids(before: Run, after: Run) -> None:
     """The other tokenizer calls "+" what this one calls "=", and the other way round."""
-    ours, theirs = before.built["tokenizer"], after.built["tokenizer"]
+    ours = before.built["tokenizer"]
+    theirs = after.built["tokenizer"]
     plus, equals = ours.convert_tokens_to_ids(["+", "="])
     swapped = {plus: equals, equals: plus}
     row = before.spec.rows[0]
@@ -57,8 +58,11 @@ def code_of_the_folder(before: nn.Module, after: nn.Module) -> None:
 
 
 def computed_in_bfloat16(before: Run, after: Run) -> None:
-    """Engine and trainer round differently then, and the engine has its own copy, which the canary compares."""
-    assert before.column("mismatch/mean_abs")[0] < 1e-5 < 1e-3 < after.column("mismatch/mean_abs")[0]
+    """Engine and trainer round differently then, and the engine has its own copy, which the canary
+    compares."""
+    assert (
+        before.column("mismatch/mean_abs")[0] < 1e-5 < 1e-3 < after.column("mismatch/mean_abs")[0]
+    )
     assert "canary/mean_abs" in after.steps[0] and "canary/mean_abs" not in before.steps[0]
     assert all(tensor.dtype is torch.float32 for tensor in after.weights().values())
 
@@ -85,23 +89,37 @@ def twice_the_gradient(before: Run, after: Run) -> None:
 
 def only_queries(before: nn.Module, after: nn.Module) -> None:
     def adapted(model: nn.Module) -> set[str]:
-        return {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+        return {
+            name.split(".lora_")[0].rpartition(".")[2]
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
 
     assert adapted(after) == {"q_proj"} < adapted(before)
 
 
 def norm_at_revision(lab: Lab, base: str, changes: Sequence[str]) -> float:
-    """Loads `tests/tiny` from a hub's cache that holds two commits of it, in a process that sees that cache."""
+    """Loads `tests/tiny` from a hub's cache that holds two commits of it, in a process that sees
+    that cache."""
     cache = lab.folder / "hub"
     for commit, folder in zip(COMMITS, ("model", "other_model"), strict=True):
         snapshot = cache / "models--tests--tiny" / "snapshots" / commit
         if not snapshot.exists():
             snapshot.parent.mkdir(parents=True, exist_ok=True)
             snapshot.symlink_to(lab.folder / folder)
-    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     arguments = [f"{MODEL}.path=tests/tiny", "data.train_files=x.jsonl", *changes]
     done = subprocess.run(
-        [sys.executable, "-c", _SHOW_NORM, *arguments], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", _SHOW_NORM, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return float(done.stdout.split()[-1])
@@ -118,7 +136,8 @@ def model_with_code(lab: Lab, base: str, changes: Sequence[str]) -> Any:
     previous = os.environ.get("HF_MODULES_CACHE")
     import transformers.dynamic_module_utils as dynamic
 
-    kept, dynamic.HF_MODULES_CACHE = dynamic.HF_MODULES_CACHE, str(modules)
+    kept = dynamic.HF_MODULES_CACHE
+    dynamic.HF_MODULES_CACHE = str(modules)
     try:
         return the_policy(lab, base, (*changes, f"{MODEL}.path={lab.folder}/own_code"))
     finally:
@@ -136,14 +155,25 @@ def _write_own_code(folder: Path, model: Path) -> None:
     config["auto_map"] = {"AutoModelForCausalLM": "own.OwnLlama"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(
-        "from transformers import LlamaForCausalLM\n\n\nclass OwnLlama(LlamaForCausalLM):\n    pass\n"
+        "from transformers import LlamaForCausalLM\n\n\nclass OwnLlama(LlamaForCausalLM):\n"
+        "    pass\n"
     )
 
 
 CASES = (
-    Case(f"{MODEL}.path", f"{MODEL}.path={{lab}}/other_model", "the model", width_is(32, 40), look=the_policy),
     Case(
-        f"{MODEL}.tokenizer_path", f"{MODEL}.tokenizer_path={{lab}}/swapped", "token ids", other_token_ids, given=(ONE,)
+        f"{MODEL}.path",
+        f"{MODEL}.path={{lab}}/other_model",
+        "the model",
+        width_is(32, 40),
+        look=the_policy,
+    ),
+    Case(
+        f"{MODEL}.tokenizer_path",
+        f"{MODEL}.tokenizer_path={{lab}}/swapped",
+        "token ids",
+        other_token_ids,
+        given=(ONE,),
     ),
     Case(
         f"{MODEL}.revision",
@@ -160,13 +190,20 @@ CASES = (
         code_of_the_folder,
         look=model_with_code,
     ),
-    Case(f"{MODEL}.init", f"{MODEL}.init=random", "the weights at the start", other_weights, look=the_policy),
+    Case(
+        f"{MODEL}.init",
+        f"{MODEL}.init=random",
+        "the weights at the start",
+        other_weights,
+        look=the_policy,
+    ),
     Case(
         f"{MODEL}.dtype",
         f"{MODEL}.dtype=bfloat16",
         "mismatch/mean_abs, a canary",
         computed_in_bfloat16,
-        given=(ONE, "actor_rollout_ref.rollout.enforce_eager=true"),  # native code rounds as the trainer does
+        # native code rounds as the trainer does
+        given=(ONE, "actor_rollout_ref.rollout.enforce_eager=true"),
     ),
     Case(
         f"{MODEL}.enable_gradient_checkpointing",
@@ -175,8 +212,20 @@ CASES = (
         layers_twice,
         given=(ONE, "trust.audit_freq=0"),
     ),
-    Case(f"{MODEL}.lora_rank", f"{MODEL}.lora_rank=3", "trained weights", adapters_of_rank(3), look=the_policy),
-    Case(f"{MODEL}.lora_alpha", f"{MODEL}.lora_alpha=32", "the gradient", twice_the_gradient, given=(ONE, LORA)),
+    Case(
+        f"{MODEL}.lora_rank",
+        f"{MODEL}.lora_rank=3",
+        "trained weights",
+        adapters_of_rank(3),
+        look=the_policy,
+    ),
+    Case(
+        f"{MODEL}.lora_alpha",
+        f"{MODEL}.lora_alpha=32",
+        "the gradient",
+        twice_the_gradient,
+        given=(ONE, LORA),
+    ),
     Case(
         f"{MODEL}.target_modules",
         f"{MODEL}.target_modules=[q_proj]",

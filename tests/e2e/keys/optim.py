@@ -1,4 +1,5 @@
-"""Keys of an optimizer, of its mini-batches and of its schedule: the same for the actor and the critic."""
+"""Keys of an optimizer, of its mini-batches and of its schedule: the same for the actor and the
+critic."""
 
 from collections.abc import Callable
 
@@ -10,30 +11,59 @@ FOUR = "trainer.total_training_steps=4"
 
 
 def cases(role: str, base: str, group: str) -> tuple[Case, ...]:
-    """role: of the engine, and in front of its metrics. base: a pipeline that trains it. group: of its keys."""
+    """role: of the engine, and in front of its metrics. base: a pipeline that trains it. group: of
+    its keys."""
     optim = f"{group}.optim"
     sgd = f"{optim}.optimizer=sgd"
     falling = (FOUR, f"{optim}.scheduler=linear_with_warmup", f"{optim}.warmup_ratio=0.5")
     plain = (ONE, sgd, f"{optim}.weight_decay=0", f"{group}.max_grad_norm=1000")
 
-    def case(key: str, value: str, outcome: str, check: Callable[..., None], given: tuple[str, ...] = ()) -> Case:
+    def case(
+        key: str, value: str, outcome: str, check: Callable[..., None], given: tuple[str, ...] = ()
+    ) -> Case:
         change = f"{group}.{key}={value}"
         return Case(f"{group}.{key}", change, outcome, check, base=base, given=given)
 
     return (
-        case("optim.optimizer", "sgd", "the move is lr · gradient", _moves(role, 1.0), (ONE, *plain[2:])),
+        case(
+            "optim.optimizer",
+            "sgd",
+            "the move is lr · gradient",
+            _moves(role, 1.0),
+            (ONE, *plain[2:]),
+        ),
         case("optim.lr", "0.01", "the move is ten times as far", _moves(role, 10.0), plain),
-        case("optim.weight_decay", "0.5", "weights shrink by lr · decay", _decays(role, 0.5), (ONE,)),
+        case(
+            "optim.weight_decay", "0.5", "weights shrink by lr · decay", _decays(role, 0.5), (ONE,)
+        ),
         case("optim.betas", "[0.5,0.9]", "the first moments", _moments(role), (ONE,)),
-        case("optim.eps", "1.0", "the move is lr · g / (|g| + 1)", _eps(role), (ONE, f"{optim}.weight_decay=0")),
-        case("optim.scheduler", "constant_with_warmup", f"{role}/lr stays", _rates(role, 0, 0.5, 1, 1), falling),
+        case(
+            "optim.eps",
+            "1.0",
+            "the move is lr · g / (|g| + 1)",
+            _eps(role),
+            (ONE, f"{optim}.weight_decay=0"),
+        ),
+        case(
+            "optim.scheduler",
+            "constant_with_warmup",
+            f"{role}/lr stays",
+            _rates(role, 0, 0.5, 1, 1),
+            falling,
+        ),
         case("optim.warmup_ratio", "0.25", f"{role}/lr", _rates(role, 0, 1, 2 / 3, 1 / 3), falling),
         case("optim.lr_warmup_steps", "3", f"{role}/lr", _rates(role, 0, 1 / 3, 2 / 3, 1), falling),
         case("optim.min_lr_ratio", "0.5", f"{role}/lr", _rates(role, 0, 0.5, 1, 0.75), falling),
         case("max_grad_norm", "0.01", "the move is lr · 0.01", _clipped(role), plain),
         case("ppo_epochs", "3", "optimizer steps", _num_steps(role, 1, 3), (ONE,)),
         case("ppo_mini_batch_size", "1", "optimizer steps", _num_steps(role, 1, 4), (ONE,)),
-        case("ppo_max_token_len_per_gpu", "40", "tokens of the largest forward", _micro_batches(role), (ONE,)),
+        case(
+            "ppo_max_token_len_per_gpu",
+            "40",
+            "tokens of the largest forward",
+            _micro_batches(role),
+            (ONE,),
+        ),
     )
 
 
@@ -48,7 +78,11 @@ def _moves(role: str, factor: float) -> Callable[[Run, Run], None]:
 def _decays(role: str, decay: float) -> Callable[[Run, Run], None]:
     def check(before: Run, after: Run) -> None:
         for name, start in before.start[role].items():
-            close(after.weights(role)[name], before.weights(role)[name] - 0.001 * (decay - 0.01) * start, 1e-6)
+            close(
+                after.weights(role)[name],
+                before.weights(role)[name] - 0.001 * (decay - 0.01) * start,
+                1e-6,
+            )
         differ(after.moved(role), before.moved(role), 1e-6)
 
     return check
@@ -59,7 +93,9 @@ def _moments(role: str) -> Callable[[Run, Run], None]:
 
     def check(before: Run, after: Run) -> None:
         close(after.moment("exp_avg", role) / 0.5, before.moment("exp_avg", role) / 0.1, 1e-6)
-        close(after.moment("exp_avg_sq", role) / 0.1, before.moment("exp_avg_sq", role) / 0.001, 1e-6)
+        close(
+            after.moment("exp_avg_sq", role) / 0.1, before.moment("exp_avg_sq", role) / 0.001, 1e-6
+        )
         differ(after.moment("exp_avg", role).norm(), before.moment("exp_avg", role).norm(), 1e-3)
 
     return check
@@ -93,7 +129,10 @@ def _clipped(role: str) -> Callable[[Run, Run], None]:
 
 def _num_steps(role: str, before_num: int, after_num: int) -> Callable[[Run, Run], None]:
     def check(before: Run, after: Run) -> None:
-        assert (before.engine(role).num_steps, after.engine(role).num_steps) == (before_num, after_num)
+        assert (before.engine(role).num_steps, after.engine(role).num_steps) == (
+            before_num,
+            after_num,
+        )
         other = {"actor": "critic", "critic": "actor"}[role]
         if after.engine(other) is not None:
             assert after.engine(other).num_steps == before.engine(other).num_steps
@@ -105,7 +144,11 @@ def _micro_batches(role: str) -> Callable[[Run, Run], None]:
     """Smaller forwards, the same gradient."""
 
     def check(before: Run, after: Run) -> None:
-        assert before.largest_forward(role, trains=True) > 40 >= after.largest_forward(role, trains=True)
+        assert (
+            before.largest_forward(role, trains=True)
+            > 40
+            >= after.largest_forward(role, trains=True)
+        )
         close(after.column(f"{role}/grad_norm")[0], before.column(f"{role}/grad_norm")[0], 1e-4)
 
     return check

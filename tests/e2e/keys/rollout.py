@@ -19,7 +19,9 @@ GROUP = 4
 
 def answered_by_hf(before: Run, after: Run) -> None:
     """Another engine, the same policy: its log-probs are the trainer's."""
-    assert not isinstance(before.engine("rollout"), HFEngine) and isinstance(after.engine("rollout"), HFEngine)
+    assert not isinstance(before.engine("rollout"), HFEngine) and isinstance(
+        after.engine("rollout"), HFEngine
+    )
     assert after.column("mismatch/max_abs")[0] < 1e-4
 
 
@@ -35,15 +37,26 @@ def colder(before: Run, after: Run) -> None:
     """In engine, trainer and reference alike."""
     assert after.column("actor/entropy")[0] < 0.5 * before.column("actor/entropy")[0]
     assert after.column("mismatch/max_abs")[0] < 1e-4
-    assert after.batch()["rollout_log_probs"].mean() > before.batch()["rollout_log_probs"].mean() + 0.5
+    assert (
+        after.batch()["rollout_log_probs"].mean() > before.batch()["rollout_log_probs"].mean() + 0.5
+    )
     close(after.batch()["ref_log_prob"], after.batch()["old_log_probs"], 1e-4)
 
 
 def only_the_likeliest(before: Run, after: Run) -> None:
-    """All samples of a group are the same, drawn with certainty; their log-probs are still the whole policy's."""
+    """All samples of a group are the same, drawn with certainty; their log-probs are still the
+    whole policy's."""
     batch = after.batch()
     assert (
-        len({(group, text) for group, text in zip(batch["group_index"].tolist(), batch["responses"], strict=True)}) == 4
+        len(
+            {
+                (group, text)
+                for group, text in zip(
+                    batch["group_index"].tolist(), batch["responses"], strict=True
+                )
+            }
+        )
+        == 4
     )
     close(batch["sampling_log_probs"], torch.zeros_like(batch["sampling_log_probs"]))
     assert float(batch["rollout_log_probs"][batch["response_mask"] > 0].mean()) < -0.1
@@ -52,7 +65,8 @@ def only_the_likeliest(before: Run, after: Run) -> None:
 
 def truncated_mass(before: Run, after: Run) -> None:
     """What is drawn from holds half the mass, and a token more at most."""
-    batch, mask = after.batch(), after.batch()["response_mask"] > 0
+    batch = after.batch()
+    mask = after.batch()["response_mask"] > 0
     kept = (batch["rollout_log_probs"] - batch["sampling_log_probs"])[mask].exp()
     assert float(kept.min()) > 0.5 - 1e-4 and float(kept.max()) < 0.95
     close(before.batch()["rollout_log_probs"], before.batch()["sampling_log_probs"])
@@ -71,37 +85,62 @@ def stops_end(before: Run, after: Run) -> None:
     """A stop is the last character or none."""
 
     def earlier_ones(run: Run) -> int:
-        return sum(character in row["response"][:-1] for row in run.samples() for character in "ABCDEFGHIJKL")
+        return sum(
+            character in row["response"][:-1]
+            for row in run.samples()
+            for character in "ABCDEFGHIJKL"
+        )
 
     assert earlier_ones(before) > 0 == earlier_ones(after)
-    ended = [row for row in after.samples() if row["response"][-1:] and row["response"][-1] in "ABCDEFGHIJKL"]
+    ended = [
+        row
+        for row in after.samples()
+        if row["response"][-1:] and row["response"][-1] in "ABCDEFGHIJKL"
+    ]
     assert ended and all(row["finish_reason"] == "stop" for row in ended)
 
 
 def deadline_of(timeout_s: float) -> Callable[[Spec, Spec], None]:
     def check(before: Spec, after: Spec) -> None:
-        assert (before.options.engine_timeout_s, after.options.engine_timeout_s) == (1800.0, timeout_s)
+        assert (before.options.engine_timeout_s, after.options.engine_timeout_s) == (
+            1800.0,
+            timeout_s,
+        )
 
     return check
 
 
 def kv_is(before: Spec, after: Spec) -> None:
-    kinds = [spec.factories["rollout"].keywords["options"]["kv_on_update"] for spec in (before, after)]  # type: ignore[attr-defined]
+    kinds = [
+        spec.factories["rollout"].keywords["options"]["kv_on_update"] for spec in (before, after)
+    ]  # type: ignore[attr-defined]
     assert kinds == ["keep", "recompute"]
 
 
 def rollout_threads_are(before: Spec, after: Spec) -> None:
-    threads = [spec.factories["rollout"].keywords["options"]["num_threads"] for spec in (before, after)]  # type: ignore[attr-defined]
-    assert threads[1] == after.facts["rollout_threads"] == 3 != threads[0] == before.facts["rollout_threads"]
+    threads = [
+        spec.factories["rollout"].keywords["options"]["num_threads"] for spec in (before, after)
+    ]  # type: ignore[attr-defined]
+    assert (
+        threads[1]
+        == after.facts["rollout_threads"]
+        == 3
+        != threads[0]
+        == before.facts["rollout_threads"]
+    )
 
 
 def bits_are_of_the_request(before: Spec, after: Spec) -> None:
-    options = [spec.factories["rollout"].keywords["options"]["batch_invariant"] for spec in (before, after)]  # type: ignore[attr-defined]
+    options = [
+        spec.factories["rollout"].keywords["options"]["batch_invariant"] for spec in (before, after)
+    ]  # type: ignore[attr-defined]
     assert options == [False, True]
 
 
 def steps_are_eager(before: Spec, after: Spec) -> None:
-    options = [spec.factories["rollout"].keywords["options"]["enforce_eager"] for spec in (before, after)]  # type: ignore[attr-defined]
+    options = [
+        spec.factories["rollout"].keywords["options"]["enforce_eager"] for spec in (before, after)
+    ]  # type: ignore[attr-defined]
     assert options == [False, True]
 
 
@@ -115,7 +154,9 @@ def steps_behind(before: Run, after: Run) -> None:
 
 def groups_at_once(before: Run, after: Run) -> None:
     def most(run: Run) -> int:
-        return max(sum(start < moment <= end for start, end in run.spans()) for _, moment in run.spans())
+        return max(
+            sum(start < moment <= end for start, end in run.spans()) for _, moment in run.spans()
+        )
 
     assert most(before) == 4 and most(after) == 1
 
@@ -125,9 +166,14 @@ def kinds(run: Run) -> dict[str, int]:
     return {kind: sum(row["kind"] == kind for row in rows) for kind in ("greedy", "sampled")}
 
 
-def answers_are(before_kinds: tuple[int, int], after_kinds: tuple[int, int]) -> Callable[[Run, Run], None]:
+def answers_are(
+    before_kinds: tuple[int, int], after_kinds: tuple[int, int]
+) -> Callable[[Run, Run], None]:
     def check(before: Run, after: Run) -> None:
-        assert tuple(kinds(before).values()) == before_kinds and tuple(kinds(after).values()) == after_kinds
+        assert (
+            tuple(kinds(before).values()) == before_kinds
+            and tuple(kinds(after).values()) == after_kinds
+        )
         for run, (_, sampled) in ((before, before_kinds), (after, after_kinds)):
             assert ("val_correct/all/pass@4" in run.validations[0]) == (sampled > 0)
 
@@ -146,7 +192,13 @@ def sampled_are_greedy(before: Run, after: Run) -> None:
 
 def val_case(name: str, value: str) -> Case:
     key = f"{ROLLOUT}.val_kwargs.{name}"
-    return Case(key, f"{key}={value}", "sampled answers are the greedy ones", sampled_are_greedy, given=SAMPLED)
+    return Case(
+        key,
+        f"{key}={value}",
+        "sampled answers are the greedy ones",
+        sampled_are_greedy,
+        given=SAMPLED,
+    )
 
 
 CASES = (
@@ -161,8 +213,20 @@ CASES = (
         given=(ONE,),
     ),
     Case(f"{ROLLOUT}.top_k", GREEDY, "tokens: the likeliest", only_the_likeliest, given=(ONE,)),
-    Case(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_p=0.5", "sampling_log_probs over rollout's", truncated_mass, given=(ONE,)),
-    Case(f"{ROLLOUT}.min_p", f"{ROLLOUT}.min_p=0.999", "tokens: the likeliest", only_the_likeliest, given=(ONE,)),
+    Case(
+        f"{ROLLOUT}.top_p",
+        f"{ROLLOUT}.top_p=0.5",
+        "sampling_log_probs over rollout's",
+        truncated_mass,
+        given=(ONE,),
+    ),
+    Case(
+        f"{ROLLOUT}.min_p",
+        f"{ROLLOUT}.min_p=0.999",
+        "tokens: the likeliest",
+        only_the_likeliest,
+        given=(ONE,),
+    ),
     Case(
         f"{ROLLOUT}.repetition_penalty",
         f"{ROLLOUT}.repetition_penalty=1e6",
@@ -187,7 +251,10 @@ CASES = (
     Case(
         f"{ROLLOUT}.kv_on_update",
         f"{ROLLOUT}.kv_on_update=recompute",
-        "what the engine does with begun answers (tests/rollout/test_in_flight.py looks at their tokens)",
+        (
+            "what the engine does with begun answers (tests/rollout/test_in_flight.py looks at "
+            "their tokens)"
+        ),
         kv_is,
         given=("async.max_staleness=1",),
         look=the_spec,
@@ -238,7 +305,12 @@ CASES = (
     val_case("temperature", "0.001"),
     val_case("top_p", "0.001"),
     val_case("top_k", "1"),
-    Case("async.max_staleness", "async.max_staleness=1", "the age of a step's oldest token", steps_behind),
+    Case(
+        "async.max_staleness",
+        "async.max_staleness=1",
+        "the age of a step's oldest token",
+        steps_behind,
+    ),
     Case(
         "async.max_concurrent_rollouts",
         "async.max_concurrent_rollouts=1",

@@ -6,10 +6,20 @@ from typing import Any
 import torch
 
 from tests.e2e.keys.algorithm import program_is
-from tests.e2e.keys.case import Case, allowed, close, differ, refused, the_config, the_policy, the_spec
+from tests.e2e.keys.case import (
+    Case,
+    allowed,
+    close,
+    differ,
+    refused,
+    the_config,
+    the_policy,
+    the_spec,
+)
 from tests.e2e.keys.lab import ACTOR, MODEL, ROLLOUT, Lab, Run
 
-ONE, THREE = "trainer.total_training_steps=1", "trainer.total_training_steps=3"
+ONE = "trainer.total_training_steps=1"
+THREE = "trainer.total_training_steps=3"
 VALIDATED = "data.val_files={lab}/val.jsonl"
 SAVING = (THREE, "trainer.save_freq=1", "trainer.keep_last=1", "trainer.test_freq=1", VALIDATED)
 OVERLONG = (ONE, "reward.overlong.buffer_tokens=4")
@@ -27,7 +37,11 @@ def parts_are(before_names: set[str], after_names: set[str]) -> Callable[[Run, R
 
 
 def scores_are_half(before: Run, after: Run) -> None:
-    assert {row["score"] for row in after.samples()} == {0.5} != {row["score"] for row in before.samples()}
+    assert (
+        {row["score"] for row in after.samples()}
+        == {0.5}
+        != {row["score"] for row in before.samples()}
+    )
 
 
 def some_time_out(before: Run, after: Run) -> None:
@@ -48,7 +62,10 @@ def judged_by(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
     """The score is the id of the process."""
 
     def check(before: Run, after: Run) -> None:
-        assert [len({row["score"] for row in run.samples()}) for run in (before, after)] == [before_num, after_num]
+        assert [len({row["score"] for row in run.samples()}) for run in (before, after)] == [
+            before_num,
+            after_num,
+        ]
 
     return check
 
@@ -59,7 +76,9 @@ def penalty(zone: int, factor: float) -> Callable[[Run, Run], None]:
             into = max(0, row["response_length"] - (8 - zone))
             close(row["reward_parts"]["overlong"], -factor * into / zone)
             close(row["score"], row["reward_parts"]["custom"] - factor * into / zone)
-        differ([row["score"] for row in before.samples()], [row["score"] for row in after.samples()])
+        differ(
+            [row["score"] for row in before.samples()], [row["score"] for row in after.samples()]
+        )
 
     return check
 
@@ -72,12 +91,16 @@ def audits_are(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
 
 
 def weighs_when_apart(before: Any, after: Any) -> None:
-    assert [("mismatch_weights" in spec.plan.ranks[0].training_nodes) for spec in (before, after)] == [True, False]
+    assert [
+        ("mismatch_weights" in spec.plan.ranks[0].training_nodes) for spec in (before, after)
+    ] == [True, False]
 
 
 def folder_is(before_end: str, after_end: str) -> Callable[[Any, Any], None]:
     def check(before: Any, after: Any) -> None:
-        assert str(before.trainer.run_dir).endswith(before_end) and str(after.trainer.run_dir).endswith(after_end)
+        assert str(before.trainer.run_dir).endswith(before_end) and str(
+            after.trainer.run_dir
+        ).endswith(after_end)
 
     return check
 
@@ -113,7 +136,9 @@ def saved_at(before_steps: list[int], after_steps: list[int]) -> Callable[[Run, 
 def models_at(before_steps: list[int], after_steps: list[int]) -> Callable[[Run, Run], None]:
     def check(before: Run, after: Run) -> None:
         for run, steps in ((before, before_steps), (after, after_steps)):
-            found = sorted(path.parent.name for path in run.folder.glob("huggingface/*/config.json"))
+            found = sorted(
+                path.parent.name for path in run.folder.glob("huggingface/*/config.json")
+            )
             assert found == [f"step-{step:06d}" for step in steps]
 
     return check
@@ -141,7 +166,10 @@ def again(lab: Lab, base: str, changes: Sequence[str]) -> Run:
 
 def goes_on_or_begins_anew(before: Run, after: Run) -> None:
     learned = [sum(forward.trains for forward in run.forwards) for run in (before, after)]
-    assert learned == [1, 3] and before.engine("actor").num_steps == after.engine("actor").num_steps == 3
+    assert (
+        learned == [1, 3]
+        and before.engine("actor").num_steps == after.engine("actor").num_steps == 3
+    )
 
 
 def kept_steps(before_steps: list[int], after_steps: list[int]) -> Callable[[Run, Run], None]:
@@ -159,7 +187,9 @@ def written_for_tensorboard(before: Run, after: Run) -> None:
 
 def other_tokens(before: Run, after: Run) -> None:
     assert [row["prompt"] for row in before.samples()] == [row["prompt"] for row in after.samples()]
-    assert [row["response"] for row in before.samples()] != [row["response"] for row in after.samples()]
+    assert [row["response"] for row in before.samples()] != [
+        row["response"] for row in after.samples()
+    ]
 
 
 def other_device(before: Any, after: Any) -> None:
@@ -193,7 +223,9 @@ def finds_what_stands(before: Run, after: Run) -> None:
 
 
 def times_each_node(before: Run, after: Run) -> None:
-    assert after.steps[0]["perf/actor_train"] > 0 and not any(name.startswith("perf/") for name in before.steps[0])
+    assert after.steps[0]["perf/actor_train"] > 0 and not any(
+        name.startswith("perf/") for name in before.steps[0]
+    )
 
 
 REWARDS = (
@@ -235,8 +267,20 @@ REWARDS = (
         judged_by(1, 2),
         given=(ONE, "custom_reward_function.name=process"),
     ),
-    Case("reward.overlong.buffer_tokens", OVERLONG[1], "scores of long responses", penalty(4, 1.0), given=(ONE,)),
-    Case("reward.overlong.factor", "reward.overlong.factor=0.5", "those scores", penalty(4, 0.5), given=OVERLONG),
+    Case(
+        "reward.overlong.buffer_tokens",
+        OVERLONG[1],
+        "scores of long responses",
+        penalty(4, 1.0),
+        given=(ONE,),
+    ),
+    Case(
+        "reward.overlong.factor",
+        "reward.overlong.factor=0.5",
+        "those scores",
+        penalty(4, 0.5),
+        given=OVERLONG,
+    ),
     Case(
         "custom_reward_function.path",
         "custom_reward_function.path={lab}/half.py",
@@ -245,7 +289,11 @@ REWARDS = (
         given=(ONE,),
     ),
     Case(
-        "custom_reward_function.name", "custom_reward_function.name=constant", "scores", scores_are_half, given=(ONE,)
+        "custom_reward_function.name",
+        "custom_reward_function.name=constant",
+        "scores",
+        scores_are_half,
+        given=(ONE,),
     ),
 )
 TRAINER = (
@@ -280,7 +328,11 @@ TRAINER = (
     Case("trainer.total_training_steps", ONE, "steps", num_steps(2, 1)),
     Case("trainer.stop_when", "trainer.stop_when=async/submitted >= 4", "steps", num_steps(2, 1)),
     Case(
-        "trainer.critic_warmup", "trainer.critic_warmup=1", "updates of the actor", only_the_critic_at_first, base="ppo"
+        "trainer.critic_warmup",
+        "trainer.critic_warmup=1",
+        "updates of the actor",
+        only_the_critic_at_first,
+        base="ppo",
     ),
     Case(
         "trainer.val_before_train",
@@ -310,7 +362,13 @@ TRAINER = (
         validated_at([], [1, 2, 3]),
         given=(THREE, VALIDATED),
     ),
-    Case("trainer.save_freq", "trainer.save_freq=2", "checkpoints", saved_at([], [2, 3]), given=(THREE,)),
+    Case(
+        "trainer.save_freq",
+        "trainer.save_freq=2",
+        "checkpoints",
+        saved_at([], [2, 3]),
+        given=(THREE,),
+    ),
     Case(
         "trainer.save_freq_epochs",
         "trainer.save_freq_epochs=1",
@@ -318,7 +376,13 @@ TRAINER = (
         saved_at([], [3, 4]),
         given=("trainer.total_training_steps=4",),
     ),
-    Case("trainer.save_freq_secs", "trainer.save_freq_secs=0.001", "checkpoints", saved_at([], [2, 3]), given=(THREE,)),
+    Case(
+        "trainer.save_freq_secs",
+        "trainer.save_freq_secs=0.001",
+        "checkpoints",
+        saved_at([], [2, 3]),
+        given=(THREE,),
+    ),
     Case(
         "trainer.keep_last",
         "trainer.keep_last=1",
@@ -326,7 +390,13 @@ TRAINER = (
         saved_at([2, 3], [3]),
         given=(THREE, "trainer.save_freq=1"),
     ),
-    Case("trainer.keep_best", "trainer.keep_best=true", "checkpoints", saved_at([3], [1, 3]), given=SAVING),
+    Case(
+        "trainer.keep_best",
+        "trainer.keep_best=true",
+        "checkpoints",
+        saved_at([3], [1, 3]),
+        given=SAVING,
+    ),
     Case(
         "trainer.keep_best_metric",
         "trainer.keep_best_metric=val_correct/all/mean@8",
@@ -334,7 +404,13 @@ TRAINER = (
         best_by("val_correct/all/mean", "val_correct/all/mean@8"),
         given=FOR_BEST,
     ),
-    Case("trainer.save_hf_model", "trainer.save_hf_model=true", "models", models_at([], [3]), given=SAVING),
+    Case(
+        "trainer.save_hf_model",
+        "trainer.save_hf_model=true",
+        "models",
+        models_at([], [3]),
+        given=SAVING,
+    ),
     Case(
         "trainer.resume_mode",
         "trainer.resume_mode=never",
@@ -342,7 +418,9 @@ TRAINER = (
         goes_on_or_begins_anew,
         look=again,
     ),
-    Case("trainer.save_groups", "trainer.save_groups=none", "files of tokens", kept_steps([1, 2], [])),
+    Case(
+        "trainer.save_groups", "trainer.save_groups=none", "files of tokens", kept_steps([1, 2], [])
+    ),
     Case(
         "trainer.save_groups_last",
         "trainer.save_groups_last=1",
@@ -351,12 +429,34 @@ TRAINER = (
         given=("trainer.save_groups=last_k",),
     ),
     Case(
-        "trainer.logger", "trainer.logger=[tensorboard]", "files of the tracker", written_for_tensorboard, given=(ONE,)
+        "trainer.logger",
+        "trainer.logger=[tensorboard]",
+        "files of the tracker",
+        written_for_tensorboard,
+        given=(ONE,),
     ),
     Case("trainer.seed", "trainer.seed=2", "tokens", other_tokens, given=(ONE,)),
-    Case("trainer.device", "trainer.device=cuda", "the device, or an error", other_device, look=the_policy),
-    Case("trainer.num_threads", "trainer.num_threads=2", "threads of torch", threads_are, look=the_spec),
-    Case("trainer.imports", IMPORTED, "names of a user", allowed("trainer.imports"), given=(ONE, *NEVER_FINITE)),
+    Case(
+        "trainer.device",
+        "trainer.device=cuda",
+        "the device, or an error",
+        other_device,
+        look=the_policy,
+    ),
+    Case(
+        "trainer.num_threads",
+        "trainer.num_threads=2",
+        "threads of torch",
+        threads_are,
+        look=the_spec,
+    ),
+    Case(
+        "trainer.imports",
+        IMPORTED,
+        "names of a user",
+        allowed("trainer.imports"),
+        given=(ONE, *NEVER_FINITE),
+    ),
 )
 TRUST = (
     Case("trust.audit_freq", "trust.audit_freq=20", "audited steps", audits_are(0, 2)),

@@ -10,29 +10,37 @@ from distflow.environments.simulators.protocol import ChunkResult, Observation
 
 
 class Line:
-    """A place on a line, moved by each action; the episode ends after `ends_at` steps, well or by its time limit."""
+    """A place on a line, moved by each action; the episode ends after `ends_at` steps, well or by
+    its time limit."""
 
     def __init__(self, ends_at: int = 3, success: bool = True, images: bool = False) -> None:
-        self.ends_at, self.success, self.images = ends_at, success, images
+        self.ends_at = ends_at
+        self.success = success
+        self.images = images
 
     def seen(self) -> Observation:
         image = {"front": np.full((6, 6, 3), self.steps, np.uint8)} if self.images else {}
         return Observation(image, np.array([self.place], np.float32), "go")
 
     async def reset(self, seed: int, options: Any) -> Observation:
-        self.place, self.steps = float(seed), 0
+        self.place = float(seed)
+        self.steps = 0
         return self.seen()
 
     async def step(self, chunk: Any) -> ChunkResult:
-        rewards, ends = list[float](), list[bool]()
+        rewards = list[float]()
+        ends = list[bool]()
         for action in chunk:
-            self.place, self.steps = self.place + float(action[0]), self.steps + 1
+            self.place = self.place + float(action[0])
+            self.steps = self.steps + 1
             rewards.append(0.5)
             ends.append(self.steps >= self.ends_at)
             if ends[-1]:
                 break
         won = [end and self.success for end in ends]
-        return ChunkResult(rewards, won, [end and not self.success for end in ends], won, self.seen())
+        return ChunkResult(
+            rewards, won, [end and not self.success for end in ends], won, self.seen()
+        )
 
 
 class Pays(Line):
@@ -40,7 +48,9 @@ class Pays(Line):
 
     async def step(self, chunk: Any) -> ChunkResult:
         result = await super().step(chunk)
-        return result._replace(rewards=[float(action[0]) for action in chunk[: len(result.rewards)]])
+        return result._replace(
+            rewards=[float(action[0]) for action in chunk[: len(result.rewards)]]
+        )
 
 
 class Counts(Line):
@@ -94,10 +104,15 @@ class Fails(Line):
         changes: dict[str, Any] = {
             "nan reward": {"rewards": [float("nan")] * len(result.rewards)},
             "goes on": {"terminated": [True] * len(result.rewards)},
-            "stops": {name: getattr(result, name)[:1] for name in ("rewards", "terminated", "truncated", "success")},
+            "stops": {
+                name: getattr(result, name)[:1]
+                for name in ("rewards", "terminated", "truncated", "success")
+            },
             "nan state": {"observation": Observation(state=np.array([np.nan], np.float32))},
             "other form": {"observation": Observation(state=np.zeros(2, np.float32))},
-            "float image": {"observation": Observation({"front": np.zeros((2, 2, 3))}, np.zeros(1, np.float32))},
+            "float image": {
+                "observation": Observation({"front": np.zeros((2, 2, 3))}, np.zeros(1, np.float32))
+            },
         }
         return result._replace(**changes[self.how])
 

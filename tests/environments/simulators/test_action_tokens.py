@@ -6,13 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distflow.environments.simulators.action_tokens import ActionTokens, ContinuousActions, action_bounds
+from distflow.environments.simulators.action_tokens import (
+    ActionTokens,
+    ContinuousActions,
+    action_bounds,
+)
 from distflow.errors import UserError
 
 
 @pytest.mark.parametrize("bins", [2, 3, 7, 255, 256])
-@pytest.mark.parametrize(("low", "high"), [((-1.0, 0.0), (1.0, 0.3)), ((-1e-3, 1e3), (1e-3, 1e3 + 1))])
-def test_token_to_number_to_token_is_the_identity(bins: int, low: tuple[float, ...], high: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("low", "high"), [((-1.0, 0.0), (1.0, 0.3)), ((-1e-3, 1e3), (1e-3, 1e3 + 1))]
+)
+def test_token_to_number_to_token_is_the_identity(
+    bins: int, low: tuple[float, ...], high: tuple[float, ...]
+) -> None:
     codec = ActionTokens(low, high, bins, first=40, chunk=bins)
     tokens = [40 + each for number in range(bins) for each in (number, bins - 1 - number)]
     actions = codec.decode(tokens)
@@ -29,7 +37,9 @@ def test_bins_are_equal_parts_and_their_number_is_the_middle() -> None:
 @pytest.mark.parametrize("number", [1.1, -1.0001, float("nan"), float("inf")])
 def test_a_number_out_of_bounds_is_refused(number: float) -> None:
     codec = ActionTokens((-1.0, -1.0), (1.0, 1.0), 4, first=0, chunk=1)
-    with pytest.raises(ValueError, match="dimension 1 of action 0 is .*, not a number from -1 to 1"):
+    with pytest.raises(
+        ValueError, match="dimension 1 of action 0 is .*, not a number from -1 to 1"
+    ):
         codec.encode(np.array([[0.0, number]]))
 
 
@@ -55,13 +65,22 @@ def test_bins_that_floats_cannot_tell_apart_are_refused() -> None:
 
 
 def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
-    assert action_bounds({"low": -1, "high": 1, "action_dim": 3}) == ((-1.0,) * 3, (1.0,) * 3, False)
+    assert action_bounds({"low": -1, "high": 1, "action_dim": 3}) == (
+        (-1.0,) * 3,
+        (1.0,) * 3,
+        False,
+    )
     assert action_bounds({"low": [0, 1], "high": [2, 3]}) == ((0.0, 1.0), (2.0, 3.0), False)
     path = tmp_path / "statistics.json"
-    path.write_text(json.dumps({"bridge": {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 0.5]}}, "other": {}}))
+    path.write_text(
+        json.dumps({"bridge": {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 0.5]}}, "other": {}})
+    )
     own = {"statistics": str(path), "unnorm_key": "bridge", "action_dim": 2}
     assert action_bounds(own) == ((-1.0, 0.0), (1.0, 0.5), True)
-    for changes, says in [({"unnorm_key": "fractal"}, "unnorm_key=fractal"), ({"action_dim": 7}, "action_dim=7")]:
+    for changes, says in [
+        ({"unnorm_key": "fractal"}, "unnorm_key=fractal"),
+        ({"action_dim": 7}, "action_dim=7"),
+    ]:
         with pytest.raises(UserError, match=says):
             action_bounds({**own, **changes})
     for wrong in ({}, {"low": 0}, {"low": [0, 2], "high": [1, 2]}, {"low": [0], "high": [1, 2]}):
@@ -72,13 +91,20 @@ def test_bounds_from_numbers_lists_and_statistics(tmp_path: Path) -> None:
 def test_values_are_on_the_scale_of_the_bounds_and_clipped_only_where_they_are_executed() -> None:
     codec = ContinuousActions((-2.0, 0.0), (2.0, 1.0), first=0, chunk=3)
     assert (codec.dim, codec.num_tokens) == (2, 6)
-    assert codec.decode([-1.0, 1.0, 0.5, 0.0, 7.0]).tolist() == [[-2.0, 1.0], [1.0, 0.5]]  # the last step is cut
+    # the last step is cut
+    assert codec.decode([-1.0, 1.0, 0.5, 0.0, 7.0]).tolist() == [[-2.0, 1.0], [1.0, 0.5]]
     assert codec.decode([1.5, -9.0]).tolist() == [[2.0, 0.0]]
 
 
 def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
     codec = ContinuousActions((-2.0,), (2.0,), first=0, chunk=2, steps=2, bins=4, noise=0.5)
-    assert codec.num_tokens == 6 and codec.head == {"first": 0, "dim": 1, "steps": 2, "bins": 4, "noise": 0.5}
+    assert codec.num_tokens == 6 and codec.head == {
+        "first": 0,
+        "dim": 1,
+        "steps": 2,
+        "bins": 4,
+        "noise": 0.5,
+    }
     assert codec.decode([1.0, 0.9, 0.5, 0.2, 0.3, -7.0]).tolist() == [[1.0], [-2.0]]
     assert codec.decode([1.0, 0.9, 0.5, 0.2, 0.3]).tolist() == [[1.0]]
 

@@ -1,4 +1,5 @@
-"""The protocol of simulators, gridreach, gymnasium's environments, and the pool of worker processes."""
+"""The protocol of simulators, gridreach, gymnasium's environments, and the pool of worker
+processes."""
 
 import asyncio
 import os
@@ -30,7 +31,8 @@ def run(work: Any) -> Any:
 
 
 def test_gridreach_is_won_by_its_shortest_ways_and_lost_at_the_other_target() -> None:
-    grid, lengths = GridReach(), set[int]()
+    grid = GridReach()
+    lengths = set[int]()
     for seed in range(60):
         first = run(grid.reset(seed, {}))
         assert first.images["image"].shape == (20, 20, 3) and first.instruction in ("red", "blue")
@@ -66,7 +68,8 @@ def test_an_observation_is_written_and_read_unchanged() -> None:
 
 
 class Space:
-    shape, dtype = (2,), np.dtype(np.float32)
+    shape = (2,)
+    dtype = np.dtype(np.float32)
 
     def contains(self, action: Any) -> bool:
         return action.dtype == np.float32 and bool((abs(action) <= 1).all())
@@ -81,7 +84,11 @@ class Reacher:
 
     def reset(self, *, seed: int, options: Any) -> Any:
         self.steps = 0
-        return {"b": np.array([seed, 2.0]), "a": np.array([[1]]), "camera": np.zeros((4, 4, 3), np.uint8)}, {}
+        return {
+            "b": np.array([seed, 2.0]),
+            "a": np.array([[1]]),
+            "camera": np.zeros((4, 4, 3), np.uint8),
+        }, {}
 
     def step(self, action: Any) -> Any:
         self.steps += 1
@@ -92,9 +99,17 @@ class Reacher:
 def test_environments_of_gymnasium_are_simulators() -> None:
     simulator = GymnasiumSimulator(Reacher, instruction="reach")
     first = run(simulator.reset(7, {}))
-    assert first.state.tolist() == [1.0, 7.0, 2.0] and first.instruction == "reach" and {*first.images} == {"camera"}
+    assert (
+        first.state.tolist() == [1.0, 7.0, 2.0]
+        and first.instruction == "reach"
+        and {*first.images} == {"camera"}
+    )
     result = run(simulator.step(np.full((5, 2), 0.5)))
-    assert result.rewards == [1.0] * 3 and result.success == result.terminated == [False, False, True]
+    assert result.rewards == [1.0] * 3 and result.success == result.terminated == [
+        False,
+        False,
+        True,
+    ]
     assert result.observation.state.tolist() == [3.0, 0.5, 0.5]
     run(simulator.reset(7, {}))
     with pytest.raises(ValueError, match="is not in the environment's space"):
@@ -157,27 +172,36 @@ def playing(made: SimulatorPool, play: Callable[[SimulatorPool], Any]) -> Any:
 
 def test_a_pool_plays_several_episodes_at_once_and_uses_simulators_again() -> None:
     async def play(made: SimulatorPool) -> Any:
-        first, other = await made.begin(1, {}), await made.begin(5, {})
+        first = await made.begin(1, {})
+        other = await made.begin(5, {})
         one = await first.step([[1.0]])
         assert first.seen.state.tolist() == [2.0] and one["terminated"] == [False]
         assert (await other.step([[1.0]] * 4))["terminated"] == [False, False, True]
         await other.close()
         again = await made.begin(5, {})
         assert again.seen.state.tolist() == [5.0]
-        assert (await first.step([[2.0]]))["rewards"] == [0.5] and first.seen.state.tolist() == [4.0]
+        assert (await first.step([[2.0]]))["rewards"] == [0.5] and first.seen.state.tolist() == [
+            4.0
+        ]
 
     playing(pool(f"{FILE}Line"), play)
 
 
 @pytest.mark.parametrize(
-    ("name", "differs"), [("Unseeded", "a used simulator"), ("Remembers", "a used simulator")], ids=str
+    ("name", "differs"),
+    [("Unseeded", "a used simulator"), ("Remembers", "a used simulator")],
+    ids=str,
 )
-def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(name: str, differs: str) -> None:
+def test_a_simulator_whose_reset_does_not_repeat_is_refused_at_the_start(
+    name: str, differs: str
+) -> None:
     with pytest.raises(UserError, match=rf"has another state after reset .* \({differs} differs\)"):
         pool(f"{FILE}{name}")
 
 
-@pytest.mark.parametrize(("name", "says"), [("nowhere:Env", "nowhere"), (f"{FILE}Absent", "Absent")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("nowhere:Env", "nowhere"), (f"{FILE}Absent", "Absent")]
+)
 def test_an_unknown_simulator_is_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         pool(name)
@@ -196,7 +220,8 @@ def test_an_unknown_simulator_is_refused(name: str, says: str) -> None:
 )
 def test_what_breaks_the_protocol_fails_its_episode_alone(how: str, says: str) -> None:
     async def play(made: SimulatorPool) -> None:
-        bad, good = await made.begin(100, {}), await made.begin(1, {})
+        bad = await made.begin(100, {})
+        good = await made.begin(1, {})
         with pytest.raises(CallFailed, match=says):
             await bad.step([[1.0]] * 2)
         assert len((await good.step([[1.0]] * 2))["rewards"]) == 2
@@ -204,10 +229,14 @@ def test_what_breaks_the_protocol_fails_its_episode_alone(how: str, says: str) -
     playing(pool(f"{FILE}Fails", how=how), play)
 
 
-@pytest.mark.parametrize(("how", "says"), [("dies", "exited with status 3"), ("hangs", "no answer within 1 s")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("dies", "exited with status 3"), ("hangs", "no answer within 1 s")]
+)
 def test_a_worker_that_dies_or_hangs_is_replaced(how: str, says: str) -> None:
     async def play(made: SimulatorPool) -> None:
-        bad, beside, elsewhere = await made.begin(100, {}), None, await made.begin(1, {})
+        bad = await made.begin(100, {})
+        beside = None
+        elsewhere = await made.begin(1, {})
         beside = await made.begin(2, {})
         await beside.step([[1.0]])
         with pytest.raises(ProcessEnded, match=says):
@@ -226,12 +255,15 @@ def test_a_worker_that_dies_or_hangs_is_replaced(how: str, says: str) -> None:
 
 def test_the_answer_to_a_cancelled_call_is_not_taken_for_that_to_the_next() -> None:
     async def play(made: SimulatorPool) -> None:
-        cancelled, other = await made.begin(10, {}), await made.begin(20, {})
+        cancelled = await made.begin(10, {})
+        other = await made.begin(20, {})
         call = asyncio.ensure_future(cancelled.step([[1.0]] * 2))
         await asyncio.sleep(0)
         call.cancel()
         await cancelled.close()
-        assert (await other.step([[1.0]]))["rewards"] == [0.5] and other.seen.state.tolist() == [21.0]
+        assert (await other.step([[1.0]]))["rewards"] == [0.5] and other.seen.state.tolist() == [
+            21.0
+        ]
         assert call.cancelled() and made.num_replaced == 0
 
     playing(pool(f"{FILE}Line"), play)
@@ -256,11 +288,15 @@ def test_a_simulator_that_fails_in_the_check_is_refused() -> None:
 
 
 def test_a_simulator_that_cannot_render_is_refused_with_what_to_set() -> None:
-    with pytest.raises(UserError, match=r"no OpenGL context.*workflow_kwargs\.gl to egl .* or to osmesa"):
+    with pytest.raises(
+        UserError, match=r"no OpenGL context.*workflow_kwargs\.gl to egl .* or to osmesa"
+    ):
         pool(f"{FILE}NoScreen")
 
 
-def test_the_host_tells_mujoco_how_to_render_before_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_tells_mujoco_how_to_render_before_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MUJOCO_GL", "glfw")
     for gl, wanted in (("osmesa", "osmesa"), ("none", "disable"), (None, "disable")):
         SimulatorHost(f"{FILE}Line", {}, gl)

@@ -18,21 +18,36 @@ from distflow.errors import UserError
 from tests.tiny_models import tiny_tokenizer
 
 FILE = f"{Path(__file__).with_name('faulty.py')}:"
-ACTIONS = {"bins": 3, "low": [-1.5, -1.5], "high": [1.5, 1.5], "first_token": 10, "action_chunks_len": 4}
+ACTIONS = {
+    "bins": 3,
+    "low": [-1.5, -1.5],
+    "high": [1.5, 1.5],
+    "first_token": 10,
+    "action_chunks_len": 4,
+}
 
 
-def play(tmp_path: Path, *replies: list[Any], response: int = 8, seed: int = 1, **options: Any) -> tuple[Any, Chat]:
+def play(
+    tmp_path: Path, *replies: list[Any], response: int = 8, seed: int = 1, **options: Any
+) -> tuple[Any, Chat]:
     """The result, and the chat with these replies of the policy, of which the last is repeated."""
-    tokenizer, left = tiny_tokenizer(), [*replies]
+    tokenizer = tiny_tokenizer()
+    left = [*replies]
 
-    async def generate(ids: Any, most: int, stop: Any, drawn: int, images: Any = ()) -> tuple[Segment, str]:
+    async def generate(
+        ids: Any, most: int, stop: Any, drawn: int, images: Any = ()
+    ) -> tuple[Segment, str]:
         ids = own = tuple((left.pop(0) if len(left) > 1 else left[0])[:most])
         if chat.head is not None:  # the replies are values
-            ids = tuple(int(chat.head["first"] + chat.head["bins"] * place) for place in range(len(own)))
+            ids = tuple(
+                int(chat.head["first"] + chat.head["bins"] * place) for place in range(len(own))
+            )
         drew = Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids))
         return replace(drew, values=own if chat.head is not None else ()), "length"
 
-    chat = Chat(TurnTokens(tokenizer, [2], {}), generate, Limits(response, response + 100), templated=False)
+    chat = Chat(
+        TurnTokens(tokenizer, [2], {}), generate, Limits(response, response + 100), templated=False
+    )
     chat.image_store = tmp_path
     workflow = SimulatorWorkflow(
         **{"env": f"{FILE}Line", "actions": ACTIONS, "prompt": "{instruction}{state}", **options}
@@ -43,30 +58,45 @@ def play(tmp_path: Path, *replies: list[Any], response: int = 8, seed: int = 1, 
 
 @pytest.mark.parametrize("ends_at", range(1, 10))
 @pytest.mark.parametrize("success", [True, False])
-def test_masks_reach_up_to_the_action_that_ended_the_episode(tmp_path: Path, ends_at: int, success: bool) -> None:
-    result, chat = play(tmp_path, [10, 11, 12, 10, 11, 12, 12, 12], env_kwargs={"ends_at": ends_at, "success": success})
+def test_masks_reach_up_to_the_action_that_ended_the_episode(
+    tmp_path: Path, ends_at: int, success: bool
+) -> None:
+    result, chat = play(
+        tmp_path,
+        [10, 11, 12, 10, 11, 12, 12, 12],
+        env_kwargs={"ends_at": ends_at, "success": success},
+    )
     decisions = -(-ends_at // 4)
     assert result["env_steps"] == ends_at and result["episode_len"] == decisions
     assert result["score"] == result["success"] == float(success)
     assert chat.conversations[-1].finish_reason == ("stop" if success else "max_steps")
-    for number, talk in enumerate(chat.conversations[-1:] if decisions == 1 else [*chat.conversations][:decisions]):
+    for number, talk in enumerate(
+        chat.conversations[-1:] if decisions == 1 else [*chat.conversations][:decisions]
+    ):
         own = {segment.owner: len(segment.token_ids) for segment in talk.segments[1:]}
         steps = min(4, ends_at - 4 * number)
-        assert own == {"policy": 2 * steps, **({"unused": 8 - 2 * steps} if steps < 4 else {})}, number
+        assert own == {"policy": 2 * steps, **({"unused": 8 - 2 * steps} if steps < 4 else {})}, (
+            number
+        )
 
 
 def test_a_token_that_is_no_action_ends_the_episode_and_is_trained_on(tmp_path: Path) -> None:
     result, chat = play(tmp_path, [10, 11, 12, 99, 11, 12, 12, 12], env_kwargs={"ends_at": 9})
     assert result["env_steps"] == 1 and result["score"] == 0.0
     assert chat.finish_reason == "no_action"
-    assert [(each.owner, len(each.token_ids)) for each in chat.segments[1:]] == [("policy", 4), ("unused", 4)]
+    assert [(each.owner, len(each.token_ids)) for each in chat.segments[1:]] == [
+        ("policy", 4),
+        ("unused", 4),
+    ]
     result, chat = play(tmp_path, [99, 11], env_kwargs={"ends_at": 9})
     assert result["env_steps"] == 0 and chat.finish_reason == "no_action"
     assert [(each.owner, len(each.token_ids)) for each in chat.segments[1:]] == [("policy", 2)]
 
 
 def test_only_a_prefix_of_each_chunk_is_executed(tmp_path: Path) -> None:
-    result, chat = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 5}, actions={**ACTIONS, "execute": 2})
+    result, chat = play(
+        tmp_path, [11] * 8, env_kwargs={"ends_at": 5}, actions={**ACTIONS, "execute": 2}
+    )
     assert (result["env_steps"], result["episode_len"]) == (5, 3)
     talks = sorted(chat.conversations, key=lambda talk: talk.name)
     assert [len(talk.segments[1].token_ids) for talk in talks] == [4, 4, 2]
@@ -85,12 +115,21 @@ def test_a_sample_is_each_decision_as_a_sequence_of_its_own(tmp_path: Path) -> N
     assert batch["response_mask"][0].tolist() == [1.0] * 8 + [0.0] * given + [1.0] * 4 + [0.0] * 4
 
 
-NUMBERS = {"head": "gaussian", "low": [-3.0, 0.0], "high": [3.0, 1.0], "first_token": 10, "action_chunks_len": 4}
+NUMBERS = {
+    "head": "gaussian",
+    "low": [-3.0, 0.0],
+    "high": [3.0, 1.0],
+    "first_token": 10,
+    "action_chunks_len": 4,
+}
 
 
 @pytest.mark.parametrize("ends_at", range(1, 9))
-def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(tmp_path: Path, ends_at: int) -> None:
-    """The place on the line is the sum of the first numbers; masks reach up to the action that ended the episode."""
+def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(
+    tmp_path: Path, ends_at: int
+) -> None:
+    """The place on the line is the sum of the first numbers; masks reach up to the action that
+    ended the episode."""
     values = [0.5, 0.0, -2.0, 0.0, 1.25, 3.0, -0.25, 0.5]
     prompt = {"env_kwargs": {"ends_at": ends_at}, "prompt": "{state}"}
     _, chat = play(tmp_path, values, actions=NUMBERS, **prompt)
@@ -100,9 +139,9 @@ def test_numbers_are_recorded_as_drawn_and_executed_within_their_bounds(tmp_path
         used = 2 * min(4, ends_at - 4 * number)
         assert policy.owner == "policy" and policy.values == tuple(values[:used])
         assert policy.token_ids == tuple(range(10, 10 + 2 * used, 2))
-        assert [(each.owner, len(each.token_ids), each.values) for each in unused] == [("unused", 8 - used, ())] * (
-            used < 8
-        )
+        assert [(each.owner, len(each.token_ids), each.values) for each in unused] == [
+            ("unused", 8 - used, ())
+        ] * (used < 8)
     if ends_at > 4:  # from 1, by 1.5, -3, 3 and -0.75
         assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
 
@@ -112,7 +151,8 @@ FLOW = {**NUMBERS, "head": "flow_sde", "denoising_steps": 2, "bins": 3}
 
 @pytest.mark.parametrize("ends_at", range(1, 9))
 def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends_at: int) -> None:
-    """Of each action's noise and steps; masks reach up to the last step of the action that ended the episode."""
+    """Of each action's noise and steps; masks reach up to the last step of the action that ended
+    the episode."""
     actions = [(0.5, 0.0), (-2.0, 0.0), (1.25, 3.0), (-0.25, 0.5)]
     values = [each for action in actions for each in (9.0, 9.0, 7.0, 7.0, *action)]
     prompt = {"env_kwargs": {"ends_at": ends_at}, "prompt": "{state}"}
@@ -123,7 +163,9 @@ def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends
         policy, *unused = talk.segments[1:]
         used = 6 * min(4, ends_at - 4 * number)
         assert policy.owner == "policy" and policy.values == tuple(values[:used])
-        assert [(each.owner, len(each.token_ids)) for each in unused] == [("unused", 24 - used)] * (used < 24)
+        assert [(each.owner, len(each.token_ids)) for each in unused] == [("unused", 24 - used)] * (
+            used < 24
+        )
     if ends_at > 4:  # from 1, by 1.5, -3, 3 and -0.75
         assert chat.tokens.decode(talks[1].segments[0].token_ids) == "1.75"
 
@@ -141,7 +183,9 @@ def test_the_state_may_be_tokens_of_the_prompt(tmp_path: Path) -> None:
 
 
 def test_the_score_may_be_the_sum_of_rewards(tmp_path: Path) -> None:
-    result, _ = play(tmp_path, [11] * 8, env_kwargs={"ends_at": 3, "success": False}, score="return")
+    result, _ = play(
+        tmp_path, [11] * 8, env_kwargs={"ends_at": 3, "success": False}, score="return"
+    )
     assert result["score"] == 1.5 and result["success"] == 0.0 and result["acc"] == 0.0
 
 
@@ -161,8 +205,14 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
     [
         ({"actions": {**ACTIONS, "bin": 3}}, "actions.bin: no such option"),
         ({"actions": {"bins": 3}}, "set low and high"),
-        ({"actions": {**NUMBERS, "head": "gauss"}}, "actions.head=gauss: set it to action_tokens or gaussian or flow"),
-        ({"actions": {**NUMBERS, "noise": 0.5}}, "actions.noise: head=gaussian has no denoising steps"),
+        (
+            {"actions": {**NUMBERS, "head": "gauss"}},
+            "actions.head=gauss: set it to action_tokens or gaussian or flow",
+        ),
+        (
+            {"actions": {**NUMBERS, "noise": 0.5}},
+            "actions.noise: head=gaussian has no denoising steps",
+        ),
         ({"actions": {**FLOW, "denoising_steps": 0}}, r"denoising_steps and bins are \(0, 3\)"),
         ({"actions": {**FLOW, "bins": 2.5}}, r"denoising_steps and bins are \(2, 2.5\)"),
         ({"actions": {**FLOW, "first_token": 30}}, "not 72 tokens from 30"),
@@ -172,7 +222,10 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
         ({"score": "reward"}, "score=reward"),
         ({"gl": "glfw"}, "gl=glfw: set it to egl, osmesa or none"),
         ({"state_tokens": {"bin": 3}}, "state_tokens.bin: no such option"),
-        ({"state_tokens": {"low": [0, 0], "high": [1, 1], "bins": 4}}, "the state has 1 numbers, and the bounds 2"),
+        (
+            {"state_tokens": {"low": [0, 0], "high": [1, 1], "bins": 4}},
+            "the state has 1 numbers, and the bounds 2",
+        ),
         ({"actions": {**ACTIONS, "execute": 5}}, "execute=5"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"env": "nowhere"}, "nowhere"),
@@ -182,6 +235,8 @@ def test_a_simulator_that_fails_is_an_error_of_the_episode(tmp_path: Path, how: 
         ({"env_kwargs": {"images": True}}, "reads text alone"),
     ],
 )
-def test_what_cannot_be_played_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_played_is_refused(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises((UserError, ChatError), match=says):
         play(tmp_path, [11] * 8, **options)

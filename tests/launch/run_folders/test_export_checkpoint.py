@@ -34,7 +34,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("models"))
     val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=3")
     ground.run("grpo", *SAVED, *val, f"{STEPS}=2", name="source")
-    ground.run("grpo", *SAVED, *val, f"{STEPS}=2", "actor_rollout_ref.model.lora_rank=2", name="lora")
+    ground.run(
+        "grpo", *SAVED, *val, f"{STEPS}=2", "actor_rollout_ref.model.lora_rank=2", name="lora"
+    )
     return ground
 
 
@@ -51,26 +53,43 @@ def start(ground: Playground, *overrides: str, name: str) -> list[str]:
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, float]:
     assert cli.main(["eval", "--trust-code", *arguments]) == 0, capsys.readouterr().err
-    lines = (line.split(": ") for line in capsys.readouterr().out.splitlines() if line.startswith(("val_", "val/")))
+    lines = (
+        line.split(": ")
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("val_", "val/"))
+    )
     return {name: float(value.split()[0]) for name, value, *_ in lines}
 
 
 @pytest.mark.parametrize("which", ["", "/checkpoints", "/checkpoints/step-000002"])
 @pytest.mark.parametrize("run", ["source", "lora"])
 def test_a_run_begins_from_the_policy_of_another(ground: Playground, run: str, which: str) -> None:
-    source, name = ground.folder / f"{run}{which}", f"from-{run}{which.replace('/', '-')}"
-    said = start(ground, f"{MODEL}={source}", f"{STEPS}=1", "actor_rollout_ref.actor.optim.lr=1e-30", name=name)
+    source = ground.folder / f"{run}{which}"
+    name = f"from-{run}{which.replace('/', '-')}"
+    said = start(
+        ground,
+        f"{MODEL}={source}",
+        f"{STEPS}=1",
+        "actor_rollout_ref.actor.optim.lr=1e-30",
+        name=name,
+    )
     newest = "" if which.endswith("2") else ", its newest checkpoint"
     assert f"model: step 2 of {source}{newest}" in said
-    exported = load_file(export_checkpoint(source, ground.folder / f"{name}-model") / "model.safetensors")
+    exported = load_file(
+        export_checkpoint(source, ground.folder / f"{name}-model") / "model.safetensors"
+    )
     (copy,) = (ground.folder / name / "models").iterdir()
     begun = load_file(copy / "model.safetensors")
-    assert begun.keys() == exported.keys() and all(torch.equal(begun[key], exported[key]) for key in begun)
+    assert begun.keys() == exported.keys() and all(
+        torch.equal(begun[key], exported[key]) for key in begun
+    )
     trained = load_file(ground.folder / name / "checkpoints" / "step-000001" / "actor.safetensors")
     for key, tensor in begun.items():
         torch.testing.assert_close(trained[f"model.{key}"], tensor, rtol=0, atol=1e-12)
     if run == "source":
-        last = load_file(ground.folder / "source" / "checkpoints" / "step-000002" / "actor.safetensors")
+        last = load_file(
+            ground.folder / "source" / "checkpoints" / "step-000002" / "actor.safetensors"
+        )
         assert all(torch.equal(last[f"model.{key}"], tensor) for key, tensor in begun.items())
 
 
@@ -86,20 +105,36 @@ def test_it_goes_on_from_its_copy_when_the_other_run_has_gone(ground: Playground
 
     said = start(ground, path, kl, f"{STEPS}=1", "trainer.resume_mode=never", name="child")
     assert f"model: step 1 of {ground.folder}/passing, its newest checkpoint" in said
-    assert len(list((ground.folder / "child" / "models").iterdir())) == 2, "the run that was set aside has its own"
+    assert len(list((ground.folder / "child" / "models").iterdir())) == 2, (
+        "the run that was set aside has its own"
+    )
 
 
-def test_eval_asks_a_run_what_the_run_asked(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_asks_a_run_what_the_run_asked(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The accuracy is that of the run's own last validation, of all weights and of an adapter."""
-    val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=12", "trainer.test_freq=1")
+    val = (
+        f"data.val_files={ground.folder}/rows.jsonl",
+        "data.val_max_samples=12",
+        "trainer.test_freq=1",
+    )
     for name, more in (("judged", ()), ("judged-lora", ("actor_rollout_ref.model.lora_rank=2",))):
         run = ground.run("grpo", *SAVED, *val, *more, f"{STEPS}=2", name=name)
-        by_step = {r.step: r.values["val_correct/all/mean"] for r in read_metrics(run.folder) if r.kind == "val"}
-        assert evaluate(capsys, str(run.folder))["val_correct/all/mean"] == pytest.approx(by_step[2], abs=1e-4)
+        by_step = {
+            r.step: r.values["val_correct/all/mean"]
+            for r in read_metrics(run.folder)
+            if r.kind == "val"
+        }
+        assert evaluate(capsys, str(run.folder))["val_correct/all/mean"] == pytest.approx(
+            by_step[2], abs=1e-4
+        )
         first = evaluate(capsys, str(run.folder / "checkpoints" / "step-000001"))
         assert first["val_correct/all/mean"] == pytest.approx(by_step[1], abs=1e-4)
         preset = ["grpo", *ground.overrides("unused", *val, f"{MODEL}={run.folder}")]
-        assert evaluate(capsys, *preset)["val_correct/all/mean"] == pytest.approx(by_step[2], abs=1e-4)
+        assert evaluate(capsys, *preset)["val_correct/all/mean"] == pytest.approx(
+            by_step[2], abs=1e-4
+        )
         assert not (ground.folder / "unused").exists()
 
 
@@ -113,7 +148,8 @@ def test_eval_says_what_is_missing(ground: Playground, capsys: pytest.CaptureFix
 
 
 def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playground) -> None:
-    target, said = ground.folder / "out", list[str]()
+    target = ground.folder / "out"
+    said = list[str]()
     export_checkpoint(ground.folder / "source", target)
     note = json.loads((target / "distflow.json").read_text())
     assert (note["run"], note["step"]) == (str(ground.folder / "source"), 2)
@@ -125,23 +161,33 @@ def test_an_export_given_twice_does_nothing_and_overwrites_nothing(ground: Playg
         export_checkpoint(ground.folder / "source" / "checkpoints" / "step-000001", target)
 
 
-def test_an_adapter_is_exported_alone_and_evaluated(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, alone = ground.folder / "lora-whole", ground.folder / "lora-alone"
+def test_an_adapter_is_exported_alone_and_evaluated(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ground.folder / "lora-whole"
+    alone = ground.folder / "lora-alone"
     export_checkpoint(ground.folder / "lora", whole)
     for _ in range(2):
-        assert cli.main(["export", str(ground.folder / "lora"), "--to", str(alone), "--adapter"]) == 0
+        assert (
+            cli.main(["export", str(ground.folder / "lora"), "--to", str(alone), "--adapter"]) == 0
+        )
     assert f"{alone} holds it already" in capsys.readouterr().out
-    one, other = load_model(whole), load_model(alone)
+    one = load_model(whole)
+    other = load_model(alone)
     pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
     for (name, weight), (same_name, same) in pairs:
         assert name == same_name
         torch.testing.assert_close(same, weight, rtol=0, atol=1e-6)
     sizes = [
-        (folder / f"{name}.safetensors").stat().st_size for folder, name in ((alone, "adapter_model"), (whole, "model"))
+        (folder / f"{name}.safetensors").stat().st_size
+        for folder, name in ((alone, "adapter_model"), (whole, "model"))
     ]
     assert sizes[0] < 0.5 * sizes[1]
     val = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=12")
-    found = [evaluate(capsys, "grpo", *ground.overrides("unused", *val, f"{MODEL}={path}")) for path in (whole, alone)]
+    found = [
+        evaluate(capsys, "grpo", *ground.overrides("unused", *val, f"{MODEL}={path}"))
+        for path in (whole, alone)
+    ]
     assert found[0] == found[1]
     with pytest.raises(UserError, match="trained all weights: remove --adapter"):
         export_checkpoint(ground.folder / "source", ground.folder / "no-adapter", adapter=True)
@@ -151,7 +197,9 @@ def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lora = start(ground, f"{STEPS}=1", "actor_rollout_ref.model.lora_rank=2", name="said-lora")
-    adapter = load_file(ground.folder / "said-lora" / "checkpoints" / "step-000001" / "actor.safetensors")
+    adapter = load_file(
+        ground.folder / "said-lora" / "checkpoints" / "step-000001" / "actor.safetensors"
+    )
     trained = sum(weight.numel() for name, weight in adapter.items() if name.startswith("model."))
     assert any(f"LoRA of rank 2 trains {trained:,} of them (" in line for line in lora)
     critic = load_model(ground.write_critic(), critic=True)
@@ -160,7 +208,9 @@ def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
     keys = ground.overrides("said-ppo", *SAVED, path, "critic.optim.lr=2e-4", f"{STEPS}=1")
     assert cli.main(["train", "ppo", *keys]) == 0
     out = capsys.readouterr().out
-    assert f"critic: {ground.folder}/critic, {size:,} parameters; adamw, learning rate 0.0002" in out
+    assert (
+        f"critic: {ground.folder}/critic, {size:,} parameters; adamw, learning rate 0.0002" in out
+    )
     assert "value loss" in out and "LoRA" not in out
     lines = out.splitlines()
     assert lines[-2:] == [
@@ -168,12 +218,19 @@ def test_the_start_says_what_is_trained_and_the_end_what_was_saved(
         f"report: {ground.folder}/said-ppo/report.html",
     ]
     report = (ground.folder / "said-ppo" / "report.html").read_text()
-    assert "too few measurements to say whether it learned" in lines[-5] and html.escape(lines[-5]) in report
+    assert (
+        "too few measurements to say whether it learned" in lines[-5]
+        and html.escape(lines[-5]) in report
+    )
 
 
 def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "llama")
-    assert not is_of_a_run(tmp_path / "model") and not is_of_a_run("Qwen/Qwen2.5-0.5B") and not is_of_a_run(tmp_path)
+    assert (
+        not is_of_a_run(tmp_path / "model")
+        and not is_of_a_run("Qwen/Qwen2.5-0.5B")
+        and not is_of_a_run(tmp_path)
+    )
     for path in (tmp_path, tmp_path / "model"):
         with pytest.raises(UserError, match="neither a run's folder nor a checkpoint"):
             policy_checkpoint(path)
@@ -184,7 +241,9 @@ def test_what_is_no_checkpoint_is_named(ground: Playground, tmp_path: Path) -> N
         policy_checkpoint(ground.folder / "unsaved")
 
 
-def test_the_best_checkpoint_is_told_where_it_is_another(ground: Playground, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_told_where_it_is_another(
+    ground: Playground, tmp_path: Path
+) -> None:
     from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
     from distflow.runtime.checkpoint.find_checkpoint import describe_choice
 
@@ -194,4 +253,7 @@ def test_the_best_checkpoint_is_told_where_it_is_another(ground: Playground, tmp
         writing.write("run", {})
         writing.commit(["run"], metric)
     line = describe_choice(policy_checkpoint(tmp_path), tmp_path)
-    assert line == f"step 3 of {tmp_path}, its newest checkpoint; the best is {tmp_path}/checkpoints/step-000002"
+    assert line == (
+        f"step 3 of {tmp_path}, its newest checkpoint; the best is "
+        f"{tmp_path}/checkpoints/step-000002"
+    )

@@ -18,7 +18,9 @@ IDS = torch.arange(3, 40)[None]
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_reloaded_by_transformers_the_logits_are_the_same(tmp_path: Path, family: str, tied: bool) -> None:
+def test_reloaded_by_transformers_the_logits_are_the_same(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
     model = load_model(write_tiny_model(tmp_path / "m", family, tie_word_embeddings=tied))
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.5)
@@ -33,7 +35,9 @@ def test_reloaded_by_transformers_the_logits_are_the_same(tmp_path: Path, family
 
 
 def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> None:
-    model = add_lora(load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)), rank=4)
+    model = add_lora(
+        load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)), rank=4
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -48,14 +52,21 @@ def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> Non
 
 def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model = add_lora(load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)), rank=4, alpha=32)
+    model = add_lora(
+        load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)),
+        rank=4,
+        alpha=32,
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
-    expected, base = model(IDS).logits.log_softmax(-1), load_model(tmp_path / "m")(IDS).logits.log_softmax(-1)
+    expected = model(IDS).logits.log_softmax(-1)
+    base = load_model(tmp_path / "m")(IDS).logits.log_softmax(-1)
     out = export_model(model, load_tokenizer(tmp_path / "m"), tmp_path / "out", adapter=True)
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in out.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        file.name for file in out.iterdir()
+    }
     assert not (out / "config.json").exists() and not (out / "model.safetensors").exists()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     theirs = peft.PeftModel.from_pretrained(plain, out)(IDS).logits.log_softmax(-1)
@@ -64,7 +75,9 @@ def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -
     torch.testing.assert_close(ours(IDS).logits.log_softmax(-1), theirs, rtol=0, atol=3e-5)
     assert (expected - base).abs().max() > 0.1
     assert all(parameter.requires_grad for parameter in ours.parameters())
-    assert {n for n, _ in ours.named_parameters()} == {n for n, _ in load_model(tmp_path / "m").named_parameters()}
+    assert {n for n, _ in ours.named_parameters()} == {
+        n for n, _ in load_model(tmp_path / "m").named_parameters()
+    }
     assert load_tokenizer(out)("3 + 4").input_ids == tiny_tokenizer()("3 + 4").input_ids
 
 
@@ -77,7 +90,9 @@ def test_an_adapter_alone_is_a_folder_of_peft_that_we_load_too(tmp_path: Path) -
         (None, "adapter weights"),
     ],
 )
-def test_an_adapter_that_cannot_be_loaded_is_named(content: dict[str, str] | None, words: str, tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_loaded_is_named(
+    content: dict[str, str] | None, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(content or {}))
     if content is not None:
         (tmp_path / "adapter_model.safetensors").write_bytes(b"")

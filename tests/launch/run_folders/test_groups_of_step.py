@@ -11,7 +11,13 @@ from tests.ledger_audit import verify
 
 
 def plan_of(**options):
-    defaults = {"num_rows": 10, "consumer_batch": 2, "group_size": 4, "total_groups": 40, "total_steps": 20}
+    defaults = {
+        "num_rows": 10,
+        "consumer_batch": 2,
+        "group_size": 4,
+        "total_groups": 40,
+        "total_steps": 20,
+    }
     return DataPlan(**{**defaults, **options})
 
 
@@ -35,15 +41,26 @@ def test_a_step_has_the_groups_that_it_consumed_and_the_drops_before_it(tmp_path
     for step, numbers in enumerate(consumed, start=1):
         lineage = step_lineage(path, step)
         assert tuple(group.group_id for group in lineage.groups) == numbers
-        assert [(group.epoch, group.row) for group in lineage.groups] == [place(n, 10, 1, True) for n in numbers]
-        assert [(group.version, group.tokens) for group in lineage.groups] == [(step - 1, 5 + n) for n in numbers]
-        assert (lineage.weights, lineage.max_staleness, lineage.consumed_at is not None) == (step, 0, True)
-    assert [[group.group_id for group in step_lineage(path, step).dropped] for step in (1, 2, 3)] == [[1], [3, 4], []]
+        assert [(group.epoch, group.row) for group in lineage.groups] == [
+            place(n, 10, 1, True) for n in numbers
+        ]
+        assert [(group.version, group.tokens) for group in lineage.groups] == [
+            (step - 1, 5 + n) for n in numbers
+        ]
+        assert (lineage.weights, lineage.max_staleness, lineage.consumed_at is not None) == (
+            step,
+            0,
+            True,
+        )
+    assert [
+        [group.group_id for group in step_lineage(path, step).dropped] for step in (1, 2, 3)
+    ] == [[1], [3, 4], []]
     assert {group.reason for group in step_lineage(path, 2).dropped} == {"equal_rewards"}
 
 
 def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
-    """Group 0 is lost once, group 1 three times, which quarantines it. The journal still adds up."""
+    """Group 0 is lost once, group 1 three times, which quarantines it. The journal still adds
+    up."""
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
@@ -65,7 +82,8 @@ def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
 
 
 def test_what_a_resume_took_back_is_no_part_of_it(tmp_path):
-    """Killed in step 3, within a line; gone on from the end of step 1, where another group was dropped."""
+    """Killed in step 3, within a line; gone on from the end of step 1, where another group was
+    dropped."""
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
@@ -93,7 +111,10 @@ def test_the_step_under_way_when_a_run_was_killed(tmp_path):
         coordinator.complete(done.group_id, 9)
     lineage = step_lineage(path, 2)
     assert (lineage.consumed_at, lineage.weights) == (None, None)
-    assert [(group.group_id, group.version, group.tokens) for group in lineage.groups] == [(2, 1, 9), (3, None, None)]
+    assert [(group.group_id, group.version, group.tokens) for group in lineage.groups] == [
+        (2, 1, 9),
+        (3, None, None),
+    ]
 
 
 def test_killed_between_a_step_and_its_version(tmp_path):
@@ -119,7 +140,8 @@ def test_stale_groups_and_weights_that_were_not_sent(tmp_path):
 
 
 def test_a_run_that_goes_on_in_another_folder(tmp_path):
-    """At staleness 1 it inherits groups of the first run: one that waits for its step, and one that starts again."""
+    """At staleness 1 it inherits groups of the first run: one that waits for its step, and one that
+    starts again."""
     with Ledger(tmp_path / "first.jsonl") as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger)
         *most, _ = coordinator.issue_groups()
@@ -134,9 +156,16 @@ def test_a_run_that_goes_on_in_another_folder(tmp_path):
             coordinator.complete(group_id.group_id, 5)
         coordinator.release(1)
     inherited, again = step_lineage(path, 2).groups
-    assert (inherited.group_id, inherited.row, inherited.version, inherited.attempts) == (2, None, 0, [])
+    assert (inherited.group_id, inherited.row, inherited.version, inherited.attempts) == (
+        2,
+        None,
+        0,
+        [],
+    )
     assert (again.group_id, again.row, len(again.attempts)) == (3, place(3, 10, 1, True)[1], 1)
-    with pytest.raises(UserError, match="those before 2 are in the folder of the run that it resumes from"):
+    with pytest.raises(
+        UserError, match="those before 2 are in the folder of the run that it resumes from"
+    ):
         step_lineage(path, 1)
 
 

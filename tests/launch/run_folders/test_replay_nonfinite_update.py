@@ -17,7 +17,9 @@ from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in
 
 
-def make_bundle(playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str, *options: str) -> Path:
+def make_bundle(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str, *options: str
+) -> Path:
     """A run whose second step has a NaN at the last token of its third sample in `column`."""
     count = iter(range(100))
 
@@ -59,7 +61,9 @@ def test_the_sample_and_the_column_are_named(
 
 
 @pytest.mark.slow
-def test_weights_of_the_bundle_are_those_that_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_the_bundle_are_those_that_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = make_bundle(Playground(tmp_path), monkeypatch, "advantages", "grpo")
     spoil(bundle, lambda weights: weights["lm_head.weight"].fill_(math.inf))
     lines = list(replay_bundle(bundle))

@@ -1,4 +1,5 @@
-"""A user's own run may run its code again without a flag; whatever differs from that run needs the flag."""
+"""A user's own run may run its code again without a flag; whatever differs from that run needs the
+flag."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,9 @@ REWARD = "def compute_score(solution_str):\n    return float(len(solution_str))\
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     ground = Playground(tmp_path_factory.mktemp("own"))
     (ground.folder / "mine.py").write_text(REWARD)
-    ground.run("grpo", f"custom_reward_function.path={ground.folder}/mine.py", "trainer.save_freq=1")
+    ground.run(
+        "grpo", f"custom_reward_function.path={ground.folder}/mine.py", "trainer.save_freq=1"
+    )
     return ground
 
 
@@ -26,10 +29,15 @@ def checkpoint_config(run: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_ones_own_run_needs_no_flag(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_of_ones_own_run_needs_no_flag(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
     evaluate = ["eval", str(ground.folder / "run"), f"data.val_files={ground.folder}/rows.jsonl"]
     assert main([*evaluate, f"--to={ground.folder}/out"]) == 0
-    assert f"running Python code:\n  custom_reward_function: {ground.folder}/mine.py" in capsys.readouterr().out
+    assert (
+        f"running Python code:\n  custom_reward_function: {ground.folder}/mine.py"
+        in capsys.readouterr().out
+    )
     (ground.folder / "mine.py").write_text(REWARD + "# changed\n")
     try:
         assert main([*evaluate, f"--to={ground.folder}/again"]) == 2
@@ -42,7 +50,8 @@ def test_an_evaluation_of_ones_own_run_needs_no_flag(ground: Playground, capsys:
 def test_a_run_from_elsewhere_or_one_that_changed_is_not_ones_own(
     ground: Playground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, code = ground.folder / "run", ground.folder / "mine.py"
+    run = ground.folder / "run"
+    code = ground.folder / "mine.py"
     config = checkpoint_config(run)
     assert is_own_run(run, config)
     other_steps = {**config, "trainer": {**config["trainer"], "total_training_steps": 99}}

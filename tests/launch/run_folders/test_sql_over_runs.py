@@ -1,4 +1,5 @@
-"""SQL over the folders of runs: what each view holds, what damaged and hostile files do, and what is refused."""
+"""SQL over the folders of runs: what each view holds, what damaged and hostile files do, and what
+is refused."""
 
 import datetime
 import hashlib
@@ -33,7 +34,11 @@ def rows(run_dir: Path, query: str) -> list[tuple[object, ...]]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path: Path) -> None:
@@ -42,10 +47,14 @@ def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path: Path)
         run.metrics(900, "train", {'late/"quoted"': 3.0, "late/nan": math.nan})
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 901, "t": 1, "restart": 0, "kind": "train", "m": {"torn')
-    assert rows(run_dir, "select step, value from metrics where key = 'late/\"quoted\"'") == [(900, 3.0)]
+    assert rows(run_dir, "select step, value from metrics where key = 'late/\"quoted\"'") == [
+        (900, 3.0)
+    ]
     assert rows(run_dir, "select count(*), min(step) from metrics where isnan(value)") == [(2, 3)]
     assert rows(run_dir, "select step from metrics where isinf(value)") == [(5,)]
-    assert rows(run_dir, "select distinct kind, key from metrics where step = 0") == [("val", "val_correct/all/mean")]
+    assert rows(run_dir, "select distinct kind, key from metrics where step = 0") == [
+        ("val", "val_correct/all/mean")
+    ]
     assert rows(run_dir, "select max(step) from metrics") == [(900,)]
 
 
@@ -59,14 +68,18 @@ def test_samples_are_whole_also_those_that_utf8_cannot_hold(tmp_path: Path) -> N
     assert found[5][1] == 1.0 and math.isnan(float(str(found[4][2])))
     assert rows(run_dir, "select count(*) from samples where split = 'val'") == [(40,)]
     assert rows(run_dir, "select distinct group_id from samples where uid like '203-%'") == [(203,)]
-    assert rows(run_dir, "select errors->>0 from samples where step = 1 and uid = '100-3'") == [("math: out of time",)]
+    assert rows(run_dir, "select errors->>0 from samples where step = 1 and uid = '100-3'") == [
+        ("math: out of time",)
+    ]
 
 
 def _leaking(run_dir: Path) -> list[str]:
     return [text.replace("LEAK", "http://127.0.0.1:1/leak") for text in HOSTILE]
 
 
-def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(tmp_path: Path) -> None:
+def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(
+    tmp_path: Path,
+) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=4)
     whole = (run_dir / "samples" / "000002.parquet").read_bytes()
     (run_dir / "samples" / "000008.parquet").write_bytes(whole[:-1])
@@ -74,7 +87,10 @@ def test_truncated_files_rolled_back_steps_and_links_out_of_the_folder_are_left_
     (run_dir / "samples" / "000009.parquet").symlink_to(tmp_path / "secret.parquet")
     with RunFolder(run_dir, 1, resumed_at=2) as run:
         run.samples(3, [{"uid": "0-0", "response": "again"}])
-    counts = rows(run_dir, "select step, count(*) from samples where split = 'train' group by all order by all")
+    counts = rows(
+        run_dir,
+        "select step, count(*) from samples where split = 'train' group by all order by all",
+    )
     assert counts == [(1, 16), (2, 16), (3, 1)]
     damage = query_runs([run_dir], "select 1 from samples limit 0").damage
     assert damage == (f"{run_dir}/samples/000008.parquet is damaged: its samples are missing here",)
@@ -85,13 +101,18 @@ def test_files_of_another_version_have_other_columns(tmp_path: Path) -> None:
     file = run_dir / "samples" / "000002.parquet"
     table = pyarrow.parquet.read_table(file).drop_columns(["prompt"])
     pyarrow.parquet.write_table(table.append_column("later", table["uid"]), file)
-    query = "select step, count(uid), count(prompt) from samples where split = 'train' group by all order by 1"
+    query = (
+        "select step, count(uid), count(prompt) from samples where split = 'train' group by all "
+        "order by 1"
+    )
     answer = query_runs([run_dir], query)
     assert (answer.rows, answer.damage) == ([(1, 16, 16), (2, 16, 0)], ())
 
 
 @pytest.mark.parametrize("damage", ["a page", "the footer", "other columns"])
-def test_a_damaged_file_between_a_whole_beginning_and_end_hides_no_other(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_between_a_whole_beginning_and_end_hides_no_other(
+    tmp_path: Path, damage: str
+) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=2)
     file = run_dir / "samples" / "000002.parquet"
     content = bytearray(file.read_bytes())
@@ -100,7 +121,10 @@ def test_a_damaged_file_between_a_whole_beginning_and_end_hides_no_other(tmp_pat
     file.write_bytes(content)
     if damage == "other columns":
         pyarrow.parquet.write_table(pyarrow.table({"uid": [1], "response": [[2]]}), file)
-    query = "select step, count(response), sum(length(prompt)) > 0 from samples where split = 'train' group by all"
+    query = (
+        "select step, count(response), sum(length(prompt)) > 0 from samples where split = 'train' "
+        "group by all"
+    )
     answer = query_runs([run_dir], query)
     assert answer.rows == [(1, 16, True)]
     assert answer.damage == (f"{file} is damaged: its samples are missing here",)
@@ -119,30 +143,45 @@ def test_the_view_of_samples_has_the_columns_of_the_files_and_their_types(tmp_pa
         "JSON",
         "BIGINT",
     )
-    assert rows(run_dir, "select distinct fate, restart, t > 1e9 from samples where split = 'train'") == [
-        ("trained", 0, True)
-    ]
-    assert rows(run_dir, "select max((reward_parts->>'the answer is 15')::double) from samples") == [(1.0,)]
+    assert rows(
+        run_dir, "select distinct fate, restart, t > 1e9 from samples where split = 'train'"
+    ) == [("trained", 0, True)]
+    assert rows(
+        run_dir, "select max((reward_parts->>'the answer is 15')::double) from samples"
+    ) == [(1.0,)]
 
 
 def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
     run_dir = write_ledger_run(tmp_path / "run")
-    query = "select group_id, state, step, attempts, tokens, worker from groups where group_id < 4 order by 1"
+    query = (
+        "select group_id, state, step, attempts, tokens, worker from groups where group_id < 4 "
+        "order by 1"
+    )
     assert rows(run_dir, query) == [
         (0, "trained", 1, 1, 1000, "rank-0"),
         (1, "trained", 1, 1, 1001, "rank-0"),
         (2, "trained", 2, 2, 1002, "rank-1"),
         (3, "dropped", None, 1, None, "rank-0"),
     ]
-    assert rows(run_dir, "select reason from groups where group_id = 3")[0][0] == "\x1b]0;owned\x07\u202egnp\nnext"
+    assert (
+        rows(run_dir, "select reason from groups where group_id = 3")[0][0]
+        == "\x1b]0;owned\x07\u202egnp\nnext"
+    )
     assert rows(run_dir, "select step, weights from versions order by 1") == [(1, 1), (2, 2)]
     with (run_dir / "ledger.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}) + "\n")
-    assert rows(run_dir, "select * from versions where step is null") == [("run", None, None, None, 0)]
+        file.write(
+            json.dumps({"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]})
+            + "\n"
+        )
+    assert rows(run_dir, "select * from versions where step is null") == [
+        ("run", None, None, None, 0)
+    ]
     with (run_dir / "ledger.jsonl").open("ab") as file:
         file.write(b"x" * 9_000_000)
     for view in ("groups", "versions"):
-        with pytest.raises(UserError, match="ledger.jsonl' cannot be read: it has a line of more than"):
+        with pytest.raises(
+            UserError, match="ledger.jsonl' cannot be read: it has a line of more than"
+        ):
             rows(run_dir, f"select * from {view}")
 
 
@@ -154,7 +193,9 @@ def test_only_the_files_of_the_views_that_a_query_reads_are_read(tmp_path: Path)
     (run_dir / "metrics.jsonl").unlink()
     (run_dir / "metrics.jsonl").mkdir()
     (run_dir / "config.yaml").write_text("a: 1")
-    assert rows(run_dir, "select value as versions, key as metrics from CONFIG as groups") == [("1", "a")]
+    assert rows(run_dir, "select value as versions, key as metrics from CONFIG as groups") == [
+        ("1", "a")
+    ]
 
 
 def test_reading_many_files_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +216,10 @@ def test_a_word_asks_a_question_and_the_help_lists_all_of_them(tmp_path: Path) -
 def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=1)
     batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
-    batch["uid"], batch["group_index"] = ["0-0", "0-1"], torch.tensor([0, 0])
-    batch["response_ids"], batch["response_mask"] = torch.tensor([[5, 6], [7, 0]]), torch.ones(2, 2)
+    batch["uid"] = ["0-0", "0-1"]
+    batch["group_index"] = torch.tensor([0, 0])
+    batch["response_ids"] = torch.tensor([[5, 6], [7, 0]])
+    batch["response_mask"] = torch.ones(2, 2)
     batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
     keep_groups(run_dir, 1, batch)
     (run_dir / "tokens" / "000002.safetensors").write_bytes(
@@ -191,15 +234,26 @@ def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
 
 
 def test_several_runs_have_names_and_other_views_their_columns(tmp_path: Path) -> None:
-    first, second = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", num_steps=3)
-    found = query_runs([first, second], "select run, max(step) from metrics group by run order by 2").rows
+    first = write_run(tmp_path / "a" / "run")
+    second = write_run(tmp_path / "b" / "run", num_steps=3)
+    found = query_runs(
+        [first, second], "select run, max(step) from metrics group by run order by 2"
+    ).rows
     assert found == [(str(second), 3), (str(first), 12)]
-    assert rows(first, "select key, value, source from config") == [("trainer.seed", "1", "preset or default")]
+    assert rows(first, "select key, value, source from config") == [
+        ("trainer.seed", "1", "preset or default")
+    ]
     assert rows(first, "select rule, level, step from findings") == [("warning", "warning", 3)]
-    assert rows(first, "select count(*), max(t1 - t0) < 1 from spans where actor = 'rollout'") == [(72, True)]
+    assert rows(first, "select count(*), max(t1 - t0) < 1 from spans where actor = 'rollout'") == [
+        (72, True)
+    ]
     for view, columns in VIEWS.items():
         assert query_runs([tmp_path], f"select * from {view}").rows == []
-        names = [column.split()[0] for column in columns.split(", ")] if columns else ["run", "step", "split"]
+        names = (
+            [column.split()[0] for column in columns.split(", ")]
+            if columns
+            else ["run", "step", "split"]
+        )
         assert query_runs([first], f"select * from {view} limit 0").columns[: len(names)] == names
 
 
@@ -216,12 +270,17 @@ def test_several_runs_have_names_and_other_views_their_columns(tmp_path: Path) -
         ("select nothing from metrics", '"nothing" not found'),
         ("selec 1", "syntax error"),
         (
-            "select count(*) from range(1000000000) a, range(1000000) b where a.range * b.range % 7 = 3",
+            (
+                "select count(*) from range(1000000000) a, range(1000000) b where a.range * "
+                "b.range % 7 = 3"
+            ),
             "more than 0.2 s",
         ),
     ],
 )
-def test_anything_but_one_select_over_the_views_is_refused(tmp_path: Path, query: str, words: str) -> None:
+def test_anything_but_one_select_over_the_views_is_refused(
+    tmp_path: Path, query: str, words: str
+) -> None:
     run_dir = write_run(tmp_path / "run", num_steps=2)
     (tmp_path / "secret").write_text("secret")
     before = hashes(tmp_path)
@@ -230,18 +289,34 @@ def test_anything_but_one_select_over_the_views_is_refused(tmp_path: Path, query
     assert hashes(tmp_path) == before
 
 
-def test_the_command_prints_a_table_json_or_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_json_or_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = str(write_run(tmp_path / "run"))
-    query = "select response, score from samples where step = 1 and split = 'train' order by response_length limit 5"
+    query = (
+        "select response, score from samples where step = 1 and split = 'train' order by "
+        "response_length limit 5"
+    )
     assert main(["sql", run_dir, query, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [row["response"] for row in listed] == _leaking(Path(run_dir))[:5] and listed[1]["score"] == 1.0
-    assert main(["sql", run_dir, "select 1 as a union all select 'nan'::double", "--csv", "--rows", "1"]) == 0
+    assert [row["response"] for row in listed] == _leaking(Path(run_dir))[:5] and listed[1][
+        "score"
+    ] == 1.0
+    assert (
+        main(
+            ["sql", run_dir, "select 1 as a union all select 'nan'::double", "--csv", "--rows", "1"]
+        )
+        == 0
+    )
     shown = capsys.readouterr()
     assert shown.out == "a\n1.0\n" and "only the first 1 row of more" in shown.err
     assert main(["sql", run_dir, query]) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out and "\\x1b]0;owned" in out and out.splitlines()[0].split() == ["response", "score"]
+    assert (
+        "\x1b" not in out
+        and "\\x1b]0;owned" in out
+        and out.splitlines()[0].split() == ["response", "score"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +331,8 @@ def test_a_query_that_does_not_look_up_is_ended_and_has_no_more_memory_than_it_m
     tmp_path: Path, query: str, words: str
 ) -> None:
     """Nothing of it stays: neither its process, nor its folder."""
-    run_dir, before = write_run(tmp_path / "run", num_steps=2), set(Path(tempfile.gettempdir()).glob("distflow-sql-*"))
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    before = set(Path(tempfile.gettempdir()).glob("distflow-sql-*"))
     with pytest.raises(UserError, match=words):
         query_runs([run_dir], query, max_s=0.2 if "0.2" in words else 60.0)
     assert multiprocessing.active_children() == []

@@ -1,5 +1,5 @@
-"""The memory of a config's models, counted from real ones, and builds of torch for other devices. What is found on a
-device is in tests/device/test_doctor.py."""
+"""The memory of a config's models, counted from real ones, and builds of torch for other devices.
+What is found on a device is in tests/device/test_doctor.py."""
 
 import re
 from collections import Counter
@@ -24,7 +24,8 @@ from distflow.models.lora import add_lora
 from tests.tiny_models import write_tiny_model
 
 DOCS = Path(__file__).parents[3] / "docs/devices.md"
-MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
 
 
 def test_the_docs_list_every_check() -> None:
@@ -62,7 +63,9 @@ def test_a_build_without_kernels_for_the_device_is_found(
 
 
 def parts(folder: Path, *keys: str, preset: str = "grpo") -> dict[str, float]:
-    return resident_bytes(load_config(preset, [f"{MODEL}.path={folder}", *keys], complete=False).config)
+    return resident_bytes(
+        load_config(preset, [f"{MODEL}.path={folder}", *keys], complete=False).config
+    )
 
 
 def test_weights_gradients_and_moments_are_those_of_a_train_step(folder: Path) -> None:
@@ -70,12 +73,19 @@ def test_weights_gradients_and_moments_are_those_of_a_train_step(folder: Path) -
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits.sum().backward()
     optimizer.step()
-    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
     size = sum(p.nbytes for p in model.parameters())
     low = (f"{MODEL}.dtype=bfloat16", "actor_rollout_ref.rollout.enforce_eager=true")
     found = parts(folder, f"{ACTOR}.use_kl_loss=true", *low)
     assert found["weights"] == found["reference"] == size
-    assert found["gradients"] == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert found["gradients"] == sum(
+        p.grad.nbytes for p in model.parameters() if p.grad is not None
+    )
     assert found["optimizer"] == sum(state.nbytes for state in states)
     assert found["rollout engine"] == size / 2
     shared = parts(folder, f"{ACTOR}.use_kl_loss=false", f"{MODEL}.dtype=float32")
@@ -85,8 +95,14 @@ def test_weights_gradients_and_moments_are_those_of_a_train_step(folder: Path) -
 def test_an_adapter_and_a_critic_have_what_they_train(folder: Path) -> None:
     adapted = add_lora(load_model(folder), rank=2)
     trained = sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
-    found = parts(folder, f"{MODEL}.lora_rank=2", f"{MODEL}.dtype=float32", f"{ACTOR}.use_kl_loss=true")
-    assert found["gradients"] == trained and found["optimizer"] == 2 * trained and "reference" not in found
+    found = parts(
+        folder, f"{MODEL}.lora_rank=2", f"{MODEL}.dtype=float32", f"{ACTOR}.use_kl_loss=true"
+    )
+    assert (
+        found["gradients"] == trained
+        and found["optimizer"] == 2 * trained
+        and "reference" not in found
+    )
     assert found["weights"] == sum(p.nbytes for p in adapted.parameters())
     alone = parts(folder)
     assert parts(folder, preset="ppo")["gradients"] == 2 * alone["gradients"]
@@ -97,10 +113,16 @@ def test_shards_have_their_part(folder: Path) -> None:
     assert 4 * parts(folder, *keys)["weights"] == parts(folder)["weights"]
 
 
-def test_models_that_score_have_float32_weights_but_for_a_judge_in_a_rollout_engine(folder: Path) -> None:
+def test_models_that_score_have_float32_weights_but_for_a_judge_in_a_rollout_engine(
+    folder: Path,
+) -> None:
     model = load_model(folder)
-    size, judge = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in model.bfloat16().parameters())
-    models = f"reward_model.models={{helpful: {{path: {folder}}}, critique: {{path: {folder}, judge: true}}}}"
+    size = sum(p.nbytes for p in model.parameters())
+    judge = sum(p.nbytes for p in model.bfloat16().parameters())
+    models = (
+        f"reward_model.models={{helpful: {{path: {folder}}}, critique: {{path: {folder}, judge: "
+        f"true}}}}"
+    )
     keys = (models, f"{MODEL}.dtype=bfloat16")
     assert parts(folder, *keys)["reward models"] == size + judge
     sharded = parts(folder, *keys, f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=4")
@@ -108,10 +130,18 @@ def test_models_that_score_have_float32_weights_but_for_a_judge_in_a_rollout_eng
 
 
 def test_a_plan_counts_the_same(folder: Path) -> None:
-    models = f"reward_model.models={{helpful: {{path: {folder}}}, critique: {{path: {folder}, judge: true}}}}"
+    models = (
+        f"reward_model.models={{helpful: {{path: {folder}}}, critique: {{path: {folder}, judge: "
+        f"true}}}}"
+    )
     keys = (models, f"{MODEL}.dtype=bfloat16", f"{ACTOR}.use_kl_loss=true")
     (worker,) = RunPlanner("grpo", [f"{MODEL}.path={folder}", *keys], "h100").run.workers
-    named = {"ref": "reference", "rollout": "rollout engine", "helpful": "reward models", "critique": "reward models"}
+    named = {
+        "ref": "reference",
+        "rollout": "rollout engine",
+        "helpful": "reward models",
+        "critique": "reward models",
+    }
     planned = Counter[str]()
     for item in worker.items:
         if item.what in ("weights", "gradients", "optimizer"):
@@ -123,5 +153,9 @@ def test_keys_and_values_are_those_of_a_cache(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     cache = DynamicCache(config=model.config)
     model(input_ids=torch.ones(1, 9, dtype=torch.int64), past_key_values=cache)
-    config = load_config("grpo", [f"{MODEL}.path={folder}", f"{MODEL}.dtype=float32"], complete=False).config
-    assert 9 * kv_bytes_of_token(config) == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    config = load_config(
+        "grpo", [f"{MODEL}.path={folder}", f"{MODEL}.dtype=float32"], complete=False
+    ).config
+    assert 9 * kv_bytes_of_token(config) == sum(
+        layer.keys.nbytes + layer.values.nbytes for layer in cache.layers
+    )

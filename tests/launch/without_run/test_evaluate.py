@@ -18,13 +18,19 @@ PLACED = (
 
 
 @pytest.mark.parametrize("keys", one_fast_in(2, PLACED))
-def test_parts_of_several_workers_are_evaluated_as_in_one(tmp_path: Path, keys: tuple[str, ...]) -> None:
+def test_parts_of_several_workers_are_evaluated_as_in_one(
+    tmp_path: Path, keys: tuple[str, ...]
+) -> None:
     check_same_responses(tmp_path, keys)
 
 
 def test_models_of_the_training_loop_are_not_loaded(tmp_path: Path) -> None:
-    """Not even a judge in shards, which one process could not load: validation has no scores of these models."""
-    judge = f"{{path: {write_tiny_judge(tmp_path / 'judge')}, judge: true, answer_tokens: 4, sharded: true}}"
+    """Not even a judge in shards, which one process could not load: validation has no scores of
+    these models."""
+    judge = (
+        f"{{path: {write_tiny_judge(tmp_path / 'judge')}, judge: true, answer_tokens: 4, sharded: "
+        f"true}}"
+    )
     models = f"reward_model.models={{critique: {judge}}}"
     check_same_responses(tmp_path, (*RAY, "actor_rollout_ref.actor.strategy=fsdp", models))
 
@@ -33,7 +39,12 @@ def check_same_responses(tmp_path: Path, keys: tuple[str, ...]) -> None:
     """Those with the keys are those without."""
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 14)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["eval", "examples/tiny.yaml", f"data.val_files={tmp_path}/rows.jsonl", "trainer.device=cpu"]
+    command = [
+        "eval",
+        "examples/tiny.yaml",
+        f"data.val_files={tmp_path}/rows.jsonl",
+        "trainer.device=cpu",
+    ]
     given = []
     for name, more in (("one", ()), ("several", keys)):
         assert main([*command, *more, f"--to={tmp_path}/{name}"]) == 0

@@ -1,4 +1,5 @@
-"""Native code is compiled once for a machine, where nobody else can write; without it torch decodes, and says so."""
+"""Native code is compiled once for a machine, where nobody else can write; without it torch
+decodes, and says so."""
 
 import os
 import platform
@@ -26,7 +27,8 @@ from tests.models.cpu_kernels.test_decode_step import (
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of its own, and code that takes a second to compile: which instructions it has hangs on other flags."""
+    """A cache of its own, and code that takes a second to compile: which instructions it has hangs
+    on other flags."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build.FLAGS))
     build.outcome.cache_clear()
@@ -38,7 +40,9 @@ def made(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
 
 
-compiles = pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
+compiles = pytest.mark.skipif(
+    not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)"
+)
 
 
 @compiles
@@ -85,8 +89,12 @@ def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -
         assert view.why_not_native is None
         assert far(decoded(view, ids, starts), expected) <= 3 * by_torch + 1e-6
         trained = packed_by_autocast(model, ids, starts)
-        rounded = decoded(DecoderView(model, native=True, compute_dtype=torch.bfloat16), ids, starts)
-        assert (rounded - trained).abs().mean() < all_in_bfloat16_differs_by(model, trained, ids, starts) / 20
+        rounded = decoded(
+            DecoderView(model, native=True, compute_dtype=torch.bfloat16), ids, starts
+        )
+        assert (rounded - trained).abs().mean() < all_in_bfloat16_differs_by(
+            model, trained, ids, starts
+        ) / 20
 
 
 def a_compiler(folder: Path, script: str) -> str:
@@ -113,7 +121,10 @@ def test_without_a_compiler_torch_decodes_and_says_so(
     ("script", "said"),
     [
         ("echo 'cc: no such flag' >&2; exit 1", "failed: cc: no such flag"),
-        ('[ "$1" = --version ] && exit; while [ "$1" != -o ]; do shift; done; echo junk > "$2"', "cannot be loaded"),
+        (
+            '[ "$1" = --version ] && exit; while [ "$1" != -o ]; do shift; done; echo junk > "$2"',
+            "cannot be loaded",
+        ),
     ],
 )
 def test_a_compiler_that_cannot(

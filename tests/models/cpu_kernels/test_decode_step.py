@@ -15,11 +15,16 @@ from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.packed_forward import attach_packed_forward, choose_attention
 from tests.models.test_cached_decoder import make as make_model
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
+pytestmark = pytest.mark.skipif(
+    not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)"
+)
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "biased, tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "biased, tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "one kv head": ("llama", {"num_key_value_heads": 1}),
     "no grouping": ("llama", {"num_key_value_heads": 4}),
     "nothing a whole vector": (
@@ -52,9 +57,13 @@ def native_view(model: Any) -> DecoderView:
 
 @torch.inference_mode()
 def decoded(view: DecoderView, ids: list[list[int]], starts: list[int], extent: int = 64) -> Tensor:
-    """Logits `(rows, steps, vocab)` of the tokens from `starts` on, decoded one by one in a common batch."""
+    """Logits `(rows, steps, vocab)` of the tokens from `starts` on, decoded one by one in a common
+    batch."""
     kv = view.prefill([tuple(row[:start]) for row, start in zip(ids, starts, strict=True)])
-    keys, values = (nn.functional.pad(memory, (0, 0, 0, extent - memory.shape[-2])) for memory in (kv.keys, kv.values))
+    keys, values = (
+        nn.functional.pad(memory, (0, 0, 0, extent - memory.shape[-2]))
+        for memory in (kv.keys, kv.values)
+    )
     logits = []
     for step in range(min(len(row) - start for row, start in zip(ids, starts, strict=True))):
         tokens = torch.tensor([row[start + step] for row, start in zip(ids, starts, strict=True)])
@@ -66,7 +75,9 @@ def decoded(view: DecoderView, ids: list[list[int]], starts: list[int], extent: 
 def some_rows(count: int, longest: int = 30, steps: int = 6) -> tuple[list[list[int]], list[int]]:
     generator = torch.Generator().manual_seed(count)
     starts = [1 + (7 * row) % longest for row in range(count)]
-    return [torch.randint(3, 90, (start + steps,), generator=generator).tolist() for start in starts], starts
+    return [
+        torch.randint(3, 90, (start + steps,), generator=generator).tolist() for start in starts
+    ], starts
 
 
 def exact(model: Any, ids: list[list[int]], starts: list[int], steps: int = 6) -> Tensor:
@@ -85,7 +96,8 @@ def far(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
 
 
-@pytest.mark.parametrize("count", [1, 2, 13, 61])  # few are shared by columns, many by rows, with tiles of every size
+# few are shared by columns, many by rows, with tiles of every size
+@pytest.mark.parametrize("count", [1, 2, 13, 61])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_as_near_to_float64_as_torch(variant: str, count: int) -> None:
     family, changes = VARIANTS[variant]
@@ -99,7 +111,8 @@ def test_it_is_as_near_to_float64_as_torch(variant: str, count: int) -> None:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool) -> None:
-    """Most logits are the trainer's, bit for bit; of a model all in bfloat16 a seventh, and those by chance.
+    """Most logits are the trainer's, bit for bit; of a model all in bfloat16 a seventh, and those
+    by chance.
 
     How many depends on the order in which the processor sums a product: 89 to 100 % were seen.
     """
@@ -117,8 +130,11 @@ def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bfloat16_weights_with_a_residual_stream_in_float32_are_nearer_to_the_trainer(variant: str) -> None:
-    """As the engine has them on a device; keys and values are rounded too. A checkpoint's weights have 16 bits."""
+def test_bfloat16_weights_with_a_residual_stream_in_float32_are_nearer_to_the_trainer(
+    variant: str,
+) -> None:
+    """As the engine has them on a device; keys and values are rounded too. A checkpoint's weights
+    have 16 bits."""
     family, changes = VARIANTS[variant]
     model = make(family, **changes)
     for weight in model.requires_grad_(False).parameters():
@@ -128,25 +144,34 @@ def test_bfloat16_weights_with_a_residual_stream_in_float32_are_nearer_to_the_tr
     sixteen = copy.deepcopy(model)
     sixteen_bits(sixteen)
     ours = decoded(DecoderView(sixteen, compute_dtype=torch.bfloat16), ids, starts)
-    assert (ours - trained).abs().mean() < 0.8 * all_in_bfloat16_differs_by(model, trained, ids, starts)
+    assert (ours - trained).abs().mean() < 0.8 * all_in_bfloat16_differs_by(
+        model, trained, ids, starts
+    )
 
 
-def all_in_bfloat16_differs_by(model: Any, trained: Tensor, ids: list[list[int]], starts: list[int]) -> Tensor:
-    """Mean distance of the logits from the trainer's, where weights and all that is computed have sixteen bits."""
+def all_in_bfloat16_differs_by(
+    model: Any, trained: Tensor, ids: list[list[int]], starts: list[int]
+) -> Tensor:
+    """Mean distance of the logits from the trainer's, where weights and all that is computed have
+    sixteen bits."""
     sixteen = copy.deepcopy(model)
     sixteen_bits(sixteen)
     return (decoded(DecoderView(sixteen), ids, starts) - trained).abs().mean()
 
 
 @torch.inference_mode()
-def packed_by_autocast(model: Any, ids: list[list[int]], starts: list[int], steps: int = 6) -> Tensor:
+def packed_by_autocast(
+    model: Any, ids: list[list[int]], starts: list[int], steps: int = 6
+) -> Tensor:
     """What `decoded` gives, by the trainer's way through the model."""
     trained = copy.deepcopy(model)
     attach_packed_forward(trained)
     choose_attention(trained)
     lengths = torch.tensor([len(row) for row in ids])
     with torch.autocast("cpu", torch.bfloat16):
-        logits = trained.packed_logits(torch.tensor([token for row in ids for token in row]), lengths).float()
+        logits = trained.packed_logits(
+            torch.tensor([token for row in ids for token in row]), lengths
+        ).float()
     rows = zip(logits.split(lengths.tolist()), starts, strict=True)
     return torch.stack([row[start : start + steps] for row, start in rows])
 
@@ -170,14 +195,22 @@ def test_a_row_does_not_depend_on_its_batch(compute_dtype: torch.dtype | None) -
         torch.set_num_threads(threads)
 
 
-def decoded_after(view: DecoderView, ids: list[list[int]], starts: list[int], rows: slice) -> Tensor:
+def decoded_after(
+    view: DecoderView, ids: list[list[int]], starts: list[int], rows: slice
+) -> Tensor:
     """Some of the rows alone, over the prompts of all."""
     kv = view.prefill([tuple(row[:start]) for row, start in zip(ids, starts, strict=True)])
-    keys, values = (nn.functional.pad(memory[:, rows], (0, 0, 0, 20)) for memory in (kv.keys, kv.values))
+    keys, values = (
+        nn.functional.pad(memory[:, rows], (0, 0, 0, 20)) for memory in (kv.keys, kv.values)
+    )
     logits = []
     for step in range(6):
-        tokens = torch.tensor([row[start + step] for row, start in zip(ids[rows], starts[rows], strict=True)])
-        logits.append(view.logits(view.decode(tokens, torch.tensor(starts[rows]) + step, keys, values)))
+        tokens = torch.tensor(
+            [row[start + step] for row, start in zip(ids[rows], starts[rows], strict=True)]
+        )
+        logits.append(
+            view.logits(view.decode(tokens, torch.tensor(starts[rows]) + step, keys, values))
+        )
     return torch.stack(logits, dim=1)
 
 
@@ -186,11 +219,18 @@ def test_the_rest_of_a_prompt_is_its_tokens_one_by_one(compute_dtype: torch.dtyp
     """Bit for bit, whatever shares the forward, and however many threads compute it."""
     view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
     ids, starts = some_rows(61, steps=7)  # blocks of rows begin within a sequence
-    one_by_one, ends = decoded(view, ids, starts), torch.arange(61) % 7
-    prompts = [tuple(row[: start + end + 1]) for row, start, end in zip(ids, starts, ends.tolist(), strict=True)]
+    one_by_one = decoded(view, ids, starts)
+    ends = torch.arange(61) % 7
+    prompts = [
+        tuple(row[: start + end + 1])
+        for row, start, end in zip(ids, starts, ends.tolist(), strict=True)
+    ]
     with torch.inference_mode():
         kv = view.prefill([tuple(row[:start]) for row, start in zip(ids, starts, strict=True)])
-    prefixes = [(kv.keys[:, row, :, :start], kv.values[:, row, :, :start]) for row, start in enumerate(starts)]
+    prefixes = [
+        (kv.keys[:, row, :, :start], kv.values[:, row, :, :start])
+        for row, start in enumerate(starts)
+    ]
     threads = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 5):
@@ -211,8 +251,11 @@ def test_the_memory_may_be_a_window_of_a_larger_one() -> None:
         keys, values = (memory[:, 2:7, :, :33] for memory in wide)
         before = [memory.clone() for memory in wide]
         apart = [memory.clone() for memory in (keys, values)]
-        tokens, positions = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 32, 5, 5, 17])
-        assert torch.equal(view.decode(tokens, positions, keys, values), view.decode(tokens, positions, *apart))
+        tokens = torch.tensor([5, 6, 7, 8, 9])
+        positions = torch.tensor([0, 32, 5, 5, 17])
+        assert torch.equal(
+            view.decode(tokens, positions, keys, values), view.decode(tokens, positions, *apart)
+        )
         for memory, was in zip(wide, before, strict=True):
             written = torch.zeros(9, 40, dtype=torch.bool)
             written[torch.arange(2, 7), positions] = True
@@ -235,10 +278,14 @@ def test_scores_and_gates_far_from_zero(size: float) -> None:
     assert far(decoded(native_view(model), ids, starts), expected) <= 3 * by_torch + 1e-4
 
 
-@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "lm_head"])
+@pytest.mark.parametrize(
+    "name", ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "lm_head"]
+)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_what_is_not_finite_comes_out_as_such(name: str, number: float, compute_dtype: torch.dtype | None) -> None:
+def test_what_is_not_finite_comes_out_as_such(
+    name: str, number: float, compute_dtype: torch.dtype | None
+) -> None:
     model = make()
     view = DecoderView(model, native=True, compute_dtype=compute_dtype)
     with torch.no_grad():
@@ -247,13 +294,19 @@ def test_what_is_not_finite_comes_out_as_such(name: str, number: float, compute_
 
 
 @pytest.mark.parametrize(
-    ("token", "position", "error"), [(98, 3, None), (99, 3, IndexError), (-1, 3, IndexError), (5, 8, IndexError)]
+    ("token", "position", "error"),
+    [(98, 3, None), (99, 3, IndexError), (-1, 3, IndexError), (5, 8, IndexError)],
 )
-def test_what_lies_outside_is_refused(token: int, position: int, error: type[Exception] | None) -> None:
+def test_what_lies_outside_is_refused(
+    token: int, position: int, error: type[Exception] | None
+) -> None:
     view = native_view(make(vocab_size=99))
-    keys, values = torch.zeros(2, 1, 2, 8, 8), torch.zeros(2, 1, 2, 8, 8)
+    keys = torch.zeros(2, 1, 2, 8, 8)
+    values = torch.zeros(2, 1, 2, 8, 8)
     if error is None:
-        assert torch.isfinite(view.decode(torch.tensor([token]), torch.tensor([position]), keys, values)).all()
+        assert torch.isfinite(
+            view.decode(torch.tensor([token]), torch.tensor([position]), keys, values)
+        ).all()
         return
     with pytest.raises(error, match="not below 99, or a position not below 8"):
         view.decode(torch.tensor([token]), torch.tensor([position]), keys, values)
@@ -280,7 +333,9 @@ def test_memory_of_another_type_is_refused(compute_dtype: torch.dtype | None) ->
 
 def test_values_in_bfloat16_are_what_the_projection_makes() -> None:
     model = make()
-    native, by_torch = (DecoderView(model, native=each, compute_dtype=torch.bfloat16) for each in (True, False))
+    native, by_torch = (
+        DecoderView(model, native=each, compute_dtype=torch.bfloat16) for each in (True, False)
+    )
     small, large = (view.prefill([(1, 2, 3, 4), (5, 6)]).values for view in (native, by_torch))
     assert small.dtype == torch.bfloat16 and large.dtype == torch.float32
     assert torch.equal(small.float(), large)
@@ -352,7 +407,9 @@ def another_head(model: Any) -> None:
 
 def adapters(model: Any) -> None:
     peft = pytest.importorskip("peft")
-    peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), model)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), model
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,9 +432,12 @@ def adapters(model: Any) -> None:
         (another_head, False),
     ],
 )
-def test_changes_of_the_model_are_followed(change: Callable[[Any], None], stays_native: bool) -> None:
+def test_changes_of_the_model_are_followed(
+    change: Callable[[Any], None], stays_native: bool
+) -> None:
     model = make()
-    step, view = NativeStep(model), native_view(model)
+    step = NativeStep(model)
+    view = native_view(model)
     ids, starts = some_rows(5)
     before = decoded(view, ids, starts)
     change(model)
@@ -395,7 +455,9 @@ def test_torch_goes_on_over_what_native_code_kept_in_bfloat16() -> None:
     a_hook(model)
     after = decoded(view, ids, starts)
     assert far(after, before) > 0.1
-    assert torch.equal(after, decoded(DecoderView(model, compute_dtype=torch.bfloat16), ids, starts))
+    assert torch.equal(
+        after, decoded(DecoderView(model, compute_dtype=torch.bfloat16), ids, starts)
+    )
 
 
 def test_products_in_bfloat16_follow_the_weights_in_float32() -> None:
@@ -407,10 +469,13 @@ def test_products_in_bfloat16_follow_the_weights_in_float32() -> None:
     assert far(decoded(view, ids, starts), before) > 1e-3
 
 
-@pytest.mark.parametrize("change", [laid_elsewhere, the_head, a_hook_of_the_head, another_head, sixteen_bits])
+@pytest.mark.parametrize(
+    "change", [laid_elsewhere, the_head, a_hook_of_the_head, another_head, sixteen_bits]
+)
 def test_logits_follow_the_head_alone(change: Callable[[Any], None]) -> None:
     model = make()
-    step, view = NativeStep(model), native_view(model)
+    step = NativeStep(model)
+    view = native_view(model)
     hidden = torch.randn(5, 32)
     before = view.logits(hidden)
     assert step.refresh_head()

@@ -7,20 +7,26 @@ import torch
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import draw
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
+pytestmark = pytest.mark.skipif(
+    not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)"
+)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 1000, 5000])
 def test_tokens_and_log_probs_are_those_of_float64(vocab_size: int, temperature: float) -> None:
     torch.manual_seed(vocab_size)
-    logits, uniform = torch.randn(200, vocab_size) * 3, torch.rand(200, dtype=torch.float64)
+    logits = torch.randn(200, vocab_size) * 3
+    uniform = torch.rand(200, dtype=torch.float64)
     drawn = draw(logits, temperature, uniform)
     assert drawn is not None
     tokens, log_probs = drawn
     exact = (logits / temperature).double().log_softmax(-1)
     cumulative = np.cumsum(exact.exp().numpy(), axis=-1)
-    wanted = [np.searchsorted(row / row[-1], u, side="right") for row, u in zip(cumulative, uniform, strict=True)]
+    wanted = [
+        np.searchsorted(row / row[-1], u, side="right")
+        for row, u in zip(cumulative, uniform, strict=True)
+    ]
     assert tokens.tolist() == wanted
     assert (log_probs - exact[torch.arange(200), tokens]).abs().max() < 2e-6
 
@@ -28,7 +34,8 @@ def test_tokens_and_log_probs_are_those_of_float64(vocab_size: int, temperature:
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("possible", [[0], [299], [256], [255, 256], [17, 18, 290]])
 def test_impossible_tokens_are_never_drawn(possible: list[int], uniform: float) -> None:
-    """Masked tokens at the borders of the vocabulary and of blocks, with the uniform number at its own borders."""
+    """Masked tokens at the borders of the vocabulary and of blocks, with the uniform number at its
+    own borders."""
     for impossible in (float("-inf"), -1e30, 1.25 - 100):
         logits = torch.full((1, 300), impossible)
         logits[0, possible] = 1.25
@@ -46,8 +53,10 @@ def test_log_probs_are_exact_for_unlikely_tokens() -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    logits, uniform = torch.randn(50, 700), torch.rand(50, dtype=torch.float64)
-    together, threads = draw(logits, 0.7, uniform), torch.get_num_threads()
+    logits = torch.randn(50, 700)
+    uniform = torch.rand(50, dtype=torch.float64)
+    together = draw(logits, 0.7, uniform)
+    threads = torch.get_num_threads()
     assert together is not None
     try:
         for num_threads in (1, 3):

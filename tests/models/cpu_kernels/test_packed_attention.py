@@ -1,4 +1,5 @@
-"""Native attention of packed sequences against the formula in float64, token by token, for values and gradients."""
+"""Native attention of packed sequences against the formula in float64, token by token, for values
+and gradients."""
 
 import pytest
 import torch
@@ -8,14 +9,20 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import attend
 from distflow.models.shared_prefixes_and_buckets import Sequences, Sharing, shared_prefixes
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
+pytestmark = pytest.mark.skipif(
+    not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)"
+)
 
 LENGTHS = (5, 1, 70, 24, 25, 130, 3, 48)
 
 
-def by_hand(queries: Tensor, keys: Tensor, values: Tensor, places: list[list[int]], scale: float) -> Tensor:
-    """places: of each sequence the rows of its tokens; a row that several have sees the same tokens in each."""
-    group, mixed = queries.shape[1] // keys.shape[1], {}
+def by_hand(
+    queries: Tensor, keys: Tensor, values: Tensor, places: list[list[int]], scale: float
+) -> Tensor:
+    """places: of each sequence the rows of its tokens; a row that several have sees the same tokens
+    in each."""
+    group = queries.shape[1] // keys.shape[1]
+    mixed = {}
     for rows in places:
         for count, row in enumerate(rows, start=1):
             seen = torch.tensor(rows[:count])
@@ -27,9 +34,15 @@ def by_hand(queries: Tensor, keys: Tensor, values: Tensor, places: list[list[int
 
 
 def packed(lengths: tuple[int, ...], alike: int) -> tuple[Tensor, Sharing | None]:
-    """Lengths, and what is shared where each sequence but the fourth begins with the same `alike` tokens."""
+    """Lengths, and what is shared where each sequence but the fourth begins with the same `alike`
+    tokens."""
     ids = [
-        torch.cat((torch.arange(alike) + (1000 if number == 3 else 0), torch.arange(length) + 2000 + 500 * number))
+        torch.cat(
+            (
+                torch.arange(alike) + (1000 if number == 3 else 0),
+                torch.arange(length) + 2000 + 500 * number,
+            )
+        )
         for number, length in enumerate(lengths)
     ]
     cut = [row[:length] for row, length in zip(ids, lengths, strict=True)]
@@ -43,12 +56,18 @@ def places_of(lengths: Tensor, sharing: Sharing | None) -> list[list[int]]:
 
 def inputs(rows: int, heads: int, kv_heads: int, dim: int, size: float = 1.0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [size * torch.randn(rows, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
+    return [
+        size * torch.randn(rows, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads)
+    ]
 
 
 @pytest.mark.parametrize("alike", [0, 1, 9, 40])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 3, 10), (6, 1, 80), (2, 1, 64)])
-def test_values_and_gradients_are_those_of_the_formula(heads: int, kv_heads: int, dim: int, alike: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 3, 10), (6, 1, 80), (2, 1, 64)]
+)
+def test_values_and_gradients_are_those_of_the_formula(
+    heads: int, kv_heads: int, dim: int, alike: int
+) -> None:
     lengths, sharing = packed(LENGTHS, alike)
     rows = int(lengths.sum()) if sharing is None else len(sharing.positions)
     given = [x.requires_grad_() for x in inputs(rows, heads, kv_heads, dim)]
@@ -58,8 +77,12 @@ def test_values_and_gradients_are_those_of_the_formula(heads: int, kv_heads: int
     expected = by_hand(*exact, places_of(lengths, sharing), 0.3)
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
     found = torch.autograd.grad((ours * weights).sum(), given)
-    for own, wanted in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
-        torch.testing.assert_close(own.double(), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    for own, wanted in zip(
+        found, torch.autograd.grad((expected * weights).sum(), exact), strict=True
+    ):
+        torch.testing.assert_close(
+            own.double(), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max())
+        )
 
 
 @pytest.mark.parametrize("size", [30.0, 1e-3])
@@ -89,7 +112,8 @@ def test_neither_threads_nor_neighbours_change_a_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
     rows = torch.tensor(places_of(lengths, sharing)[5])
     alone = attend(*(x[rows] for x in given), Sequences.of(lengths[5:6], None), 0.3)
-    assert torch.equal(alone[9:], found[0][0][rows[9:]])  # those before are computed with the first sequence
+    # those before are computed with the first sequence
+    assert torch.equal(alone[9:], found[0][0][rows[9:]])
 
 
 def test_tensors_that_lie_otherwise() -> None:
@@ -99,7 +123,9 @@ def test_tensors_that_lie_otherwise() -> None:
     sequences = Sequences.of(lengths, None)
     ours = attend(*turned, sequences, 0.3)
     assert torch.equal(ours, attend(*given, sequences, 0.3))
-    (one,) = torch.autograd.grad(ours.transpose(0, 1).mul(torch.arange(4.0)[:, None, None]).sum(), turned[:1])
+    (one,) = torch.autograd.grad(
+        ours.transpose(0, 1).mul(torch.arange(4.0)[:, None, None]).sum(), turned[:1]
+    )
     assert torch.isfinite(one).all() and not one[:, 0].any() and one[:, 1].any()
 
 

@@ -13,7 +13,8 @@ from distflow.rollout.engine_weights import copy_weights
 from tests.tiny_models import tiny_config
 
 needs_bf16 = pytest.mark.skipif(
-    not hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    not hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     reason="wants a processor and a build of torch with products in bfloat16",
 )
 
@@ -38,7 +39,9 @@ def test_it_computes_what_the_map_does(bias: bool, shape: tuple[int, ...]) -> No
     plain, packed = plain_and_prepacked(bias)
     assert type(packed) is PrepackedLinear
     x = torch.randn(shape, dtype=torch.bfloat16)
-    exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+    exact = nn.functional.linear(
+        x.double(), plain.weight.double(), plain.bias.double() if bias else None
+    )
     with torch.inference_mode():
         assert packed(x).shape == plain(x).shape
         assert far(packed(x), exact) < 2**-8 * float(exact.detach().abs().max()) + 1e-3
@@ -65,7 +68,9 @@ def laid_where_the_last_one_was(weight: nn.Parameter, new: Tensor) -> None:
 
 
 @needs_bf16
-@pytest.mark.parametrize("change", [copied, copied_while_inferring, laid_elsewhere, laid_where_the_last_one_was])
+@pytest.mark.parametrize(
+    "change", [copied, copied_while_inferring, laid_elsewhere, laid_where_the_last_one_was]
+)
 def test_every_change_of_the_weight_is_seen(change: Callable[[nn.Parameter, Tensor], None]) -> None:
     plain, packed = plain_and_prepacked()
     x = torch.randn(3, 48, dtype=torch.bfloat16)
@@ -102,7 +107,9 @@ def test_only_plain_maps_in_bfloat16_are_made_such() -> None:
     class Own(nn.Linear):
         pass
 
-    others = nn.Sequential(nn.Linear(8, 8), Own(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.float16))
+    others = nn.Sequential(
+        nn.Linear(8, 8), Own(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8, dtype=torch.float16)
+    )
     prepack(others)
     assert [type(map_) for map_ in others] == [nn.Linear, Own, nn.Linear]
 
@@ -117,7 +124,8 @@ def test_a_decoder_follows_the_weights_that_it_is_sent() -> None:
         config = tiny_config("qwen2", tie_word_embeddings=True)
         return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
-    model, other = made(0), made(1)
+    model = made(0)
+    other = made(1)
     prepack(model)
     view = DecoderView(model)
     before = view.logits(view.prefill([(3, 4, 5)]).hidden)

@@ -1,4 +1,5 @@
-"""Each kernel is compiled for an H100, which wants no device: the interpreter accepts what Triton does not."""
+"""Each kernel is compiled for an H100, which wants no device: the interpreter accepts what Triton
+does not."""
 
 import json
 import os
@@ -31,12 +32,20 @@ numbers |= dict.fromkeys(("cos", "sin", "sums", "parts", *wide), "*fp32") | dict
 signature = {name: numbers.get(name, low) for name in function.arg_names}
 made = compile(ASTSource(function, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
 assert len(made.asm["cubin"]) > 1000
-"""
+"""  # noqa: E501
 HEADS = {"HEADS": 14, "KV_HEADS": 2, "DIM": 64, "TILE": 16}
 ATTENTION = {"KV_HEADS": 2, "GROUP": 7, "ROWS": 16, "HEAD_DIM": 64, "PAGE": 64, "SPLIT_PAGES": 4}
 KERNELS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-    ("_add_norm", ("hidden", "total", "weight"), {"BLOCK": 1024, "HAS_DELTA": True, "WRITES": True}),
-    ("_add_norm_backward", ("outputs", "of_outputs", "of_x", "weight"), {"BLOCK": 1024, "HAS_ADDED": True}),
+    (
+        "_add_norm",
+        ("hidden", "total", "weight"),
+        {"BLOCK": 1024, "HAS_DELTA": True, "WRITES": True},
+    ),
+    (
+        "_add_norm_backward",
+        ("outputs", "of_outputs", "of_x", "weight"),
+        {"BLOCK": 1024, "HAS_ADDED": True},
+    ),
     ("_silu_mul", (), {"BLOCK": 1024}),
     ("_gate_backward", (), {"BLOCK": 1024}),
     ("_attend", (), {**ATTENTION, "IS_WHOLE": True, "PRECISION": "ieee"}),
@@ -51,10 +60,16 @@ KERNELS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("low", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("kernel, wide, constants", KERNELS, ids=lambda value: value if isinstance(value, str) else "")
-def test_it_compiles(kernel: str, wide: tuple[str, ...], constants: dict[str, Any], low: str) -> None:
+@pytest.mark.parametrize(
+    "kernel, wide, constants", KERNELS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_it_compiles(
+    kernel: str, wide: tuple[str, ...], constants: dict[str, Any], low: str
+) -> None:
     job = json.dumps([kernel, wide, low, constants])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(TRITON))))
-    done = subprocess.run([sys.executable, "-c", CODE, job], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, job], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,5 @@
-"""Situations of a run, and the advice that fits them: what the condition does not support is not said."""
+"""Situations of a run, and the advice that fits them: what the condition does not support is not
+said."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,7 +109,11 @@ SITUATIONS: dict[str, tuple[Metrics, str, tuple[str, ...], tuple[str, ...]]] = {
             "reward/frac_reward_zero_std": (0.3, *always(1.0)[1:]),
         },
         "actor_rollout_ref: {actor: {optim: {lr: 1.0}}}",
-        ("came apart at step 3", "7.08 to 0.007", "Lower the learning rate (actor_rollout_ref.actor.optim.lr, now 1)"),
+        (
+            "came apart at step 3",
+            "7.08 to 0.007",
+            "Lower the learning rate (actor_rollout_ref.actor.optim.lr, now 1)",
+        ),
         ("easier", "harder", "stops exploring", "Raise data.max_response_length"),
     ),
     "a policy that comes apart into noise": (
@@ -138,7 +143,12 @@ SITUATIONS: dict[str, tuple[Metrics, str, tuple[str, ...], tuple[str, ...]]] = {
         ("the learning rate was 0", "schedule"),
         ("Raise actor_rollout_ref.actor.optim.lr",),
     ),
-    "a learning rate of 0": ({"actor/lr": always(0.0)}, "", ("Raise actor_rollout_ref.actor.optim.lr",), ()),
+    "a learning rate of 0": (
+        {"actor/lr": always(0.0)},
+        "",
+        ("Raise actor_rollout_ref.actor.optim.lr",),
+        (),
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""What the report says: words, numbers, chosen samples and curves, each against cases worked by hand."""
+"""What the report says: words, numbers, chosen samples and curves, each against cases worked by
+hand."""
 
 import json
 import math
@@ -12,12 +13,19 @@ from distflow.observe.metrics import read_table
 from distflow.observe.report.build import MAX_BYTES, embed, report_data, served_files, write_report
 from distflow.observe.report.chart_data import choose_charts, series
 from distflow.observe.report.samples import before_and_after, cut_response, evenly
-from distflow.observe.report.summary_sentences import Accuracy, describe_learning, find_accuracy, readable_s
+from distflow.observe.report.summary_sentences import (
+    Accuracy,
+    describe_learning,
+    find_accuracy,
+    readable_s,
+)
 from distflow.observe.run_reader import MetricsRecord, Timeline
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError
 
 
-def accuracy(*points: tuple[int, float], num_problems: int | None = None, before: bool = True) -> Accuracy:
+def accuracy(
+    *points: tuple[int, float], num_problems: int | None = None, before: bool = True
+) -> Accuracy:
     return Accuracy("val_correct/all/mean", points, before, num_problems)
 
 
@@ -34,12 +42,21 @@ def rewards(*values: float) -> dict[int, dict[str, float]]:
             r"It learned: .*\(256 problems\) was 0.41 before RL",
         ),
         # 2 · sqrt((0.5 · 0.5 + 0.6 · 0.4) / 50) = 0.198: a change of 0.1 is chance.
-        (accuracy((0, 0.5), (60, 0.6), num_problems=50), "flat", r"change of \+0.10 is within .* \(±0.20\)"),
+        (
+            accuracy((0, 0.5), (60, 0.6), num_problems=50),
+            "flat",
+            r"change of \+0.10 is within .* \(±0.20\)",
+        ),
         (accuracy((0, 0.5), (60, 0.6), num_problems=5000), "good", "It learned"),
         (accuracy((0, 0.5), (60, 0.2), num_problems=256), "bad", "It got worse"),
         (accuracy((10, 0.5), (60, 0.51), before=False), "flat", "was 0.50 at step 10"),
-        (accuracy((0, 0.1), (40, 0.9), (60, 0.6), num_problems=1000), "good", "It was best at step 40 with 0.90"),
-        # One problem more of four is nothing, though shares of 0 and 1 have no variance of their own.
+        (
+            accuracy((0, 0.1), (40, 0.9), (60, 0.6), num_problems=1000),
+            "good",
+            "It was best at step 40 with 0.90",
+        ),
+        # One problem more of four is nothing, though shares of 0 and 1 have no variance of their
+        # own.
         (accuracy((0, 0.0), (60, 0.25), num_problems=4), "flat", "No clear change"),
     ],
 )
@@ -64,20 +81,29 @@ def test_whether_it_learned_by_reward_alone(values: tuple[float, ...], tone: str
 
 
 def test_whether_it_learned_by_the_loss_of_sft() -> None:
-    assert describe_learning(None, {step: {"sft/loss": 1 / (1 + step)} for step in range(20)})[0] == "good"
+    assert (
+        describe_learning(None, {step: {"sft/loss": 1 / (1 + step)} for step in range(20)})[0]
+        == "good"
+    )
 
 
 def test_one_validation_only_falls_back_to_the_reward() -> None:
-    assert describe_learning(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith("The reward rose")
+    assert describe_learning(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith(
+        "The reward rose"
+    )
 
 
 def test_accuracy_is_found_and_its_start_named_honestly() -> None:
     def record(step: int, kind: str, **values: float) -> MetricsRecord:
-        return MetricsRecord(step, 0.0, 0, kind, {f"val_correct/{k}/mean": v for k, v in values.items()})
+        return MetricsRecord(
+            step, 0.0, 0, kind, {f"val_correct/{k}/mean": v for k, v in values.items()}
+        )
 
     train = MetricsRecord(6, 0.0, 0, "train", {"x": 1.0})
     assert find_accuracy([train], 5) is None
-    found = find_accuracy([record(5, "val", all=0.5, a=0.1), train, record(7, "val", all=math.nan)], None)
+    found = find_accuracy(
+        [record(5, "val", all=0.5, a=0.1), train, record(7, "val", all=math.nan)], None
+    )
     assert found is not None and found.points == ((5, 0.5),) and found.before_training
     late = find_accuracy([train, record(6, "val", b=0.2, a=0.1)], None)
     assert late is not None and late.name == "val_correct/a/mean" and not late.before_training
@@ -86,7 +112,9 @@ def test_accuracy_is_found_and_its_start_named_honestly() -> None:
 def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     data = report_data(make_run())
     first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
-    assert first.startswith("It learned: accuracy on validation problems (20 problems) was 0.20 before RL and is 0.80")
+    assert first.startswith(
+        "It learned: accuracy on validation problems (20 problems) was 0.20 before RL and is 0.80"
+    )
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
     assert audited.startswith("No step was audited")
     assert third == "12 steps took 12.0 s: rollout 50%, train_step 25%, other 25%."
@@ -98,19 +126,34 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     assert tiles["steps"] == ("12", "in 12.0 s")
     compare = data["compare"]
     assert (compare["num_better"], compare["num_worse"], compare["num_same"]) == (12, 0, 8)
-    assert compare["examples"][0]["before"] == {"response": "answer 4 of 0", "score": 0.0, "num_responses": 1}
-    assert data["series"]["y"]["actor/grad_norm"][3] == "NaN" and data["series"]["y"]["actor/kl_loss"][5] == "Infinity"
-    assert data["series"]["y"]["actor/kl_loss"][0] is None, "no training at step 0: not measured, not 0"
+    assert compare["examples"][0]["before"] == {
+        "response": "answer 4 of 0",
+        "score": 0.0,
+        "num_responses": 1,
+    }
+    assert (
+        data["series"]["y"]["actor/grad_norm"][3] == "NaN"
+        and data["series"]["y"]["actor/kl_loss"][5] == "Infinity"
+    )
+    assert data["series"]["y"]["actor/kl_loss"][0] is None, (
+        "no training at step 0: not measured, not 0"
+    )
 
 
 def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[..., Path]) -> None:
     folder = make_run()
     page = write_report(folder).read_bytes()
-    assert page.count(b"<script") == 3 and page.count(b"</script>") == 3 and page.endswith(b"</html>\n")
+    assert (
+        page.count(b"<script") == 3
+        and page.count(b"</script>") == 3
+        and page.endswith(b"</html>\n")
+    )
     raw = re.search(rb'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert raw is not None and b"<" not in raw[1]
     assert json.loads(raw[1])["samples"]["num_groups"] == 12 * 4 + 40
-    assert not re.search(rb'(src|href)="(?!data:,|#)', page.split(b"<body>")[0] + page.split(b'id="data"')[0])
+    assert not re.search(
+        rb'(src|href)="(?!data:,|#)', page.split(b"<body>")[0] + page.split(b'id="data"')[0]
+    )
     assert "\\u003c!--" in embed("<!-- \u2028") and "\\u2028" in embed("\u2028")
     assert not list(folder.glob(".*.tmp"))
 
@@ -118,9 +161,17 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
 @pytest.mark.parametrize(
     ("ends", "saved", "words"),
     [
-        ([], False, "No end is recorded after 3 of 9 steps: it is still running, or it was killed."),
+        (
+            [],
+            False,
+            "No end is recorded after 3 of 9 steps: it is still running, or it was killed.",
+        ),
         (["finished"], True, "The reward"),
-        (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there."),
+        (
+            ["stopped"],
+            True,
+            "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there.",
+        ),
         (
             ["stopped"],
             False,
@@ -130,7 +181,9 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
         (["failed"], False, "It failed after 3 of 9 steps:"),
     ],
 )
-def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: bool, words: str) -> None:
+def test_how_a_run_ended_is_said_first(
+    tmp_path: Path, ends: list[str], saved: bool, words: str
+) -> None:
     with RunFolder(tmp_path, 0) as run:
         run.write_json("run.json", {"total_steps": 9})
         for step in (1, 2, 3):
@@ -148,7 +201,9 @@ def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: b
     assert 1 <= len(data["judgements"]) <= 3 and "audited" not in "".join(data["judgements"])
     shown = [f"{sentence['text']} {sentence['advice']}".rstrip() for sentence in data["sentences"]]
     assert data["judgements"] == shown[: len(data["judgements"])]
-    assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
+    assert data["failure"] == (
+        {"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None
+    )
     assert not data["problems"], "what it failed of is reported once"
 
 
@@ -173,8 +228,12 @@ def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_phase_has_the_same_place_among_the_colors_in_a_timeline_and_among_the_curves() -> None:
-    patterns = [pattern for chart in read_table("charts.toml")["charts"] for pattern in chart["patterns"]]
-    (of_curves,) = (pattern.removesuffix(".*") for pattern in patterns if pattern.startswith("timing_s/"))
+    patterns = [
+        pattern for chart in read_table("charts.toml")["charts"] for pattern in chart["patterns"]
+    ]
+    (of_curves,) = (
+        pattern.removesuffix(".*") for pattern in patterns if pattern.startswith("timing_s/")
+    )
     script = served_files()["timeline.js"].decode()
     assert f"/^{of_curves}/".replace("timing_s/", r"timing_s\/") in script
 
@@ -187,7 +246,13 @@ def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 1, resumed_at=4) as run:
         run.metrics(5, "train", {"reward/mean_score": 1.0})
     data = report_data(tmp_path)
-    assert data["series"]["x"] == [1, 2, 3, 4, 5] and data["series"]["y"]["reward/mean_score"] == [9, 9, 9, 9, 1]
+    assert data["series"]["x"] == [1, 2, 3, 4, 5] and data["series"]["y"]["reward/mean_score"] == [
+        9,
+        9,
+        9,
+        9,
+        1,
+    ]
     assert {group["step"] for group in data["samples"]["groups"]} == {1, 2, 3, 4}
 
 
@@ -196,13 +261,20 @@ def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: P
     with RunFolder(tmp_path, 0) as run:
         for step in range(120):
             run.metrics(step, "train", {f"m/{i}": step / 7 for i in range(330)})
-            rows = [{"uid": f"{i // 8}-{i % 8}", "prompt": "p" * 3000, "response": f"{i}" * 6000} for i in range(64)]
+            rows = [
+                {"uid": f"{i // 8}-{i % 8}", "prompt": "p" * 3000, "response": f"{i}" * 6000}
+                for i in range(64)
+            ]
             run.samples(step, [{**row, "score": 0.5} for row in rows])
     data = report_data(tmp_path)
     assert len(data["series"]["y"]) == 300 and len(data["series"]["left_out"]) == 30
     samples = data["samples"]
     steps = {group["step"] for group in samples["groups"]}
-    assert (samples["all_files"], samples["num_files"]) == (120, 40) and steps >= {0, 119} and len(steps) == 40
+    assert (
+        (samples["all_files"], samples["num_files"]) == (120, 40)
+        and steps >= {0, 119}
+        and len(steps) == 40
+    )
     assert len(samples["groups"]) < samples["num_groups"] == 40 * 8
     assert all(len(group["responses"]) == 8 for group in samples["groups"]), "groups are whole"
     assert 0.5 * MAX_BYTES < write_report(tmp_path).stat().st_size < 1.1 * MAX_BYTES
@@ -216,10 +288,13 @@ def test_thinned_curves_keep_extremes_order_and_nans() -> None:
     for step in range(0, 10_000, 1000):
         steps[step]["rare"] = float(step)
     found = series(steps, max_points=500)
-    x, flat = found["x"], found["y"]["flat"]
+    x = found["x"]
+    flat = found["y"]["flat"]
     assert found["thinned"] and len(x) <= 500 and x == sorted(x) and (x[0], x[-1]) == (0, 9999)
     assert flat.index(-100.0) < flat.index(100.0) and flat.count("NaN") == 1
-    assert [v for v in found["y"]["rare"] if v is not None] == [float(s) for s in range(0, 10_000, 1000)]
+    assert [v for v in found["y"]["rare"] if v is not None] == [
+        float(s) for s in range(0, 10_000, 1000)
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 8, 9, 1499, 1500, 1501, 3001])
@@ -231,14 +306,27 @@ def test_columns_have_one_length_whatever_the_number_of_steps(number: int) -> No
 
 
 def test_charts_take_each_metric_once_and_lose_none() -> None:
-    names = [f"val_correct/t{i}/mean" for i in range(20)] + ["reward/mean_score", "reward/std", "reward/errors", "odd"]
-    names += ["timing_s/step", "timing_s/rollout", "timing_s/eval", "actor/grad_norm", "critic/grad_norm"]
+    names = [f"val_correct/t{i}/mean" for i in range(20)] + [
+        "reward/mean_score",
+        "reward/std",
+        "reward/errors",
+        "odd",
+    ]
+    names += [
+        "timing_s/step",
+        "timing_s/rollout",
+        "timing_s/eval",
+        "actor/grad_norm",
+        "critic/grad_norm",
+    ]
     charts, others = choose_charts(names)
     shown = [name for chart in charts for name in chart["names"]]
     assert sorted(shown + others) == sorted(names)
     assert "timing_s/step" in others and "reward/std" in others
     questions = [chart["question"] for chart in charts]
-    assert len(set(questions)) == len(questions) and all(question.endswith("?") for question in questions)
+    assert len(set(questions)) == len(questions) and all(
+        question.endswith("?") for question in questions
+    )
     assert all(len(chart["names"]) <= 8 for chart in charts)
 
 
@@ -266,13 +354,26 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
             "val",
         )
         after = rows(
-            {"down": [1.0, 0.0], "up": [1.0, 1.0], "new": [1.0], "same": [0.0], "failed": [0.0], "fails": [1.0]}
+            {
+                "down": [1.0, 0.0],
+                "up": [1.0, 1.0],
+                "new": [1.0],
+                "same": [0.0],
+                "failed": [0.0],
+                "fails": [1.0],
+            }
         )
-        run.samples(9, [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after], "val")
+        run.samples(
+            9,
+            [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after],
+            "val",
+        )
     found = before_and_after(tmp_path, Timeline())
     assert found is not None
     assert [found[f"num_{how}"] for how in ("better", "worse", "same", "unscored")] == [1, 1, 1, 2]
-    assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"] and found["lengths"] == [10, 10]
+    assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"] and found[
+        "lengths"
+    ] == [10, 10]
     assert found["examples"][0]["before"]["score"] == 0.5
     (tmp_path / "samples" / "val-000009.parquet").unlink()
     assert before_and_after(tmp_path, Timeline()) is None
@@ -280,7 +381,12 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
 
 def test_long_texts_are_cut_in_the_middle() -> None:
     row = cut_response(
-        {"response": "start" + "x" * 10_000 + "end", "secret": "not shown", "versions": [-1, 3, 3, 5]}, 100
+        {
+            "response": "start" + "x" * 10_000 + "end",
+            "secret": "not shown",
+            "versions": [-1, 3, 3, 5],
+        },
+        100,
     )
     assert (
         row["response"].startswith("start")
@@ -291,7 +397,11 @@ def test_long_texts_are_cut_in_the_middle() -> None:
 
 
 def test_helpers() -> None:
-    assert evenly(range(5), 9) == [0, 1, 2, 3, 4] and evenly(range(9), 3) == [0, 4, 8] and evenly(range(9), 1) == [0]
+    assert (
+        evenly(range(5), 9) == [0, 1, 2, 3, 4]
+        and evenly(range(9), 3) == [0, 4, 8]
+        and evenly(range(9), 1) == [0]
+    )
     assert [readable_s(s) for s in (8.24, 252, 11_100)] == ["8.2 s", "4 min 12 s", "3 h 5 min"]
 
 
@@ -303,9 +413,17 @@ def test_accuracies_on_other_validation_problems_are_not_compared(tmp_path: Path
             run.event("validation_rows", "", validation_rows=rows)
             for step in steps:
                 run.metrics(step, "train", {"timing_s/step": 1.0, "reward/mean_score": 0.5})
-                run.metrics(step, "val", {"val_correct/all/mean": 0.9 if restart == 0 else 0.1 + 0.1 * (step == 15)})
+                run.metrics(
+                    step,
+                    "val",
+                    {"val_correct/all/mean": 0.9 if restart == 0 else 0.1 + 0.1 * (step == 15)},
+                )
     said = " ".join(report_data(tmp_path)["judgements"])
-    assert "got worse" not in said and "is 0.20 at step 15" in said and "before step 10 were others" in said
+    assert (
+        "got worse" not in said
+        and "is 0.20 at step 15" in said
+        and "before step 10 were others" in said
+    )
     with RunFolder(tmp_path, 2) as run:
         run.event("validation_rows", "", validation_rows="a")
         run.metrics(20, "val", {"val_correct/all/mean": 0.3})

@@ -1,4 +1,5 @@
-"""The pages of the dashboard in a real Chromium: drawn, silent, inert, followed live, and usable at 400 pixels."""
+"""The pages of the dashboard in a real Chromium: drawn, silent, inert, followed live, and usable at
+400 pixels."""
 
 import time
 from collections.abc import Iterator
@@ -32,26 +33,46 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield found
 
 
-def open_page(browser: Any, client: Client, page: str, width: int = 1280, theme: str = "light", **query: Any) -> None:
+def open_page(
+    browser: Any, client: Client, page: str, width: int = 1280, theme: str = "light", **query: Any
+) -> None:
     """Open a page and wait until its data are drawn."""
     path = "" if page == "runs" else page
     address = f"http://{client.host}/{path}?{urlencode({'token': TOKEN, **query}, doseq=True)}"
     browser.open(address, width=width, height=2500, theme=theme)
     wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
     if page == "samples":  # they are read in the background
-        wait(browser, "document.querySelector('tr.sample') && document.body?.getAttribute('aria-busy') === 'false'")
+        wait(
+            browser,
+            (
+                "document.querySelector('tr.sample') && document.body?.getAttribute('aria-busy') "
+                "=== 'false'"
+            ),
+        )
 
 
 def wait(browser: Any, condition: str) -> None:
     deadline = time.monotonic() + 60
     while not browser.script(condition):
-        assert time.monotonic() < deadline, (condition, browser.script("document.body.innerText"), browser.complaints())
+        assert time.monotonic() < deadline, (
+            condition,
+            browser.script("document.body.innerText"),
+            browser.complaints(),
+        )
         time.sleep(0.05)
 
 
 RUNS = {"": [], "one": "asynchronous", "several": ["tiny", "asynchronous"]}
-MORE = {"sample": {"run": "tiny", "uid": "203-1", "step": 2}, "samples": {"run": "tiny"}, "step": {"step": 5}}
-MORE["sql"] = {"query": "select step, value from metrics where key = 'actor/entropy' and run = 'tiny' order by 1"}
+MORE = {
+    "sample": {"run": "tiny", "uid": "203-1", "step": 2},
+    "samples": {"run": "tiny"},
+    "step": {"step": 5},
+}
+MORE["sql"] = {
+    "query": (
+        "select step, value from metrics where key = 'actor/entropy' and run = 'tiny' order by 1"
+    )
+}
 
 
 def query_of(page: Any) -> dict[str, Any]:
@@ -80,7 +101,9 @@ def test_every_page_is_drawn_silent_and_within_the_window(
     assert len(browser.script("document.querySelector('main').innerText")) > 40
 
 
-def test_the_charts_of_the_overview_are_drawn_and_go_along_hours(browser: Any, client: Client) -> None:
+def test_the_charts_of_the_overview_are_drawn_and_go_along_hours(
+    browser: Any, client: Client
+) -> None:
     open_page(browser, client, "overview", run="tiny")
     x, y, width, height = browser.script(
         "(() => { const b = document.querySelector('#charts .plot').getBoundingClientRect();"
@@ -93,7 +116,9 @@ def test_the_charts_of_the_overview_are_drawn_and_go_along_hours(browser: Any, c
     assert browser.script("charts[0].columns.x.length === charts[0].columns.steps.length")
     assert browser.script("charts[0].columns.x.at(-1) < 1"), "hours, not steps"
     open_page(browser, client, "overview", run="tiny", axis="hours", smoothing="0.9")
-    assert browser.script("[document.getElementById('axis').value, document.getElementById('smoothing').value]") == [
+    assert browser.script(
+        "[document.getElementById('axis').value, document.getElementById('smoothing').value]"
+    ) == [
         "hours",
         "0.9",
     ]
@@ -102,7 +127,9 @@ def test_the_charts_of_the_overview_are_drawn_and_go_along_hours(browser: Any, c
 def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
         for step in range(1, 9):
-            run.metrics(step, "train", {"reward/mean_score": step / 10, "timing_s/step": 1.0 + step / 10})
+            run.metrics(
+                step, "train", {"reward/mean_score": step / 10, "timing_s/step": 1.0 + step / 10}
+            )
         open_page(browser, client, "overview", run="run")
         assert browser.script("charts[0].columns.x.at(-1)") == 8
         browser.script("charts[0].plot.setScale('x', { min: 2, max: 5 })")
@@ -110,7 +137,10 @@ def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_pa
         run.metrics(9, "train", {"reward/mean_score": 0.9, "timing_s/step": 1.9})
         wait(browser, "charts[0].columns.x.at(-1) === 9")
         assert browser.script("document.documentElement.dataset.same") == "1"
-        assert browser.script("[charts[0].plot.scales.x.min, charts[0].plot.scales.x.max]") == [2, 5]
+        assert browser.script("[charts[0].plot.scales.x.min, charts[0].plot.scales.x.max]") == [
+            2,
+            5,
+        ]
         assert browser.complaints() == []
 
 
@@ -123,24 +153,37 @@ def test_the_zoom_and_a_logarithmic_scale_are_in_the_address_and_come_back_with_
     wait(browser, "location.search.includes('zoom=3+to+7')")
     chosen = "[...new Set(charts.map(({ plot }) => `${plot.scales.x.min} ${plot.scales.x.max}`))]"
     open_page(browser, client, "overview", run="tiny", zoom="3 to 7", scale="log")
-    assert browser.script(chosen) == ["3 7"] and browser.script("location.search.includes('zoom=3+to+7')")
-    kinds = "charts.map(({ plot, spec }) => `${spec.kind} ${plot.scales.y.distr} ${plot.scales.y.min > 0}`)"
+    assert browser.script(chosen) == ["3 7"] and browser.script(
+        "location.search.includes('zoom=3+to+7')"
+    )
+    kinds = (
+        "charts.map(({ plot, spec }) => `${spec.kind} ${plot.scales.y.distr} ${plot.scales.y.min > "
+        "0}`)"
+    )
     assert {*browser.script(kinds)} == {"line 3 true", "stack 1 false"}
-    at = "(() => { const b = charts[0].plotPlace.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
+    at = (
+        "(() => { const b = charts[0].plotPlace.getBoundingClientRect(); return [b.x, b.y, "
+        "b.width, b.height]; })()"
+    )
     x, y, width, height = browser.script(at)
     assert count(picture(browser, {"x": x, "y": y, "width": width, "height": height}), BLUE) > 60
     assert browser.complaints() == []
-    browser.script("charts[0].plot.over.dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))")
+    browser.script(
+        "charts[0].plot.over.dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))"
+    )
     wait(browser, "!location.search.includes('zoom')")
     browser.script("document.getElementById('scale').value = ''")
     browser.script("document.getElementById('scale').dispatchEvent(new Event('change'))")
-    assert browser.script("charts[0].plot.scales.y.distr") == 1 and "scale" not in browser.script("location.search")
+    assert browser.script("charts[0].plot.scales.y.distr") == 1 and "scale" not in browser.script(
+        "location.search"
+    )
 
 
 def test_filters_are_in_the_address_and_come_back_with_it(browser: Any, client: Client) -> None:
     open_page(browser, client, "samples", run="tiny")
     browser.script(
-        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the ANSWER is 13';"
+        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the "
+        "ANSWER is 13';"
         " f.elements.step.value = 'train 3'; f.dispatchEvent(new Event('input')); })()"
     )
     wait(browser, "document.querySelector('.count').textContent === '1 to 1 of 1'")
@@ -153,8 +196,10 @@ def test_filters_are_in_the_address_and_come_back_with_it(browser: Any, client: 
     assert "the answer is 13" in browser.script("document.querySelector('tr.more').textContent")
     assert browser.script("document.querySelector('tr.more a').textContent") == "303-0"
     browser.script(
-        "(() => { const box = document.querySelector('.filters').elements.where; box.value = 'score > 7';"
-        " box.dispatchEvent(new Event('input', { bubbles: true })); box.dispatchEvent(new Event('change')); })()"
+        "(() => { const box = document.querySelector('.filters').elements.where; box.value = "
+        "'score > 7';"
+        " box.dispatchEvent(new Event('input', { bubbles: true })); box.dispatchEvent(new "
+        "Event('change')); })()"
     )
     wait(browser, "document.querySelector('.count').textContent === 'No group fits these filters.'")
     assert "where=score+%3E+7" in browser.script("location.search")
@@ -172,14 +217,24 @@ def test_pages_rows_and_the_search_are_reached_by_keys(browser: Any, client: Cli
     browser.script("document.activeElement.blur()")
     press(browser, "g")
     press(browser, "o")
-    wait(browser, "location.pathname === '/overview' && document.body?.getAttribute('aria-busy') === 'false'")
+    wait(
+        browser,
+        "location.pathname === '/overview' && document.body?.getAttribute('aria-busy') === 'false'",
+    )
     assert "run=tiny" in browser.script("location.search")
 
 
 def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) -> None:
     bait = "<script>document.documentElement.dataset.hacked"
-    pages: tuple[tuple[str, dict[str, Any]], ...] = (("samples", {}), ("overview", {}), ("time", {}))
-    pages += (("sample", {"uid": "200-0", "step": 2}), ("sql", {"query": "select response, reward_parts from samples"}))
+    pages: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("samples", {}),
+        ("overview", {}),
+        ("time", {}),
+    )
+    pages += (
+        ("sample", {"uid": "200-0", "step": 2}),
+        ("sql", {"query": "select response, reward_parts from samples"}),
+    )
     for page, query in pages:
         open_page(browser, client, page, run="tiny", **query)
         browser.script(
@@ -189,8 +244,13 @@ def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) ->
         wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
         assert bait in browser.script("document.querySelector('main').textContent"), page
         assert browser.script("document.documentElement.dataset.hacked") is None
-        assert browser.script("document.querySelectorAll('main img, main script, main link').length") == 0
-        assert all(url.startswith((f"http://{client.host}/", "data:")) for url in browser.requests())
+        assert (
+            browser.script("document.querySelectorAll('main img, main script, main link').length")
+            == 0
+        )
+        assert all(
+            url.startswith((f"http://{client.host}/", "data:")) for url in browser.requests()
+        )
         assert browser.complaints() == []
 
 
@@ -204,21 +264,39 @@ def test_a_server_that_ended_is_named(browser: Any, tmp_path: Path) -> None:
 
 def test_chosen_runs_are_compared(browser: Any, client: Client) -> None:
     open_page(browser, client, "runs")
-    browser.script("document.querySelectorAll('input[type=checkbox]').forEach((box) => box.click())")
-    browser.script("[...document.querySelectorAll('a.button')].find((a) => a.textContent === 'compare 2').click()")
-    wait(browser, "location.pathname === '/compare' && document.querySelector('#own table') !== null")
+    browser.script(
+        "document.querySelectorAll('input[type=checkbox]').forEach((box) => box.click())"
+    )
+    browser.script(
+        "[...document.querySelectorAll('a.button')].find((a) => a.textContent === 'compare "
+        "2').click()"
+    )
+    wait(
+        browser, "location.pathname === '/compare' && document.querySelector('#own table') !== null"
+    )
     text = browser.script("document.querySelector('#own').textContent")
     assert "First difference" in text and browser.complaints() == []
 
 
-def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_them(browser: Any, tmp_path: Path) -> None:
+def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_them(
+    browser: Any, tmp_path: Path
+) -> None:
     batch = Batch(torch.tensor([1]), torch.tensor([len(HOSTILE)]))
-    batch["uid"], batch["group_index"], batch["agent"], batch["forks"] = ["0-0"], torch.tensor([0]), ["policy"], [[]]
+    batch["uid"] = ["0-0"]
+    batch["group_index"] = torch.tensor([0])
+    batch["agent"] = ["policy"]
+    batch["forks"] = [[]]
     batch["response_ids"] = torch.arange(len(HOSTILE))[None]
     batch["response_mask"] = torch.tensor([[1.0] * (len(HOSTILE) - 2) + [0.0] * 2])
     batch["rollout_log_probs"] = -torch.arange(len(HOSTILE))[None].float()
     batch["owners"] = [[["policy", len(HOSTILE) - 2], ["tool", 2]]]
-    row = {"uid": "0-0", "prompt": "which?", "response": "r", "score": 1.0, "images": ["data/images/a.png"]}
+    row = {
+        "uid": "0-0",
+        "prompt": "which?",
+        "response": "r",
+        "score": 1.0,
+        "images": ["data/images/a.png"],
+    }
     with RunFolder(tmp_path / "run", 0) as run:
         run.samples(1, [row])
     keep_groups(tmp_path / "run", 1, batch)
@@ -229,18 +307,30 @@ def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_the
         open_page(browser, client, "sample", run="run", uid="0-0", step=1)
         spans = "[...document.querySelectorAll('.tokens > span')]"
         texts = browser.script(f"{spans}.map((span) => span.textContent)")
-        assert texts[0] == HOSTILE[0] and texts[6] == HOSTILE[6] and "U+001B" in texts[4] and texts[9] == "9 "
+        assert (
+            texts[0] == HOSTILE[0]
+            and texts[6] == HOSTILE[6]
+            and "U+001B" in texts[4]
+            and texts[9] == "9 "
+        )
         colors = f"{spans}.map((span) => span.style.getPropertyValue('--c'))"
         by_log_prob = browser.script(colors)
-        assert len({*by_log_prob[:-2]}) == len(HOSTILE) - 2 and {*by_log_prob[-2:]} == {"var(--wait)"}
+        assert len({*by_log_prob[:-2]}) == len(HOSTILE) - 2 and {*by_log_prob[-2:]} == {
+            "var(--wait)"
+        }
         browser.script("document.querySelector('.filters select').value = 'owner'")
-        browser.script("document.querySelector('.filters select').dispatchEvent(new Event('change'))")
+        browser.script(
+            "document.querySelector('.filters select').dispatchEvent(new Event('change'))"
+        )
         assert browser.script(colors) == ["var(--c0)"] * (len(HOSTILE) - 2) + ["var(--c1)"] * 2
         assert browser.script("document.querySelector('.legend').textContent") == "policytool"
         assert "tokens=owner" in browser.script("location.search")
         wait(browser, "document.querySelector('.images img').naturalWidth === 28")
         assert browser.script("document.documentElement.dataset.hacked") is None
-        assert browser.script("document.documentElement.scrollWidth") <= 1280 and browser.complaints() == []
+        assert (
+            browser.script("document.documentElement.scrollWidth") <= 1280
+            and browser.complaints() == []
+        )
 
 
 def test_the_ready_queries_are_answered(browser: Any, client: Client) -> None:
@@ -251,9 +341,17 @@ def test_the_ready_queries_are_answered(browser: Any, client: Client) -> None:
         browser.script(f"document.querySelectorAll('.choices button')[{place}].click()")
         wait(browser, "document.body?.getAttribute('aria-busy') === 'false'")
         assert browser.script("document.getElementById('said').textContent") == "", name
-        rows[name] = int(browser.script("document.querySelector('#own .count').textContent").split()[0])
-    assert rows["the reward"] == rows["why did the reward fall? by step"] == 12 and rows["where does the time go?"] > 0
-    assert rows["is the rollout on the new weights?"] == 12 and rows["why did the reward fall? what moved with it"] > 3
+        rows[name] = int(
+            browser.script("document.querySelector('#own .count').textContent").split()[0]
+        )
+    assert (
+        rows["the reward"] == rows["why did the reward fall? by step"] == 12
+        and rows["where does the time go?"] > 0
+    )
+    assert (
+        rows["is the rollout on the new weights?"] == 12
+        and rows["why did the reward fall? what moved with it"] > 3
+    )
     assert browser.complaints() == []
 
 
@@ -263,8 +361,13 @@ def test_a_change_is_asked_for_on_the_page_of_times(browser: Any, tmp_path: Path
         open_page(browser, client, "time", run="run")
         browser.script("document.querySelector('input[name=change]').value = 'rewards*2'")
         browser.script("document.querySelector('form button').click()")
-        wait(browser, "document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)') !== null")
-        row = browser.script("document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)').textContent")
+        wait(
+            browser,
+            "document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)') !== null",
+        )
+        row = browser.script(
+            "document.querySelector('[aria-label=\"What if\"] tbody tr:nth-child(2)').textContent"
+        )
         assert row.startswith("rewards*2") and "-" in row and "GB" in row
         assert "change=rewards*2" in browser.script("location.search")
         browser.script("document.querySelector('input[name=change]').value = 'faster'")
@@ -276,16 +379,29 @@ def test_a_change_is_asked_for_on_the_page_of_times(browser: Any, tmp_path: Path
 def test_what_is_asked_most_is_answered_within_three_clicks(browser: Any, client: Client) -> None:
     for clicks, shown in (
         (("asynchronous", "Time"), "document.querySelector('#invoice tbody tr') !== null"),
-        (("tiny", "SQL", "why did the reward fall? by step"), "charts.length === 1 && charts[0].spec.names.length > 3"),
-        (("tiny", "SQL", "which sample made the slowest step slow?"), "document.querySelector('#own .count') !== null"),
-        (("tiny", "SQL", "is the rollout on the new weights?"), "document.querySelectorAll('tbody tr').length === 12"),
+        (
+            ("tiny", "SQL", "why did the reward fall? by step"),
+            "charts.length === 1 && charts[0].spec.names.length > 3",
+        ),
+        (
+            ("tiny", "SQL", "which sample made the slowest step slow?"),
+            "document.querySelector('#own .count') !== null",
+        ),
+        (
+            ("tiny", "SQL", "is the rollout on the new weights?"),
+            "document.querySelectorAll('tbody tr').length === 12",
+        ),
     ):
         open_page(browser, client, "runs")
         for label in clicks:
             link = (
-                f"[...document.querySelectorAll('main a, main button, nav a')].find((e) => e.textContent === '{label}')"
+                "[...document.querySelectorAll('main a, main button, nav a')].find((e) => "
+                f"e.textContent === '{label}')"
             )
-            wait(browser, f"document.body?.getAttribute('aria-busy') === 'false' && {link} !== undefined")
+            wait(
+                browser,
+                f"document.body?.getAttribute('aria-busy') === 'false' && {link} !== undefined",
+            )
             browser.script(f"void {link}.click()")
         wait(browser, shown)
         assert browser.complaints() == []

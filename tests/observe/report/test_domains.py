@@ -1,4 +1,5 @@
-"""The report of a run with several domains: whose each curve is, sums by domain, which groups of responses it holds."""
+"""The report of a run with several domains: whose each curve is, sums by domain, which groups of
+responses it holds."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def test_each_curve_says_which_domain_and_part_it_is() -> None:
         "reward/format/mean": "format",
         "reward/math/mean": "math",
     }
-    assert charts["What makes up the reward of math?"] == {"reward/math/format": "format", "reward/math/math": "math"}
+    assert charts["What makes up the reward of math?"] == {
+        "reward/math/format": "format",
+        "reward/math/math": "math",
+    }
     assert charts["In which domains does the reward rise?"] == {
         "reward/lab/calc/mean_score": "lab/calc",
         "reward/math/mean_score": "math",
@@ -54,7 +58,9 @@ def test_each_curve_says_which_domain_and_part_it_is() -> None:
     assert charts["For how many problems is one of k responses correct?"] == {
         "val_correct/math/pass@16": "math pass@16"
     }
-    assert charts["Which groups were dropped, by domain?"] == {"domains/math/dropped/all_equal": "math: all_equal"}
+    assert charts["Which groups were dropped, by domain?"] == {
+        "domains/math/dropped/all_equal": "math: all_equal"
+    }
     # What would only be the reward of the domain again is no chart.
     assert not [question for question in charts if "reward of lab/calc" in question]
     chosen, others = choose_charts(COLUMNS, domain_charts(COLUMNS))
@@ -88,8 +94,12 @@ def test_a_part_called_mean_of_all_domains_is_a_part() -> None:
 def test_the_row_of_a_domain() -> None:
     calc, math = domain_table(STEPS)
     assert (calc["name"], calc["groups"], calc["share"], calc["calls"], calc["accuracy"]) == (
-        "lab/calc", 4, 0.25, None, None,
-    )  # fmt: skip
+        "lab/calc",
+        4,
+        0.25,
+        None,
+        None,
+    )
     assert (math["groups"], math["share"], math["calls"], math["errors"], math["timeouts"]) == (
         12,
         0.75,
@@ -97,17 +107,30 @@ def test_the_row_of_a_domain() -> None:
         1,
         0,
     )
-    assert math["reward"] == pytest.approx([0.3, 1.2]) and math["accuracy"] == pytest.approx([0.1, 0.4])
-    assert (math["k"], math["best"]) == (16, pytest.approx([0.05, 0.2])) and math["dropped"] == {"all_equal": 2}
+    assert math["reward"] == pytest.approx([0.3, 1.2]) and math["accuracy"] == pytest.approx(
+        [0.1, 0.4]
+    )
+    assert (math["k"], math["best"]) == (16, pytest.approx([0.05, 0.2])) and math["dropped"] == {
+        "all_equal": 2
+    }
 
 
 def test_a_run_of_one_domain_has_no_more_than_before() -> None:
-    one = {step: {n: v for n, v in values.items() if "calc" not in n} for step, values in STEPS.items()}
+    one = {
+        step: {n: v for n, v in values.items() if "calc" not in n} for step, values in STEPS.items()
+    }
     assert domain_table(one) == [] and domain_charts({name: COLUMNS[name] for name in one[1]}) == []
 
 
 def sample(uid: str, **changes: Any) -> dict[str, Any]:
-    return {"uid": uid, "prompt": f"p{uid}", "response": "x" * 1500, "score": 0.0, "domain": "a", **changes}
+    return {
+        "uid": uid,
+        "prompt": f"p{uid}",
+        "response": "x" * 1500,
+        "score": 0.0,
+        "domain": "a",
+        **changes,
+    }
 
 
 def test_of_many_groups_each_domain_and_some_failures_are_there(tmp_path: Path) -> None:
@@ -120,9 +143,17 @@ def test_of_many_groups_each_domain_and_some_failures_are_there(tmp_path: Path) 
                 row["domain"] = "rare"
             run.samples(step, rows)
     found = thin_samples(tmp_path / "run", Timeline(), 400_000)
-    assert (found["num_groups"], found["num_responses"], found["num_files"], found["all_files"]) == (
-        4_000, 16_000, 40, 60,
-    )  # fmt: skip
+    assert (
+        found["num_groups"],
+        found["num_responses"],
+        found["num_files"],
+        found["all_files"],
+    ) == (
+        4_000,
+        16_000,
+        40,
+        60,
+    )
     responses = [response for group in found["groups"] for response in group["responses"]]
     assert {response.get("failure") for response in responses} == {None, "error", "timeout"}
     assert {group["domain"] for group in found["groups"]} == {"a", "rare"}
@@ -133,19 +164,37 @@ def test_of_many_groups_each_domain_and_some_failures_are_there(tmp_path: Path) 
 def test_what_was_said_is_told_by_part() -> None:
     row = {
         "reward_parts": {"lib/mine.py:judge": 1.0, "math": 0.0},
-        "extra": {"lib/mine.py:judge/why": "x", "math/extracted": None, "math/wanted": "7", "math/acc": 0.0},
+        "extra": {
+            "lib/mine.py:judge/why": "x",
+            "math/extracted": None,
+            "math/wanted": "7",
+            "math/acc": 0.0,
+        },
         "score": 1.0,
         "acc": 0.0,
     }
-    assert remarks(row) == {"lib/mine.py:judge": {"why": "x"}, "math": {"extracted": None, "wanted": "7"}}
-    assert in_short(row) == "math: no answer, wanted 7" and is_right(row) is False and failure(row) is None
-    assert failure({"errors": "no score within 2 s"}) == "timeout" and failure({"errors": ["judge: x"]}) == "error"
+    assert remarks(row) == {
+        "lib/mine.py:judge": {"why": "x"},
+        "math": {"extracted": None, "wanted": "7"},
+    }
+    assert (
+        in_short(row) == "math: no answer, wanted 7"
+        and is_right(row) is False
+        and failure(row) is None
+    )
+    assert (
+        failure({"errors": "no score within 2 s"}) == "timeout"
+        and failure({"errors": ["judge: x"]}) == "error"
+    )
     assert in_short({"errors": "judge:\n\x1b[2J"}) == "judge:⏎\\x1b[2J"
     case = {"case": "f(1)", "why": "it returned 2", "printed": ""}
     assert in_short({"extra": {"code/failed": [case]}}) == "code: f(1): it returned 2"
     kept = {"extra": {"ifeval/followed": {"no_comma": False, "words": True}}}
     assert in_short(kept) == "ifeval: not followed: no_comma"
-    assert in_short({"extra": "hostile", "reward_parts": 3}) == "" and is_right({"score": "NaN"}) is None
+    assert (
+        in_short({"extra": "hostile", "reward_parts": 3}) == ""
+        and is_right({"score": "NaN"}) is None
+    )
 
 
 def test_the_report_has_a_domains_table(tmp_path: Path) -> None:
@@ -154,4 +203,6 @@ def test_the_report_has_a_domains_table(tmp_path: Path) -> None:
             run.metrics(step, "train", values)
     data = report_data(tmp_path / "run")
     assert [row["name"] for row in data["domains"]] == ["lab/calc", "math"]
-    assert "In which domains does the reward rise?" in [chart["question"] for chart in data["charts"]]
+    assert "In which domains does the reward rise?" in [
+        chart["question"] for chart in data["charts"]
+    ]

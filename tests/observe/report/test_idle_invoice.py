@@ -10,7 +10,14 @@ import pytest
 from distflow.cli import main
 from distflow.observe.report.doctor import examine, read_charges
 from distflow.observe.report.doctor_run_rules import RunRecords
-from distflow.observe.report.idle_invoice import Charge, Journal, charges, invoice_json, invoice_lines, shares
+from distflow.observe.report.idle_invoice import (
+    Charge,
+    Journal,
+    charges,
+    invoice_json,
+    invoice_lines,
+    shares,
+)
 from distflow.observe.run_reader import Group
 from distflow.observe.writing.run_folder import RunFolder, Span
 
@@ -41,7 +48,9 @@ def journal(
 
 def by_cause(found: Sequence[Charge], **where: int | None) -> dict[str, float]:
     """Seconds by kind and cause."""
-    chosen = [each for each in found if all(getattr(each, name) == value for name, value in where.items())]
+    chosen = [
+        each for each in found if all(getattr(each, name) == value for name, value in where.items())
+    ]
     return {
         f"{kind}: {cause}": round(seconds, 6)
         for kind, causes in shares(chosen).items()
@@ -71,7 +80,10 @@ def one_device() -> Spans:
             wait(9.25, 19, "capacity", "training"),
         ],
         "engine": [draws(1, 4), wait(16.5, 17.5, "weights of step 1", "training")],
-        "reward": [wait(3, 5, "scores", "reward functions", 1), wait(4, 9, "scores", "reward functions", 2)],
+        "reward": [
+            wait(3, 5, "scores", "reward functions", 1),
+            wait(4, 9, "scores", "reward functions", 2),
+        ],
     }
 
 
@@ -98,7 +110,9 @@ def test_a_group_with_a_domain_names_it_and_a_dropped_one_holds_up_the_step_too(
     assert idle["idle: reward (math)"] == 1.0 and idle["idle: reward (code)"] == 4.0
 
 
-def test_a_worker_that_only_generates_waits_for_the_trainer_and_the_trainer_for_its_slowest_group() -> None:
+def test_a_worker_that_only_generates_waits_for_the_trainer_and_the_trainer_for_its_slowest_group() -> (  # noqa: E501
+    None
+):
     spans: Spans = {
         "training": [
             phase(0, 8, "rollout"),
@@ -118,7 +132,11 @@ def test_a_worker_that_only_generates_waits_for_the_trainer_and_the_trainer_for_
             wait(8, 20, "capacity", "coordinator"),
         ],
         "engine-1": [draws(0, 4), wait(17, 18, "weights of step 1", "training")],
-        "engine-2": [draws(0, 8), wait(17, 18, "weights of step 1", "training"), draws(18, 20, "eval")],
+        "engine-2": [
+            draws(0, 8),
+            wait(17, 18, "weights of step 1", "training"),
+            draws(18, 20, "eval"),
+        ],
     }
     found = charges(journal(spans, 20, groups=[Group(1, step=1), Group(2, step=1)]))
     assert by_cause(found, device=0) == {
@@ -146,9 +164,21 @@ def test_a_worker_that_only_generates_waits_for_the_trainer_and_the_trainer_for_
 
 def test_ranks_wait_for_the_one_that_computes_and_exchange_data_when_all_have_come() -> None:
     spans: Spans = {
-        "training": [phase(0, 10, "train_step"), wait(2, 9, "a collective", "other ranks"), phase(10, 11, "record")],
-        "training-1": [phase(0, 10, "train_step"), wait(8, 9, "a collective", "other ranks"), phase(10, 11, "record")],
-        "training-2": [phase(0, 5, "slow_node"), phase(5, 10, "train_step"), wait(6, 9, "a collective", "other ranks")],
+        "training": [
+            phase(0, 10, "train_step"),
+            wait(2, 9, "a collective", "other ranks"),
+            phase(10, 11, "record"),
+        ],
+        "training-1": [
+            phase(0, 10, "train_step"),
+            wait(8, 9, "a collective", "other ranks"),
+            phase(10, 11, "record"),
+        ],
+        "training-2": [
+            phase(0, 5, "slow_node"),
+            phase(5, 10, "train_step"),
+            wait(6, 9, "a collective", "other ranks"),
+        ],
     }
     found = charges(journal(spans, 11))
     assert by_cause(found, device=0) == {
@@ -161,8 +191,12 @@ def test_ranks_wait_for_the_one_that_computes_and_exchange_data_when_all_have_co
     assert sum(each.seconds for each in found) == pytest.approx(33)
 
 
-@pytest.mark.parametrize(("seconds", "kind", "cause"), [(0.4, "overhead", "wake-up"), (30.0, "idle", "stuck")])
-def test_a_cycle_of_waits_is_stuck_unless_it_ends_at_once(seconds: float, kind: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "kind", "cause"), [(0.4, "overhead", "wake-up"), (30.0, "idle", "stuck")]
+)
+def test_a_cycle_of_waits_is_stuck_unless_it_ends_at_once(
+    seconds: float, kind: str, cause: str
+) -> None:
     end = 1 + seconds
     spans: Spans = {
         "training": [phase(0, 1, "train_step"), wait(1, end, "step 2", "rollout")],
@@ -219,21 +253,29 @@ def test_the_last_tenth_of_the_groups_is_a_long_tail() -> None:
     assert by_cause(found, device=0) == {"idle: long tail": 6.0, "idle: generate": 4.0}
 
 
-def test_a_device_without_a_span_is_unknown_until_spans_come_again_and_lost_if_steps_go_on_without_it() -> None:
+def test_a_device_without_a_span_is_unknown_until_spans_come_again_and_lost_if_steps_go_on_without_it() -> (  # noqa: E501
+    None
+):
     trained = [phase(float(t), t + 1.0, "train_step") for t in range(10)]
     spans: Spans = {
         "training": trained[:4] + trained[6:],
         "training-1": trained[:2],
         "engine": [],
     }
-    found = charges(Journal(spans, (), {step: float(step) for step in range(1, 11)}, [(-1.0, 11.0)]))
+    found = charges(
+        Journal(spans, (), {step: float(step) for step in range(1, 11)}, [(-1.0, 11.0)])
+    )
     assert by_cause(found, device=0) == {
         "busy: train_step": 8.0,
         "overhead: start": 1.0,
         "overhead: end": 1.0,
         "unknown: unknown": 2.0,
     }
-    assert by_cause(found, device=1) == {"busy: train_step": 2.0, "overhead: start": 1.0, "down: no worker": 9.0}
+    assert by_cause(found, device=1) == {
+        "busy: train_step": 2.0,
+        "overhead: start": 1.0,
+        "down: no worker": 9.0,
+    }
     assert by_cause(found, step=5) == {"down: no worker": 1.0, "unknown: unknown": 1.0}
     assert by_cause(found, step=None) == {"overhead: end": 1.0, "down: no worker": 1.0}
 
@@ -242,7 +284,17 @@ def test_a_device_without_a_span_is_unknown_until_spans_come_again_and_lost_if_s
 def test_whatever_the_spans_are_each_second_is_charged_once(seed: int) -> None:
     random = Random(seed)
     kinds = ("phase", "wait", "group", "decode")
-    whats = ("step 1", "rollout", "train_step", "weights of step 2", "train", "eval", "complete", "capacity", "")
+    whats = (
+        "step 1",
+        "rollout",
+        "train_step",
+        "weights of step 2",
+        "train",
+        "eval",
+        "complete",
+        "capacity",
+        "",
+    )
     on = (
         None,
         "rollout",
@@ -259,11 +311,23 @@ def test_whatever_the_spans_are_each_second_is_charged_once(seed: int) -> None:
         start = random.uniform(0, 100)
         end = start + random.choice((0.0, 0.1, 3.0, 40.0))
         number = random.choice((None, 1, 2, 3))
-        return Span(start, end, random.choice(kinds), random.choice(whats), 1, number, 0, random.choice(on))
+        return Span(
+            start, end, random.choice(kinds), random.choice(whats), 1, number, 0, random.choice(on)
+        )
 
-    names = ("training", "training-1", "rollout", "rollout-2", "engine", "engine-2", "reward", "odd-name")
+    names = (
+        "training",
+        "training-1",
+        "rollout",
+        "rollout-2",
+        "engine",
+        "engine-2",
+        "reward",
+        "odd-name",
+    )
     spans = {name: [span() for _ in range(60)] for name in names}
-    ended = {step: random.uniform(0, 140) for step in range(1, 6)}  # its clock was set back at times
+    # its clock was set back at times
+    ended = {step: random.uniform(0, 140) for step in range(1, 6)}
     windows = [(0.0, 50.0), (60.0, 90.0), (80.0, 85.0), (100.0, 140.0)]
     found = charges(Journal(spans, [Group(1, step=1), Group(2, step=3)], ended, windows))
     assert all(each.seconds >= 0 for each in found)
@@ -274,7 +338,12 @@ def test_whatever_the_spans_are_each_second_is_charged_once(seed: int) -> None:
 
 
 def write_run(
-    folder: Path, restart: int, steps: range, begin: float, status: str, resumed_at: int | None = None
+    folder: Path,
+    restart: int,
+    steps: range,
+    begin: float,
+    status: str,
+    resumed_at: int | None = None,
 ) -> None:
     """Steps of ten seconds: half of each waits for a score."""
     with RunFolder(folder, restart, resumed_at) as run:
@@ -286,10 +355,17 @@ def write_run(
             run.span("training", Span(t + 6, t + 10, "phase", "train_step", step))
             run.span("engine", Span(t, t + 1, "decode", "train", step))
             run.span("rollout", Span(t, t + 6, "group", "complete", step, step))
-            run.span("reward", Span(t + 1, t + 6, "wait", "scores", step, step, on="reward functions"))
+            run.span(
+                "reward", Span(t + 1, t + 6, "wait", "scores", step, step, on="reward functions")
+            )
     with (folder / "metrics.jsonl").open("a") as file:
         for place, step in enumerate(steps):
-            record = {"step": step, "t": begin + 10 * place + 10, "restart": restart, "kind": "train"}
+            record = {
+                "step": step,
+                "t": begin + 10 * place + 10,
+                "restart": restart,
+                "kind": "train",
+            }
             file.write(json.dumps({**record, "m": {"timing_s": {"step": 10}}}) + "\n")
     where = "" if resumed_at is None else f', "resumed_at": {resumed_at}'
     kept = [
@@ -300,12 +376,16 @@ def write_run(
     kept.append(f'{{"t": {begin}, "restart": {restart}, "kind": "start", "message": ""{where}}}')
     if status:
         end = begin + 10 * len(steps)
-        kept.append(f'{{"t": {end}, "restart": {restart}, "kind": "end", "message": "", "status": "{status}"}}')
+        kept.append(
+            f'{{"t": {end}, "restart": {restart}, "kind": "end", "message": "", "status": '
+            f'"{status}"}}'
+        )
     (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in kept))
 
 
 def test_what_a_restart_threw_away_and_the_time_until_it_are_down(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", 0, range(1, 6), 1000.0, "failed")  # until 1050; steps 3 to 5 are lost
+    # until 1050; steps 3 to 5 are lost
+    write_run(tmp_path / "run", 0, range(1, 6), 1000.0, "failed")
     write_run(tmp_path / "run", 1, range(3, 7), 1070.0, "finished", resumed_at=2)
     found = read_charges(tmp_path / "run")
     assert by_cause(found) == {
@@ -329,7 +409,10 @@ def test_torn_files_and_a_killed_run(tmp_path: Path) -> None:
         assert sum(each.seconds for each in found) == pytest.approx(40)
         if name == "training":
             torn = by_cause(found)
-    assert torn["unknown: unknown"] == whole["busy: train_step"] / 4 and torn["busy: train_step"] == 12.0
+    assert (
+        torn["unknown: unknown"] == whole["busy: train_step"] / 4
+        and torn["busy: train_step"] == 12.0
+    )
     (tmp_path / "run" / "spans" / "training.jsonl").unlink()
     assert sum(each.seconds for each in read_charges(tmp_path / "run")) == pytest.approx(40)
 
@@ -345,7 +428,11 @@ def test_unknown_time_is_found(tmp_path: Path) -> None:
 
 def test_a_short_gap_is_the_work_between_phases_and_a_long_one_is_unknown() -> None:
     spans: Spans = {
-        "training": [phase(0, 1, "train_step"), phase(1.05, 2, "train_step"), phase(2.2, 3, "train_step")],
+        "training": [
+            phase(0, 1, "train_step"),
+            phase(1.05, 2, "train_step"),
+            phase(2.2, 3, "train_step"),
+        ],
         "engine": [],
     }
     assert by_cause(charges(journal(spans, 3))) == {
@@ -358,7 +445,9 @@ def test_a_short_gap_is_the_work_between_phases_and_a_long_one_is_unknown() -> N
 def test_why_the_report_and_sql_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", 0, range(1, 13), 1000.0, "finished")
     (tmp_path / "run" / "ledger.jsonl").write_text(
-        "".join(f'{{"t": 1, "restart": 0, "kind": "issued", "group_id": {i}}}\n' for i in range(1, 3))
+        "".join(
+            f'{{"t": 1, "restart": 0, "kind": "issued", "group_id": {i}}}\n' for i in range(1, 3)
+        )
         + '{"t": 2, "restart": 0, "kind": "consumed", "step": 1, "group_ids": [1, 2]}\n'
     )
     found = read_charges(tmp_path / "run", 2)
@@ -370,9 +459,16 @@ def test_why_the_report_and_sql_show_it(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     data = invoice_json(read_charges(tmp_path / "run"))
     assert (data["devices"], data["seconds"], len(data["steps"])) == (1, pytest.approx(120), 12)  # type: ignore[arg-type]
-    rule = next(each for each in examine(RunRecords(tmp_path / "run")).problems() if each.rule == "starving-trainer")
+    rule = next(
+        each
+        for each in examine(RunRecords(tmp_path / "run")).problems()
+        if each.rule == "starving-trainer"
+    )
     assert (
-        rule.text == "Devices waited for reward 50% of the time of the last 12 steps." and "num_workers" in rule.advice
+        rule.text == "Devices waited for reward 50% of the time of the last 12 steps."
+        and "num_workers" in rule.advice
     )
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert '"cause":"reward"' in (tmp_path / "run" / "report.html").read_text().replace('": "', '":"')
+    assert '"cause":"reward"' in (tmp_path / "run" / "report.html").read_text().replace(
+        '": "', '":"'
+    )

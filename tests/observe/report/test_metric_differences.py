@@ -15,7 +15,9 @@ def run_of(values: Sequence[float], **others: float) -> Steps:
 
 
 def series(seed: int, correlation: float, mean: float = 0.0, number: int = 150) -> list[float]:
-    draw, value, found = random.Random(seed), 0.0, list[float]()
+    draw = random.Random(seed)
+    value = 0.0
+    found = list[float]()
     for _ in range(number):
         value = correlation * value + draw.gauss(0, 1)
         found.append(mean + value)
@@ -26,13 +28,24 @@ def test_a_run_equals_itself_and_a_short_one_tells_nothing() -> None:
     same = run_of(series(0, 0.5), lr=1e-6)
     assert [found["differs"] for found in compared_metrics([same], [same])] == [False, False]
     assert compared_metrics([run_of([1.0] * 5)], [run_of([2.0] * 5)]) == [
-        {"metric": "x", "a": 1.0, "b": 2.0, "difference": 1.0, "values": 5, "low": None, "high": None, "differs": None}
+        {
+            "metric": "x",
+            "a": 1.0,
+            "b": 2.0,
+            "difference": 1.0,
+            "values": 5,
+            "low": None,
+            "high": None,
+            "differs": None,
+        }
     ]
     assert compared_metrics([run_of([math.nan])], [run_of([1.0])]) == []
 
 
 @pytest.mark.parametrize(("correlation", "most"), [(0.0, 10), (0.5, 12), (0.8, 18)])
-def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(correlation: float, most: int) -> None:
+def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(
+    correlation: float, most: int
+) -> None:
     """Of 100 pairs, of which an interval of 95 % allows about 5."""
 
     def differs(i: int, shift: float) -> bool:
@@ -45,12 +58,18 @@ def test_equal_runs_seldom_differ_also_if_their_steps_are_correlated(correlation
 
 
 @pytest.mark.parametrize(("num_a", "num_b"), [(3, 3), (2, 2), (1, 4), (8, 8)])
-def test_seeds_that_spread_hide_what_the_steps_of_one_pair_would_show(num_a: int, num_b: int) -> None:
-    """Runs end at levels that differ by seed. Of 200 comparisons an interval of 95 % allows about 10."""
+def test_seeds_that_spread_hide_what_the_steps_of_one_pair_would_show(
+    num_a: int, num_b: int
+) -> None:
+    """Runs end at levels that differ by seed. Of 200 comparisons an interval of 95 % allows about
+    10."""
     draw = random.Random(7)
 
     def side(number: int, shift: float) -> list[Steps]:
-        return [run_of(series(draw.randrange(2**30), 0.5, draw.gauss(shift, 3.0), 60)) for _ in range(number)]
+        return [
+            run_of(series(draw.randrange(2**30), 0.5, draw.gauss(shift, 3.0), 60))
+            for _ in range(number)
+        ]
 
     def share(shift: float, times: int) -> float:
         found = [compared_metrics(side(num_a, 0.0), side(num_b, shift)) for _ in range(times)]
@@ -59,7 +78,9 @@ def test_seeds_that_spread_hide_what_the_steps_of_one_pair_would_show(num_a: int
     assert share(0.0, 200) <= 0.1
     assert share(100.0, 20) == 1.0
     pairs = [compared_metrics(side(1, 0.0), side(1, 0.0)) for _ in range(50)]
-    assert sum(bool(each["differs"]) for (each,) in pairs) > 25, "one pair tells nothing of other seeds"
+    assert sum(bool(each["differs"]) for (each,) in pairs) > 25, (
+        "one pair tells nothing of other seeds"
+    )
 
 
 def test_seeds_of_a_constant_and_a_metric_that_one_run_lacks() -> None:

@@ -1,4 +1,5 @@
-"""The report in a real Chromium: it draws, stays silent, asks for nothing, and hostile samples stay text."""
+"""The report in a real Chromium: it draws, stays silent, asks for nothing, and hostile samples stay
+text."""
 
 import base64
 import http.server
@@ -18,7 +19,8 @@ from tests.observe.conftest import write_asynchronous_run
 
 pytestmark = pytest.mark.slow
 
-BLUE, RED = (0x21, 0x66, 0xC4), (0xB3, 0x26, 0x1E)
+BLUE = (0x21, 0x66, 0xC4)
+RED = (0xB3, 0x26, 0x1E)
 
 
 @pytest.fixture
@@ -49,21 +51,28 @@ def picture(browser: Any, clip: dict[str, float] | None = None) -> list[bytes]:
 
 
 def decode_png(png: bytes) -> list[bytes]:
-    width, depth, color = int.from_bytes(png[16:20]), png[24], png[25]
+    width = int.from_bytes(png[16:20])
+    depth = png[24]
+    color = png[25]
     assert depth == 8 and color in (2, 6)
     size = 4 if color == 6 else 3
-    data, at = b"", 8
+    data = b""
+    at = 8
     while at < len(png):
         length = int.from_bytes(png[at : at + 4])
         if png[at + 4 : at + 8] == b"IDAT":
             data += png[at + 8 : at + 8 + length]
         at += length + 12
-    raw, stride = zlib.decompress(data), width * size
-    above, rows = bytearray(stride), []
+    raw = zlib.decompress(data)
+    stride = width * size
+    above = bytearray(stride)
+    rows = []
     for start in range(0, len(raw), stride + 1):
-        kind, line = raw[start], bytearray(raw[start + 1 : start + 1 + stride])
+        kind = raw[start]
+        line = bytearray(raw[start + 1 : start + 1 + stride])
         for i in range(stride):
-            left, up = line[i - size] if i >= size else 0, above[i]
+            left = line[i - size] if i >= size else 0
+            up = above[i]
             corner = above[i - size] if i >= size else 0
             if kind == 1:
                 line[i] = (line[i] + left) & 255
@@ -73,7 +82,11 @@ def decode_png(png: bytes) -> list[bytes]:
                 line[i] = (line[i] + (left + up) // 2) & 255
             elif kind == 4:
                 guess = left + up - corner
-                nearest = min((abs(guess - left), 0, left), (abs(guess - up), 1, up), (abs(guess - corner), 2, corner))
+                nearest = min(
+                    (abs(guess - left), 0, left),
+                    (abs(guess - up), 1, up),
+                    (abs(guess - corner), 2, corner),
+                )
                 line[i] = (line[i] + nearest[2]) & 255
         above = line
         rows.append(bytes(b for i, b in enumerate(line) if size == 3 or i % 4 != 3))
@@ -82,10 +95,16 @@ def decode_png(png: bytes) -> list[bytes]:
 
 def count(rows: list[bytes], color: tuple[int, int, int]) -> int:
     """Pixels within a little of a colour."""
-    return sum(all(abs(row[i + c] - color[c]) < 24 for c in range(3)) for row in rows for i in range(0, len(row), 3))
+    return sum(
+        all(abs(row[i + c] - color[c]) < 24 for c in range(3))
+        for row in rows
+        for i in range(0, len(row), 3)
+    )
 
 
-def test_hostile_samples_stay_text_and_nothing_is_loaded(browser: Any, make_run: Callable, leaks: Any) -> None:
+def test_hostile_samples_stay_text_and_nothing_is_loaded(
+    browser: Any, make_run: Callable, leaks: Any
+) -> None:
     address, asked = leaks
     report = write_report(make_run(leak=address))
     assert address in report.read_text(encoding="utf-8"), "the bait must be in the file"
@@ -100,7 +119,9 @@ def test_hostile_samples_stay_text_and_nothing_is_loaded(browser: Any, make_run:
     assert "U+202E" in shown and "U+001B" in shown and "\\ud800" in shown and "\u202e" not in shown
     browser.script("new Promise((done) => setTimeout(done, 300))")
     assert browser.script("document.documentElement.dataset.hacked") is None
-    assert browser.script("document.querySelectorAll('main img, main script, main link').length") == 0
+    assert (
+        browser.script("document.querySelectorAll('main img, main script, main link').length") == 0
+    )
     assert browser.script("document.title") == "<b>tiny</b> & co · distflow report"
     assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []
     assert asked == []
@@ -113,29 +134,42 @@ def test_the_policy_stops_a_script_and_a_request_that_got_into_the_page(
     """The second line of defence; and proof that the checks above can see a failure."""
     address, asked = leaks
     report = write_report(make_run())
-    bait = f"<script>document.documentElement.dataset.hacked = 1</script><img src='{address}' onerror='hacked = 1'>"
+    bait = (
+        f"<script>document.documentElement.dataset.hacked = 1</script><img src='{address}' "
+        "onerror='hacked = 1'>"
+    )
     text = report.read_text(encoding="utf-8", errors="surrogatepass")
     report.write_text(text.replace("</body>", bait + "</body>"), encoding="utf-8")
     browser.open(report.as_uri())
     assert browser.script("document.documentElement.dataset.hacked") is None and asked == []
     assert any("Content Security Policy" in complaint for complaint in browser.complaints())
-    report.write_text(f"<script>document.documentElement.dataset.hacked = 1</script><img src='{address}'>")
+    report.write_text(
+        f"<script>document.documentElement.dataset.hacked = 1</script><img src='{address}'>"
+    )
     browser.open(report.as_uri())
     assert browser.script("document.documentElement.dataset.hacked") == "1" and asked == ["/leak"]
 
 
-def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(browser: Any, make_run: Callable) -> None:
+def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(
+    browser: Any, make_run: Callable
+) -> None:
     browser.open(write_report(make_run()).as_uri(), height=3000)
     charts = browser.script(
-        "[...document.querySelectorAll('#charts figure')].map((f) => { const b = f.querySelector('.plot')"
-        ".getBoundingClientRect(); return [f.querySelector('h3').textContent, b.x, b.y, b.width, b.height]; })"
+        "[...document.querySelectorAll('#charts figure')].map((f) => { const b = "
+        "f.querySelector('.plot')"
+        ".getBoundingClientRect(); return [f.querySelector('h3').textContent, b.x, b.y, b.width, "
+        "b.height]; })"
     )
-    assert len(charts) == 9  # with one for each question that has data, and none for what is constant
+    # with one for each question that has data, and none for what is constant
+    assert len(charts) == 9
     blues = {}
     for question, x, y, width, height in charts:
         rows = picture(browser, {"x": x, "y": y, "width": width, "height": height})
         blues[question] = count(rows, BLUE)
-        marked = question in ("How far is the policy from the reference?", "Are the gradients healthy?")
+        marked = question in (
+            "How far is the policy from the reference?",
+            "Are the gradients healthy?",
+        )
         assert (count(rows, RED) > 10) == marked, question
     assert all(number > 60 for number in blues.values()), blues
     assert browser.complaints() == []
@@ -172,12 +206,16 @@ CONTRAST = """
   }
   return [...low];
 })()
-"""
+"""  # noqa: E501
 
 
-def test_groups_are_sorted_filtered_and_opened_by_keyboard(browser: Any, make_run: Callable) -> None:
+def test_groups_are_sorted_filtered_and_opened_by_keyboard(
+    browser: Any, make_run: Callable
+) -> None:
     browser.open(write_report(make_run()).as_uri())
-    column = "[...document.querySelectorAll('tr.sample td:nth-child({}) ')].map((c) => c.textContent)"
+    column = (
+        "[...document.querySelectorAll('tr.sample td:nth-child({}) ')].map((c) => c.textContent)"
+    )
     browser.script("document.querySelector('thead th:nth-child(5) button').focus()")
     for _ in range(2):
         press(browser, "Enter")
@@ -185,7 +223,8 @@ def test_groups_are_sorted_filtered_and_opened_by_keyboard(browser: Any, make_ru
     assert len(lengths) == 20 and lengths in (sorted(lengths), sorted(lengths, reverse=True))
     assert browser.script("document.querySelectorAll('th[aria-sort]').length") == 1
     type_in = (
-        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the ANSWER is';"
+        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the "
+        "ANSWER is';"
         " f.elements.low.value = '0.5'; f.dispatchEvent(new Event('input')); })()"
     )
     browser.script(type_in)
@@ -193,9 +232,13 @@ def test_groups_are_sorted_filtered_and_opened_by_keyboard(browser: Any, make_ru
     assert browser.script("document.querySelector('.count').textContent") == "1 to 12 of 12"
     browser.script("document.querySelector('tr.sample .open').focus()")
     press(browser, "Enter")
-    responses = browser.script("[...document.querySelectorAll('tr.more .one')].map((a) => a.textContent)")
+    responses = browser.script(
+        "[...document.querySelectorAll('tr.more .one')].map((a) => a.textContent)"
+    )
     # All responses of the group, each with its reward and its advantage.
-    assert len(responses) == 4 and all("reward " in text and "advantage " in text for text in responses)
+    assert len(responses) == 4 and all(
+        "reward " in text and "advantage " in text for text in responses
+    )
     assert [text.split("the answer is ")[1] for text in responses] == ["12", "13", "14", "15"]
     browser.script("document.querySelector('.plot').focus()")
     press(browser, "Home")
@@ -223,9 +266,13 @@ def test_groups_are_chosen_by_what_their_rewards_tell(browser: Any, tmp_path: Pa
     shown = (
         "(() => { const f = document.querySelector('.filters'); f.elements.which.value = '{}';"
         " f.dispatchEvent(new Event('input'));"
-        " return [...document.querySelectorAll('tr.sample td:nth-child(6)')].map((c) => c.textContent); })()"
+        " return [...document.querySelectorAll('tr.sample td:nth-child(6)')].map((c) => "
+        "c.textContent); })()"
     )
-    found = {name: set(browser.script(shown.replace("{}", name))) for name in ("mixed", "equal", "failed", "cut")}
+    found = {
+        name: set(browser.script(shown.replace("{}", name)))
+        for name in ("mixed", "equal", "failed", "cut")
+    }
     assert found["mixed"] == {"mixed", "cut"} and found["equal"] == {"equal"}
     assert found["failed"] == {"failed"} and found["cut"] == {"cut"}
     # A reward error is no 0: the mean is over the other response, and its square is hollow.
@@ -237,8 +284,10 @@ def test_groups_are_chosen_by_what_their_rewards_tell(browser: Any, tmp_path: Pa
 def test_nothing_moves_when_the_cursor_does(browser: Any, make_run: Callable) -> None:
     browser.open(write_report(make_run()).as_uri(), height=4000)
     places = (
-        "[...document.querySelectorAll('figure, .plot, .legend button, h2, h3')].filter((n) => n.offsetWidth)"
-        ".map((n) => { const b = n.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })"
+        "[...document.querySelectorAll('figure, .plot, .legend button, h2, h3')].filter((n) => "
+        "n.offsetWidth)"
+        ".map((n) => { const b = n.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; "
+        "})"
     )
     before = browser.script(places)
     x, y, width = browser.script(
@@ -248,23 +297,32 @@ def test_nothing_moves_when_the_cursor_does(browser: Any, make_run: Callable) ->
     read = set()
     for i in range(8):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + width * i / 8, y=y)
-        browser.script("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        browser.script(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         read.add(browser.script("document.querySelectorAll('.at')[1].textContent"))
         assert browser.script(places) == before
     assert len(read) > 4, "the cursor did read several steps"
 
 
-def test_what_is_constant_is_shown_in_a_line_and_bytes_are_gib(browser: Any, make_run: Callable) -> None:
+def test_what_is_constant_is_shown_in_a_line_and_bytes_are_gib(
+    browser: Any, make_run: Callable
+) -> None:
     browser.open(write_report(make_run()).as_uri())
-    constants = browser.script("[...document.querySelectorAll('.constants div')].map((d) => d.textContent)")
+    constants = browser.script(
+        "[...document.querySelectorAll('.constants div')].map((d) => d.textContent)"
+    )
     assert "actor/pg_clipfrac0.1 share" in constants
-    assert all("clipfrac" not in name for name in browser.script("charts.flatMap((c) => c.spec.names)"))
+    assert all(
+        "clipfrac" not in name for name in browser.script("charts.flatMap((c) => c.spec.names)")
+    )
     memory = browser.script("charts.find((c) => c.spec.unit === 'GiB').columns.y[0]")
     assert memory[-1] == 2.0
 
 
 def test_error_bars_are_drawn_around_the_accuracies(browser: Any, make_run: Callable) -> None:
-    browser.open(write_report(make_run()).as_uri(), height=6000)  # without a scroll bar, which a picture leaves out
+    # without a scroll bar, which a picture leaves out
+    browser.open(write_report(make_run()).as_uri(), height=6000)
     first = "charts.find((c) => c.spec.names[0].startsWith('val_correct/'))"
     assert browser.script(f"{first}.columns.bars[0]") == [[0.08066, 0.416], [0.584, 0.9193]]
     x, y = browser.script(
@@ -277,7 +335,9 @@ def test_error_bars_are_drawn_around_the_accuracies(browser: Any, make_run: Call
 
 def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Callable) -> None:
     browser.open(write_report(make_run()).as_uri(), height=3000)
-    names = browser.script("[...document.querySelectorAll('#pipeline .name')].map((n) => n.textContent)")
+    names = browser.script(
+        "[...document.querySelectorAll('#pipeline .name')].map((n) => n.textContent)"
+    )
     assert names[0] == "rollout" and names[2].startswith("<img src=x") and len(names) == 4
     # rollout → train goes by way of the others.
     assert browser.script("document.querySelectorAll('#pipeline path.edge').length") == 4
@@ -293,16 +353,39 @@ def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Call
 def test_rollout_and_training_are_drawn_with_staleness_versions_and_weight_syncs(
     browser: Any, tmp_path: Path, width: int, theme: str
 ) -> None:
-    browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
-    lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
-    assert lanes[:4] == ["training", "rollout: groups", "engine decodes: train", "engine decodes: eval"]
-    said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
+    browser.open(
+        write_report(write_asynchronous_run(tmp_path / "run")).as_uri(),
+        width=width,
+        height=3000,
+        theme=theme,
+    )
+    lanes = browser.script(
+        "[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)"
+    )
+    assert lanes[:4] == [
+        "training",
+        "rollout: groups",
+        "engine decodes: train",
+        "engine decodes: eval",
+    ]
+    said = browser.script(
+        "[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)"
+    )
     assert said == ["2 steps stale", "weight sync", "validation"]
-    assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.sync').length") == 10
-    titles = browser.script("[...document.querySelectorAll('#timeline g title')].map((n) => n.textContent)")
+    assert (
+        browser.script(
+            "document.querySelectorAll('#timeline .track:first-of-type line.sync').length"
+        )
+        == 10
+    )
+    titles = browser.script(
+        "[...document.querySelectorAll('#timeline g title')].map((n) => n.textContent)"
+    )
     assert "complete 0.5 s, then 1 s until its step, 2 steps stale" in titles
     assert "train, weights of version 11, 1 s" in titles
-    assert "48% of this time" in browser.script("document.querySelector('#timeline figcaption').textContent")
+    assert "48% of this time" in browser.script(
+        "document.querySelector('#timeline figcaption').textContent"
+    )
     assert browser.script("document.documentElement.scrollWidth") <= width
     assert browser.script(CONTRAST) == [] and browser.complaints() == []
 
@@ -311,14 +394,29 @@ def test_the_error_stands_on_top_whole_and_as_text(browser: Any, tmp_path: Path)
     bait = "<img src=x onerror='document.documentElement.dataset.hacked=1'>\x1b[2J"
     with RunFolder(tmp_path / "run", 0) as run:
         run.metrics(1, "train", {"timing_s/step": 1.0})
-        run.event("error", f"NodeError: node 'f' raised {bait}\nRepair it", step=1, raised="NodeError", traceback=bait)
+        run.event(
+            "error",
+            f"NodeError: node 'f' raised {bait}\nRepair it",
+            step=1,
+            raised="NodeError",
+            traceback=bait,
+        )
         run.event("end", "the run failed", step=1, status="failed")
     browser.open(write_report(tmp_path / "run").as_uri())
-    shown = browser.script("[...document.querySelectorAll('.headline > *')].slice(0, 2).map((n) => n.textContent)")
+    shown = browser.script(
+        "[...document.querySelectorAll('.headline > *')].slice(0, 2).map((n) => n.textContent)"
+    )
     assert shown[0] == "It failed after 1 step:"
-    assert shown[1].startswith("node 'f' raised <img src=x") and "\nRepair it" in shown[1] and "\x1b" not in shown[1]
+    assert (
+        shown[1].startswith("node 'f' raised <img src=x")
+        and "\nRepair it" in shown[1]
+        and "\x1b" not in shown[1]
+    )
     assert browser.script("document.querySelector('#status').textContent") == "failed"
-    assert browser.script("document.documentElement.dataset.hacked") is None and browser.complaints() == []
+    assert (
+        browser.script("document.documentElement.dataset.hacked") is None
+        and browser.complaints() == []
+    )
 
 
 def press(browser: Any, key: str) -> None:
@@ -327,12 +425,17 @@ def press(browser: Any, key: str) -> None:
     browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
 
-def test_an_opened_sample_leaves_the_narrow_table_as_it_was(browser: Any, make_run: Callable) -> None:
+def test_an_opened_sample_leaves_the_narrow_table_as_it_was(
+    browser: Any, make_run: Callable
+) -> None:
     browser.open(write_report(make_run()).as_uri(), width=400)
     widths = "[...document.querySelectorAll('thead th')].map((c) => c.offsetWidth)"
     before = browser.script(widths)
     browser.script("document.querySelector('tr.sample .open').click()")
-    assert browser.script(widths) == before and browser.script("document.documentElement.scrollWidth") <= 400
+    assert (
+        browser.script(widths) == before
+        and browser.script("document.documentElement.scrollWidth") <= 400
+    )
 
 
 def test_an_empty_run_gives_a_page_without_errors(browser: Any, tmp_path: Path) -> None:
@@ -346,13 +449,17 @@ def test_an_empty_run_gives_a_page_without_errors(browser: Any, tmp_path: Path) 
 def test_the_images_of_a_prompt_are_drawn_beside_it(browser: Any, tmp_path: Path) -> None:
     paths = [f"{tmp_path}/data/images/{name}.png" for name in ("a", "gone")]
     with RunFolder(tmp_path, 0) as run:
-        run.samples(1, [{"uid": "0-0", "prompt": "which?", "response": "r", "score": 1.0, "images": paths}])
+        run.samples(
+            1, [{"uid": "0-0", "prompt": "which?", "response": "r", "score": 1.0, "images": paths}]
+        )
     (tmp_path / "data" / "images").mkdir(parents=True)
     Image.new("RGB", (28, 28), (230, 40, 40)).save(tmp_path / "data" / "images" / "a.png")
     browser.open(write_report(tmp_path).as_uri())
     browser.script("document.querySelector('tr.sample .open').click()")
     assert browser.script("document.querySelector('.images').textContent") == "[image 2: gone.png]"
-    size = "(() => { const { naturalWidth, naturalHeight } = document.querySelector('.images img'); "
+    size = (
+        "(() => { const { naturalWidth, naturalHeight } = document.querySelector('.images img'); "
+    )
     size += "return [naturalWidth, naturalHeight]; })()"
     deadline = time.monotonic() + 60
     while browser.script(size) == [0, 0] and time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""Domains, filters by reward result, reports of reward functions, in a real Chromium; hostile text in every place."""
+"""Domains, filters by reward result, reports of reward functions, in a real Chromium; hostile text
+in every place."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,16 @@ from tests.observe.conftest import HOSTILE
 
 pytestmark = pytest.mark.slow
 
-IMAGE = '<img src=x onerror="document.documentElement.dataset.hacked=1"><script>document.body.remove()</script>'
+IMAGE = (
+    "<img src=x "
+    'onerror="document.documentElement.dataset.hacked=1"><script>document.body.remove()</script>'
+)
 PROGRAM = "def add(a, b):\n    return a - b"
 SAID = {
     "code": {
-        "code/failed": [{"case": "assert add(1, 2) == 3", "why": "it returned -1", "printed": IMAGE}],
+        "code/failed": [
+            {"case": "assert add(1, 2) == 3", "why": "it returned -1", "printed": IMAGE}
+        ],
         "code/program": PROGRAM,
         "code/sandbox": "floor",
         "code/seconds": 0.0213,
@@ -27,7 +33,13 @@ SAID = {
     IMAGE: {"judge/reason": "too\nshort", "judge/odd": {IMAGE: [HOSTILE[5]]}},
 }
 # Of the known names, but of other shapes.
-ODD = {"code/failed": "none", "code/program": 3, "code/followed": [1], "code/reason": {"a": 1}, "code/seconds": "soon"}
+ODD = {
+    "code/failed": "none",
+    "code/program": 3,
+    "code/followed": [1],
+    "code/reason": {"a": 1},
+    "code/seconds": "soon",
+}
 ODD |= {"code/__proto__": 1, "code/constructor": "c", "code/wanted": {"x": 1}}
 TALK = [
     {"owner": "prompt", "text": "what was asked"},
@@ -41,13 +53,26 @@ TALK = [
 def write_run(folder: Path) -> Path:
     with RunFolder(folder, 0) as run:
         for step in (1, 2):
-            run.samples(step, [row for i, domain in enumerate(SAID) for row in _group(10 * step + i, domain)])
+            run.samples(
+                step,
+                [row for i, domain in enumerate(SAID) for row in _group(10 * step + i, domain)],
+            )
             values = {"reward/mean_score": 0.1 * step}
             for i, domain in enumerate(SAID):
-                values |= {f"reward/{domain}/mean_score": 0.1 * step * i, f"domains/{domain}/groups": 1.0}
-                values |= {f"domains/{domain}/calls": 3.0, f"domains/{domain}/dropped/{IMAGE}": step}
+                values |= {
+                    f"reward/{domain}/mean_score": 0.1 * step * i,
+                    f"domains/{domain}/groups": 1.0,
+                }
+                values |= {
+                    f"domains/{domain}/calls": 3.0,
+                    f"domains/{domain}/dropped/{IMAGE}": step,
+                }
             run.metrics(step, "train", values)
-        run.samples(2, [{**row, "dropped": IMAGE, "advantage": None} for row in _group(90, "math")], split="dropped")
+        run.samples(
+            2,
+            [{**row, "dropped": IMAGE, "advantage": None} for row in _group(90, "math")],
+            split="dropped",
+        )
     return folder
 
 
@@ -67,7 +92,10 @@ def _group(prompt_group: int, domain: str) -> list[dict[str, Any]]:
         {"score": 1.0, "masked": 1.0 if domain == "code" else 0.0, "conversation": TALK},
         {"score": 1.0, "reward_parts": {"code": 1.0}, "extra": ODD},
     ]
-    return [{**common, "uid": f"{prompt_group}-{i}", "response": f"answer {i}", **row} for i, row in enumerate(rows)]
+    return [
+        {**common, "uid": f"{prompt_group}-{i}", "response": f"answer {i}", **row}
+        for i, row in enumerate(rows)
+    ]
 
 
 @pytest.fixture
@@ -83,18 +111,27 @@ def show(browser: Any, tmp_path: Path) -> Callable[..., list[str]]:
             opened.add(width)
         browser.script("document.querySelector('.filters').reset()")
         for name, value in filters.items():
-            browser.script(f"document.querySelector('.filters').elements['{name}'].value = {value!r}")
+            browser.script(
+                f"document.querySelector('.filters').elements['{name}'].value = {value!r}"
+            )
         browser.script("document.querySelector('.filters').dispatchEvent(new Event('input'))")
         return browser.script(
-            "[...document.querySelectorAll('tr.sample td:nth-last-child(2)')].map((c) => c.textContent)"
+            "[...document.querySelectorAll('tr.sample td:nth-last-child(2)')].map((c) => "
+            "c.textContent)"
         )
 
     return show
 
 
-def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(show: Callable[..., list[str]]) -> None:
+def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(
+    show: Callable[..., list[str]],
+) -> None:
     domains = sorted(SAID)
-    assert sorted(show(domain=str(domains.index("math")))) == ["prompt 11", "prompt 21", "prompt 90"]
+    assert sorted(show(domain=str(domains.index("math")))) == [
+        "prompt 11",
+        "prompt 21",
+        "prompt 90",
+    ]
     assert sorted(show(which="error")) == ["prompt 11", "prompt 21", "prompt 90"]
     assert sorted(show(which="timeout")) == ["prompt 12", "prompt 22"]
     assert sorted(show(which="masked")) == ["prompt 10", "prompt 20"]
@@ -107,39 +144,67 @@ def test_groups_are_filtered_by_domain_and_by_what_became_of_a_response(show: Ca
     assert show(low="0.9") == []
 
 
-def test_what_verifiers_said_is_readable_and_stays_text(show: Callable[..., list[str]], browser: Any) -> None:
+def test_what_verifiers_said_is_readable_and_stays_text(
+    show: Callable[..., list[str]], browser: Any
+) -> None:
     show()
     opened = "document.querySelectorAll('tr.sample .open').forEach((b) => b.click())"
     browser.script(opened)
-    browser.script("document.querySelectorAll('details.program').forEach((d) => { d.open = true; })")
+    browser.script(
+        "document.querySelectorAll('details.program').forEach((d) => { d.open = true; })"
+    )
     text = browser.script("document.querySelector('#samples').innerText")
     for text_shown in (
-        "assert add(1, 2) == 3", "it returned -1", "it printed", "the program, 2 lines", PROGRAM, "sandboxfloor",
-        "took0.021 s", "no answer was found", "compared with", "punctuation:no_comma", "not followed", "too\nshort",
-        "out of time: no score within 10 s", f"reward error: judge: {IMAGE}", "left out of the loss",
-        f"dropped: {IMAGE}", "constructorc", "__proto__1",
-        "prompt (given)\nwhat was asked", f"fork 2.1 (history): policy (drawn)\n{IMAGE}",
+        "assert add(1, 2) == 3",
+        "it returned -1",
+        "it printed",
+        ("the program, 2 lines"),
+        PROGRAM,
+        "sandboxfloor",
+        "took0.021 s",
+        "no answer was found",
+        "compared with",
+        "punctuation:no_comma",
+        ("not followed"),
+        ("too\nshort"),
+        "out of time: no score within 10 s",
+        f"reward error: judge: {IMAGE}",
+        ("left out of the loss"),
+        f"dropped: {IMAGE}",
+        "constructorc",
+        "__proto__1",
+        "prompt (given)\nwhat was asked",
+        f"fork 2.1 (history): policy (drawn)\n{IMAGE}",
         "solver: environment (given)\ngo on",
-    ):  # fmt: skip
+    ):
         assert text_shown in text.replace("\xa0", " "), text_shown
-    pipeline = browser.script("getComputedStyle(document.querySelector('details.program .text')).whiteSpace")
+    pipeline = browser.script(
+        "getComputedStyle(document.querySelector('details.program .text')).whiteSpace"
+    )
     assert pipeline == "pre-wrap", "line breaks are seen"
-    colors = "[...new Set([...document.querySelectorAll('.turn')].map((t) => getComputedStyle(t).borderLeftColor))]"
+    colors = (
+        "[...new Set([...document.querySelectorAll('.turn')].map((t) => "
+        "getComputedStyle(t).borderLeftColor))]"
+    )
     assert len(browser.script(colors)) == 5, "one for each owner, and one for what is none"
     assert "U+202E" in text and browser.script("document.documentElement.dataset.hacked") is None
     assert browser.script("document.querySelectorAll('img, #samples script').length") == 0
     assert browser.complaints() == [] and len(browser.requests()) == 1
 
 
-def test_a_row_for_each_domain_and_curves_that_say_whose_they_are(show: Callable[..., list[str]], browser: Any) -> None:
+def test_a_row_for_each_domain_and_curves_that_say_whose_they_are(
+    show: Callable[..., list[str]], browser: Any
+) -> None:
     show()
     rows = browser.script(
-        "[...document.querySelectorAll('#domains tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        "[...document.querySelectorAll('#domains tbody tr')].map((r) => [...r.cells].map((c) => "
+        "c.textContent))"
     )
     assert [row[0] for row in rows] == sorted(SAID) and all(row[1] == "2 (25 %)" for row in rows)
     assert rows[1][-2:] == ["none of 6", f"2 {IMAGE}"]
     legend = browser.script(
-        "[...document.querySelectorAll('figure.chart')].find((f) => f.textContent.startsWith('In which domains'))"
+        "[...document.querySelectorAll('figure.chart')].find((f) => f.textContent.startsWith('In "
+        "which domains'))"
         ".querySelector('.legend').innerText"
     )
     assert "ifeval" in legend and "mean_score" not in legend
@@ -157,7 +222,10 @@ def test_nothing_is_wider_than_the_window_and_programs_open_by_keyboard(
     press(browser)
     assert browser.script("document.querySelector('details.program').open")
     assert browser.script("document.documentElement.scrollWidth") <= width
-    boxes = "[...document.querySelectorAll('.remarks, .one')].every((b) => b.scrollWidth <= b.clientWidth + 1)"
+    boxes = (
+        "[...document.querySelectorAll('.remarks, .one')].every((b) => b.scrollWidth <= "
+        "b.clientWidth + 1)"
+    )
     assert browser.script(boxes)
 
 
@@ -166,18 +234,30 @@ def press(browser: Any) -> None:
     browser.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter")
 
 
-def test_a_run_without_domains_has_neither_the_table_nor_the_filter(browser: Any, make_run: Callable) -> None:
+def test_a_run_without_domains_has_neither_the_table_nor_the_filter(
+    browser: Any, make_run: Callable
+) -> None:
     browser.open(write_report(make_run()).as_uri())
-    hidden = "['#domains', '.by-domain'].map((s) => document.querySelector(s).offsetParent === null)"
+    hidden = (
+        "['#domains', '.by-domain'].map((s) => document.querySelector(s).offsetParent === null)"
+    )
     assert browser.script(hidden) == [True, True]
 
 
 def test_of_a_large_run_the_page_says_what_is_here(browser: Any, tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run:
         for step in range(1, 61):
-            run.samples(step, [{"uid": f"{g}-{i}", "prompt": f"{g}", "response": "x" * 900, "score": 1.0}
-                               for g in range(40) for i in range(4)])  # fmt: skip
+            run.samples(
+                step,
+                [
+                    {"uid": f"{g}-{i}", "prompt": f"{g}", "response": "x" * 900, "score": 1.0}
+                    for g in range(40)
+                    for i in range(4)
+                ],
+            )
     browser.open(write_report(tmp_path / "run").as_uri())
     lead = browser.script("document.querySelector('#samples .lead').textContent")
-    assert "of the 1,600 groups (6,400 responses) in 40 of the 60 sample files, evenly chosen" in lead
+    assert (
+        "of the 1,600 groups (6,400 responses) in 40 of the 60 sample files, evenly chosen" in lead
+    )
     assert "Filters see these alone; the folder samples holds all." in lead

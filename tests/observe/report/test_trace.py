@@ -1,4 +1,5 @@
-"""`distflow trace`: what the file holds of which steps, also of runs that were killed or resumed, and of any folder."""
+"""`distflow trace`: what the file holds of which steps, also of runs that were killed or resumed,
+and of any folder."""
 
 import json
 from collections import Counter, defaultdict
@@ -12,15 +13,29 @@ from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.e2e.hostile_folders import KINDS
 
 
-def write_run(folder: Path, first: int = 1, last: int = 8, restart: int = 0, ends: bool = True) -> Path:
-    """Steps of ten seconds, step n from time 1000 + 10 n on: two groups that overlap, a wait, and two phases, one
-    within the other. Another worker decodes."""
-    with RunFolder(folder, restart, first - 1 if restart else None) as run, RunFolder(folder, restart, part=2) as other:
+def write_run(
+    folder: Path, first: int = 1, last: int = 8, restart: int = 0, ends: bool = True
+) -> Path:
+    """Steps of ten seconds, step n from time 1000 + 10 n on: two groups that overlap, a wait, and
+    two phases, one within the other. Another worker decodes."""
+    with (
+        RunFolder(folder, restart, first - 1 if restart else None) as run,
+        RunFolder(folder, restart, part=2) as other,
+    ):
         for step in range(first, last + 1):
             t = 1000.0 + 10 * step + restart / 2
             for i in range(2):
                 run.span(
-                    "rollout", Span(t + i, t + 4 + i, "group", "complete", step, group_id=2 * step + i, version=step)
+                    "rollout",
+                    Span(
+                        t + i,
+                        t + 4 + i,
+                        "group",
+                        "complete",
+                        step,
+                        group_id=2 * step + i,
+                        version=step,
+                    ),
                 )
             run.span("training", Span(t, t + 5, "wait", f"step {step}", step, on="rollout"))
             run.span("training", Span(t, t + 9, "phase", "train_step", step))
@@ -32,7 +47,9 @@ def write_run(folder: Path, first: int = 1, last: int = 8, restart: int = 0, end
             run.event("end", "the run finished", status="finished")
     with (folder / "ledger.jsonl").open("a") as ledger:
         for step in range(first, last + 1):
-            ledger.write(json.dumps({"kind": "complete", "t": 1003.0 + 10 * step, "tokens": 50}) + "\n")
+            ledger.write(
+                json.dumps({"kind": "complete", "t": 1003.0 + 10 * step, "tokens": 50}) + "\n"
+            )
     return folder
 
 
@@ -48,20 +65,31 @@ def tracks(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, flo
     names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in named}
     found = defaultdict(list)
     for event in (event for event in events if event["ph"] == "X"):
-        process, thread = (names[event["pid"], event["tid"], f"{kind}_name"] for kind in ("process", "thread"))
+        process, thread = (
+            names[event["pid"], event["tid"], f"{kind}_name"] for kind in ("process", "thread")
+        )
         found[f"{process}: {thread}"].append((event["name"], event["ts"] / 1e6, event["dur"] / 1e6))
     return found
 
 
-def test_the_steps_are_there_with_what_each_worker_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_are_there_with_what_each_worker_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run")
     found = tracks(events := trace(run, "5-6"))
-    assert "steps 5 to 6" in (said := capsys.readouterr().out) and "ui.perfetto.dev" in said and "trace.json" in said
+    assert (
+        "steps 5 to 6" in (said := capsys.readouterr().out)
+        and "ui.perfetto.dev" in said
+        and "trace.json" in said
+    )
     assert found == {
         "worker 0: steps": [("step 5", 1050.0, 9.0), ("step 6", 1060.0, 9.0)],
         "worker 0: rollout: groups": [("complete", 1050.0, 4.0), ("complete", 1060.0, 4.0)],
         "worker 0: rollout: groups 2": [("complete", 1051.0, 4.0), ("complete", 1061.0, 4.0)],
-        "worker 0: training waits for": [("step 5, on rollout", 1050.0, 5.0), ("step 6, on rollout", 1060.0, 5.0)],
+        "worker 0: training waits for": [
+            ("step 5, on rollout", 1050.0, 5.0),
+            ("step 6, on rollout", 1060.0, 5.0),
+        ],
         "worker 0: training": [
             *(("train_step", 1050.0, 9.0), ("audit", 1056.0, 1.0)),
             *(("train_step", 1060.0, 9.0), ("audit", 1066.0, 1.0)),
@@ -83,22 +111,36 @@ def steps_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0]
 
 
-def test_the_last_steps_are_the_default_and_the_file_goes_where_it_is_wanted(tmp_path: Path) -> None:
+def test_the_last_steps_are_the_default_and_the_file_goes_where_it_is_wanted(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path / "run")
-    assert steps_of(trace(run)) == [f"step {step}" for step in range(4, 9)], "what follows the last is no step"
+    assert steps_of(trace(run)) == [f"step {step}" for step in range(4, 9)], (
+        "what follows the last is no step"
+    )
     assert steps_of(trace(run, "7", "--to", str(tmp_path / "seven.json"))) == ["step 7"]
 
 
 def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", last=5, ends=False)
     with (run / "spans" / "training.jsonl").open("a") as file:
-        file.write('{"t0": 1060.0, "t1": 1061.0, "kind": "phase", "what": "rollout", "step": 6}\n{"t0": 1061.0, "t1')
-    assert steps_of(trace(run, "5-9")) == ["step 5", "step 6"], "the step that was not finished is there"
+        file.write(
+            '{"t0": 1060.0, "t1": 1061.0, "kind": "phase", "what": "rollout", "step": 6}\n'
+            '{"t0": 1061.0, "t1'
+        )
+    assert steps_of(trace(run, "5-9")) == ["step 5", "step 6"], (
+        "the step that was not finished is there"
+    )
     write_run(run, first=5, last=6, restart=1)
     found = tracks(trace(run, "4-6"))
     assert [name for name, *_ in found["worker 0: steps"]] == ["step 4", "step 5", "step 6"]
-    assert [start for _, start, _ in found["worker 0: steps"]] == [1040.0, 1050.5, 1060.5], "of the restart that counts"
-    assert Counter(name for name, *_ in found["worker 0: training"]) == {"train_step": 3, "audit": 3}
+    assert [start for _, start, _ in found["worker 0: steps"]] == [1040.0, 1050.5, 1060.5], (
+        "of the restart that counts"
+    )
+    assert Counter(name for name, *_ in found["worker 0: training"]) == {
+        "train_step": 3,
+        "audit": 3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,17 +151,31 @@ def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
         ("9-2", "such as 10-14, not '9-2'"),
     ],
 )
-def test_steps_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, said: str) -> None:
+def test_steps_that_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, said: str
+) -> None:
     run = write_run(tmp_path / "run")
     assert main(["trace", str(run), steps]) == 2
     assert said in capsys.readouterr().err
     assert not (run / "trace.json").exists()
 
 
-def test_where_nothing_can_be_read_or_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_can_be_read_or_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["trace", str(tmp_path / "none")]) == 2
     assert "has no spans of a training step" in capsys.readouterr().err
-    assert main(["trace", str(write_run(tmp_path / "run")), "--to", str(tmp_path / "none" / "trace.json")]) == 2
+    assert (
+        main(
+            [
+                "trace",
+                str(write_run(tmp_path / "run")),
+                "--to",
+                str(tmp_path / "none" / "trace.json"),
+            ]
+        )
+        == 2
+    )
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 
 
@@ -128,15 +184,23 @@ def test_numbers_that_no_clock_has_and_hostile_names_are_left_out(tmp_path: Path
     for actor in ("training", "rollout-99999999999999999999", "\x1b]0;owned\x07"):
         with (run / "spans" / f"{actor}.jsonl").open("a") as file:
             for t1 in ("1e308", '"NaN"', "null", "1e400"):
-                file.write(f'{{"t0": 1080.0, "t1": {t1}, "kind": "phase", "what": "\\u001b[2J", "step": 8}}\n')
+                file.write(
+                    f'{{"t0": 1080.0, "t1": {t1}, "kind": "phase", "what": "\\u001b[2J", "step": '
+                    f"8}}\n"
+                )
     with (run / "ledger.jsonl").open("a") as ledger:
-        ledger.write('{"kind": "complete", "t": 1e308, "tokens": 1}\n{"kind": "complete", "t": {}, "tokens": []}\n')
+        ledger.write(
+            '{"kind": "complete", "t": 1e308, "tokens": 1}\n'
+            '{"kind": "complete", "t": {}, "tokens": []}\n'
+        )
     events = trace(run, "8")
     assert tracks(events)["worker 0: steps"] == [("step 8", 1080.0, 9.0)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl", "ledger.jsonl"])
+@pytest.mark.parametrize(
+    "file", ["spans/training.jsonl", "events.jsonl", "metrics.jsonl", "ledger.jsonl"]
+)
 def test_files_that_are_none_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, kind: str
 ) -> None:
@@ -145,4 +209,6 @@ def test_files_that_are_none_are_named(
     status = main(["trace", str(run), "6"])
     said = capsys.readouterr().err
     assert status == 2 or kind == "sparse", "the end of a long one is read"
-    assert status == 0 or (str(run / file) in said) == (kind != "sparse") and "Traceback" not in said
+    assert (
+        status == 0 or (str(run / file) in said) == (kind != "sparse") and "Traceback" not in said
+    )

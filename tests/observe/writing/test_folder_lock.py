@@ -1,4 +1,5 @@
-"""Whose a folder is: a run takes a new one, an empty one and a run's, and changes nothing in another."""
+"""Whose a folder is: a run takes a new one, an empty one and a run's, and changes nothing in
+another."""
 
 import json
 import os
@@ -28,7 +29,10 @@ from distflow.observe.writing.run_folder import (
 def state_of(folder: Path) -> dict[str, tuple[int, bytes | None]]:
     """Every entry with its mode and its bytes, the folder itself among them."""
     return {
-        str(path.relative_to(folder)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else None)
+        str(path.relative_to(folder)): (
+            path.lstat().st_mode,
+            path.read_bytes() if path.is_file() else None,
+        )
         for path in (folder, *folder.rglob("*"))
     }
 
@@ -41,18 +45,22 @@ SOMEBODYS: dict[str, dict[str, str]] = {
     "a run.json that is none": {"run.json": "\x00\x01"},
     "a run.json that is deep": {"run.json": "[" * 100_000},
     "checkpoints of another pipeline": {
-        "checkpoints/old.removed/x": "1", "checkpoints/model.safetensors.partial": "2", "checkpoints/step-1000/w": "3",
+        "checkpoints/old.removed/x": "1",
+        "checkpoints/model.safetensors.partial": "2",
+        "checkpoints/step-1000/w": "3",
     },
     "a file of the lock's name": {".writer": "mine"},
     "an empty file of the lock's name beside others": {".writer": "", "thesis.txt": "mine"},
     "a report": {"report.html": "<h1>mine</h1>"},
     "names that act": {"\x1b]52;c;aGk=\x07": "1", "a\nb": "2"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", SOMEBODYS)
 @pytest.mark.parametrize("mode", [0o755, 0o2775])
-def test_somebodys_folder_is_refused_and_left_as_it_is(tmp_path: Path, what: str, mode: int) -> None:
+def test_somebodys_folder_is_refused_and_left_as_it_is(
+    tmp_path: Path, what: str, mode: int
+) -> None:
     folder = tmp_path / "theirs"
     for name, text in SOMEBODYS[what].items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +70,9 @@ def test_somebodys_folder_is_refused_and_left_as_it_is(tmp_path: Path, what: str
     for attempt in (lambda: RunFolder(folder, 0), lambda: claimed(folder).__enter__()):
         with pytest.raises(RunFolderError, match="files not from a distflow run") as refused:
             attempt()
-        assert "trainer.default_local_dir" in str(refused.value) and "\x1b" not in str(refused.value)
+        assert "trainer.default_local_dir" in str(refused.value) and "\x1b" not in str(
+            refused.value
+        )
     with pytest.raises(UserError):
         write_report(folder)
     assert state_of(folder) == before
@@ -93,7 +103,9 @@ def test_a_runs_folder_is_taken_again(tmp_path: Path, copied: str) -> None:
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("left", ["nothing", "an empty folder", "the lock", "the lock and its mark"])
+@pytest.mark.parametrize(
+    "left", ["nothing", "an empty folder", "the lock", "the lock and its mark"]
+)
 def test_a_first_start_that_was_killed_is_started_again(tmp_path: Path, left: str) -> None:
     folder = tmp_path / "run"
     if left != "nothing":
@@ -165,7 +177,9 @@ def claim_once(folder: Path) -> None:
         pass
 
 
-def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(
+    tmp_path: Path,
+) -> None:
     folder, kept = tmp_path / "run", ExitStack()
     with living(lambda: kept.enter_context(claimed(folder))) as writer:
         before = state_of(folder)
@@ -173,7 +187,10 @@ def test_whoever_is_refused_learns_who_writes_and_leaves_the_folder_as_it_is(tmp
             claim_once(folder)
         assert state_of(folder) == before
     who = re.escape(f"another process (pid {writer} on {os.uname().nodename} since ")
-    assert re.match(rf"{who}\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \S+\) is writing to the run's folder", str(refused.value))
+    assert re.match(
+        rf"{who}\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d \S+\) is writing to the run's folder",
+        str(refused.value),
+    )
     claim_once(folder)  # nobody writes any more
 
 
@@ -199,7 +216,9 @@ def test_a_forked_process_neither_holds_a_claim_nor_ends_it(tmp_path: Path) -> N
     with living(lambda: None) as child:
         claim.__exit__(None, None, None)
         os.kill(child, 0)
-        assert not end_of(lambda: claim_once(folder)), "a child that outlives the claim does not keep it"
+        assert not end_of(lambda: claim_once(folder)), (
+            "a child that outlives the claim does not keep it"
+        )
 
 
 def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
@@ -212,7 +231,9 @@ def test_a_start_waits_for_the_end_of_who_joined_an_earlier_one(
         worker = joined.__enter__()
     assert writer_of(folder) == worker
     monkeypatch.setattr(folder_lock, "_END_WITHIN_S", 0.1)
-    assert f"process {worker} of an earlier start still writes" in end_of(lambda: claim_once(folder))
+    assert f"process {worker} of an earlier start still writes" in end_of(
+        lambda: claim_once(folder)
+    )
     monkeypatch.undo()
     reads, writes = os.pipe()
     pid = os.fork()
@@ -245,11 +266,15 @@ def test_a_restart_in_place_waits_for_who_joined_refuses_the_late_and_never_give
     with claimed(folder) as owner:
         with (
             living(lambda: join(folder, owner)) as worker,
-            pytest.raises(RunFolderError, match=f"process {worker} of an earlier start still writes"),
+            pytest.raises(
+                RunFolderError, match=f"process {worker} of an earlier start still writes"
+            ),
         ):
             claim_again(folder, 1)
         again = claim_again(folder, 2)
-        assert again.endswith(", restart 2") and "another process" in end_of(lambda: claim_once(folder))
+        assert again.endswith(", restart 2") and "another process" in end_of(
+            lambda: claim_once(folder)
+        )
         assert "another start has taken" in end_of(lambda: join(folder, owner))
         with living(lambda: join(folder, again)):
             pass
@@ -276,13 +301,24 @@ def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path: Path, umask
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
 
 
-FILES = ("metrics.jsonl", "events.jsonl", "run.json", "config.yaml", "plan.json", "ledger.jsonl", "report.html")
+FILES = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "run.json",
+    "config.yaml",
+    "plan.json",
+    "ledger.jsonl",
+    "report.html",
+)
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(tmp_path: Path, name: str, kind: str) -> None:
-    folder, precious = tmp_path / "run", tmp_path / "precious"
+def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = tmp_path / "run"
+    precious = tmp_path / "precious"
     precious.write_text("precious")
     RunFolder(folder, 0).close()
     (folder / "run.json").write_text('{"distflow": "0.1.0"}')
@@ -296,8 +332,12 @@ def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(tmp_path: Path, 
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "samples", "spans", "tokens", "data", "bundles", "tensorboard"])
-def test_what_stands_in_the_way_of_a_folder_is_named_at_the_start(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "samples", "spans", "tokens", "data", "bundles", "tensorboard"]
+)
+def test_what_stands_in_the_way_of_a_folder_is_named_at_the_start(
+    tmp_path: Path, name: str
+) -> None:
     RunFolder(tmp_path / "run", 0).close()
     (tmp_path / "run" / name).write_text("mine")
     with pytest.raises(RunFolderError, match=f"{name} is not a folder"):
@@ -318,7 +358,9 @@ def test_a_report_that_cannot_be_written_or_read(tmp_path: Path) -> None:
         run.write_json("run.json", {"distflow": "0.1.0"})
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics.jsonl' cannot be read: it is a folder, where a file is expected"):
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl' cannot be read: it is a folder, where a file is expected"
+    ):
         write_report(folder)
     (folder / "metrics.jsonl").rmdir()
     lines = [

@@ -19,7 +19,9 @@ def test_what_lasts_says_so_and_stops_at_its_end() -> None:
         assert enough.wait(60)
     count = len(lines)
     assert lines[:2] == ["loading: 0:00 so far, 0 of 9", "loading: 0:00 so far, 1 of 9"]
-    assert threading.active_count() == 1 or not any(each.name == "progress" for each in threading.enumerate())
+    assert threading.active_count() == 1 or not any(
+        each.name == "progress" for each in threading.enumerate()
+    )
     assert len(lines) == count
 
 

@@ -1,4 +1,5 @@
-"""A run that is set aside is whole in its own folder, wherever a kill came, and nothing of somebody's moves."""
+"""A run that is set aside is whole in its own folder, wherever a kill came, and nothing of
+somebody's moves."""
 
 import os
 from pathlib import Path
@@ -7,7 +8,14 @@ import pytest
 
 from distflow.observe.writing.run_folder import MARK, claimed, finish_moving, is_ours, set_aside
 
-RUN = ("metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html", "checkpoints/step-000001/w", "samples/1.parquet")
+RUN = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "ledger.jsonl",
+    "report.html",
+    "checkpoints/step-000001/w",
+    "samples/1.parquet",
+)
 
 
 def write_run(folder: Path, names: tuple[str, ...] = RUN) -> None:
@@ -17,7 +25,11 @@ def write_run(folder: Path, names: tuple[str, ...] = RUN) -> None:
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+    return {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.name[0] != "."
+    }
 
 
 def test_a_run_moves_whole_and_what_is_somebody_s_or_shared_stays(tmp_path: Path) -> None:
@@ -41,7 +53,11 @@ def test_each_run_gets_a_folder_of_its_own_and_an_unused_folder_none(tmp_path: P
             write_run(tmp_path, ("metrics.jsonl", "events.jsonl"))
             (tmp_path / "metrics.jsonl").write_text(str(number))
             assert set_aside(tmp_path) == tmp_path / "earlier" / str(number)
-    assert [(tmp_path / "earlier" / n / "metrics.jsonl").read_text() for n in "123"] == ["1", "2", "3"]
+    assert [(tmp_path / "earlier" / n / "metrics.jsonl").read_text() for n in "123"] == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize("survived", range(6))
@@ -66,7 +82,9 @@ def test_what_a_kill_left_half_moved_follows_at_the_next_start(
     assert files(tmp_path) == {f"earlier/1/{name}" for name in RUN}
 
 
-def test_a_whole_run_is_left_where_it_is_by_a_start_that_finds_nothing_half_moved(tmp_path: Path) -> None:
+def test_a_whole_run_is_left_where_it_is_by_a_start_that_finds_nothing_half_moved(
+    tmp_path: Path,
+) -> None:
     write_run(tmp_path)
     finish_moving(tmp_path)
     assert files(tmp_path) == set(RUN)

@@ -1,4 +1,5 @@
-"""The run's folder, written and read: torn lines, odd numbers, resumes, two writers, a full disk."""
+"""The run's folder, written and read: torn lines, odd numbers, resumes, two writers, a full
+disk."""
 
 import json
 import math
@@ -35,13 +36,23 @@ def steps_of(folder: Path, kind: str = "train") -> list[tuple[int, int]]:
 
 
 def test_metrics_come_back_under_their_flat_names(tmp_path: Path) -> None:
-    values = {"actor/loss": 0.5, "val_correct/all": 1.0, "val_correct/all/mean": 2.0, "loss": 3.0, 'a"/é\n': 4.0}
+    values = {
+        "actor/loss": 0.5,
+        "val_correct/all": 1.0,
+        "val_correct/all/mean": 2.0,
+        "loss": 3.0,
+        'a"/é\n': 4.0,
+    }
     before = time.time()
     with RunFolder(tmp_path / "run", 0) as run:
         run.metrics(7, "train", values)
     (record,) = read_metrics(tmp_path / "run")
     assert record.values == values
-    assert (record.step, record.restart, record.kind) == (7, 0, "train") and before <= record.t <= time.time()
+    assert (record.step, record.restart, record.kind) == (
+        7,
+        0,
+        "train",
+    ) and before <= record.t <= time.time()
     raw = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert set(raw) == {"step", "t", "restart", "kind", "m"} and raw["m"]["actor"] == {"loss": 0.5}
 
@@ -49,7 +60,16 @@ def test_metrics_come_back_under_their_flat_names(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run:
         run.metrics(1, "train", {"nan": math.nan, "up": math.inf, "down": -math.inf, "ok": 1.0})
-        run.samples(1, [{"response": "NaN", "score": math.nan, "reward_parts": {"math": math.inf, "why": "NaN?"}}])
+        run.samples(
+            1,
+            [
+                {
+                    "response": "NaN",
+                    "score": math.nan,
+                    "reward_parts": {"math": math.inf, "why": "NaN?"},
+                }
+            ],
+        )
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -57,15 +77,24 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text(), parse_constant=refuse)
     (record,) = read_metrics(tmp_path / "run")
     assert math.isnan(record.values["nan"])
-    assert (record.values["up"], record.values["down"], record.values["ok"]) == (math.inf, -math.inf, 1.0)
+    assert (record.values["up"], record.values["down"], record.values["ok"]) == (
+        math.inf,
+        -math.inf,
+        1.0,
+    )
     (sample,) = read_samples(tmp_path / "run", 1)
     assert sample["response"] == "NaN", "text stays text"
-    assert math.isnan(sample["score"]) and sample["reward_parts"] == {"math": math.inf, "why": "NaN?"}
+    assert math.isnan(sample["score"]) and sample["reward_parts"] == {
+        "math": math.inf,
+        "why": "NaN?",
+    }
 
 
 def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", 0)
-    run.span("worker", Span(1.0, 2.0, "busy", "rollout", step=3, group_id=4, version=5, on="engine"))
+    run.span(
+        "worker", Span(1.0, 2.0, "busy", "rollout", step=3, group_id=4, version=5, on="engine")
+    )
     run.metrics(3, "train", {"x": 1.0})
     assert steps_of(tmp_path / "run") == [(3, 0)]
     span = json.loads((tmp_path / "run" / "spans" / "worker.jsonl").read_text())
@@ -78,7 +107,9 @@ def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_torn_last_line_is_stepped_over_and_does_not_spoil_the_next(tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_line_is_stepped_over_and_does_not_spoil_the_next(
+    tmp_path: Path, cut: int
+) -> None:
     folder = tmp_path / "run"
     with RunFolder(folder, 0) as run:
         run.metrics(1, "train", {"x": 1.0})
@@ -102,7 +133,10 @@ def test_lines_of_garbage_are_stepped_over(tmp_path: Path) -> None:
             b"\x00\x00\x00\n[1]\n\xff\xfe\n{}\n"
             + b'{"step": "two", "m": {}}\n{"step": 2, "m": {"x": "text", "y": 1}}\n'
         )
-    assert [(record.step, dict(record.values)) for record in read_metrics(folder)] == [(1, {"x": 1.0}), (2, {"y": 1.0})]
+    assert [(record.step, dict(record.values)) for record in read_metrics(folder)] == [
+        (1, {"x": 1.0}),
+        (2, {"y": 1.0}),
+    ]
 
 
 DAMAGE = {
@@ -227,7 +261,11 @@ def test_a_second_writer_is_refused_with_what_to_do(tmp_path: Path) -> None:
             try:
                 RunFolder(tmp_path / "run", 1)
             except RunFolderError as error:
-                os._exit(0 if "another process" in str(error) and "default_local_dir" in str(error) else 2)
+                os._exit(
+                    0
+                    if "another process" in str(error) and "default_local_dir" in str(error)
+                    else 2
+                )
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     (tmp_path / "file").write_text("")
@@ -268,7 +306,8 @@ def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk: the write that crosses it is cut short, the next fails."""
+    """A limit on the size of files stands in for the disk: the write that crosses it is cut short,
+    the next fails."""
     folder = tmp_path / "run"
     pid = os.fork()
     if pid == 0:
@@ -281,7 +320,9 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
                 for step in range(100):
                     run.metrics(step, "train", {"some/metric": 1.0})
             except OSError as error:
-                named = "run's folder" in str(error) and error.filename == str(folder / "metrics.jsonl")
+                named = "run's folder" in str(error) and error.filename == str(
+                    folder / "metrics.jsonl"
+                )
                 resource.setrlimit(resource.RLIMIT_FSIZE, (10**9, 10**9))
                 run.metrics(1000, "train", {"some/metric": 1.0})
                 status = 0 if named else 2
@@ -295,9 +336,17 @@ def test_a_full_disk_is_said_and_the_file_stays_readable(tmp_path: Path) -> None
 def test_samples_keep_hostile_text(tmp_path: Path) -> None:
     texts = ["日本語 \u202e", "two\nlines", "lone \ud800 half", "nul \x00", "u2028 \u2028 here", ""]
     with RunFolder(tmp_path / "run", 0) as run:
-        run.samples(12, [{"uid": str(i), "prompt": "p", "response": text, "note": 1} for i, text in enumerate(texts)])
+        run.samples(
+            12,
+            [
+                {"uid": str(i), "prompt": "p", "response": text, "note": 1}
+                for i, text in enumerate(texts)
+            ],
+        )
     rows = read_samples(tmp_path / "run", 12)
-    assert [row["response"] for row in rows] == [text.replace("\ud800", "\\ud800") for text in texts]
+    assert [row["response"] for row in rows] == [
+        text.replace("\ud800", "\\ud800") for text in texts
+    ]
     assert {row["note"] for row in rows} == {1} and {row["restart"] for row in rows} == {0}
 
 
@@ -308,12 +357,20 @@ def test_splits_and_steps_of_samples(tmp_path: Path) -> None:
         run.samples(0, [{}], "val")
         run.samples(5, [{}], "val/../x")
     assert sample_splits(tmp_path / "run") == ["train", "val", "val_.._x"]
-    assert sample_steps(tmp_path / "run") == [3, 1_234_567] and sample_steps(tmp_path / "run", "val") == [0]
-    assert not list(tmp_path.glob("*.parquet")) and sample_steps(tmp_path / "run", "val_.._x") == [5]
+    assert sample_steps(tmp_path / "run") == [3, 1_234_567] and sample_steps(
+        tmp_path / "run", "val"
+    ) == [0]
+    assert not list(tmp_path.glob("*.parquet")) and sample_steps(tmp_path / "run", "val_.._x") == [
+        5
+    ]
 
 
 def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == [] and read_events(tmp_path) == [] and read_samples(tmp_path, 1) == []
+    assert (
+        read_metrics(tmp_path) == []
+        and read_events(tmp_path) == []
+        and read_samples(tmp_path, 1) == []
+    )
     assert read_object(tmp_path / "run.json") == {} and sample_splits(tmp_path) == []
 
 
@@ -330,19 +387,32 @@ def test_everything_becomes_valid_json_that_means_the_same(value: object) -> Non
 
 def test_scalars_of_other_libraries_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    assert to_json({"a": numpy.float32(0.5), "b": numpy.arange(2), "c": Path("x")}) == {"a": 0.5, "b": [0, 1], "c": "x"}
+    assert to_json({"a": numpy.float32(0.5), "b": numpy.arange(2), "c": Path("x")}) == {
+        "a": 0.5,
+        "b": [0, 1],
+        "c": "x",
+    }
     assert to_number(True) is None and to_number("1") is None and to_number("Infinity") == math.inf
 
 
 def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_path: Path) -> None:
-    nested = '{"a": {"whole": 3, "huge": 1e301, "text": "no", "nan": "NaN", "/": {"b": 1}}, "c": 0.5, "%s": 1.0}'
+    nested = (
+        '{"a": {"whole": 3, "huge": 1e301, "text": "no", "nan": "NaN", "/": {"b": 1}}, "c": 0.5, '
+        '"%s": 1.0}'
+    )
     line = '{"step": %d, "t": 1.0, "restart": 0, "kind": "train", "m": %s}\n'
     plain = '{"a": {"b": {"c": 1.5, "/": 2.5}, "d": -1.0}}'
     texts = [nested % ("n" * 201), plain, '{"a": 1.0, "b": 1e301}', '{"a": NaN}', "{}"]
-    (tmp_path / "metrics.jsonl").write_text("".join(line % (i, text) for i, text in enumerate(texts)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(line % (i, text) for i, text in enumerate(texts))
+    )
     odd, even, huge, nan, empty = (dict(record.values) for record in read_metrics(tmp_path))
     assert math.isnan(odd.pop("a/nan")) and odd == {"a/whole": 3.0, "a/huge": math.inf, "c": 0.5}
-    assert even == {"a/b/c": 1.5, "a/b": 2.5, "a/d": -1.0} and huge == {"a": 1.0, "b": math.inf} and empty == {}
+    assert (
+        even == {"a/b/c": 1.5, "a/b": 2.5, "a/d": -1.0}
+        and huge == {"a": 1.0, "b": math.inf}
+        and empty == {}
+    )
     assert math.isnan(nan["a"])
 
 
@@ -355,11 +425,16 @@ def test_metrics_that_grow_in_a_long_file_begin_with_a_whole_line(
             run.metrics(step, "train", {"m": 1.0})
     growing = GrowingMetrics(tmp_path)
     found = [record.step for record in growing.read(Timeline())]
-    assert found == [record.step for record in read_metrics(tmp_path, max_bytes=1000)] and found[-1] == 100
+    assert (
+        found == [record.step for record in read_metrics(tmp_path, max_bytes=1000)]
+        and found[-1] == 100
+    )
     assert growing.damage.num_lines == 0 and len(found) < 20
 
 
-def test_a_disk_that_fails_at_the_end_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_at_the_end_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

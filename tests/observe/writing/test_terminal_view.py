@@ -1,4 +1,5 @@
-"""The view of a run: live in a terminal (a real pseudo-terminal, read back), plain lines elsewhere."""
+"""The view of a run: live in a terminal (a real pseudo-terminal, read back), plain lines
+elsewhere."""
 
 import fcntl
 import io
@@ -33,7 +34,8 @@ EVIL = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] \u202egnp.exe\r\n\x9b31m"
 
 
 def test_plain_lines_without_a_terminal() -> None:
-    out, now = io.StringIO(), [0.0]
+    out = io.StringIO()
+    now = [0.0]
     view = TerminalView("run", 4, file=out, clock=lambda: now[0])
     view.phase("rollout")
     now[0] = 2.0
@@ -54,20 +56,31 @@ def test_plain_lines_without_a_terminal() -> None:
 
 
 def test_plain_lines_are_few_and_stand_under_one_another() -> None:
-    out, now = io.StringIO(), [0.0]
+    out = io.StringIO()
+    now = [0.0]
     view = TerminalView("run", 200, file=out, clock=lambda: now[0])
     for step in range(1, 201):
         now[0] += 1.0
         if step == 50:
             view.log(step, {"val_correct/all/mean": 0.5})
-        view.log(step, {"reward/mean_score": step / 100 - 1, "rollout/truncated": step / 200, "timing_s/step": 1.0})
+        view.log(
+            step,
+            {
+                "reward/mean_score": step / 100 - 1,
+                "rollout/truncated": step / 200,
+                "timing_s/step": 1.0,
+            },
+        )
     view.close()
     lines = out.getvalue().splitlines()
     steps = [int(line[5:8]) for line in lines]
     assert steps == [1, 6, 11, 16, 21, 26, 31, 36, 41, 46, 50, *range(51, 200, 5), 200]
     rest = [line for line in lines if "accuracy" not in line]
     assert len(rest) == len(lines) - 1
-    assert len({(line.index("reward"), line.index("truncated"), line.index(" s")) for line in rest}) == 1
+    assert (
+        len({(line.index("reward"), line.index("truncated"), line.index(" s")) for line in rest})
+        == 1
+    )
 
 
 def test_the_last_step_has_a_line_however_the_run_ends() -> None:
@@ -116,8 +129,11 @@ class Terminal:
 
 
 def screen(output: str) -> list[str]:
-    """What stays on the screen: plays back line ends, "erase line", "cursor up" and carriage returns."""
-    lines, row, column = [""], 0, 0
+    """What stays on the screen: plays back line ends, "erase line", "cursor up" and carriage
+    returns."""
+    lines = [""]
+    row = 0
+    column = 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
         if token == "\n":
             row += 1
@@ -131,7 +147,9 @@ def screen(output: str) -> list[str]:
             elif token == "\x1b[2K":
                 lines[row] = ""
         else:
-            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            lines[row] = (
+                lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            )
             column += len(token)
     return [line.rstrip() for line in lines]
 
@@ -167,7 +185,9 @@ def test_live_view_fits_escapes_and_stays_as_it_was_last(
     assert len(frames) > 5 and frames[-1].count("╭") == 1
     for frame in frames:
         rows = frame.split("\n")
-        assert len(rows) < size[1], "a frame as high as the terminal scrolls, and leaves its top behind"
+        assert len(rows) < size[1], (
+            "a frame as high as the terminal scrolls, and leaves its top behind"
+        )
         assert all(len(row.rstrip("\r")) <= size[0] for row in rows)
 
 
@@ -176,7 +196,15 @@ def test_the_time_shown_is_that_of_the_last_step_alone(monkeypatch: pytest.Monke
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal()
     view = TerminalView("run", 3, file=terminal.file)
-    view.log(1, {"timing_s/eval": 3.0, "timing_s/rollout": 1.0, "timing_s/step": 4.0, "val_correct/all/mean": 0.5})
+    view.log(
+        1,
+        {
+            "timing_s/eval": 3.0,
+            "timing_s/rollout": 1.0,
+            "timing_s/step": 4.0,
+            "val_correct/all/mean": 0.5,
+        },
+    )
     view.log(2, {"timing_s/rollout": 1.0, "timing_s/step": 2.0})
     view.close()
     last = re.findall(r"╭[^╰]*╰", terminal.seen())[-1]
@@ -186,7 +214,10 @@ def test_the_time_shown_is_that_of_the_last_step_alone(monkeypatch: pytest.Monke
 def frames_of(output: str) -> list[list[str]]:
     """The inner lines of each frame that was drawn."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
-    return [[line.strip() for line in frame.split("\n")[1:-1]] for frame in re.findall(r"╭[^╰]*╰", plain)]
+    return [
+        [line.strip() for line in frame.split("\n")[1:-1]]
+        for frame in re.findall(r"╭[^╰]*╰", plain)
+    ]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -197,7 +228,10 @@ def test_a_number_stays_at_its_place(columns: int, monkeypatch: pytest.MonkeyPat
     terminal = Terminal(columns, 40)
     view = TerminalView("run", 9, file=terminal.file)
     for step, value in enumerate((0.5, -1234.5, float("nan"), 1e12, 3e-9), 1):
-        view.log(step, {"reward/mean_score": value, "actor/grad_norm": abs(value), "rollout/truncated": 0.25})
+        view.log(
+            step,
+            {"reward/mean_score": value, "actor/grad_norm": abs(value), "rollout/truncated": 0.25},
+        )
         if step == 3:
             view.log(step, {"val_correct/all/mean": 0.5})
     view.close()
@@ -212,13 +246,17 @@ def test_a_number_stays_at_its_place(columns: int, monkeypatch: pytest.MonkeyPat
     assert len(places) == 4, places
 
 
-def test_a_curve_stands_beside_its_range_and_reward_errors_beside_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_stands_beside_its_range_and_reward_errors_beside_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal(100, 40)
     view = TerminalView("run", 9, file=terminal.file)
     for step, reward in enumerate((0.25, 0.75, 0.5), 1):
-        view.log(step, {"reward/mean_score": reward, "reward/calls": 64.0, "reward/error_rate": 3 / 64})
+        view.log(
+            step, {"reward/mean_score": reward, "reward/calls": 64.0, "reward/error_rate": 3 / 64}
+        )
     view.reward_failed(f"ValueError: {EVIL} (at reward.py:3)")
     view.audited(3, 15, 17)
     view.note("warning", "look here")
@@ -230,10 +268,18 @@ def test_a_curve_stands_beside_its_range_and_reward_errors_beside_why(monkeypatc
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_shown(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_numbers_that_are_not_finite_are_shown(
+    monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    names = ("reward/calls", "reward/error_rate", "reward/mean_score", "timing_s/step", "timing_s/rollout")
+    names = (
+        "reward/calls",
+        "reward/error_rate",
+        "reward/mean_score",
+        "timing_s/step",
+        "timing_s/rollout",
+    )
     values = dict.fromkeys((*names, "async/version_diff/mean", "throughput/rollout"), value)
     terminal = Terminal(100, 40)
     view = TerminalView("run", 9, file=terminal.file)
@@ -250,7 +296,10 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = Terminal(80, 24)
     view = TerminalView("run", 9, file=terminal.file)
-    threads = [threading.Thread(target=lambda: [view.queue(i, 2 * i, 0) for i in range(1000)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [view.queue(i, 2 * i, 0) for i in range(1000)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -260,15 +309,24 @@ def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> No
     view.log(1, {"async/version_diff/mean": 1.25, "async/version_diff/max": 3.0})
     view.close()
     last = frames_of(terminal.seen())[-1]
-    assert any(re.search(r"rollouts +1,234 generating or scoring, +16 queued, +3 dropped", line) for line in last), last
-    assert any("engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line for line in last), last
+    assert any(
+        re.search(r"rollouts +1,234 generating or scoring, +16 queued, +3 dropped", line)
+        for line in last
+    ), last
+    assert any(
+        "engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line
+        for line in last
+    ), last
 
 
-def test_the_phase_shown_is_the_one_that_runs_with_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_phase_shown_is_the_one_that_runs_with_its_whole_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After an inner phase the outer one continues."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    terminal, now = Terminal(), [0.0]
+    terminal = Terminal()
+    now = [0.0]
     view = TerminalView("run", 9, file=terminal.file, clock=lambda: now[0])
     phases = PhaseTimer(on_change=view.phase, clock=lambda: now[0])
     with phases("train_step"):
@@ -293,7 +351,8 @@ def test_supervised_training_has_no_words_of_rl(monkeypatch: pytest.MonkeyPatch)
     }
     values |= {"timing_s/data": 0.5, "timing_s/train_step": 1.5, "timing_s/step": 2.0}
     terminal = Terminal(80, 24)
-    view, lines = TerminalView("run", 9, file=terminal.file, generates=False), io.StringIO()
+    view = TerminalView("run", 9, file=terminal.file, generates=False)
+    lines = io.StringIO()
     plain = TerminalView("run", 9, file=lines, generates=False)
     for each in (view, plain):
         each.phase("data")
@@ -303,13 +362,18 @@ def test_supervised_training_has_no_words_of_rl(monkeypatch: pytest.MonkeyPatch)
         each.sample("2+2=", "4", None)
         each.close()
     last = "\n".join(frames_of(terminal.seen())[-1])
-    assert not re.search("rollout|response|truncated|generating|engine|score|reward", last + lines.getvalue()), last
-    assert "time      2.0 s a step: train_step 75% · data 25%" in last and re.search("target +4", last)
+    assert not re.search(
+        "rollout|response|truncated|generating|engine|score|reward", last + lines.getvalue()
+    ), last
+    assert "time      2.0 s a step: train_step 75% · data 25%" in last and re.search(
+        "target +4", last
+    )
     assert "tokens/s  train_step 810" in last and "loss  2.5000" in lines.getvalue()
 
 
 def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
-    out, now = io.StringIO(), [0.0]
+    out = io.StringIO()
+    now = [0.0]
     view = TerminalView("run", 9, file=out, clock=lambda: now[0])
     phases = PhaseTimer(on_change=view.phase, clock=lambda: now[0])
     for name in ("start", "rollout", "train_step"):
@@ -319,20 +383,28 @@ def test_a_step_that_lasts_is_seen_in_plain_lines_too() -> None:
     view.note("info", "saved")
     with phases("save"), phases("audit"):
         now[0] += 70
-    assert out.getvalue().splitlines() == ["step 1/9  train_step begins 0:40 after the start", "saved"]
+    assert out.getvalue().splitlines() == [
+        "step 1/9  train_step begins 0:40 after the start",
+        "saved",
+    ]
 
 
 def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:
     view = TerminalView("run", 9, file=io.StringIO())
     with view._lock:
-        teller = threading.Thread(target=lambda: (view.queue(1, 2, 3), view.weight_version(4)), daemon=True)
+        teller = threading.Thread(
+            target=lambda: (view.queue(1, 2, 3), view.weight_version(4)), daemon=True
+        )
         teller.start()
         teller.join(5)
         assert not teller.is_alive()
 
 
-def test_a_note_and_a_view_that_draws_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drawing thread has rich's lock and asks for the panel; a note asks for rich's lock at that moment."""
+def test_a_note_and_a_view_that_draws_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The drawing thread has rich's lock and asks for the panel; a note asks for rich's lock at
+    that moment."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, draws, noted = Terminal(), threading.Event(), threading.Event()
@@ -359,7 +431,9 @@ def test_a_note_and_a_view_that_draws_do_not_wait_for_each_other(monkeypatch: py
     assert "warning: number 4" in terminal.seen()
 
 
-def test_a_narrower_terminal_keeps_no_part_of_an_earlier_view(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrower_terminal_keeps_no_part_of_an_earlier_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It wraps the lines that are there, so that a view of n lines takes 2 n."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -376,7 +450,9 @@ def test_a_narrower_terminal_keeps_no_part_of_an_earlier_view(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])
-def test_a_terminal_that_asks_for_plain_text_gets_it(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_asks_for_plain_text_gets_it(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()
@@ -390,7 +466,15 @@ def test_a_terminal_that_asks_for_plain_text_gets_it(name: str, value: str, monk
 
 
 def test_small_helpers() -> None:
-    assert [duration(seconds) for seconds in (0, 67.9, 3661, -5)] == ["0:00", "1:07", "1:01:01", "0:00"]
+    assert [duration(seconds) for seconds in (0, 67.9, 3661, -5)] == [
+        "0:00",
+        "1:07",
+        "1:01:01",
+        "0:00",
+    ]
     assert step_line(3, 9, {}) == "step 3/9"
-    assert escape_control("a\tb\nc", one_line=True) == "a b⏎c" and escape_control("abcdef", 3) == "abc…"
+    assert (
+        escape_control("a\tb\nc", one_line=True) == "a b⏎c"
+        and escape_control("abcdef", 3) == "abc…"
+    )
     assert escape_control("é 日本 \u200b\x7f\U000e0041") == "é 日本 \\u200b\\x7f\\U000e0041"

@@ -18,9 +18,13 @@ class Clock:
 
 
 def test_phases_add_up_to_the_step() -> None:
-    clock, ended, runs = Clock(), [], []
+    clock = Clock()
+    ended = []
+    runs = []
     phases = PhaseTimer(
-        lambda t0, t1, name: ended.append((name, t1 - t0)), lambda name, seconds: runs.append((name, seconds)), clock
+        lambda t0, t1, name: ended.append((name, t1 - t0)),
+        lambda name, seconds: runs.append((name, seconds)),
+        clock,
     )
     clock.now += 1
     with phases("rollout"):
@@ -32,11 +36,24 @@ def test_phases_add_up_to_the_step() -> None:
         clock.now += 8
     clock.now += 16
     first = phases.finish_step()
-    assert first == {"timing_s/rollout": 13, "timing_s/reward": 2, "timing_s/other": 17, "timing_s/step": 32}
+    assert first == {
+        "timing_s/rollout": 13,
+        "timing_s/reward": 2,
+        "timing_s/other": 17,
+        "timing_s/step": 32,
+    }
     assert [
-        (name, pytest.approx(seconds)) for name, seconds in (("reward", 2), ("rollout", 7), ("rollout", 8))
+        (name, pytest.approx(seconds))
+        for name, seconds in (("reward", 2), ("rollout", 7), ("rollout", 8))
     ] == ended
-    assert runs == [("rollout", 0), ("reward", 0), ("rollout", 6), ("other", 0), ("rollout", 0), ("other", 0)]
+    assert runs == [
+        ("rollout", 0),
+        ("reward", 0),
+        ("rollout", 6),
+        ("other", 0),
+        ("rollout", 0),
+        ("other", 0),
+    ]
     clock.now += 3
     with phases("save"):
         clock.now += 1

@@ -29,7 +29,9 @@ class Recorder:
 
     def __init__(self, fail_at: int | None = None, gate: threading.Event | None = None):
         self.got: list[tuple[int, dict[str, float]]] = []
-        self.fail_at, self.gate, self.closed = fail_at, gate, False
+        self.fail_at = fail_at
+        self.gate = gate
+        self.closed = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self.gate:
@@ -48,7 +50,8 @@ def collect_events() -> tuple[list[tuple[str, str]], Callable[[str, str], None]]
 
 
 def test_all_get_copies_in_order() -> None:
-    near, far = Recorder(), Recorder()
+    near = Recorder()
+    far = Recorder()
     trackers = Trackers([near], {"far": lambda: far})
     values = {"x": 0.0}
     for step in range(50):
@@ -102,7 +105,9 @@ def test_one_that_does_not_finish_is_left_behind() -> None:
     assert len(events) == 1 and "did not finish in time" in events[0][1]
 
 
-def test_one_that_failed_with_a_full_queue_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_failed_with_a_full_queue_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tracking, "_QUEUE_LENGTH", 2)
     gate, asked = threading.Event(), threading.Event()
 
@@ -123,7 +128,9 @@ def test_one_that_failed_with_a_full_queue_is_not_waited_for(monkeypatch: pytest
     assert time.monotonic() - began < 10
 
 
-def test_the_id_of_a_run_is_whole_or_absent_if_the_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_a_run_is_whole_or_absent_if_the_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -149,7 +156,9 @@ def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
 
     far = Everything()
     trackers = Trackers([], {"far": lambda: far})
-    rows = [{"uid": f"{i}-0", "score": i / 40, "response": "r" * 5000, "more": 1} for i in range(41)]
+    rows = [
+        {"uid": f"{i}-0", "score": i / 40, "response": "r" * 5000, "more": 1} for i in range(41)
+    ]
     trackers.log(3, {"reward/mean_score": 0.5, "other": 1.0})
     trackers.samples(3, [*rows, {"uid": "failed", "score": None, "prompt": "\ud800"}])
     trackers.samples(4, [])
@@ -167,7 +176,11 @@ def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
         "0.125",
         "",
     ]
-    assert table[-1]["prompt"] == "\\ud800" and len(table[0]["response"]) < 2010 and "more" not in table[0]
+    assert (
+        table[-1]["prompt"] == "\\ud800"
+        and len(table[0]["response"]) < 2010
+        and "more" not in table[0]
+    )
     assert far.found == [TrackedFinding("no-signal", 3, "text")]
 
 
@@ -208,13 +221,16 @@ def post(address: str, folder: Path, rules: list[str]) -> list[str]:
     return events
 
 
-def test_a_webhook_gets_findings_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_webhook_gets_findings_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
     with listening(refused=2) as (address, got):
         monkeypatch.setenv("HOOK", address)
         assert post("HOOK", tmp_path, ["entropy-collapse", "no-signal"]) == []
     assert len(got) == 4 and got[3] == {
-        "text": "p/e, step 7: It \ud800 collapsed. [no-signal]", "run": "p/e", "rule": "no-signal", "step": 7,
+        "text": ("p/e, step 7: It \ud800 collapsed. "
+            "[no-signal]"), "run": "p/e", "rule": "no-signal", "step": 7,
         "message": "It \ud800 collapsed.",
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == []
@@ -226,11 +242,17 @@ def test_a_webhook_that_fails_is_one_warning_without_its_address(
     monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
     with listening(refused=99) as (address, got):
         (said,) = post(address, tmp_path, ["a", "b", "c", "d"])
-    assert "tracker webhook failed" in said and "127.0.0.1: it answered 503" in said and "secret" not in said
+    assert (
+        "tracker webhook failed" in said
+        and "127.0.0.1: it answered 503" in said
+        and "secret" not in said
+    )
     assert len(got) == 9, "three times for each of three findings, then it is off"
     with listening(refused=3) as (address, got):
         (said,) = post(address, tmp_path, ["a", "b"])
-    assert [each["rule"] for each in got] == ["a", "a", "a", "b"], "an outage costs only what came meanwhile"
+    assert [each["rule"] for each in got] == ["a", "a", "a", "b"], (
+        "an outage costs only what came meanwhile"
+    )
     (said,) = post(address, tmp_path, ["a"])
     assert "refused" in said and "secret" not in said
 
@@ -249,7 +271,10 @@ def test_a_webhook_that_redirects_or_hangs_is_not_followed_and_not_waited_for(
             self.send_header("Location", target)
             self.end_headers()
 
-    with listening(refused=0) as (target, got), ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+    with (
+        listening(refused=0) as (target, got),
+        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         (said,) = post(f"http://127.0.0.1:{server.server_port}/secret", tmp_path, ["a"])
         server.shutdown()
@@ -289,7 +314,9 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     events: list[str] = []
     trackers = open_some(["tensorboard"], tmp_path, events)
     for step in (1, 2, 3):
-        trackers.log(step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0})
+        trackers.log(
+            step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
+        )
     trackers.samples(1, [{"uid": "0-0", "response": "<b>a|b\n"}])
     trackers.finding(TrackedFinding("no-signal", 3, "text"))
     trackers.close()
@@ -300,13 +327,23 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
     assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", *overview, "reward/mean_score"]
     assert set(found.Tags()["tensors"]) == {"samples", "findings"}
     table = found.Tensors("samples")[0].tensor_proto.string_val[0].decode()
-    assert table.startswith("| uid |") and "&lt;b&gt;a&#124;b<br>" in table and len(table.splitlines()) == 3
-    assert [(e.step, e.value) for e in found.Scalars("reward/mean_score")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert (
+        table.startswith("| uid |")
+        and "&lt;b&gt;a&#124;b<br>" in table
+        and len(table.splitlines()) == 3
+    )
+    assert [(e.step, e.value) for e in found.Scalars("reward/mean_score")] == [
+        (1, 0.5),
+        (2, 1.0),
+        (3, 1.5),
+    ]
     assert math.isnan(found.Scalars("actor/grad_norm")[1].value)
 
 
 @pytest.mark.slow
-def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     events: list[str] = []
@@ -322,7 +359,9 @@ def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(tmp_path: Path, m
     assert len(files) == 2 and len({file.name for file in files}) == 1
     # wandb's own process may still be writing when `finish` has returned.
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not all(b"reward/mean_score" in file.read_bytes() for file in files):
+    while time.monotonic() < deadline and not all(
+        b"reward/mean_score" in file.read_bytes() for file in files
+    ):
         time.sleep(0.05)
     assert all(b"reward/mean_score" in file.read_bytes() for file in files)
 
@@ -336,7 +375,10 @@ def track_two_starts(name: str, folder: Path) -> None:
     for first in (1, 3):
         trackers = open_some([name], folder, events)
         for step in (first, first + 1):
-            values = {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
+            values = {
+                "reward/mean_score": step / 2,
+                "actor/grad_norm": math.nan if step == 2 else 1.0,
+            }
             trackers.log(step, {**values, "val_correct/all/pass@4": 0.5})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
         trackers.finding(TrackedFinding("no-signal", first, "text"))
@@ -345,7 +387,9 @@ def track_two_starts(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mlflow_has_one_run_of_both_starts_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_of_both_starts_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     track_two_starts("mlflow", tmp_path)
@@ -359,7 +403,9 @@ def test_mlflow_has_one_run_of_both_starts_in_the_folder(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_trackio_has_one_run_of_both_starts_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_one_run_of_both_starts_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "all"))
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -367,11 +413,15 @@ def test_trackio_has_one_run_of_both_starts_on_this_machine(tmp_path: Path, monk
     track_two_starts("trackio", tmp_path)
     (run,) = SQLiteStorage.get_runs("p")
     assert run.startswith("e-")
-    assert [(each["step"], each["reward/mean_score"]) for each in SQLiteStorage.get_logs("p", run)] == STEPS
+    assert [
+        (each["step"], each["reward/mean_score"]) for each in SQLiteStorage.get_logs("p", run)
+    ] == STEPS
 
 
 @pytest.mark.slow
-def test_swanlab_without_a_key_is_offline_and_never_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swanlab_without_a_key_is_offline_and_never_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("swanlab")
     for name in ("SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -382,7 +432,9 @@ def test_swanlab_without_a_key_is_offline_and_never_asks(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
-def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_the_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(TrackerError, match=rf"pip install 'distflow\[{name}\]'"):

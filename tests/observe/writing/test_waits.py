@@ -26,7 +26,9 @@ def test_a_wait_that_ends_in_an_error_has_ended() -> None:
     assert told == ["step 3"] and waits.now() == []
 
 
-def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two ranks may begin to wait for one step in the same instant."""
     monkeypatch.setattr("time.time", lambda: 5.0)
     waits = Waits()
@@ -41,7 +43,9 @@ def test_a_wait_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Waits()
     with waits("training", "step 3", on="rollout"):
         monkeypatch.setattr("time.time", lambda: 12.4)
-        assert [str(wait) for wait in waits.now()] == ["training has waited 7 s for step 3 (on: rollout)"]
+        assert [str(wait) for wait in waits.now()] == [
+            "training has waited 7 s for step 3 (on: rollout)"
+        ]
 
 
 def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_group() -> None:
@@ -51,7 +55,11 @@ def test_a_wait_of_a_prompt_group_has_its_id_and_none_is_recorded_without_a_grou
         pass
     token = running_group.set((waits, 7))
     try:
-        with group_waits("responses", on="rollout engine"), group_waits("", on=""), waits("reward", "scores", on="it"):
+        with (
+            group_waits("responses", on="rollout engine"),
+            group_waits("", on=""),
+            waits("reward", "scores", on="it"),
+        ):
             pass
     finally:
         running_group.reset(token)

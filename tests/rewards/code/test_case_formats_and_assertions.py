@@ -29,7 +29,13 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candida
         (None, PAIRS),
         (None, {"inputs": json.dumps(PAIRS["inputs"]), "outputs": json.dumps(PAIRS["outputs"])}),
         (None, {"input_output": json.dumps(PAIRS)}),
-        ([{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "2\n", "output": "3\n"}], {}),
+        (
+            [
+                {"input": "1\n", "output": "2\n", "testtype": "stdin"},
+                {"input": "2\n", "output": "3\n"},
+            ],
+            {},
+        ),
         (PAIRS, {"test_list": ["assert f(1)"]}),  # the answer comes before the columns
     ],
 )
@@ -38,7 +44,9 @@ def test_streams(ground_truth, row):
 
 
 def test_streams_may_be_lines():
-    assert read_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}, {}) == StreamTests(("1\n2",), ("3",))
+    assert read_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}, {}) == StreamTests(
+        ("1\n2",), ("3",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,8 @@ def test_streams_may_be_lines():
         (CALLS, {}),
         ({**CALLS, "fn_name": "Solution().f"}, {}),
         ({"inputs": CALLS["inputs"], "outputs": CALLS["outputs"]}, {"fn_name": "f"}),
-        ({"inputs": ["1\n[2]", "3\n[4]"], "outputs": ["5", "[6]"], "fn_name": "f"}, {}),  # JSON of each argument
+        # JSON of each argument
+        ({"inputs": ["1\n[2]", "3\n[4]"], "outputs": ["5", "[6]"], "fn_name": "f"}, {}),
     ],
 )
 def test_calls(ground_truth, row):
@@ -57,16 +66,30 @@ def test_calls(ground_truth, row):
 def test_assertions():
     mbpp = AssertTests("assert f(1)\nassert f(2)", "x = 1")
     assert read_tests(["assert f(1)", "assert f(2)"], {"test_setup_code": "x = 1"}) == mbpp
-    assert read_tests(None, {"test_list": '["assert f(1)", "assert f(2)"]', "test_setup_code": "x = 1"}) == mbpp
-    human = AssertTests(CHECK, "", "f")
     assert (
-        read_tests("def f(x): return x", {"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"})
+        read_tests(
+            None, {"test_list": '["assert f(1)", "assert f(2)"]', "test_setup_code": "x = 1"}
+        )
         == mbpp
     )
-    assert read_tests(CHECK, {"entry_point": "f"}) == read_tests(None, {"test": CHECK, "entry_point": "f"}) == human
+    human = AssertTests(CHECK, "", "f")
+    assert (
+        read_tests(
+            "def f(x): return x",
+            {"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"},
+        )
+        == mbpp
+    )
+    assert (
+        read_tests(CHECK, {"entry_point": "f"})
+        == read_tests(None, {"test": CHECK, "entry_point": "f"})
+        == human
+    )
     assert read_tests(CHECK, {"entry_point": "f", "prompt": "Write f."}) == human
     prompt = "import math\n\ndef f(x):\n    '''...'''\n"
-    assert read_tests(CHECK, {"entry_point": "f", "prompt": prompt}) == AssertTests(CHECK, "", "f", prompt)
+    assert read_tests(CHECK, {"entry_point": "f", "prompt": prompt}) == AssertTests(
+        CHECK, "", "f", prompt
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,16 +120,23 @@ def test_tests_that_mean_nothing(ground_truth, row, message):
 
 
 def test_assertions_are_split():
-    split = split_assertions(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
+    split = split_assertions(
+        AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math")
+    )
     assert split.shown == ("assert f(x) == g", "assert f(2)")
-    assert split.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
+    assert split.cases == (
+        "import math\nx = 1\nassert f(x) == g",
+        "import math\nx = 1\nassert f(2)",
+    )
     assert split.names == {"f": "f", "g": "g"}
 
 
 def test_those_of_a_check_too():
     split = split_assertions(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
     assert split.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
-    assert [case.count("assert") for case in split.cases] == [1, 1] and split.names == {"candidate": "f"}
+    assert [case.count("assert") for case in split.cases] == [1, 1] and split.names == {
+        "candidate": "f"
+    }
 
 
 def test_assertions_in_a_loop_stay_together():
@@ -131,7 +161,12 @@ def test_names_that_stand_for_the_program(code, names):
 @pytest.mark.parametrize(
     ("code", "args", "right", "wrong"),
     [
-        ("assert f(1, [2.5, 'a'], x={'b': None}) == (-4,)", ([1, [2.5, "a"]], {"x": {"b": None}}), (-4,), [-4]),
+        (
+            "assert f(1, [2.5, 'a'], x={'b': None}) == (-4,)",
+            ([1, [2.5, "a"]], {"x": {"b": None}}),
+            (-4,),
+            [-4],
+        ),
         ("'text'\nM = {'a': 1}\nassert f((1, 2)) == {1, 2}, 'so'", ([(1, 2)], {}), {2, 1}, [1, 2]),
         ("assert f() == 1", ([], {}), 1.0, True),
         ("assert f() == [{'a': 1}]", ([], {}), [{"a": 1}], [{"a": True}]),
@@ -146,7 +181,10 @@ def test_assertions_of_literals(code, args, right, wrong):
 
 def test_those_of_a_check_are_of_its_entry():
     check = "def check(g):\n    assert g(1) == 2\n    assert helper(3) == 4\n"
-    assert [each.name for each in split_assertions(AssertTests(check, "", "f")).literals] == ["f", "helper"]
+    assert [each.name for each in split_assertions(AssertTests(check, "", "f")).literals] == [
+        "f",
+        "helper",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +214,9 @@ def test_assertions_that_must_be_run(code, setup):
     assert split_assertions(AssertTests(code, setup)).literals == (None,)
 
 
-@pytest.mark.parametrize("code", ["assert f(1", "assert 1 == 1", "x = 3", "assert f(" + "(" * 5000 + ")" * 5000 + ")"])
+@pytest.mark.parametrize(
+    "code", ["assert f(1", "assert 1 == 1", "x = 3", "assert f(" + "(" * 5000 + ")" * 5000 + ")"]
+)
 def test_tests_that_are_broken(code):
     with pytest.raises(ValueError, match="the tests are broken"):
         split_assertions(AssertTests(code))

@@ -6,7 +6,8 @@ import pytest
 
 from distflow.rewards.code.reward import find_program
 
-F, G = "def f(): pass", "def g(): pass"
+F = "def f(): pass"
+G = "def g(): pass"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,8 @@ def test_a_block_that_defines_what_is_asked_for_comes_before_a_later_one():
 
 
 DOCUMENTED = (
-    'def f():\n    """It is:\n\n    ```python\n    f()\n    ```\n\n    ```\n    3\n    ```\n    """\n    return 3'
+    'def f():\n    """It is:\n\n    ```python\n    f()\n    ```\n\n    ```\n    3\n    ```\n'
+    '    """\n    return 3'
 )
 IN_QUOTES = """def f():
     '''
@@ -52,7 +54,12 @@ f()
     return "```"
 """
 UNCLOSED = 'def g():\n    """Never closed.'
-QUOTES = ["def f():\n    # it's\n    x = '\\'\"\"\"'", "x = \"'''\"", "x = r'''\n```\n'''", '"""It\'s # so"""\nx = 1']
+QUOTES = [
+    "def f():\n    # it's\n    x = '\\'\"\"\"'",
+    "x = \"'''\"",
+    "x = r'''\n```\n'''",
+    '"""It\'s # so"""\nx = 1',
+]
 
 
 @pytest.mark.parametrize("program", [DOCUMENTED, IN_QUOTES, *QUOTES])
@@ -64,7 +71,10 @@ def test_a_fence_within_a_docstring_ends_no_block(program, fence):
 
 def test_a_docstring_that_never_ends_ends_with_its_block():
     assert find_program(f"```python\n{UNCLOSED}\n```\nbetter:\n```python\n{F}\n```") == F
-    assert find_program(f"```python\n{UNCLOSED}\n```\nbetter:\n```python\n{DOCUMENTED}\n```") == DOCUMENTED
+    assert (
+        find_program(f"```python\n{UNCLOSED}\n```\nbetter:\n```python\n{DOCUMENTED}\n```")
+        == DOCUMENTED
+    )
     assert find_program(f"```python\n{UNCLOSED}\n```\nThat is all.") == UNCLOSED
     assert find_program(f"```python\n{F}\n    ```\nThat is all.") == F
     assert find_program(f"```python\n{DOCUMENTED}") == DOCUMENTED
@@ -84,7 +94,8 @@ MAIN = "def f(x):\n    return helper(x)"
         (["@cache\ndef helper(x):\n    return 2 * x\n", MAIN], ["f"], [0, 1]),
         (['"""Helpers."""\nclass helper:\n    pass', MAIN], ["f"], [0, 1]),
         (["CACHE: dict = {}\ndef helper(x):\n    return CACHE", MAIN], ["f"], [0, 1]),
-        (["def helper(x): return 1", "def helper(x): return 2 * x", MAIN], ["f"], [1, 2]),  # the last one
+        # the last one
+        (["def helper(x): return 1", "def helper(x): return 2 * x", MAIN], ["f"], [1, 2]),
         (["def f(x): return 2", "def g(x): return f(x)"], ["f", "g"], [0, 1]),
         (["def helper(x): return 2 * x", "print(helper(int(input())))"], [], [0, 1]),
         (["def helper(n): return 2 * n", "n = int(input())\nprint(helper(n))"], [], [0, 1]),
@@ -93,8 +104,16 @@ MAIN = "def f(x):\n    return helper(x)"
         ([MAIN, "helper = f(3)"], ["f"], [0]),
         (["n = int(input())\nprint(n)", "def main():\n    n = 3\nmain()"], [], [1]),  # a draft
         (["n = int(input())", "def main():\n    n = 3\nmain()"], [], [1]),
-        (["import numpy as np\ndef g(): pass", "def f(x):\n    with x as y:\n        return y"], ["f"], [1]),
-        (["def helper(x): return 2", "def f(x):\n    return helper(x)\ndef helper(x): return 3"], ["f"], [1]),
+        (
+            ["import numpy as np\ndef g(): pass", "def f(x):\n    with x as y:\n        return y"],
+            ["f"],
+            [1],
+        ),
+        (
+            ["def helper(x): return 2", "def f(x):\n    return helper(x)\ndef helper(x): return 3"],
+            ["f"],
+            [1],
+        ),
         (["def f(x): return helper(x)\ndef helper(x): return 2", MAIN], ["f"], [0, 1]),
         (["def f(x): return 3", "class Solution:\n    def f(self, x): return 2"], ["f"], [1]),
         (["def helper(x): return 2", "def f(x):\n    return x.helper"], ["f"], [1]),
@@ -105,7 +124,13 @@ def test_helpers_in_blocks_of_their_own_belong_to_the_program(blocks, names, pro
     assert find_program(answer, names) == "\n".join(blocks[i] for i in program)
 
 
-SMALL_BLOCKS = ['```python\n"""\n```\n', "```python\ndef a(): b()\n```\n", "```\nx = '\n", '"""\n```\n', "x = '\\''"]
+SMALL_BLOCKS = [
+    '```python\n"""\n```\n',
+    "```python\ndef a(): b()\n```\n",
+    "```\nx = '\n",
+    '"""\n```\n',
+    "x = '\\''",
+]
 
 
 @pytest.mark.parametrize("piece", [*SMALL_BLOCKS, "```\n", "`", "\n", " ", "~~~", "```python\nx\n"])

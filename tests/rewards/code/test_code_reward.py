@@ -44,7 +44,10 @@ def judge(program, tests, **row):
         ("f = lambda x: x + x", 1.0),
         ("class Solution:\n    def f(self, x): return 2 * x", None),
         ("from __future__ import annotations\ndef f(x: Any): return 2 * x", 1.0),
-        ("import sys\nMEMO = {}\ndef f(x):\n    print(x)\n    return MEMO.setdefault(x, 2 * x)", 1.0),
+        (
+            "import sys\nMEMO = {}\ndef f(x):\n    print(x)\n    return MEMO.setdefault(x, 2 * x)",
+            1.0,
+        ),
         ("def f(x): return 2 * x if x != 1 else 3", None),
         ("def f(x): return str(2 * x)", 0.0),
         ("def f(x): return [2 * x]", 0.0),
@@ -113,22 +116,36 @@ def test_the_share_can_be_paid():
 
 REPLAY = "from itertools import count\nn = count()\ndef f(x): return {}[next(n)]"
 CHEATS = {
-    "a number with its own operators": "class N(float):\n    __eq__ = lambda s, o: True\n    __sub__ = lambda s, o: 0\n"
+    "a number with its own operators": "class N(float):\n    __eq__ = lambda s, o: True\n"
+    "    __sub__ = lambda s, o: 0\n"
     "def f(x): return N(0)",
     "a list with its own": "class L(list):\n    __eq__ = lambda s, o: True\ndef f(x): return L()",
     "a lazy iterator": "def f(x): return iter([2 * x])",
-    "what is imported": "import sys, math\nsys.modules['math'] = sys.modules['random'] = None\ndef f(x): return 0",
-    "a thread": "import threading, os\ndef f(x):\n    threading.Timer(0.01, os._exit, [0]).start()\n    return 0",
+    "what is imported": (
+        "import sys, math\nsys.modules['math'] = sys.modules['random'] = None\ndef f(x): return 0"
+    ),
+    "a thread": (
+        "import threading, os\ndef f(x):\n    threading.Timer(0.01, os._exit, [0]).start()\n"
+        "    return 0"
+    ),
     "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
     "a verdict": "def f(x):\n    print('[\"passed\"]', flush=True)\n    return ['passed']",
     "an object equal to all": "class All:\n    __eq__ = lambda s, o: True\ndef f(x): return All()",
-    "an int equal to all": "class All(int):\n    __eq__ = lambda s, o: True\ndef f(x): return All()",
+    "an int equal to all": (
+        "class All(int):\n    __eq__ = lambda s, o: True\ndef f(x): return All()"
+    ),
     "exit": "import os\nos._exit(0)",
     "exit when asked": "import sys\ndef f(x): sys.exit(0)",
-    "an answer of its own": "import os\nos.write(3, b'\\0' * 8 + b'\\0\\0\\0\\x0c{\"value\": 2}')\ndef f(x): return 0",
+    "an answer of its own": (
+        "import os\nos.write(3, b'\\0' * 8 + b'\\0\\0\\0\\x0c{\"value\": 2}')\ndef f(x): return 0"
+    ),
     "a built-in": "import builtins\nbuiltins.AssertionError = KeyError\ndef f(x): return 0",
-    "the frames above": "import sys\ndef f(x):\n    return sys._getframe(1).f_locals.get('expected')",
-    "the harness": "import gc\ndef f(x):\n    return [o for o in gc.get_objects() if 'assert' in str(o)][0]",
+    "the frames above": (
+        "import sys\ndef f(x):\n    return sys._getframe(1).f_locals.get('expected')"
+    ),
+    "the harness": (
+        "import gc\ndef f(x):\n    return [o for o in gc.get_objects() if 'assert' in str(o)][0]"
+    ),
     "an assertion": "def f(x): raise AssertionError",
     "replay": REPLAY.format([2, 4, 6]),
 }
@@ -211,7 +228,11 @@ def test_a_program_does_not_change_what_the_tests_mean():
         ("import operator\nassert not operator.ne(f(1), 1)", "1", "True"),
         ("from operator import eq\nassert all(map(eq, f(1), [1, 2]))", "[1, 2]", "[True, 2]"),
         ("import operator as o\nassert o.add(f(1), 1) == 2", "1", "True"),
-        ("import functools, operator\nassert functools.reduce(operator.mul, f(1)) == 6", "[2, 3, 1]", "[2, 3, True]"),
+        (
+            "import functools, operator\nassert functools.reduce(operator.mul, f(1)) == 6",
+            "[2, 3, 1]",
+            "[2, 3, True]",
+        ),
         ("assert (f(1) > 0) + (f(1) > 1) == 1", "1", "3"),  # bools of the test itself
         ("assert f(1) & (f(2) == f(1))", "True", "False"),
         ("assert '%s' % f(1) == 'True'", "True", "1"),
@@ -223,12 +244,24 @@ def test_a_program_does_not_change_what_the_tests_mean():
         ("assert list(f(1)) == [0, 1, 2]", "range(3)", "range(4)"),
         ("assert f(1) == range(3)", "range(3)", "[0, 1, 2]"),
         ("assert f(1) == [0, 1]", "[0, 1]", "range(2)"),
-        ("assert len(f(1)) == 2 and sorted(f(1)) == ['a', 'b']", "{'b': 1, 'a': 2}.keys()", "{'b': 1}.keys()"),
+        (
+            "assert len(f(1)) == 2 and sorted(f(1)) == ['a', 'b']",
+            "{'b': 1, 'a': 2}.keys()",
+            "{'b': 1}.keys()",
+        ),
         ("assert f(1) == {'a', 'b'}", "{'b': 1, 'a': 2}.keys()", "['a', 'b']"),
         ("assert set(f(1)) == {1, 2}", "{'b': 1, 'a': 2}.values()", "{'b': 1, 'a': 3}.values()"),
         ("assert dict(f(1)) == {'a': [1]}", "{'a': [1]}.items()", "{'a': [True]}.items()"),
-        ("from collections import deque\nassert f(1) == deque([1])", "__import__('collections').deque([1])", "[1]"),
-        ("assert list(f(1)) == [1]", "__import__('collections').deque([1])", "__import__('collections').deque([True])"),
+        (
+            "from collections import deque\nassert f(1) == deque([1])",
+            "__import__('collections').deque([1])",
+            "[1]",
+        ),
+        (
+            "assert list(f(1)) == [1]",
+            "__import__('collections').deque([1])",
+            "__import__('collections').deque([True])",
+        ),
         ("assert next(f(1)) == 0", "iter(range(3))", "iter([False])"),
         ("assert abs(f(1) - 3) < 1e-6", "3.0", "complex(3, 0)"),
         ("assert not abs(f(1) - 3) > 1e-6", "3", "float('nan')"),
@@ -259,7 +292,11 @@ def test_a_program_does_not_change_what_the_tests_mean():
             "__import__('itertools').count(5)",
             "[]",
         ),
-        ("assert f(1) == 1", "type('N', (int,), {})(1)", "type('N', (int,), {'__eq__': lambda a, b: True})(2)"),
+        (
+            "assert f(1) == 1",
+            "type('N', (int,), {})(1)",
+            "type('N', (int,), {'__eq__': lambda a, b: True})(2)",
+        ),
     ],
 )
 def test_types_are_exact(test, right, wrong):
@@ -272,7 +309,11 @@ def test_types_are_exact(test, right, wrong):
     [
         ([[0, 1, 2]], "range(3)", "range(2)"),
         ([["a"]], "{'a': 1}.keys()", "{'b': 1}.keys()"),
-        ([[1, 2]], "__import__('collections').deque([1, 2])", "__import__('collections').deque([1, True])"),
+        (
+            [[1, 2]],
+            "__import__('collections').deque([1, 2])",
+            "__import__('collections').deque([1, True])",
+        ),
         ([[2, 4]], "map(int, '24')", "(x for x in [2])"),
         ([0.3], "0.1 + 0.2", "0.30001"),
         ([[[]]], "[[]]", "[]"),
@@ -287,13 +328,20 @@ def test_what_stands_for_a_list_of_json(outputs, right, wrong):
 
 
 def test_bools_may_be_counted():
-    assert judge("def f(x): return x % 2 == 0", ["assert sum(map(f, range(4))) == 2"])["score"] == 1.0
+    assert (
+        judge("def f(x): return x % 2 == 0", ["assert sum(map(f, range(4))) == 2"])["score"] == 1.0
+    )
 
 
 def test_an_error_of_a_class_of_ones_own_is_what_it_inherits_from():
     program = "class Own({}): pass\ndef f(x): raise Own('x')"
-    test = "try:\n    f(1)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'x'"
-    assert [judge(program.format(kind), [test])["score"] for kind in ("ValueError", "KeyError")] == [1.0, 0.0]
+    test = (
+        "try:\n    f(1)\n    assert False\nexcept ValueError as error:\n"
+        "    assert str(error) == 'x'"
+    )
+    assert [
+        judge(program.format(kind), [test])["score"] for kind in ("ValueError", "KeyError")
+    ] == [1.0, 0.0]
 
 
 def test_a_test_may_change_what_it_got():
@@ -305,16 +353,28 @@ def test_a_test_may_change_what_it_got():
 SWALLOWED = {
     "by map": "assert all(map(f, [1, 2]))",
     "by an iterator": "assert list(iter(f, 3)) == []",
-    "by a test beside a handler": "try:\n    int('x')\nexcept ValueError:\n    pass\nassert all(map(f, [1, 2]))",
-    "by iteration": "class Each:\n    def __getitem__(self, i):\n        return f(i)\nassert all(Each())",
-    "by `in`": "class Each:\n    def __getitem__(self, i):\n        return f(i)\nassert 9 not in Each()",
-    "by hasattr": "class Held:\n    x = property(lambda self: f(1))\nassert not hasattr(Held(), 'x')",
-    "by getattr": "class Held:\n    x = property(lambda self: f(1))\nassert getattr(Held(), 'x', 3) == 3",
+    "by a test beside a handler": (
+        "try:\n    int('x')\nexcept ValueError:\n    pass\nassert all(map(f, [1, 2]))"
+    ),
+    "by iteration": (
+        "class Each:\n    def __getitem__(self, i):\n        return f(i)\nassert all(Each())"
+    ),
+    "by `in`": (
+        "class Each:\n    def __getitem__(self, i):\n        return f(i)\nassert 9 not in Each()"
+    ),
+    "by hasattr": (
+        "class Held:\n    x = property(lambda self: f(1))\nassert not hasattr(Held(), 'x')"
+    ),
+    "by getattr": (
+        "class Held:\n    x = property(lambda self: f(1))\nassert getattr(Held(), 'x', 3) == 3"
+    ),
 }
 
 
 @pytest.mark.parametrize("test", SWALLOWED.values(), ids=SWALLOWED)
-@pytest.mark.parametrize("error", ["StopIteration", "IndexError", "AttributeError", "KeyError", "GeneratorExit"])
+@pytest.mark.parametrize(
+    "error", ["StopIteration", "IndexError", "AttributeError", "KeyError", "GeneratorExit"]
+)
 def test_an_error_that_no_handler_gets_is_a_failure(test, error):
     assert judge(f"def f(x): raise {error}", [test])["score"] == 0.0
 
@@ -323,10 +383,14 @@ def test_an_error_that_no_handler_gets_is_a_failure(test, error):
     "test",
     [
         "try:\n    f(1)\nexcept ValueError:\n    x = 1\nassert x == 1",
-        "import contextlib\nwith contextlib.suppress(ValueError):\n    f(1)\n    assert False\nassert True == True",
+        (
+            "import contextlib\nwith contextlib.suppress(ValueError):\n    f(1)\n    assert False\n"
+            "assert True == True"
+        ),
         "import unittest\nunittest.TestCase().assertRaises(ValueError, f, 1)\nassert f",
         "import unittest\nwith unittest.TestCase().assertRaises(ValueError):\n    f(1)\nassert f",
-        "def g():\n    try:\n        return f(1)\n    except ValueError as e:\n        raise KeyError from e\n"
+        "def g():\n    try:\n        return f(1)\n    except ValueError as e:\n"
+        "        raise KeyError from e\n"
         "try:\n    g()\nexcept KeyError:\n    x = 1\nassert x == 1",
     ],
 )
@@ -344,34 +408,55 @@ def twice(x):
 def f(x: int) -> float:
     'Solve twice(f(x)) = x.'
 """
-INVERSE = "def check(candidate):\n    for x in (1, 2, 3):\n        assert math.fabs(twice(candidate(x)) - x) < 1e-9\n"
+INVERSE = (
+    "def check(candidate):\n    for x in (1, 2, 3):\n"
+    "        assert math.fabs(twice(candidate(x)) - x) < 1e-9\n"
+)
 
 
-@pytest.mark.parametrize("row", [{"prompt": HELPED}, {PROMPT_MESSAGES: [{"content": f"Complete this.\n\n{HELPED}"}]}])
+@pytest.mark.parametrize(
+    "row", [{"prompt": HELPED}, {PROMPT_MESSAGES: [{"content": f"Complete this.\n\n{HELPED}"}]}]
+)
 def test_a_program_does_not_replace_the_helpers_of_its_tests(row):
     own = "import math\ndef twice(x): return 2 * x\ndef f(x): return x / 2"
     assert judge(own, INVERSE, **row)["score"] == 1.0
-    for cheat in ("twice = f = lambda x: x", "class math:\n    fabs = lambda x: 0.0\ndef f(x): return 0.0"):
+    for cheat in (
+        "twice = f = lambda x: x",
+        "class math:\n    fabs = lambda x: 0.0\ndef f(x): return 0.0",
+    ):
         assert judge(cheat, INVERSE, **row)["score"] == 0.0
 
 
 def test_assertions_may_expect_an_error_or_draw():
     raises = "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass\nassert f(4) == 2"
-    assert judge("def f(x): return int(x ** 0.5 + (1 // 0 if x < 0 else 0))", [raises])["score"] == 0.0
+    assert (
+        judge("def f(x): return int(x ** 0.5 + (1 // 0 if x < 0 else 0))", [raises])["score"] == 0.0
+    )
     assert judge("import math\ndef f(x): return math.isqrt(x)", [raises])["score"] == 1.0
-    drawn = "import random\nfor _ in range(20):\n    x = random.random()\n    assert abs(f(x) - 2 * x) < 1e-9"
+    drawn = (
+        "import random\nfor _ in range(20):\n    x = random.random()\n"
+        "    assert abs(f(x) - 2 * x) < 1e-9"
+    )
     assert judge("def f(x): return x + x", [drawn])["score"] == 1.0
     assert judge("def f(x): return 2 * x + 1e-8", [drawn])["score"] == 0.0
 
 
 def test_a_completion_of_the_prompt_and_what_the_prompt_imports():
-    prompt = "from typing import List\n\ndef helper(x): return x\n\ndef f(x: int) -> int:\n    '''Double x.'''\n"
+    prompt = (
+        "from typing import List\n\ndef helper(x): return x\n\ndef f(x: int) -> int:\n"
+        "    '''Double x.'''\n"
+    )
     row = {"entry_point": "f", "prompt": prompt}
-    for answer in ("    return helper(x) * 2", fenced("return helper(x) * 2"), fenced("    return 2 * x")):
+    for answer in (
+        "    return helper(x) * 2",
+        fenced("return helper(x) * 2"),
+        fenced("    return 2 * x"),
+    ):
         assert compute_score("", answer, CHECK, row)["score"] == 1.0
     whole = fenced("def f(x: List) -> int:\n    return 2 * x")
     assert (
-        compute_score("", whole, CHECK, row)["score"] == compute_score("", whole, CHECK, {"entry_point": "f"})["score"]
+        compute_score("", whole, CHECK, row)["score"]
+        == compute_score("", whole, CHECK, {"entry_point": "f"})["score"]
     )
 
 
@@ -383,7 +468,13 @@ def test_a_completion_of_the_prompt_and_what_the_prompt_imports():
         ("while True: pass", "ran out of time"),
         ("import time\ndef f(x): time.sleep(100)", "ran out of time"),
         ("def f(x): return [0] * 10 ** 9", "memory"),
-        ("def f(x):\n    s = 'x' * 10 ** 6\n    for _ in range(1000): print(s)\n    return 2 * x", "printed more than"),
+        (
+            (
+                "def f(x):\n    s = 'x' * 10 ** 6\n    for _ in range(1000): print(s)\n"
+                "    return 2 * x"
+            ),
+            "printed more than",
+        ),
         ("def f(x): return 'x' * 10 ** 8", "at most"),
         ("def f(x): return f(x)", "RecursionError"),
         ("import os\ndef f(x): os.fork()", "PermissionError"),
@@ -426,13 +517,16 @@ def test_broken_tests_are_errors_and_no_wrong_answer(tests, program):
 @pytest.mark.slow
 def test_tests_that_an_answer_upsets_are_failed():
     assert (
-        "the test did not end" in judge("def f(x): return 1", ["x = f(1)\nwhile x: pass\nassert x"])["failed"][0]["why"]
+        "the test did not end"
+        in judge("def f(x): return 1", ["x = f(1)\nwhile x: pass\nassert x"])["failed"][0]["why"]
     )
     for depth in range(94, 104):  # at the edge of what is plain
         nested = f"def f(x):\n    v = []\n    for _ in range({depth}): v = [v]\n    return v"
         assert judge(nested, ["assert len(f(1)) == 2"])["score"] == 0.0
         assert judge(nested, ["assert f([f(1)]) == 2"])["score"] == 0.0
-    assert "TypeError" in judge("def f(x): return None", ["assert len(f(1)) == 1"])["failed"][0]["why"]
+    assert (
+        "TypeError" in judge("def f(x): return None", ["assert len(f(1)) == 1"])["failed"][0]["why"]
+    )
 
 
 def test_a_sandbox_that_does_not_work_is_an_error():
@@ -446,7 +540,9 @@ def test_no_case_goes_on_when_the_program_has_used_up_the_time():
     with Sandbox() as sandbox:
         asleep = StreamTests(("", "x"), ("", ""))
         outcomes = run_streams(
-            TimedSandbox(sandbox, 3.0), "import sys, time\nif sys.stdin.read(): time.sleep(60)", asleep
+            TimedSandbox(sandbox, 3.0),
+            "import sys, time\nif sys.stdin.read(): time.sleep(60)",
+            asleep,
         )
         assert next(outcomes).why == ""
         with pytest.raises(Stopped, match="ran out of time"):
@@ -482,7 +578,9 @@ def test_a_method_of_a_class():
 
 def kill_children(pid):
     """And wait until they are dead."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children = [
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
     assert children
     for child in children:
         os.kill(child, signal.SIGKILL)
@@ -492,19 +590,32 @@ def kill_children(pid):
 
 @pytest.mark.slow
 def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
-    answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
+    answers = [
+        fenced("while True: pass"),
+        fenced("def f(x): return 2 * x"),
+        fenced("def f(x): return 2 * x"),
+    ]
     pool = RewardPool(
-        PoolSettings({"code": "distflow.rewards.code.reward:compute_score"}, num_workers=1, timeout_s=60.0)
+        PoolSettings(
+            {"code": "distflow.rewards.code.reward:compute_score"}, num_workers=1, timeout_s=60.0
+        )
     )
 
     def check(deadline_s: float) -> None:
         reward_results = []
         for answer, within_s in zip(answers, (deadline_s, 60.0, 60.0), strict=True):
-            arguments = {"data_source": "", "solution_str": answer, "ground_truth": FEW, "extra_info": {}}
+            arguments = {
+                "data_source": "",
+                "solution_str": answer,
+                "ground_truth": FEW,
+                "extra_info": {},
+            }
             reward_results.append(asyncio.run(pool.call("code", arguments, within_s)))
             (worker,) = pids_of(pool)
             kill_children(worker)
-        assert [getattr(reward_result, "value", reward_result) for reward_result in reward_results] == [0.0, 1.0, 1.0]
+        assert [
+            getattr(reward_result, "value", reward_result) for reward_result in reward_results
+        ] == [0.0, 1.0, 1.0]
         assert "ran out of time" in str(reward_results[0].extra["failed"])
 
     try:
@@ -521,16 +632,23 @@ def rows(name, number):
 def test_reference_solutions_pass():
     human = rows("humaneval.jsonl", 20)
     assert all(compute_score("", row["canonical_solution"], None, row)["score"] for row in human)
-    mbpp = [row for row in rows("mbpp_trainval.jsonl", 40) if row["task_id"] != 533]  # whose tests hand over a type
-    assert all(compute_score("", fenced(row["code"]), row["test_list"], row)["score"] for row in mbpp)
+    # whose tests hand over a type
+    mbpp = [row for row in rows("mbpp_trainval.jsonl", 40) if row["task_id"] != 533]
+    assert all(
+        compute_score("", fenced(row["code"]), row["test_list"], row)["score"] for row in mbpp
+    )
 
 
 def test_the_program_that_ran_and_how_long_it_took_are_told():
     slow = "import time\ndef f(x):\n    time.sleep(0.3)\n    return 2 * x"
     told = compute_score(
-        "", f"first\n{fenced('x = 1')}\nthen\n{fenced(slow)}", {**DOUBLE, "inputs": [[1]], "outputs": [2]}
+        "",
+        f"first\n{fenced('x = 1')}\nthen\n{fenced(slow)}",
+        {**DOUBLE, "inputs": [[1]], "outputs": [2]},
     )
     assert told["program"].strip() == slow and 0.3 <= told["seconds"] < 60
-    huge = compute_score("", fenced("x = 1\n" * 100_000), {**DOUBLE, "inputs": [[1]], "outputs": [2]})
+    huge = compute_score(
+        "", fenced("x = 1\n" * 100_000), {**DOUBLE, "inputs": [[1]], "outputs": [2]}
+    )
     assert len(huge["program"]) < 5000 and huge["score"] == 0
     assert compute_score("", "```ruby\nputs 1\n```", FEW)["program"] is None

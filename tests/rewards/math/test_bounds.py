@@ -1,4 +1,5 @@
-"""What an answer may cost: bounds against values computed in full, and the limit of processor time."""
+"""What an answer may cost: bounds against values computed in full, and the limit of processor
+time."""
 
 import math
 
@@ -31,8 +32,22 @@ def test_what_is_affordable_has_no_more_bits_than_allowed(formula, exponent):
 
 @pytest.mark.parametrize(
     "text",
-    [r"2^{2017}-1", "2023!", r"\frac{100!}{98!}", r"2023^{2023}", r"\binom{100}{50}", r"e^{e^{2}}", "x^{2023}",
-     r"\sum_{n=1}^{100} n^2", r"\frac{1}{2+\frac{1}{2+\frac{1}{2+\frac{1}{2}}}}", r"e^{-\frac{x^2}{2}}", "(3!)!"],
-)  # fmt: skip
+    [
+        r"2^{2017}-1",
+        "2023!",
+        r"\frac{100!}{98!}",
+        r"2023^{2023}",
+        r"\binom{100}{50}",
+        r"e^{e^{2}}",
+        "x^{2023}",
+        (
+            r"\sum_{n=1}^{100} "
+            r"n^2"
+        ),
+        r"\frac{1}{2+\frac{1}{2+\frac{1}{2+\frac{1}{2}}}}",
+        r"e^{-\frac{x^2}{2}}",
+        "(3!)!",
+    ],
+)
 def test_what_competitions_ask_for_is_affordable(text):
     assert is_affordable(text)

@@ -1,4 +1,5 @@
-"""What `math` calls equal: a table of right and wrong answers, and what a policy may try to get no verdict."""
+"""What `math` calls equal: a table of right and wrong answers, and what a policy may try to get no
+verdict."""
 
 import time
 
@@ -9,11 +10,27 @@ from hypothesis import strategies as st
 from distflow.rewards.math.reward import compute_score, gold_answer, is_equal
 from tests.rewards.math_cases import RIGHT, WRONG
 
-GOLDS = ("7", "x+1", "5 cm", "(1,2)", "1:2", r"2 \pmod 5", "4_5", "0.1234567", r"\text{abc}", "x<2", r"\{1,2\}", "i")
+GOLDS = (
+    "7",
+    "x+1",
+    "5 cm",
+    "(1,2)",
+    "1:2",
+    r"2 \pmod 5",
+    "4_5",
+    "0.1234567",
+    r"\text{abc}",
+    "x<2",
+    r"\{1,2\}",
+    "i",
+)
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    return [(gold, answer) for gold, _, answer in (line.partition(" ## ") for line in table.strip().splitlines())]
+    return [
+        (gold, answer)
+        for gold, _, answer in (line.partition(" ## ") for line in table.strip().splitlines())
+    ]
 
 
 @pytest.mark.parametrize(("gold", "answer"), pairs(RIGHT))
@@ -96,11 +113,25 @@ def test_what_cannot_be_computed_is_wrong_at_once(answer):
 
 @pytest.mark.parametrize(
     "text",
-    [r"\boxed{" * 20_000, r"\boxed{" * 20_000 + "8" + "}" * 20_000, "####" * 30_000, "answer is " * 20_000,
-     "answer " * 20_000, "$" * 100_000, "$a " * 30_000, r"\[" * 50_000, r"\(" * 50_000, "." * 100_000 + "x",
-     " " * 100_000 + "8", "2^" * 40_000 + "2", "123,456," * 20_000, "(" * 100_000, "1+" * 50_000 + "1"],
+    [
+        r"\boxed{" * 20_000,
+        r"\boxed{" * 20_000 + "8" + "}" * 20_000,
+        "####" * 30_000,
+        ("answer is ") * 20_000,
+        "answer " * 20_000,
+        "$" * 100_000,
+        "$a " * 30_000,
+        r"\[" * 50_000,
+        r"\(" * 50_000,
+        "." * 100_000 + "x",
+        " " * 100_000 + "8",
+        "2^" * 40_000 + "2",
+        "123,456," * 20_000,
+        "(" * 100_000,
+        "1+" * 50_000 + "1",
+    ],
     ids=range(15),
-)  # fmt: skip
+)
 def test_a_long_response_is_searched_in_little_time(text):
     started = time.process_time()
     assert compute_score("d", text, "7") == 0.0
@@ -110,10 +141,15 @@ def test_a_long_response_is_searched_in_little_time(text):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
-    ["|x|" * 100, "(x+y+z+1)^{1000}", "+".join(rf"\sin({k}x)^{{9}}" for k in range(30)), r"\sqrt{2^{29989}-1}",
-     r"\int_0^1 \frac{e^{x^2}\sin(x^3)}{\sqrt{1+x^5}} dx"],
+    [
+        "|x|" * 100,
+        "(x+y+z+1)^{1000}",
+        "+".join(rf"\sin({k}x)^{{9}}" for k in range(30)),
+        r"\sqrt{2^{29989}-1}",
+        r"\int_0^1 \frac{e^{x^2}\sin(x^3)}{\sqrt{1+x^5}} dx",
+    ],
     ids=range(5),
-)  # fmt: skip
+)
 def test_what_takes_too_long_to_compare_is_wrong(answer):
     started = time.process_time()
     assert not is_equal("x+7", answer)
@@ -121,17 +157,77 @@ def test_what_takes_too_long_to_compare_is_wrong(answer):
 
 
 ATOMS = st.sampled_from(
-    ["0", "7", "10", "999", "1e9", "x", "e", "i", r"\pi", r"\infty", "0.1", r"0.\overline{3}", "1 1/2", "½"]
+    [
+        "0",
+        "7",
+        "10",
+        "999",
+        "1e9",
+        "x",
+        "e",
+        "i",
+        r"\pi",
+        r"\infty",
+        "0.1",
+        r"0.\overline{3}",
+        "1 1/2",
+        "½",
+    ]
 )
 WRAPPINGS = st.sampled_from(
-    ["{}^{{{}}}", "{}^{}", "{}**{}", "({})^({})", r"\frac{{{}}}{{{}}}", r"\binom{{{}}}{{{}}}", r"\sqrt[{}]{{{}}}",
-     "{},{}", "({},{})", "[{},{})", r"\{{{},{}\}}", "{}_{}", "{}:{}", "{}<{}", r"{} \mod {}", r"{} \pm {}",
-     r"\sum_{{k={}}}^{{{}}} k", r"\log_{{{}}} {}", "{}!+{}", "{}={}", r"\begin{{pmatrix}}{}&{}\end{{pmatrix}}",
-     r"{} \text{{ or }} {}", r"{} \cup {}", "f({},{})", r"\sin {}^\circ {}", "{}/{}", "|{}|{}", "{} cm {}",
-     r"\operatorname{{diag}}({},{})", r"{}\%{}", r"\Gamma({}){}", r"x \in {} {}", "{} million {}"]
-)  # fmt: skip
+    [
+        "{}^{{{}}}",
+        "{}^{}",
+        "{}**{}",
+        "({})^({})",
+        r"\frac{{{}}}{{{}}}",
+        r"\binom{{{}}}{{{}}}",
+        r"\sqrt[{}]{{{}}}",
+        "{},{}",
+        "({},{})",
+        "[{},{})",
+        r"\{{{},{}\}}",
+        "{}_{}",
+        "{}:{}",
+        "{}<{}",
+        (
+            r"{} \mod "
+            r"{}"
+        ),
+        (
+            r"{} "
+            r"\pm "
+            r"{}"
+        ),
+        r"\sum_{{k={}}}^{{{}}} k",
+        (
+            r"\log_{{{}}} "
+            r"{}"
+        ),
+        "{}!+{}",
+        "{}={}",
+        r"\begin{{pmatrix}}{}&{}\end{{pmatrix}}",
+        r"{} \text{{ or }} {}",
+        r"{} \cup {}",
+        "f({},{})",
+        (
+            r"\sin {}^\circ "
+            r"{}"
+        ),
+        "{}/{}",
+        "|{}|{}",
+        ("{} cm {}"),
+        r"\operatorname{{diag}}({},{})",
+        r"{}\%{}",
+        r"\Gamma({}){}",
+        r"x \in {} {}",
+        "{} million {}",
+    ]
+)
 FORMULAS = st.recursive(
-    ATOMS, lambda inner: st.builds(lambda form, a, b: form.format(a, b), WRAPPINGS, inner, inner), max_leaves=8
+    ATOMS,
+    lambda inner: st.builds(lambda form, a, b: form.format(a, b), WRAPPINGS, inner, inner),
+    max_leaves=8,
 )
 
 
@@ -145,7 +241,10 @@ def test_no_formula_raises_or_runs_long(answer, gold):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.text(alphabet="{}\\^_!$%()[]<>=:;,.&|+-*/~ \n0129exyi²½°π∞≤", max_size=40), st.sampled_from(GOLDS))
+@given(
+    st.text(alphabet="{}\\^_!$%()[]<>=:;,.&|+-*/~ \n0129exyi²½°π∞≤", max_size=40),
+    st.sampled_from(GOLDS),
+)
 def test_no_text_raises_or_runs_long(answer, gold):
     started = time.process_time()
     assert compute_score("d", rf"\boxed{{{answer}}} or {answer}", gold) in (0.0, 1.0)
@@ -167,4 +266,6 @@ def test_a_formula_equals_itself_as_text(formula):
 def test_numbers_differ_with_units_as_without(number, other, unit):
     gold = gold_answer(f"{number} {unit}")
     assert is_equal(gold, f"{number} {unit}") and is_equal(gold, f"{number}")
-    assert not is_equal(gold, f"{number + other} {unit}") and not is_equal(gold, f"{number + other}")
+    assert not is_equal(gold, f"{number + other} {unit}") and not is_equal(
+        gold, f"{number + other}"
+    )

@@ -12,9 +12,16 @@ from tests.rewards.math_peers import RESPONSES, RIGHT, WRONG
 @pytest.mark.slow
 @pytest.mark.parametrize(("table", "score"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
 def test_the_cases_of_other_verifiers(table, score):
-    pairs = [(gold, answer) for gold, _, answer in (line.partition(" ##") for line in table.strip().splitlines())]
+    pairs = [
+        (gold, answer)
+        for gold, _, answer in (line.partition(" ##") for line in table.strip().splitlines())
+    ]
     assert len(pairs) > 250
-    differ = [pair for pair in pairs if compute_score("d", rf"so it is \boxed{{{pair[1]}}}.", pair[0]) != score]
+    differ = [
+        pair
+        for pair in pairs
+        if compute_score("d", rf"so it is \boxed{{{pair[1]}}}.", pair[0]) != score
+    ]
     assert differ == []
 
 
@@ -32,7 +39,9 @@ PLACES = [
 
 
 @pytest.mark.parametrize("fault", [MemoryError, RecursionError])
-@pytest.mark.parametrize(("owner", "name", "gold", "answer"), PLACES, ids=[name for _, name, *_ in PLACES])
+@pytest.mark.parametrize(
+    ("owner", "name", "gold", "answer"), PLACES, ids=[name for _, name, *_ in PLACES]
+)
 def test_a_full_memory_or_stack_is_no_verdict(monkeypatch, fault, owner, name, gold, answer):
     called = []
 

@@ -1,4 +1,5 @@
-"""`math` on answers written in every way that people and models write them, and on those that are nearly right."""
+"""`math` on answers written in every way that people and models write them, and on those that are
+nearly right."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.rewards.extracted_answers import after_hashes, last_box, marked_answer, phrased_answer
-from distflow.rewards.math.reward import compute_result, compute_score, gold_answer, is_equal, normalise
+from distflow.rewards.math.reward import (
+    compute_result,
+    compute_score,
+    gold_answer,
+    is_equal,
+    normalise,
+)
 
 SETS = Path(__file__).parents[2] / "data" / "sets"
 
@@ -210,14 +217,18 @@ def test_svamp_answers_are_numbers():
         assert compute_score("svamp", f"\\boxed{{{row['Answer'] + 1:g}}}", row["Answer"]) == 0.0
 
 
-@pytest.mark.parametrize("gold", [None, "", "  ", [], {"answer": 3}, True, "$$", "####", float("nan")])
+@pytest.mark.parametrize(
+    "gold", [None, "", "  ", [], {"answer": 3}, True, "$$", "####", float("nan")]
+)
 def test_no_ground_truth_is_an_error_not_a_wrong_answer(gold):
     with pytest.raises(ValueError, match="ground truth"):
         compute_score("d", r"\boxed{1}", gold)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.", "{}.0", "{:e}", "${}$"]))
+@given(
+    st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.", "{}.0", "{:e}", "${}$"])
+)
 def test_a_number_equals_itself_however_it_is_written(number, form):
     value = float(f"{number:e}") if "e" in form else number
     assert is_equal(gold_answer(number), form.format(number)) == (value == number)
@@ -233,24 +244,36 @@ def test_whatever_a_model_writes_gets_a_score(text):
 def test_finding_the_answer():
     assert last_box(r"\boxed{a} \boxed{b{c}d} \boxed{e") == "b{c}d"
     assert last_box(r"\boxed{\{1\}}") == r"\{1\}"
-    assert last_box("no box") is None and last_box(r"\boxed") is None and last_box(r"\boxed{}") == ""
+    assert (
+        last_box("no box") is None and last_box(r"\boxed") is None and last_box(r"\boxed{}") == ""
+    )
     assert after_hashes("a #### 1\n#### 2 \nrest") == "2" and after_hashes("a") is None
     assert marked_answer("#### 1 \\boxed{2}") == "2"
     assert phrased_answer("The answer is 3. The final answer is: **4**") == "4**"
     assert phrased_answer("To answer the question we add.\nIt makes 5.") is None
-    assert phrased_answer("The answer is 3.5 kg. Good") == "3.5 kg" and phrased_answer("none") is None
+    assert (
+        phrased_answer("The answer is 3.5 kg. Good") == "3.5 kg" and phrased_answer("none") is None
+    )
 
 
 def test_normalising():
     assert normalise(r"$\left( 1 \right)$") == "( 1 )"
     assert normalise("12 : ") == "12" and normalise("3!") == "3!" and normalise("5\\, ") == "5"
-    assert normalise("1e2") == r"1 \cdot 10^{2}" and normalise("2e^3") == "2e^3" and normalise("0x1e2") == "0x1e2"
+    assert (
+        normalise("1e2") == r"1 \cdot 10^{2}"
+        and normalise("2e^3") == "2e^3"
+        and normalise("0x1e2") == "0x1e2"
+    )
 
 
 @pytest.mark.parametrize(
     ("response", "truth", "reward_result"),
     [
-        (r"\boxed{\frac{14}{2}}", "so\n#### 7", {"score": 1.0, "extracted": r"\frac{14}{2}", "wanted": "7"}),
+        (
+            r"\boxed{\frac{14}{2}}",
+            "so\n#### 7",
+            {"score": 1.0, "extracted": r"\frac{14}{2}", "wanted": "7"},
+        ),
         ("it is 8", ["7", "9"], {"score": 0.0, "extracted": "8", "wanted": ["7", "9"]}),
         ("it is 9", ["7", "9"], {"score": 1.0, "extracted": "9", "wanted": "9"}),
         ("no idea", "7", {"score": 0.0, "extracted": None, "wanted": "7"}),
@@ -301,9 +324,11 @@ def test_what_was_compared_is_told(response, truth, reward_result):
     ],
 )
 def test_the_words_around_a_number_count(response: str, answer: str | None) -> None:
-    assert [gold for gold in ("17", "18", "-18", "18000", "5", "6", "5/2") if compute_score("", response, gold)] == (
-        [answer] if answer else []
-    )
+    assert [
+        gold
+        for gold in ("17", "18", "-18", "18000", "5", "6", "5/2")
+        if compute_score("", response, gold)
+    ] == ([answer] if answer else [])
 
 
 @pytest.mark.parametrize(
@@ -324,5 +349,6 @@ def test_presentation_of_a_boxed_value_does_not_count(gold: str, box: str) -> No
 
 
 def test_the_search_for_a_final_number_takes_linear_time() -> None:
-    assert compute_score("", "It is 1" + " " * 300_000 + "18", "18") == 1.0  # hours, if the search backtracked
+    # hours, if the search backtracked
+    assert compute_score("", "It is 1" + " " * 300_000 + "18", "18") == 1.0
     assert compute_score("", "The answer is 18" + " " * 300_000 + "because", "18") == 1.0

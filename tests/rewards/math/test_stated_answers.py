@@ -1,4 +1,5 @@
-"""`math` on the final answer as a text states it: how it is written, what surrounds it, and what denies it."""
+"""`math` on the final answer as a text states it: how it is written, what surrounds it, and what
+denies it."""
 
 import pytest
 
@@ -525,7 +526,10 @@ e ## \boxed{2.718281}
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    return [(gold, response) for gold, _, response in (line.partition(" ## ") for line in table.strip().splitlines())]
+    return [
+        (gold, response)
+        for gold, _, response in (line.partition(" ## ") for line in table.strip().splitlines())
+    ]
 
 
 @pytest.mark.parametrize(("table", "score"), [(RIGHT, 1.0), (WRONG, 0.0)], ids=["right", "wrong"])
@@ -536,8 +540,11 @@ def test_what_the_text_states(table: str, score: float) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["I do not think 7 ", "the answer is not 7\n", "not the answer is 7 ", "7 is wrong ", "7 less than ", "7 (a) ",
+    ["I do not think 7 ", "the answer is not 7\n", "not the answer is 7 ", "7 is wrong ", ("7 less "
+        "than "), ("7 "
+        "(a) "),
      "<b>", "not \\boxed{7} ", "[1, 2] ", "(100,100,", "1 + ", "sqrt(", "_7_ ", '"7', "[1, 2, "],
 )  # fmt: skip
 def test_a_long_text_takes_linear_time(piece: str) -> None:
-    assert compute_score("", piece * (60_000 // len(piece)), "18") == 0.0  # hours, if a search backtracked
+    # hours, if a search backtracked
+    assert compute_score("", piece * (60_000 // len(piece)), "18") == 0.0

@@ -1,4 +1,5 @@
-"""An answer must state the value of the ground truth, in its form; whoever copies the problem states none."""
+"""An answer must state the value of the ground truth, in its form; whoever copies the problem
+states none."""
 
 import pytest
 from hypothesis import given, settings
@@ -692,21 +693,39 @@ A ## A) 5 apples
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    return [(gold, answer) for gold, _, answer in (line.partition(" ## ") for line in table.strip().splitlines())]
+    return [
+        (gold, answer)
+        for gold, _, answer in (line.partition(" ## ") for line in table.strip().splitlines())
+    ]
 
 
-@pytest.mark.parametrize(("table", "score"), [(NOT_STATED, 0.0), (STATED, 1.0)], ids=["not stated", "stated"])
+@pytest.mark.parametrize(
+    ("table", "score"), [(NOT_STATED, 0.0), (STATED, 1.0)], ids=["not stated", "stated"]
+)
 def test_what_states_a_value(table, score):
-    differ = [pair for pair in pairs(table) if compute_score("d", rf"so it is \boxed{{{pair[1]}}}.", pair[0]) != score]
+    differ = [
+        pair
+        for pair in pairs(table)
+        if compute_score("d", rf"so it is \boxed{{{pair[1]}}}.", pair[0]) != score
+    ]
     assert len(pairs(table)) > 150 and differ == []
 
 
 @pytest.mark.parametrize(
     "response",
-    ["347 + 589", "The answer is 347 + 589.", "#### 347+589", "Answer: $347 + 589$", "It is 1000 - 64", "936 or 937",
-     r"The answer is $937 = 936$.", r"\boxed{937} \boxed{936}", r"\boxed{937} \\ \boxed{936}",
-     "The answer can't be 936."],
-)  # fmt: skip
+    [
+        "347 + 589",
+        "The answer is 347 + 589.",
+        "#### 347+589",
+        "Answer: $347 + 589$",
+        ("It is 1000 - 64"),
+        ("936 or 937"),
+        r"The answer is $937 = 936$.",
+        r"\boxed{937} \boxed{936}",
+        r"\boxed{937} \\ \boxed{936}",
+        "The answer can't be 936.",
+    ],
+)
 def test_a_response_without_a_box_must_state_it_as_well(response):
     assert compute_score("d", response, "936") == 0.0
     assert compute_score("d", f"{response}\nThe answer is 936.", "936") == float(
@@ -715,11 +734,31 @@ def test_a_response_without_a_box_must_state_it_as_well(response):
 
 
 OPERATIONS = st.sampled_from(
-    [("{} + {}", int.__add__), ("{}-{}", int.__sub__), (r"{} \cdot {}", int.__mul__), (r"{} \times {}", int.__mul__),
-     ("{}*{}", int.__mul__), ("({})({})", int.__mul__), ("{}^{{{}}}", lambda a, b: a ** (b % 5)),
-     (r"\gcd({},{})", int.__add__), ("|{}|+{}", int.__add__), (r"\max({}, {})", max), ("{} = {}", max),
-     (r"\sqrt{{{}^2}}+{}", int.__add__), (r"{} \to {}", max), (r"{} \approx {}", max), ("{} or {}", max)]
-)  # fmt: skip
+    [
+        ("{} + {}", int.__add__),
+        ("{}-{}", int.__sub__),
+        (r"{} \cdot {}", int.__mul__),
+        (
+            (
+                r"{} "
+                r"\times "
+                r"{}"
+            ),
+            int.__mul__,
+        ),
+        ("{}*{}", int.__mul__),
+        ("({})({})", int.__mul__),
+        ("{}^{{{}}}", lambda a, b: a ** (b % 5)),
+        (r"\gcd({},{})", int.__add__),
+        ("|{}|+{}", int.__add__),
+        (r"\max({}, {})", max),
+        (("{} = {}"), max),
+        (r"\sqrt{{{}^2}}+{}", int.__add__),
+        (r"{} \to {}", max),
+        (r"{} \approx {}", max),
+        (("{} or {}"), max),
+    ]
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -735,7 +774,11 @@ def test_no_computation_is_a_number(operation, a, b):
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-@given(st.integers(-(10**6), 10**6), st.integers(1, 999), st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", "x={}/{}"]))
+@given(
+    st.integers(-(10**6), 10**6),
+    st.integers(1, 999),
+    st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", "x={}/{}"]),
+)
 def test_a_fraction_of_integers_is_a_number(numerator, denominator, form):
     gold = rf"\frac{{{numerator}}}{{{denominator}}}"
     assert compute_score("d", rf"\boxed{{{form.format(numerator, denominator)}}}", gold) == 1.0
@@ -743,8 +786,30 @@ def test_a_fraction_of_integers_is_a_number(numerator, denominator, form):
 
 
 @pytest.mark.parametrize(
-    "text", ["7", "-7", "+7", "7.", "0.5", ".5", "1,000", "1,234,567.5", "1/2", r"\frac{1}{2}", r"\frac12",
-             r"1\frac{1}{2}", r"-\frac{-1}{3}", r"6.02 \cdot 10^{23}", r"5 \times 10^{-3}", "10^6", "(3)", "[42]"]
-)  # fmt: skip
+    "text",
+    [
+        "7",
+        "-7",
+        "+7",
+        "7.",
+        "0.5",
+        ".5",
+        "1,000",
+        "1,234,567.5",
+        "1/2",
+        r"\frac{1}{2}",
+        r"\frac12",
+        r"1\frac{1}{2}",
+        r"-\frac{-1}{3}",
+        r"6.02 \cdot 10^{23}",
+        (
+            r"5 \times "
+            r"10^{-3}"
+        ),
+        "10^6",
+        "(3)",
+        "[42]",
+    ],
+)
 def test_numbers(text):
     assert is_number(text)

@@ -23,7 +23,9 @@ DEADLINE_S = 1.5
 
 def sample(domain: str, what: str, **extra: object) -> Sample:
     segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
-    return Sample("0-0", 0, segments, response=what, ground_truth="", domain=domain, extra_info=extra)
+    return Sample(
+        "0-0", 0, segments, response=what, ground_truth="", domain=domain, extra_info=extra
+    )
 
 
 def router_of(*domains: str, **settings: object) -> RewardRouter:
@@ -37,7 +39,8 @@ def judge(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome
 
 @pytest.mark.slow
 def test_a_hang_in_one_domain_delays_no_verdict_of_another() -> None:
-    """The hanging one has more to judge than it has places for, and hangs inside C code for as long as it is let."""
+    """The hanging one has more to judge than it has places for, and hangs inside C code for as long
+    as it is let."""
 
     async def both(router: RewardRouter) -> None:
         hanging = asyncio.create_task(router([sample("broken", "hang in c") for _ in range(3)]))
@@ -52,7 +55,9 @@ def test_a_hang_in_one_domain_delays_no_verdict_of_another() -> None:
         asyncio.run(both(router))
 
 
-def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_the_default_one() -> None:
+def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_the_default_one() -> (
+    None
+):
     with router_of("default", "sums", domains={"slow": Patience(7.0, 1)}) as router:
         pools = router.pools
         assert pools.of("sums") is not pools.of("default") is pools.of("elsewhere")
@@ -64,21 +69,28 @@ def test_domains_that_neither_functions_nor_settings_name_share_the_places_of_th
 
 def test_a_domain_has_its_own_deadline() -> None:
     with router_of("a", "b", timeout_s=60.0, domains={"b": Patience(0.3, 1)}) as router:
-        reward_results = judge(router, [sample("a", "sleep", seconds=0.6), sample("b", "sleep", seconds=60)])
-        assert [judgement.reward_result for judgement in reward_results] == [Score(1.0), Timeout(0.3)]
+        reward_results = judge(
+            router, [sample("a", "sleep", seconds=0.6), sample("b", "sleep", seconds=60)]
+        )
+        assert [judgement.reward_result for judgement in reward_results] == [
+            Score(1.0),
+            Timeout(0.3),
+        ]
 
 
 @pytest.mark.slow
 def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> None:
-    """After a number of scores, not a whole group: here in time for a group that would take ten minutes. One that has
-    returned before is not given up."""
+    """After a number of scores, not a whole group: here in time for a group that would take ten
+    minutes. One that has returned before is not given up."""
     settings = {"timeout_s": 0.3, "give_up_after": 4}
     with router_of("a", **settings) as router:
         many = [sample("a", "sleep", seconds=60) for _ in range(2000)]
         with pytest.raises(UserError) as raised:
             judge(router, many)
         assert "'custom'" in str(raised.value) and f"{FAULTY}:compute_score" in str(raised.value)
-        assert "none of its first 4 calls returned within 0.3 s (reward.timeout_s)" in str(raised.value)
+        assert "none of its first 4 calls returned within 0.3 s (reward.timeout_s)" in str(
+            raised.value
+        )
         assert "the response 'sleep'" in str(raised.value)
         with pytest.raises(UserError, match="none of its first"):
             judge(router, many[:1])
@@ -93,15 +105,23 @@ def test_a_function_that_hangs_on_every_response_is_given_up(tmp_path: Path) -> 
 def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path) -> None:
     patience = Patience(20.0, 1, retries=2, backoff_s=0.2)
     with router_of("a", "b", domains={"a": patience}) as router:
-        flaky = [sample("a", "fails at first", file=str(tmp_path / f"{i}"), times=i) for i in range(4)]
+        flaky = [
+            sample("a", "fails at first", file=str(tmp_path / f"{i}"), times=i) for i in range(4)
+        ]
         began = time.monotonic()
         reward_results = [judgement.reward_result for judgement in judge(router, flaky)]
         took = time.monotonic() - began
         assert reward_results[:3] == [Score(1.0)] * 3 and isinstance(reward_results[3], Error)
-        assert [len((tmp_path / f"{i}").read_text()) for i in range(4)] == [1, 2, 3, 3], "nobody is asked more often"
+        assert [len((tmp_path / f"{i}").read_text()) for i in range(4)] == [1, 2, 3, 3], (
+            "nobody is asked more often"
+        )
         assert took >= 0.2 + 0.4
         counts = router.call_counts.take().counts
-        assert (counts["reward/retries"], counts["reward/errors"], counts["reward/calls"]) == (3 + 2, 1, 4)
+        assert (counts["reward/retries"], counts["reward/errors"], counts["reward/calls"]) == (
+            3 + 2,
+            1,
+            4,
+        )
         (once,) = judge(router, [sample("b", "fails at first", file=str(tmp_path / "b"), times=1)])
         assert isinstance(once.reward_result, Error), "where nothing is said there is one try"
 
@@ -109,17 +129,28 @@ def test_what_failed_is_asked_for_again_after_a_wait_that_doubles(tmp_path: Path
 def test_a_batch_is_asked_for_again_as_a_whole(tmp_path: Path) -> None:
     """Its answers are judged beside each other."""
     target = f"{FAULTY}:batch_that_fails_at_first"
-    settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 9, "retries": 1, "backoff_s": 0.01}
+    settings = {
+        "timeout_s": 20.0,
+        "num_workers": 1,
+        "max_response_length": 9,
+        "retries": 1,
+        "backoff_s": 0.01,
+    }
     with make_router({"default": [(target, 1.0)]}, **settings) as router:  # type: ignore[arg-type]
         asked = [sample("default", str(i), file=str(tmp_path / "calls")) for i in range(3)]
-        assert [judgement.reward_result for judgement in judge(router, asked)] == [Score(0.0), Score(1.0), Score(2.0)]
+        assert [judgement.reward_result for judgement in judge(router, asked)] == [
+            Score(0.0),
+            Score(1.0),
+            Score(2.0),
+        ]
     assert (tmp_path / "calls").read_text() == "33", "twice, with all three"
 
 
 @pytest.mark.slow
 def test_hangs_cost_their_deadlines_over_the_places() -> None:
     """Fault 18, smaller: 8 of 80 hang in C code."""
-    hangs, places = 8, 4
+    hangs = 8
+    places = 4
     asked = [sample("default", "echo", value=i) for i in range(72)]
     asked += [sample("default", "hang in c") for _ in range(hangs)]
 
@@ -128,8 +159,12 @@ def test_hangs_cost_their_deadlines_over_the_places() -> None:
             began = time.monotonic()
             reward_results = [judgement.reward_result for judgement in judge(router, asked)]
             took = time.monotonic() - began
-        assert reward_results == [Score(float(i)) for i in range(72)] + [Timeout(deadline_s)] * hangs
-        assert took < 0.75 * hangs * deadline_s, "one after another would cost all of it, and the places a quarter"
+        assert (
+            reward_results == [Score(float(i)) for i in range(72)] + [Timeout(deadline_s)] * hangs
+        )
+        assert took < 0.75 * hangs * deadline_s, (
+            "one after another would cost all of it, and the places a quarter"
+        )
 
     at_some_deadline(check, 1.0, 10.0)
 
@@ -148,17 +183,28 @@ def test_one_that_cannot_be_loaded_leaves_none_behind(monkeypatch: pytest.Monkey
 
 def test_a_domain_without_a_function_is_told() -> None:
     with pytest.raises(UserError, match="no reward function for the domain 'b'"):
-        Pools(RewardSettings({"a": [RewardPart("format")]}, Patience(5.0, 1), {"b": Patience(5.0, 1)}))
+        Pools(
+            RewardSettings({"a": [RewardPart("format")]}, Patience(5.0, 1), {"b": Patience(5.0, 1)})
+        )
 
 
 def test_a_function_is_asked_in_the_pool_of_the_domain_and_else_in_one_that_has_it() -> None:
-    pools = Pools(RewardSettings({"a": [RewardPart("format")], "b": [RewardPart("exact_match")]}, Patience(5.0, 1)))
+    pools = Pools(
+        RewardSettings(
+            {"a": [RewardPart("format")], "b": [RewardPart("exact_match")]}, Patience(5.0, 1)
+        )
+    )
     told: list[str] = []
     pools.set_on_result(lambda name, arguments, reward_result: told.append(name))
 
     async def ask() -> None:
         for domain in ("a", "b", "elsewhere"):
-            arguments = {"data_source": domain, "solution_str": "7", "ground_truth": "7", "extra_info": {}}
+            arguments = {
+                "data_source": domain,
+                "solution_str": "7",
+                "ground_truth": "7",
+                "extra_info": {},
+            }
             assert await pools.call("exact_match", arguments) == Score(1.0)
 
     try:

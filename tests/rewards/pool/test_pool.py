@@ -1,4 +1,5 @@
-"""Faults 18 and 19, really injected: whatever a verifier does, it costs one verdict, and nothing is left behind."""
+"""Faults 18 and 19, really injected: whatever a verifier does, it costs one verdict, and nothing is
+left behind."""
 
 import asyncio
 import os
@@ -29,7 +30,9 @@ SHORT_S = 0.4
 
 
 def make_pool(**settings) -> RewardPool:
-    return RewardPool(PoolSettings({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings}))
+    return RewardPool(
+        PoolSettings({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,9 @@ def test_a_hang_is_killed_at_its_deadline(pool, what):
 
 def test_what_a_hanging_verifier_started_dies_with_it(pool, tmp_path):
     def check(deadline_s: float) -> None:
-        assert judge(pool, "hang with a child", deadline_s, file=str(tmp_path / "pid")) == Timeout(deadline_s)
+        assert judge(pool, "hang with a child", deadline_s, file=str(tmp_path / "pid")) == Timeout(
+            deadline_s
+        )
         assert (tmp_path / "pid").exists(), "it has started one by now"
         assert wait_until_gone([int((tmp_path / "pid").read_text())]) == []
 
@@ -86,7 +91,11 @@ def test_what_a_hanging_verifier_started_dies_with_it(pool, tmp_path):
 )
 def test_a_crash_is_an_error_after_one_retry(pool, what, reason):
     reward_result = judge(pool, what)
-    assert isinstance(reward_result, Error) and reason in reward_result.reason and "twice" in reward_result.reason
+    assert (
+        isinstance(reward_result, Error)
+        and reason in reward_result.reason
+        and "twice" in reward_result.reason
+    )
     assert still_serves(pool)
 
 
@@ -133,7 +142,9 @@ def test_what_is_no_finite_number_is_an_error_never_a_zero(pool, what, reason):
 
 
 def test_scores_keep_their_remarks(pool):
-    assert judge(pool, "dict") == Score(0.5, {"why": "half", "set": [1], "object": "<class 'object'>"})
+    assert judge(pool, "dict") == Score(
+        0.5, {"why": "half", "set": [1], "object": "<class 'object'>"}
+    )
     assert judge(pool, "true") == Score(1.0)
     assert judge(pool, "chatty") == Score(0.5)
     huge = judge(pool, "huge")
@@ -174,7 +185,8 @@ def test_answers_belong_to_their_requests_while_others_hang_and_crash():
 
 def test_what_befalls_one_of_a_group_befalls_no_other():
     """One process answers quickly, so it has the next request at hand when it hangs or dies."""
-    pool, again = make_pool(timeout_s=2.0), list[int]()
+    pool = make_pool(timeout_s=2.0)
+    again = list[int]()
     whats = ["echo"] * 4 + ["hang in c"] + ["echo"] * 4 + ["exit 0"] + ["echo"] * 4
     asked = [arguments(what, value=i) for i, what in enumerate(whats)]
     try:
@@ -194,8 +206,12 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
     monkeypatch.setattr(process, "_QUICK_S", 20.0)
     send = Channel.send
     monkeypatch.setattr(Channel, "send", lambda *frames: time.sleep(0.05) or send(*frames))
-    pool, again = make_pool(), list[int]()
-    asked = [arguments(what, value=i) for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)]
+    pool = make_pool()
+    again = list[int]()
+    asked = [
+        arguments(what, value=i)
+        for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)
+    ]
     try:
         reward_results = asyncio.run(pool.score_group("faulty", asked, on_repeat=again.append))
         assert isinstance(reward_results.pop(12), Error) and again == [1]
@@ -206,7 +222,8 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
 
 @pytest.mark.slow
 def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
-    """Three places are taken by what takes a while, so that the fourth gets all the hangs, one behind the other."""
+    """Three places are taken by what takes a while, so that the fourth gets all the hangs, one
+    behind the other."""
     hangs = 8
     asked = [arguments("sleep", seconds=0.5)] * 3 + [arguments("echo", value=1.0)] * 2
     asked += [arguments("hang in c")] * hangs
@@ -214,7 +231,8 @@ def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
     def check(deadline_s: float) -> None:
         pool = make_pool(num_workers=4, timeout_s=deadline_s)
         try:
-            asyncio.run(pool.score_group("faulty", [arguments("sleep", seconds=0.3)] * 4))  # all four are up
+            # all four are up
+            asyncio.run(pool.score_group("faulty", [arguments("sleep", seconds=0.3)] * 4))
             began = time.monotonic()
             reward_results = asyncio.run(pool.score_group("faulty", asked))
             took = time.monotonic() - began
@@ -254,7 +272,10 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
     pool = make_pool(num_workers=2)
 
     async def close_while_busy() -> tuple[list[int], list[RewardResult]]:
-        tasks = [asyncio.create_task(pool.call("faulty", arguments("hang with signals blocked"))) for _ in range(5)]
+        tasks = [
+            asyncio.create_task(pool.call("faulty", arguments("hang with signals blocked")))
+            for _ in range(5)
+        ]
         while len(pids_of(pool)) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -265,7 +286,8 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
     pids, reward_results = asyncio.run(close_while_busy())
     assert len(pids) == 2 and wait_until_gone(pids) == []
     assert all(
-        isinstance(reward_result, Error) and "closing" in reward_result.reason for reward_result in reward_results
+        isinstance(reward_result, Error) and "closing" in reward_result.reason
+        for reward_result in reward_results
     )
     assert isinstance(judge(pool, "echo", value=1), Error)
 
@@ -282,7 +304,9 @@ if {busy}:
     asyncio.run(pool.call("faulty", arguments))
 sys.stdin.read()
 """
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None and run.stdin is not None
     pids = [int(pid) for pid in run.stdout.readline().split()]
     assert pids and all(is_running(pid) for pid in pids)
@@ -306,7 +330,11 @@ sys.stdin.read()
 def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, message):
     (tmp_path / "reward.py").write_text(source)
     with pytest.raises(UserError, match="cannot be loaded") as raised:
-        RewardPool(PoolSettings({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1))
+        RewardPool(
+            PoolSettings(
+                {"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1
+            )
+        )
     assert message in str(raised.value) and "reward.py" in str(raised.value)
 
 

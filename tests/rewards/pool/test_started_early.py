@@ -7,12 +7,20 @@ import pytest
 from distflow.config.keys.reward import RewardPart
 from distflow.errors import UserError
 from distflow.rewards.pool import domain_pools
-from distflow.rewards.pool.domain_pools import Patience, RewardSettings, pool_settings, started_early, take_pool
+from distflow.rewards.pool.domain_pools import (
+    Patience,
+    RewardSettings,
+    pool_settings,
+    started_early,
+    take_pool,
+)
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from tests.rewards.routers import make_router, pids_of
 
 FORMAT = {"default": [("format", 1.0)]}
-REWARDS = RewardSettings({"default": [RewardPart("format")]}, Patience(timeout_s=5.0, num_workers=1))
+REWARDS = RewardSettings(
+    {"default": [RewardPart("format")]}, Patience(timeout_s=5.0, num_workers=1)
+)
 SETTINGS = pool_settings(REWARDS)["default"]
 
 
@@ -43,7 +51,9 @@ def test_the_router_of_the_same_settings_takes_it_over_once(pools: list[RewardPo
         assert pids and not any(map(is_there, pids)), "who took it closed it"
 
 
-def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(pools: list[RewardPool]) -> None:
+def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(
+    pools: list[RewardPool],
+) -> None:
     with started_early(SETTINGS):
         take_pool(SETTINGS._replace(timeout_s=7.0)).close()
     assert sorted(pool.timeout_s for pool in pools) == [5.0, 7.0]
@@ -51,7 +61,8 @@ def test_other_settings_get_their_own_and_what_nobody_takes_is_closed(pools: lis
 
 
 def test_one_that_could_not_be_loaded_ahead_is_tried_again(tmp_path: Path) -> None:
-    """By what a run imports first it may become loadable. What nobody asks for is nobody's error."""
+    """By what a run imports first it may become loadable. What nobody asks for is nobody's
+    error."""
     file = tmp_path / "reward.py"
     settings = SETTINGS._replace(functions={"custom": f"{file}:compute_score"})
     with started_early(settings), pytest.raises(UserError, match="cannot be loaded"):

@@ -1,4 +1,5 @@
-"""Steps chained on the device, here on the CPU, against the engine that reads every token before the next step."""
+"""Steps chained on the device, here on the CPU, against the engine that reads every token before
+the next step."""
 
 import asyncio
 import random
@@ -43,7 +44,8 @@ def options(lag: int = 1, page_tokens: int = 8, num_pages: int | None = None) ->
 
 
 def same(found: list[GenerateResult], expected: list[GenerateResult]) -> None:
-    """All but the last bits of log-probs: rows of a step lie beside others than on the host's path."""
+    """All but the last bits of log-probs: rows of a step lie beside others than on the host's
+    path."""
     for one, other in zip(found, expected, strict=True):
         for ours, theirs in zip(one.generations, other.generations, strict=True):
             assert ours.token_ids == theirs.token_ids
@@ -61,7 +63,11 @@ def mixed(chance: random.Random, count: int, laws: list[dict[str, Any]]) -> list
     requests = []
     for row in range(count):
         stops: dict[str, Any] = chance.choice(
-            [{}, {"stop_token_ids": tuple(range(5, 5 + chance.randint(1, 20)))}, {"stop": ("a", "bc", "5")}]
+            [
+                {},
+                {"stop_token_ids": tuple(range(5, 5 + chance.randint(1, 20)))},
+                {"stop": ("a", "bc", "5")},
+            ]
         )
         samples = tuple(chance.sample(range(20), chance.randint(1, 5)))
         request = request_of(
@@ -79,27 +85,38 @@ def mixed(chance: random.Random, count: int, laws: list[dict[str, Any]]) -> list
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_random_schedules_give_what_the_host_gives(seed: int) -> None:
-    chance, model = random.Random(seed), make_model(("llama", "qwen2", "qwen3")[seed % 3], seed=seed)
+    chance = random.Random(seed)
+    model = make_model(("llama", "qwen2", "qwen3")[seed % 3], seed=seed)
     requests = mixed(chance, 9, LAWS if seed % 2 else [LAWS[seed // 2]])
-    limits = {"max_num_seqs": chance.choice((2, 5, 33)), "max_prefill_tokens": chance.choice((30, 8192))}
+    limits = {
+        "max_num_seqs": chance.choice((2, 5, 33)),
+        "max_prefill_tokens": chance.choice((30, 8192)),
+    }
     shape = options(chance.choice((1, 2, 3)), chance.choice((1, 8, 64)), chance.choice((None, 90)))
     expected = run_all(make_engine(model, **limits), requests)
     same(run_all(make_engine(model, on_device=shape, **limits), requests), expected)
 
 
 def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None:
-    """Of one sequence alone: behind the step that draws its stop token the device has made `lag` more."""
-    model, prompt = make_model(), prompt_of(5)
+    """Of one sequence alone: behind the step that draws its stop token the device has made `lag`
+    more."""
+    model = make_model()
+    prompt = prompt_of(5)
     free = run_all(make_engine(model), [request_of(prompt, max_tokens=40)])[0].generations[0]
     stop = free.token_ids[11]
     end = free.token_ids.index(stop) + 1
     rows: list[int] = []
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].dim()))
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: rows.append(inputs[0].dim())
+    )
     for lag in (0, 1, 2, 3):
         engine, other = (make_engine(model, on_device=options(lag)) for _ in range(2))
         rows.clear()
         result = run_all(engine, [request_of(prompt, max_tokens=40, stop_token_ids=(stop,))])
-        assert tokens_of(result) == [free.token_ids[:end]] and result[0].generations[0].finish_reason == "stop"
+        assert (
+            tokens_of(result) == [free.token_ids[:end]]
+            and result[0].generations[0].finish_reason == "stop"
+        )
         assert engine.num_generated_tokens == end
         assert rows.count(1) == end - 1 + lag  # a prefill draws the first
         rows.clear()
@@ -108,7 +125,8 @@ def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None
 
 
 def test_a_stop_text_ends_where_the_host_ends_it() -> None:
-    model, prompt = make_model(), prompt_of(7)
+    model = make_model()
+    prompt = prompt_of(7)
     free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0].generations[0]
     stop = tiny_tokenizer().decode(free.token_ids)[7:10]
     request = request_of(prompt, (0, 1), max_tokens=30, stop=("nowhere at all", stop))
@@ -122,9 +140,11 @@ def test_a_stop_text_ends_where_the_host_ends_it() -> None:
 @pytest.mark.parametrize("lag", [1, 3])
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
 def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str) -> None:
-    """Each token's log-prob under the weights of its version, over its own context, tells who drew it."""
+    """Each token's log-prob under the weights of its version, over its own context, tells who drew
+    it."""
     models = [make_model(seed=seed) for seed in (1, 2)]
-    served, request = make_model(seed=1), request_of(prompt_of(9), (0, 1, 2), max_tokens=60)
+    served = make_model(seed=1)
+    request = request_of(prompt_of(9), (0, 1, 2), max_tokens=60)
 
     async def story(engine: EmbeddedEngine) -> None:
         task = asyncio.create_task(engine.generate(request))
@@ -133,11 +153,16 @@ def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str
         result = await task
         for generation in result.generations:
             count = generation.versions.count(0)
-            assert generation.versions == [0] * count + [1] * (len(generation.token_ids) - count) and count >= 9
+            assert (
+                generation.versions == [0] * count + [1] * (len(generation.token_ids) - count)
+                and count >= 9
+            )
             old = forward_log_probs(models[0], request.prompt_ids, generation)
             assert generation.rollout_log_probs[:count] == pytest.approx(old[:count], abs=1e-4)
             if kv_on_update == "abort":
-                assert generation.finish_reason == "abort" and len(generation.token_ids) == count < 60
+                assert (
+                    generation.finish_reason == "abort" and len(generation.token_ids) == count < 60
+                )
                 continue
             assert len(generation.token_ids) == 60
             if kv_on_update == "recompute":
@@ -150,7 +175,9 @@ def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str
 @pytest.mark.parametrize("release", [False, True])
 def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool) -> None:
     model = make_model("qwen2")
-    requests = [request_of(prompt_of(5 + row), (0, 1, 2), row=row, max_tokens=80) for row in range(3)]
+    requests = [
+        request_of(prompt_of(5 + row), (0, 1, 2), row=row, max_tokens=80) for row in range(3)
+    ]
 
     async def story(engine: EmbeddedEngine) -> None:
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -165,12 +192,15 @@ def test_a_pause_reads_all_and_the_rest_is_as_if_nothing_happened(release: bool)
         assert engine.num_generated_tokens == 9 * 80
 
     expected = run_all(make_engine(model, max_num_seqs=5), requests)
-    with_engine(make_engine(model, max_num_seqs=5, on_device=options(2), shares_weights=True), story)
+    with_engine(
+        make_engine(model, max_num_seqs=5, on_device=options(2), shares_weights=True), story
+    )
 
 
 @pytest.mark.slow
 def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobody() -> None:
-    model, chance = make_model(), random.Random(5)
+    model = make_model()
+    chance = random.Random(5)
     kept = [request_of(prompt_of(9 + row), (0, 1), row=row, max_tokens=50) for row in range(4)]
     doomed = [request_of(prompt_of(6), (0, 1), row=9 + row, max_tokens=400) for row in range(4)]
 
@@ -192,7 +222,8 @@ def test_cancelled_requests_leave_their_slots_and_pages_at_once_and_disturb_nobo
 def test_an_evaluation_that_finds_all_pages_taken_waits_for_training_to_end() -> None:
     model = make_model()
     wave = [
-        replace(request_of(prompt_of(8), (0, 1), max_tokens=40), stream=Stream(1, "train", 0, row)) for row in (0, 1)
+        replace(request_of(prompt_of(8), (0, 1), max_tokens=40), stream=Stream(1, "train", 0, row))
+        for row in (0, 1)
     ]
     held_out = request_of(prompt_of(20), (0,), max_tokens=60, row=5)
 
@@ -213,18 +244,22 @@ def test_a_sequence_that_all_pages_together_cannot_hold_is_refused() -> None:
 
 
 def test_the_same_submissions_give_the_same_bits_whatever_ran_before() -> None:
-    model, requests = make_model("qwen2"), mixed(random.Random(2), 6, LAWS)
+    model = make_model("qwen2")
+    requests = mixed(random.Random(2), 6, LAWS)
 
     async def story(engine: EmbeddedEngine) -> None:
         first = await generate_all(engine, requests)
-        await generate_all(engine, [request_of(prompt_of(30, seed=9), tuple(range(9)), row=7, max_tokens=60)])
+        await generate_all(
+            engine, [request_of(prompt_of(30, seed=9), tuple(range(9)), row=7, max_tokens=60)]
+        )
         assert await generate_all(engine, requests) == first
 
     with_engine(make_engine(model, max_num_seqs=5, on_device=options(2)), story)
 
 
 def test_weights_that_hold_nan_are_an_error_for_all_and_leave_no_nan_behind() -> None:
-    model, chance = make_model(), random.Random(1)
+    model = make_model()
+    chance = random.Random(1)
     weight = model.model.layers[0].self_attn.k_proj.weight
     healthy, requests = weight.detach().clone(), mixed(chance, 6, LAWS)
     expected = run_all(make_engine(model), requests)
@@ -232,7 +267,9 @@ def test_weights_that_hold_nan_are_an_error_for_all_and_leave_no_nan_behind() ->
     async def story(engine: EmbeddedEngine) -> None:
         with torch.no_grad():
             weight.fill_(float("nan"))
-        for outcome in await asyncio.gather(*(engine.generate(each) for each in requests), return_exceptions=True):
+        for outcome in await asyncio.gather(
+            *(engine.generate(each) for each in requests), return_exceptions=True
+        ):
             assert isinstance(outcome, FloatingPointError)
         with torch.no_grad():
             weight.copy_(healthy)

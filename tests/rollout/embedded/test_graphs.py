@@ -11,7 +11,8 @@ from tests.rollout.drive import make_model
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without CUDA")
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    graphs, state = CudaGraphs(make_model(), enabled=True), torch.zeros(1)
+    graphs = CudaGraphs(make_model(), enabled=True)
+    state = torch.zeros(1)
     with caplog.at_level(logging.WARNING):
         found = [float(graphs.run("shape", lambda: state.add_(1).clone())) for _ in range(4)]
     assert found == [1, 2, 3, 4]

@@ -1,4 +1,5 @@
-"""The prompt of a later turn is found by its prefix: only its new tokens are prefilled, over keys and values of
+"""The prompt of a later turn is found by its prefix: only its new tokens are prefilled, over keys
+and values of
 its weights."""
 
 import asyncio
@@ -36,20 +37,27 @@ ENGINES: dict[str, dict[str, Any]] = {
 GIVEN = (7, 8, 9)
 
 
-def turn(prompt: tuple[int, ...], row: int = 0, max_tokens: int = 40, num_drawn: int = 0) -> GenerateRequest:
-    return replace(request_of(prompt, row=row, max_tokens=max_tokens), may_continue=True, num_drawn=num_drawn)
+def turn(
+    prompt: tuple[int, ...], row: int = 0, max_tokens: int = 40, num_drawn: int = 0
+) -> GenerateRequest:
+    return replace(
+        request_of(prompt, row=row, max_tokens=max_tokens), may_continue=True, num_drawn=num_drawn
+    )
 
 
 def after(request: GenerateRequest, made: Generation) -> GenerateRequest:
     drawn = request.num_drawn + len(made.token_ids)
-    return replace(request, prompt_ids=(*request.prompt_ids, *made.token_ids, *GIVEN), num_drawn=drawn)
+    return replace(
+        request, prompt_ids=(*request.prompt_ids, *made.token_ids, *GIVEN), num_drawn=drawn
+    )
 
 
 @contextmanager
 def prefilled() -> Iterator[list[int]]:
     """How many tokens each prompt had that was run."""
     lengths: list[int] = []
-    whole, rest = DecoderView.prefill, DecoderView.prefill_after
+    whole = DecoderView.prefill
+    rest = DecoderView.prefill_after
 
     def of_whole(self: DecoderView, prompts: list[tuple[int, ...]]) -> Any:
         lengths.extend(len(prompt) for prompt in prompts)
@@ -65,7 +73,9 @@ def prefilled() -> Iterator[list[int]]:
         yield lengths
 
 
-async def turns(engine: EmbeddedEngine, requests: list[GenerateRequest], count: int) -> list[Generation]:
+async def turns(
+    engine: EmbeddedEngine, requests: list[GenerateRequest], count: int
+) -> list[Generation]:
     """The last turn's generation of each request, after asking `count` times."""
     for number in range(count):
         made = [result.generations[0] for result in await generate_all(engine, requests)]
@@ -78,8 +88,12 @@ def story(model: Any, tell: Callable[[EmbeddedEngine], Awaitable[None]], **optio
     with_engine(make_engine(model, **options), tell)
 
 
-@pytest.mark.parametrize(("engine", "family"), [("native", "qwen3"), ("torch", "llama"), ("device", "qwen3")])
-def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_probs(engine: str, family: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "family"), [("native", "qwen3"), ("torch", "llama"), ("device", "qwen3")]
+)
+def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_probs(
+    engine: str, family: str
+) -> None:
     model = make_model(family)
 
     async def tell(own: EmbeddedEngine) -> None:
@@ -91,8 +105,11 @@ def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_
                 expected = forward_log_probs(model, request.prompt_ids, generation)
                 assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
                 if number:
-                    known = len(request.prompt_ids) - len(GIVEN) - 1  # the last drawn token was never fed
-                    assert generation.num_cached_tokens == (known // 16 * 16 if engine == "device" else known)
+                    # the last drawn token was never fed
+                    known = len(request.prompt_ids) - len(GIVEN) - 1
+                    assert generation.num_cached_tokens == (
+                        known // 16 * 16 if engine == "device" else known
+                    )
             assert sum(lengths) == sum(len(each.prompt_ids) for each in requests) - sum(
                 each.num_cached_tokens or 0 for each in made
             )
@@ -103,7 +120,8 @@ def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(engine: str) -> None:
-    model, later = make_model(), make_model(seed=1)
+    model = make_model()
+    later = make_model(seed=1)
 
     async def tell(own: EmbeddedEngine) -> None:
         first = turn(prompt_of(40))
@@ -115,7 +133,9 @@ def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(eng
         await own.load_weights(Version(0, 2), later.named_parameters())
         made = (await turns(own, [second], 1))[0]
         assert made.num_cached_tokens == 0
-        assert made.rollout_log_probs == pytest.approx(forward_log_probs(later, second.prompt_ids, made), abs=1e-4)
+        assert made.rollout_log_probs == pytest.approx(
+            forward_log_probs(later, second.prompt_ids, made), abs=1e-4
+        )
 
     async def tell_released(own: EmbeddedEngine) -> None:
         first = turn(prompt_of(40))
@@ -130,7 +150,8 @@ def test_new_weights_a_new_version_and_released_memory_leave_nothing_to_find(eng
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine: str) -> None:
-    model, later = make_model(), make_model(seed=1)
+    model = make_model()
+    later = make_model(seed=1)
 
     async def tell(own: EmbeddedEngine) -> None:
         first = turn(prompt_of(40), max_tokens=200)
@@ -142,7 +163,9 @@ def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine: str) -
         second = after(first, made)
         again = (await turns(own, [second], 1))[0]
         assert again.num_cached_tokens == 0
-        assert again.rollout_log_probs == pytest.approx(forward_log_probs(later, second.prompt_ids, again), abs=1e-4)
+        assert again.rollout_log_probs == pytest.approx(
+            forward_log_probs(later, second.prompt_ids, again), abs=1e-4
+        )
 
     story(model, tell, **ENGINES[engine])
 
@@ -164,8 +187,12 @@ def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatc
         assert found[0] and found[1] == 0
 
     config = model.config
-    bytes_per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    monkeypatch.setattr(host_batch_plain_or_invariant, "PREFIX_CACHE_BYTES", 20 * 16 * bytes_per_token)
+    bytes_per_token = (
+        2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    )
+    monkeypatch.setattr(
+        host_batch_plain_or_invariant, "PREFIX_CACHE_BYTES", 20 * 16 * bytes_per_token
+    )
     story(model, tell)
     story(model, tell, on_device=few)
 
@@ -183,7 +210,9 @@ def test_a_batch_invariant_engine_keeps_nothing_so_that_bits_follow_from_the_req
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_version(engine: str) -> None:
+def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_version(
+    engine: str,
+) -> None:
     requests = [turn(prompt_of(length), row) for row, length in enumerate((5, 17, 40, 61))]
     bits = []
 
@@ -202,15 +231,25 @@ def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_versi
 @pytest.mark.parametrize("keeps_ends", [False, True])
 def test_found_is_the_longest_row_of_blocks_that_a_prompt_begins_with(keeps_ends: bool) -> None:
     """Against brute force over all that was added, while nothing is forgotten."""
-    draw, cache, added = random.Random(0), PrefixCache[tuple[int, ...]](3, keeps_ends), list[tuple[str, Any]]()
+    draw = random.Random(0)
+    cache = PrefixCache[tuple[int, ...]](3, keeps_ends)
+    added = list[tuple[str, Any]]()
     for _ in range(300):
-        root, tokens = draw.choice("ab"), tuple(draw.choices((0, 1), k=draw.randrange(16)))
+        root = draw.choice("ab")
+        tokens = tuple(draw.choices((0, 1), k=draw.randrange(16)))
         others = [each for other, each in added if other == root]
         full = max(
-            (n for n in range(0, 16, 3) if any(len(tokens[:n]) == n and e[:n] == tokens[:n] for e in others)), default=0
+            (
+                n
+                for n in range(0, 16, 3)
+                if any(len(tokens[:n]) == n and e[:n] == tokens[:n] for e in others)
+            ),
+            default=0,
         )
         ends = [
-            len(each) for each in others if keeps_ends and len(each) // 3 * 3 == full and tokens[: len(each)] == each
+            len(each)
+            for each in others
+            if keeps_ends and len(each) // 3 * 3 == full and tokens[: len(each)] == each
         ]
         assert sum(cache.find((root,), tokens), ()) == tokens[: max([full, *ends])]
         cache.add((root,), tokens, lambda index, tokens=tokens: tokens[3 * index : 3 * index + 3])

@@ -1,5 +1,6 @@
-"""Pages: shared ones are free with their last holder, and prompts lie in them as they were prefilled. Uniform numbers
-on the device are those of `rollout/stops_and_draws.py`, bit for bit, for all keys and positions."""
+"""Pages: shared ones are free with their last holder, and prompts lie in them as they were
+prefilled. Uniform numbers on the device are those of `rollout/stops_and_draws.py`, bit for bit, for
+all keys and positions."""
 
 import random
 
@@ -8,7 +9,12 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import AsyncSteps, DeviceOptions, padded, rounded
+from distflow.rollout.embedded.cuda_decode_steps_and_graphs import (
+    AsyncSteps,
+    DeviceOptions,
+    padded,
+    rounded,
+)
 from distflow.rollout.embedded.paged_kv_and_draw_states import (
     NEXT,
     TRASH,
@@ -44,7 +50,8 @@ POSITIONS = [0, 1, 2, 511, 4095, (1 << 31) - 1, 1 << 32, (1 << 53) + 1, (1 << 62
 
 
 def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
-    chance, kept = random.Random(3), list[int]()
+    chance = random.Random(3)
+    kept = list[int]()
     pages = PagePool(40, lambda: kept.pop(0))
     held: list[list[int]] = []
     for _ in range(2000):
@@ -72,13 +79,19 @@ def test_sizes_of_steps_are_few_and_hold_the_rows(num_rows: int) -> None:
     assert len({padded(n, 512) for n in range(1, 513)}) == 21
 
 
-def sequences(length: int, samples: tuple[int, ...], max_tokens: int = 5, row: int = 0) -> list[Sequence]:
-    return sequences_of(row, request_of(prompt_of(length, seed=row), samples, row=row, max_tokens=max_tokens))
+def sequences(
+    length: int, samples: tuple[int, ...], max_tokens: int = 5, row: int = 0
+) -> list[Sequence]:
+    return sequences_of(
+        row, request_of(prompt_of(length, seed=row), samples, row=row, max_tokens=max_tokens)
+    )
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 21])
-def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_shared(length: int) -> None:
+def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_shared(
+    length: int,
+) -> None:
     decoder = DecoderView(model := make_model())
     steps = AsyncSteps(decoder, model, 8, DeviceOptions(page_tokens=8, num_pages=60))
     group = sequences(length, (0, 1, 2))
@@ -86,9 +99,13 @@ def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_sha
     free = steps.pages.num_free
     forward = decoder.prefill([prompt_of(30), group[0].prompt_ids])
     leases, parts = steps.lease(1, group, [])
-    full, needed = length // 8, pages_for(length + 5, 8)
+    full = length // 8
+    needed = pages_for(length + 5, 8)
     assert free - steps.pages.num_free == full + 3 * (needed - full)
-    assert all(lease.pages[:full] == leases[0].pages[:full] and len(lease.pages) == needed for lease in leases)
+    assert all(
+        lease.pages[:full] == leases[0].pages[:full] and len(lease.pages) == needed
+        for lease in leases
+    )
     assert len({page for lease in leases for page in lease.pages[full:]}) == 3 * (needed - full)
     memory = PageMemory(decoder, 60, 8)
     memory.fill(forward, parts)
@@ -102,8 +119,11 @@ def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_sha
 
 
 def test_as_many_fit_as_their_whole_lengths_take() -> None:
-    steps = AsyncSteps(DecoderView(model := make_model()), model, 64, DeviceOptions(page_tokens=8, num_pages=11))
-    assert steps.num_fitting(sequences(3, tuple(range(40)), max_tokens=21), 99) == 3  # 3 pages each of 10
+    steps = AsyncSteps(
+        DecoderView(model := make_model()), model, 64, DeviceOptions(page_tokens=8, num_pages=11)
+    )
+    # 3 pages each of 10
+    assert steps.num_fitting(sequences(3, tuple(range(40)), max_tokens=21), 99) == 3
     assert steps.num_fitting(sequences(3, (0,), max_tokens=78), 99) == 0  # 81 tokens
 
 
@@ -112,13 +132,17 @@ def on_device(keys: list[int], positions: list[int]) -> torch.Tensor:
 
 
 def on_host(keys: list[int], positions: list[int]) -> torch.Tensor:
-    return torch.from_numpy(host_uniforms(np.array(keys, dtype=np.uint64), np.array(positions, dtype=np.int64)))
+    return torch.from_numpy(
+        host_uniforms(np.array(keys, dtype=np.uint64), np.array(positions, dtype=np.int64))
+    )
 
 
 def test_the_first_number_of_a_published_sequence() -> None:
     """Check values of SplitMix64 for the seed 1234567."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert on_device([1234567] * 4, [0, 1, 2, 3]).tolist() == [(value >> 11) / 2**53 for value in published]
+    assert on_device([1234567] * 4, [0, 1, 2, 3]).tolist() == [
+        (value >> 11) / 2**53 for value in published
+    ]
 
 
 def test_extreme_keys_and_positions() -> None:

@@ -1,5 +1,5 @@
-"""A small server with the routes of vLLM, SGLang and OpenAI, which lies where it is told to: what a client must not
-believe."""
+"""A small server with the routes of vLLM, SGLang and OpenAI, which lies where it is told to: what a
+client must not believe."""
 
 import json
 import threading
@@ -17,7 +17,8 @@ from distflow.rollout.servers.vllm_engine import INTERFACE
 
 VOCAB_SIZE = 99
 Lie = Callable[[str, dict[str, Any], Any], Any]
-"""(path, what was asked, true answer) → what is answered: an object, bytes, a status, or None for a lost connection."""
+"""(path, what was asked, true answer) → what is answered: an object, bytes, a status, or None for a
+lost connection."""
 
 
 def honest(path: str, asked: dict[str, Any], answer: Any) -> Any:
@@ -37,9 +38,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.lie: Lie = honest
-        self.label, self.hashes = "default", dict[str, str]()
+        self.label = "default"
+        self.hashes = dict[str, str]()
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.drawn = dict[str, list[list[float]]]()  # three numbers per token of each sample, by the request's name
+        # three numbers per token of each sample, by the request's name
+        self.drawn = dict[str, list[list[float]]]()
         self.released = threading.Event()  # what stalls ends then
 
     @property
@@ -64,7 +67,11 @@ class Server(ThreadingHTTPServer):
                 self.hashes |= stripe_hashes(load_file(file).items())
         if path == "/collective_rpc" and asked["method"] == "distflow_take_drawn":
             drawn = [self.drawn.pop(name)[:number] for name, number in asked["args"][0].items()]
-            return {"results": [[[b64encode(array("d", each)).decode() for each in one] for one in drawn]]}
+            return {
+                "results": [
+                    [[b64encode(array("d", each)).decode() for each in one] for one in drawn]
+                ]
+            }
         if path == "/collective_rpc" and asked["method"] == "distflow_count":
             return {"results": ["0"]}
         if path == "/collective_rpc":
@@ -78,7 +85,11 @@ class Server(ThreadingHTTPServer):
         if path == "/v1/completions":
             length = asked["max_tokens"]
             log_probs = {"token_logprobs": [-1.0] * length}
-            return {"choices": [{"token_ids": [7] * length, "logprobs": log_probs, "finish_reason": "length"}]}
+            return {
+                "choices": [
+                    {"token_ids": [7] * length, "logprobs": log_probs, "finish_reason": "length"}
+                ]
+            }
         if path == "/get_model_info":
             return {"weight_version": self.label}
         if path == "/update_weights_from_disk":
@@ -88,7 +99,8 @@ class Server(ThreadingHTTPServer):
             end = {"finish_reason": {"type": "length"}, "weight_version": self.label}
             return {"meta_info": {**end, "output_token_logprobs": tokens}}
         if path == "/inference/v1/generate":
-            length, params = asked["sampling_params"]["max_tokens"], asked["sampling_params"]
+            length = asked["sampling_params"]["max_tokens"]
+            params = asked["sampling_params"]
             choices = [self._choice(index, length) for index in range(params["n"])]
             self.drawn[name_of(asked)] = [[7, -1.0, -0.5] * length for _ in choices]
             return {"choices": choices, "prompt_token_ids": asked["token_ids"]}

@@ -1,5 +1,6 @@
-"""SGLang's HTTP interface over our embedded engine, written from its documentation and its source (0.5): what a client
-of ours asks of it. As a program it takes the place of `python -m sglang.launch_server --config FILE`.
+"""SGLang's HTTP interface over our embedded engine, written from its documentation and its source
+(0.5): what a client of ours asks of it. As a program it takes the place of
+`python -m sglang.launch_server --config FILE`.
 
 A lie makes it wrong in one way, see `LIES`.
 """
@@ -62,11 +63,14 @@ class Refused(Exception):
 
 
 class SGLang:
-    """The server's state. Only the event loop of its thread uses it, but for `lie`. later: the lie that begins when
-    the server has its first weights."""
+    """The server's state. Only the event loop of its thread uses it, but for `lie`. later: the lie
+    that begins when the server has its first weights."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
-        self.model, self.args, self.lie, self.later = model, args, "", ""
+        self.model = model
+        self.args = args
+        self.lie = ""
+        self.later = ""
         # New weights abort: with the weights that it has, that is how it aborts all that has begun.
         self.engine = EmbeddedEngine(
             model,
@@ -76,7 +80,9 @@ class SGLang:
             max_num_seqs=64,
             batch_invariant=bool(args.get("batch_invariant")),
         )
-        self.label, self.paused, self.num_updates = "default", False, 0
+        self.label = "default"
+        self.paused = False
+        self.num_updates = 0
         self.is_in_place = self.is_halted = False
         self.modes = list[str]()
         self.open: dict[str, asyncio.Task[Generation | None]] = {}
@@ -89,10 +95,15 @@ class SGLang:
     async def generate(self, body: Json) -> Json:
         while self.paused or self.lie in ("never answers", "forbids looks", "tells no speed"):
             await (self.resumed if self.paused else asyncio.Event()).wait()
-        ids, wanted = tuple(body["input_ids"]), dict(body["sampling_params"])
+        ids = tuple(body["input_ids"])
+        wanted = dict(body["sampling_params"])
         self.prompts.append(ids)
         ids = (ids[0] % 90 + 1, *ids[1:]) if self.lie == "other prompt" else ids
-        stops = () if wanted["ignore_eos"] else (*wanted["stop_token_ids"], self.model.config.eos_token_id)
+        stops = (
+            ()
+            if wanted["ignore_eos"]
+            else (*wanted["stop_token_ids"], self.model.config.eos_token_id)
+        )
         heat = wanted["temperature"]
         params = SamplingParams(
             max_tokens=wanted["max_new_tokens"],
@@ -104,8 +115,14 @@ class SGLang:
             stop=tuple(wanted["stop"]),
             stop_token_ids=stops,
         )
-        seed = wanted["sampling_seed"] if self.args.get("enable_deterministic_inference") else time.monotonic_ns()
-        request = GenerateRequest(ids, (0,), params, Stream(seed, "sglang", 0, 0), num_drawn=len(ids))
+        seed = (
+            wanted["sampling_seed"]
+            if self.args.get("enable_deterministic_inference")
+            else time.monotonic_ns()
+        )
+        request = GenerateRequest(
+            ids, (0,), params, Stream(seed, "sglang", 0, 0), num_drawn=len(ids)
+        )
         name = body["rid"]
         self.open[name] = asyncio.ensure_future(self._run(request))
         likeliest = None
@@ -113,7 +130,8 @@ class SGLang:
             found = await asyncio.shield(self.open[name])
             if self.lie == "draws colder":
                 found = replace(found, rollout_log_probs=self._log_probs(ids, found, heat or 1.0))
-            if body["top_logprobs_num"]:  # on another thread: this one has to answer whoever asks whether all is well
+            # on another thread: this one has to answer whoever asks whether all is well
+            if body["top_logprobs_num"]:
                 likeliest = await asyncio.to_thread(self._likeliest, body, ids, params, found)
         except asyncio.CancelledError:
             found = None
@@ -121,13 +139,18 @@ class SGLang:
             self.open.pop(name, None)
         if found is None or self.lie == "aborts":
             reason = {"type": "abort", "message": "Abort in waiting queue"}
-            return {"output_ids": [], "meta_info": {"id": name, "finish_reason": reason, "weight_version": self.label}}
+            return {
+                "output_ids": [],
+                "meta_info": {"id": name, "finish_reason": reason, "weight_version": self.label},
+            }
         return self._answer(body, found, likeliest)
 
     async def _run(self, request: GenerateRequest) -> Generation:
         return (await self.engine.generate(request)).generations[0]
 
-    def _likeliest(self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation) -> Any:
+    def _likeliest(
+        self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation
+    ) -> Any:
         scores = self._scores(ids, found, params.temperature)
         top = scores.topk(body["top_logprobs_num"])
         rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
@@ -140,14 +163,20 @@ class SGLang:
         return scores.div(heat).log_softmax(-1)
 
     def _log_probs(self, ids: tuple[int, ...], found: Generation, heat: float) -> list[float]:
-        return self._scores(ids, found, heat).gather(-1, torch.tensor(found.token_ids)[:, None])[:, 0].tolist()
+        return (
+            self._scores(ids, found, heat)
+            .gather(-1, torch.tensor(found.token_ids)[:, None])[:, 0]
+            .tolist()
+        )
 
     def _answer(self, body: Json, found: Generation, likeliest: Any) -> Json:
-        tokens, log_probs = list(found.token_ids), list[float | None](found.rollout_log_probs)
+        tokens = list(found.token_ids)
+        log_probs = list[float | None](found.rollout_log_probs)
         if self.lie == "other tokens":
             tokens[-1] = 10**6
         if self.lie == "too short":
-            tokens, log_probs = tokens[:1], log_probs[:1]
+            tokens = tokens[:1]
+            log_probs = log_probs[:1]
         if self.lie == "NaN":
             log_probs[0] = None
         if self.lie == "above 0":
@@ -156,7 +185,9 @@ class SGLang:
             "id": body["rid"],
             "finish_reason": {"type": found.finish_reason},
             "weight_version": "default" if self.lie == "older label" else self.label,
-            "output_token_logprobs": [[number, token, None] for number, token in zip(log_probs, tokens, strict=True)],
+            "output_token_logprobs": [
+                [number, token, None] for number, token in zip(log_probs, tokens, strict=True)
+            ],
         }
         if self.lie == "no log-probs":
             del meta["output_token_logprobs"]
@@ -164,18 +195,28 @@ class SGLang:
             meta["output_token_logprobs"][0] = meta["output_token_logprobs"][0][1:]
         if likeliest is not None:
             meta["output_top_logprobs"] = likeliest
-        return {"output_ids": tokens, "meta_info": meta} if self.lie != "other form" else {"tokens": tokens}
+        return (
+            {"output_ids": tokens, "meta_info": meta}
+            if self.lie != "other form"
+            else {"tokens": tokens}
+        )
 
     async def models(self, body: Json) -> Json:
         length = {"max_model_len": self.args.get("context_length")}
-        return {"object": "list", "data": [{"id": name, "object": "model", **length} for name in self.args["names"]]}
+        return {
+            "object": "list",
+            "data": [{"id": name, "object": "model", **length} for name in self.args["names"]],
+        }
 
     async def completions(self, body: Json) -> Json:
-        """Of OpenAI, with token ids in and out; `returns` is how: by "token_ids", as "tokens", or not at all."""
+        """Of OpenAI, with token ids in and out; `returns` is how: by "token_ids", as "tokens", or
+        not at all."""
         if body["model"] not in self.args["names"]:
             raise Refused(404, {"message": f"The model `{body['model']}` does not exist."})
-        ids, returns = tuple(body["prompt"]), self.args.get("returns", "token_ids")
-        if self.lie == "never answers" and self.prompts:  # the first is the client's test of the interface
+        ids = tuple(body["prompt"])
+        returns = self.args.get("returns", "token_ids")
+        # the first is the client's test of the interface
+        if self.lie == "never answers" and self.prompts:
             await asyncio.Event().wait()
         self.prompts.append(ids)
         params = SamplingParams(
@@ -187,27 +228,44 @@ class SGLang:
             stop_token_ids=tuple(body.get("stop_token_ids", ())),
         )
         (found,) = (
-            await self.engine.generate(GenerateRequest(ids, (0,), params, Stream(body.get("seed", 0), "", 0, 0)))
+            await self.engine.generate(
+                GenerateRequest(ids, (0,), params, Stream(body.get("seed", 0), "", 0, 0))
+            )
         ).generations
         names = [f"token_id:{each}" if returns == "tokens" else "text" for each in found.token_ids]
-        log_probs: list[float | None] = [None if self.lie == "NaN" else each for each in found.rollout_log_probs]
-        choice = {"index": 0, "finish_reason": found.finish_reason, "text": "", "logprobs": {"tokens": names}}
-        choice["logprobs"]["token_logprobs"] = log_probs[: 1 if self.lie == "one log-prob" else None]
+        log_probs: list[float | None] = [
+            None if self.lie == "NaN" else each for each in found.rollout_log_probs
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": found.finish_reason,
+            "text": "",
+            "logprobs": {"tokens": names},
+        }
+        choice["logprobs"]["token_logprobs"] = log_probs[
+            : 1 if self.lie == "one log-prob" else None
+        ]
         if returns == "token_ids":
             tokens = found.token_ids if self.lie != "other tokens" else [10**6] * len(names)
-            choice |= {"token_ids": tokens, "prompt_token_ids": [*ids][: 1 if self.lie == "other prompt" else None]}
+            choice |= {
+                "token_ids": tokens,
+                "prompt_token_ids": [*ids][: 1 if self.lie == "other prompt" else None],
+            }
         return {"object": "text_completion", "choices": [choice]}
 
     async def pause_generation(self, body: Json) -> Json:
         self.modes.append(body["mode"])
         self.paused = True
         self.resumed.clear()
-        self.is_in_place = body["mode"] == "in_place" or (self.is_in_place and body["mode"] == "abort")
+        self.is_in_place = body["mode"] == "in_place" or (
+            self.is_in_place and body["mode"] == "abort"
+        )
         if body["mode"] != "abort":
             self.is_halted = True
             await self.engine.pause()
             return {"status": "ok", "message": "Generation paused successfully."}
-        while self.is_in_place and self.open:  # for ever, as there: running requests end in steps alone
+        # for ever, as there: running requests end in steps alone
+        while self.is_in_place and self.open:
             await asyncio.sleep(0.01)
         await self._load(dict(self.model.named_parameters()))
         for task in list(self.open.values()):
@@ -238,21 +296,37 @@ class SGLang:
         assert not self.open and body["flush_cache"] and body["load_format"] == "auto"
         if self.lie == "refuses":
             raise Refused(
-                400, {"success": False, "message": "Failed to get weights iterator", "num_paused_requests": 0}
+                400,
+                {
+                    "success": False,
+                    "message": "Failed to get weights iterator",
+                    "num_paused_requests": 0,
+                },
             )
         if self.lie != "keeps its weights":
-            weights = {n: w for file in sorted(Path(body["model_path"]).iterdir()) for n, w in load_file(file).items()}
+            weights = {
+                n: w
+                for file in sorted(Path(body["model_path"]).iterdir())
+                for n, w in load_file(file).items()
+            }
             if self.lie == "keeps up_proj":
                 weights |= {n: w for n, w in self.model.named_parameters() if "up_proj" in n}
             try:
                 await self._load(weights)
             except ValueError as err:
-                raise Refused(400, {"success": False, "message": f"Failed to update weights: {err}"}) from err
+                raise Refused(
+                    400, {"success": False, "message": f"Failed to update weights: {err}"}
+                ) from err
         if self.later:
-            self.lie, self.later = self.later, ""
+            self.lie = self.later
+            self.later = ""
             if self.lie == "keeps its keys":
                 self._keep_keys()
-        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        return {
+            "success": True,
+            "message": "Succeeded to update model weights.",
+            "num_paused_requests": 0,
+        }
 
     def _keep_keys(self) -> None:
         for lane in self.engine._lanes:
@@ -269,13 +343,21 @@ class SGLang:
         assert not body["abort_all_requests"]
         if self.lie != "keeps its label":
             self.label = body["new_version"]
-        return {"success": True, "message": "Weight version updated", "new_version": body["new_version"]}
+        return {
+            "success": True,
+            "message": "Weight version updated",
+            "new_version": body["new_version"],
+        }
 
     async def get_weight_version(self, body: Json) -> Json:
         return {"weight_version": self.label}
 
     async def get_model_info(self, body: Json) -> Json:
-        named = {"model_path": self.args.get("model_path", ""), "tokenizer_path": "", "is_generation": True}
+        named = {
+            "model_path": self.args.get("model_path", ""),
+            "tokenizer_path": "",
+            "is_generation": True,
+        }
         return {**named, "weight_version": self.label, "architectures": [type(self.model).__name__]}
 
     async def server_info(self, body: Json) -> Json:
@@ -283,7 +365,11 @@ class SGLang:
             raise Refused(403, {"error": "Forbidden"})
         if self.lie == "older interface":
             raise Refused(404, {"detail": "Not Found"})
-        state = {"last_gen_throughput": float(self.engine.num_generated_tokens)} if self.lie != "tells no speed" else {}
+        state = (
+            {"last_gen_throughput": float(self.engine.num_generated_tokens)}
+            if self.lie != "tells no speed"
+            else {}
+        )
         return {**self.args, "api_key": None, "internal_states": [state], "version": "0.5.6"}
 
     async def health(self, body: Json) -> Json:
@@ -302,7 +388,9 @@ class SGLang:
 
     async def resume_memory_occupation(self, body: Json) -> Json:
         """The weights are garbage until the next update."""
-        await self._load({name: torch.full(w.shape, 7.0) for name, w in self.model.named_parameters()})
+        await self._load(
+            {name: torch.full(w.shape, 7.0) for name, w in self.model.named_parameters()}
+        )
         await self.engine.resume()
         return {}
 
@@ -311,11 +399,14 @@ GET = ("models", "get_weight_version", "get_model_info", "server_info", "health"
 
 
 class Running:
-    """A server on a thread of this process. `with Running(model, tokenizer) as server: server.url`"""
+    """A server on a thread of this process.
+    `with Running(model, tokenizer) as server: server.url`"""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, **args: Any) -> None:
         self.state = SGLang(model, tokenizer, **args)
-        self._socket = socket.create_server((args.get("host", "127.0.0.1"), args.get("port", 0)), backlog=1024)
+        self._socket = socket.create_server(
+            (args.get("host", "127.0.0.1"), args.get("port", 0)), backlog=1024
+        )
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
     def __enter__(self) -> "Running":
@@ -347,30 +438,43 @@ class Running:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The requests of a connection. A client that has cancelled a request closes it."""
-        with closing(writer), suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        with (
+            closing(writer),
+            suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError),
+        ):
             while line := await reader.readline():
                 method, path, _ = line.decode().split()
                 headers = dict[str, str]()
                 while header := (await reader.readline()).decode().strip():
                     name, _, headers[name.lower()] = header.partition(": ")
-                body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+                body = json.loads(
+                    await reader.readexactly(int(headers.get("content-length", 0))) or b"{}"
+                )
                 name = path[1:].removeprefix("v1/")
                 is_known = (name in GET) == (method == "GET")
                 status, text = await self._reply(name if is_known else "", body, headers)
-                writer.write(f"HTTP/1.1 {status} -\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+                writer.write(
+                    f"HTTP/1.1 {status} -\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
+                )
                 await writer.drain()
 
     async def _reply(self, name: str, body: Json, headers: dict[str, str]) -> tuple[int, bytes]:
-        state, status = self.state, 200
-        work: Callable[[Json], Any] | None = getattr(state, name, None) if name and name[0] != "_" else None
+        state = self.state
+        status = 200
+        work: Callable[[Json], Any] | None = (
+            getattr(state, name, None) if name and name[0] != "_" else None
+        )
         if state.lie == "stalls":
             await asyncio.Event().wait()
         if (key := state.args.get("api_key")) and headers.get("authorization") != f"Bearer {key}":
-            status, answer = 401, {"error": "Unauthorized"}
+            status = 401
+            answer = {"error": "Unauthorized"}
         elif work is None:
-            status, answer = 404, {"detail": "Not Found"}
+            status = 404
+            answer = {"detail": "Not Found"}
         elif state.lie == "error" and name != "health":
-            status, answer = 500, {"error": "CUDA error: an illegal memory access was encountered"}
+            status = 500
+            answer = {"error": "CUDA error: an illegal memory access was encountered"}
         else:
             state.asked.append(name)
             try:
@@ -390,7 +494,9 @@ def main() -> None:
     config = AutoConfig.from_pretrained(args["model_path"])
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args["dtype"])).eval()
     with Running(model, load_tokenizer(args["model_path"]), **args) as server:
-        server.state.lie, server.state.later = (os.environ.get(name, "") for name in ("SGLANG_LIE", "SGLANG_LIE_LATER"))
+        server.state.lie, server.state.later = (
+            os.environ.get(name, "") for name in ("SGLANG_LIE", "SGLANG_LIE_LATER")
+        )
         threading.Event().wait()
 
 

@@ -1,5 +1,6 @@
-"""Several servers as one engine, each of ours behind SGLang's routes: ones that lie, stall, are slow, are killed and
-are stopped. What every engine must do is in tests/rollout/test_engines_alike.py."""
+"""Several servers as one engine, each of ours behind SGLang's routes: ones that lie, stall, are
+slow, are killed and are stopped. What every engine must do is in
+tests/rollout/test_engines_alike.py."""
 
 import asyncio
 import os
@@ -24,7 +25,14 @@ from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
 from distflow.scheduling.group_states import Version
-from tests.rollout.drive import DEADLINE_S, FIRST, forward_log_probs, make_model, prompt_of, request_of
+from tests.rollout.drive import (
+    DEADLINE_S,
+    FIRST,
+    forward_log_probs,
+    make_model,
+    prompt_of,
+    request_of,
+)
 from tests.rollout.servers.sglang_server import Running, SGLang
 from tests.rollout.servers.test_sglang import launcher
 from tests.tiny_models import tiny_tokenizer
@@ -37,20 +45,25 @@ def with_fleet(story: Story, num_servers: int = 3, **args: Any) -> None:
     model = make_model()
 
     async def run(servers: list[Running]) -> None:
-        engines = [SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=each.url) for each in servers]
+        engines = [
+            SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=each.url) for each in servers
+        ]
         async with Fleet(engines) as fleet:
             await fleet.load_weights(Version(0, 1), list(model.named_parameters()))
             await asyncio.wait_for(story(fleet, [each.state for each in servers]), 2 * DEADLINE_S)
 
     with ExitStack() as entered:
         options = {"enable_deterministic_inference": True, **args}
-        made = [Running(make_model(seed=5), tiny_tokenizer(), **options) for _ in range(num_servers)]
+        made = [
+            Running(make_model(seed=5), tiny_tokenizer(), **options) for _ in range(num_servers)
+        ]
         asyncio.run(run([entered.enter_context(each) for each in made]))
 
 
 def groups(count: int, first: int = 0, **params: Any) -> list[GenerateRequest]:
     return [
-        request_of(prompt_of(4 + row % 5, row), (0, 1, 2), row=row, **params) for row in range(first, first + count)
+        request_of(prompt_of(4 + row % 5, row), (0, 1, 2), row=row, **params)
+        for row in range(first, first + count)
     ]
 
 
@@ -76,13 +89,25 @@ def test_groups_stay_together_and_turns_come_back() -> None:
         requests = groups(9)
         await ask(fleet, requests)
         homes = [
-            [number for number, each in enumerate(servers) for p in each.prompts if p == r.prompt_ids] for r in requests
+            [
+                number
+                for number, each in enumerate(servers)
+                for p in each.prompts
+                if p == r.prompt_ids
+            ]
+            for r in requests
         ]
-        assert all(len(each) == 3 and len({*each}) == 1 for each in homes), "a group's samples share its prefix"
-        assert sorted(each[0] for each in homes) == [0, 0, 0, 1, 1, 1, 2, 2, 2], "by outstanding tokens"
+        assert all(len(each) == 3 and len({*each}) == 1 for each in homes), (
+            "a group's samples share its prefix"
+        )
+        assert sorted(each[0] for each in homes) == [0, 0, 0, 1, 1, 1, 2, 2, 2], (
+            "by outstanding tokens"
+        )
         assert [metric(fleet, number, "outstanding_tokens") for number in range(3)] == [0, 0, 0]
         for request, (home, *_) in zip(requests, homes, strict=True):
-            turn = replace(request, prompt_ids=(*request.prompt_ids, 7, 8), samples=(1,), num_drawn=12)
+            turn = replace(
+                request, prompt_ids=(*request.prompt_ids, 7, 8), samples=(1,), num_drawn=12
+            )
             await fleet.generate(turn)
             assert turn.prompt_ids in servers[home].prompts
 
@@ -96,7 +121,11 @@ def test_long_requests_count_for_more() -> None:
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         (long,), short = groups(1, max_tokens=60), groups(4, first=1, max_tokens=2)
         await ask(fleet, [long, *short])
-        assert long.prompt_ids in servers[0].prompts and len(servers[0].prompts) == 3 and len(servers[1].prompts) == 12
+        assert (
+            long.prompt_ids in servers[0].prompts
+            and len(servers[0].prompts) == 3
+            and len(servers[1].prompts) == 12
+        )
 
     with_fleet(story, num_servers=2)
 
@@ -107,13 +136,17 @@ def test_a_slow_server_gets_less_until_that_is_forgotten(monkeypatch: pytest.Mon
         await ask(fleet, groups(2))
         slow, fast = fleet._servers
         for each, tokens in ((slow, 10), (fast, 100)):
-            each.tokens, each.seconds = tokens, 1.0
+            each.tokens = tokens
+            each.seconds = 1.0
         before = len(servers[0].prompts)
         monkeypatch.setattr(fleet_module, "_FORGET_S", 1e9)
         await ask(fleet, groups(8, first=2))
-        assert len(servers[0].prompts) == before, "eight groups are done sooner by one that is ten times as fast"
+        assert len(servers[0].prompts) == before, (
+            "eight groups are done sooner by one that is ten times as fast"
+        )
         for each, tokens in ((slow, 10), (fast, 100)):
-            each.tokens, each.seconds = tokens, 1.0
+            each.tokens = tokens
+            each.seconds = 1.0
         monkeypatch.setattr(fleet_module, "_FORGET_S", 1e-9)
         await ask(fleet, groups(8, first=10))
         assert len(servers[0].prompts) > before
@@ -121,11 +154,14 @@ def test_a_slow_server_gets_less_until_that_is_forgotten(monkeypatch: pytest.Mon
     with_fleet(story, num_servers=2)
 
 
-def test_an_update_that_one_server_refuses_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_one_server_refuses_does_not_hold_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
-        servers[1].lie, weights = "refuses", changed(2)
+        servers[1].lie = "refuses"
+        weights = changed(2)
         receipt = await fleet.load_weights(Version(0, 2), weights)
         check_receipt(receipt, Version(0, 2), stripe_hashes(weights))
         assert fleet.version == Version(0, 2) and await fleet.hashes() == stripe_hashes(weights)
@@ -145,12 +181,16 @@ def test_an_update_that_one_server_refuses_does_not_hold_the_others(monkeypatch:
     with_fleet(story)
 
 
-def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", DEADLINE_S)  # a look would find it silent for 0 seconds
+def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # a look would find it silent for 0 seconds
+    monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", DEADLINE_S)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         servers[1].lie = "updates later"
-        monkeypatch.setattr(http_engine, "SILENT_S", 0.0)  # how long the others wait for it, besides
+        # how long the others wait for it, besides
+        monkeypatch.setattr(http_engine, "SILENT_S", 0.0)
         await fleet.load_weights(Version(0, 2), changed(2))
         monkeypatch.undo()
         before = len(servers[1].prompts)
@@ -176,9 +216,14 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
         servers[0].lie = lie
         await fleet.load_weights(Version(0, 2), changed(2))
-        assert all(each.versions == [2] * 12 for r in await ask(fleet, groups(4)) for each in r.generations)
+        assert all(
+            each.versions == [2] * 12 for r in await ask(fleet, groups(4)) for each in r.generations
+        )
         servers[1].lie = lie
-        with pytest.raises(ServerFailed, match=r"no server of the fleet is available(.|\n)*server 0(.|\n)*server 1: "):
+        with pytest.raises(
+            ServerFailed,
+            match=r"no server of the fleet is available(.|\n)*server 0(.|\n)*server 1: ",
+        ):
             await fleet.load_weights(Version(0, 3), changed(3))
         with pytest.raises(ServerFailed, match="no server of the fleet is available"):
             await ask(fleet, groups(1))
@@ -188,7 +233,9 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["stalls", "never answers"])
-def test_requests_of_a_server_that_does_not_answer_go_to_the_others(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_server_that_does_not_answer_go_to_the_others(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_engine, "SILENT_S", 1.0)
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.5)
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.05)
@@ -203,7 +250,9 @@ def test_requests_of_a_server_that_does_not_answer_go_to_the_others(lie: str, mo
     with_fleet(story, batch_invariant=True)
 
 
-def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(fleet: Fleet, servers: list[SGLang]) -> None:
@@ -222,12 +271,16 @@ def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(monkeypatch: py
     with_fleet(story, num_servers=2)
 
 
-def test_a_fleet_with_an_address_where_nobody_is_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_with_an_address_where_nobody_is_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
 
     async def run(url: str) -> None:
         urls = (url, "http://127.0.0.1:1")
-        async with Fleet([SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=each) for each in urls]):
+        async with Fleet(
+            [SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=each) for each in urls]
+        ):
             raise AssertionError("entered")
 
     with (
@@ -256,7 +309,10 @@ def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) ->
     async def run(server: Running) -> None:
         other = server.url if ends == "an exit at which one raises" else "http://127.0.0.1:1"
         kinds = {First: server.url, SGLangEngine: other}
-        engines = [kind(make_model(), tiny_tokenizer(), version=FIRST, url=url) for kind, url in kinds.items()]
+        engines = [
+            kind(make_model(), tiny_tokenizer(), version=FIRST, url=url)
+            for kind, url in kinds.items()
+        ]
 
         async def use() -> None:
             async with Fleet(engines) as fleet:
@@ -269,7 +325,9 @@ def test_all_engines_are_freed_by(ends: str, monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.wait_for(happened.wait(), DEADLINE_S)
         if ends == "a cancelled start":
             task.cancel()
-        with pytest.raises(asyncio.CancelledError if ends == "a cancelled start" else NotImplementedError):
+        with pytest.raises(
+            asyncio.CancelledError if ends == "a cancelled start" else NotImplementedError
+        ):
             await task
         assert all(each.client.is_closed and not each.folder.path.exists() for each in engines)
 
@@ -283,7 +341,8 @@ def test_a_pause_may_meet_any_moment_of_a_deadline(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(module, name, 0.0)
         monkeypatch.setattr(fleet_module, "DEADLINE_FACTOR", 0.0)
         servers[0].lie = "never answers"
-        for turns in range(8):  # of the event loop, in which it expires, and its request is cancelled
+        # of the event loop, in which it expires, and its request is cancelled
+        for turns in range(8):
             task = asyncio.create_task(fleet.generate(*groups(1)))
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -302,7 +361,8 @@ def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_engine, "SILENT_S", 4.0)
-    model, options = make_model(), {"enable_deterministic_inference": True, "batch_invariant": True}
+    model = make_model()
+    options = {"enable_deterministic_inference": True, "batch_invariant": True}
     make = {"version": FIRST, "python": launcher(tmp_path), "engine_kwargs": options}
     engines = [SGLangEngine(model, tiny_tokenizer(), **make) for _ in range(3)]
     requests, more = groups(12, max_tokens=100), groups(12, first=12, max_tokens=100)
@@ -334,9 +394,21 @@ def test_three_servers_of_which_one_is_killed_and_one_is_stopped_are_bit_equal_t
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.by_hand), 1])
 def test_a_run_trains_through_several_servers(staleness: int, tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
-    keys = [f"{rollout}.name=sglang", f"{rollout}.data_parallel_size=2", f"{rollout}.python={launcher(tmp_path)}"]
-    keys += [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"] if staleness else []
-    keys += [f"trainer.default_local_dir={tmp_path}/run", "trust.canary_freq=1", "trainer.logger=[jsonl]"]
+    keys = [
+        f"{rollout}.name=sglang",
+        f"{rollout}.data_parallel_size=2",
+        f"{rollout}.python={launcher(tmp_path)}",
+    ]
+    keys += (
+        [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"]
+        if staleness
+        else []
+    )
+    keys += [
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trust.canary_freq=1",
+        "trainer.logger=[jsonl]",
+    ]
     assert main(["train", "examples/tiny.yaml", *keys, "trainer.total_training_steps=3"]) == 0
     rows = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
     assert len(rows) == 3 and all(row["mismatch/max_abs"] < 1e-4 for row in rows if staleness == 0)

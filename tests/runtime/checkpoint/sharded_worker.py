@@ -1,4 +1,5 @@
-"""What a rank of the tests of sharded checkpoints does: tasks by name, given in `task.json` of its folder."""
+"""What a rank of the tests of sharded checkpoints does: tasks by name, given in `task.json` of its
+folder."""
 
 import json
 import os
@@ -25,7 +26,12 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.files import own_shards, shard_name
-from distflow.runtime.checkpoint.save_and_restore import part_of_rank, restore, saved_parts, set_generators
+from distflow.runtime.checkpoint.save_and_restore import (
+    part_of_rank,
+    restore,
+    saved_parts,
+    set_generators,
+)
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.engines_and_services import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
@@ -40,7 +46,9 @@ SEED = 3
 def main(rank: int, folder: Path) -> None:
     task = json.loads((folder / "task.json").read_text())
     job = Job(rank, folder, task, pickle.loads(Path(task["spec"]).read_bytes()))
-    {"save": save, "reshard": reshard, "be_killed": be_killed, "fill_the_disk": fill_the_disk}[task["do"]](job)
+    {"save": save, "reshard": reshard, "be_killed": be_killed, "fill_the_disk": fill_the_disk}[
+        task["do"]
+    ](job)
 
 
 class Job:
@@ -48,11 +56,17 @@ class Job:
 
     def __init__(self, rank: int, folder: Path, task: dict[str, Any], spec: Spec) -> None:
         """task: hybrid means two replicas, each over half of the ranks; kill is (rank, point)."""
-        self.rank, self.folder, self.size = rank, folder, dist.get_world_size()
-        plan = replace(spec.plan, ranks=tuple(replace(spec.plan.ranks[0], rank=r) for r in range(self.size)))
+        self.rank = rank
+        self.folder = folder
+        self.size = dist.get_world_size()
+        plan = replace(
+            spec.plan, ranks=tuple(replace(spec.plan.ranks[0], rank=r) for r in range(self.size))
+        )
         self.spec = replace(spec, plan=plan)
         shape, names = (
-            ((2, self.size // 2), ("replicate", "shard")) if task.get("hybrid") else ((self.size,), ("shard",))
+            ((2, self.size // 2), ("replicate", "shard"))
+            if task.get("hybrid")
+            else ((self.size,), ("shard",))
         )
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         built = build_resources(spec.factories, plan.ranks[0])
@@ -76,7 +90,9 @@ class Job:
 
     def save(self, saver: Saver, step: int, wait: bool) -> None:
         others = [part_of_rank(rank) for rank in range(1, self.size)]
-        parts = [*saved_parts(self.spec, self.resources, lambda: resume_point(self.spec), {}, self.rank)]
+        parts = [
+            *saved_parts(self.spec, self.resources, lambda: resume_point(self.spec), {}, self.rank)
+        ]
         odd = (shard_name("odd", self.rank), own_shards(odd_tensors(self.mesh), self.rank == 0))
         saver.save(step, [odd, *parts], others, wait=wait)
 
@@ -90,7 +106,8 @@ class Job:
         self.engine.num_steps += 1
 
     def keep_state(self, name: str) -> None:
-        """All of the engine's tensors, gathered by the collectives of DTensor, for the test to compare with."""
+        """All of the engine's tensors, gathered by the collectives of DTensor, for the test to
+        compare with."""
         whole = {key: full(tensor).clone() for key, tensor in self.engine.state().tensors.items()}
         if self.rank == 0:
             save_file(whole, self.folder / f"{name}.safetensors")
@@ -104,15 +121,26 @@ def sharded(model: torch.nn.Module, mesh: DeviceMesh) -> TorchTrainEngine:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return TorchTrainEngine(model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10))
+    return TorchTrainEngine(
+        model, optimizer=optimizer, schedule=make_schedule("constant", total_steps=10)
+    )
 
 
 def odd_tensors(mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Fewer rows than ranks, none at all, columns, the same on every rank, and such as no mesh knows."""
+    """Fewer rows than ranks, none at all, columns, the same on every rank, and such as no mesh
+    knows."""
     whole = whole_odd_tensors()
     rest = [Replicate()] * (mesh.ndim - 1)
-    placed = {"few rows": Shard(0), "nothing": Shard(0), "columns": Shard(1), "replicated": Replicate()}
-    return {**whole, **{n: distribute_tensor(whole[n], mesh, [*rest, p]) for n, p in placed.items()}}
+    placed = {
+        "few rows": Shard(0),
+        "nothing": Shard(0),
+        "columns": Shard(1),
+        "replicated": Replicate(),
+    }
+    return {
+        **whole,
+        **{n: distribute_tensor(whole[n], mesh, [*rest, p]) for n, p in placed.items()},
+    }
 
 
 def whole_odd_tensors() -> dict[str, Tensor]:
@@ -166,7 +194,10 @@ def reshard(job: Job) -> None:
     odd = checkpoint.load("odd", odd_tensors(job.mesh).get)
     for name, like in odd_tensors(job.mesh).items():
         assert type(odd[name]) is type(like) and odd[name].dtype == like.dtype
-        here = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (odd[name], like)]
+        here = [
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for tensor in (odd[name], like)
+        ]
         assert torch.equal(*here), name
     job.store = CheckpointStore(job.folder / "checkpoints")
     with job.saver() as saver:

@@ -20,7 +20,10 @@ from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, Checkp
 def parts_of(step, size=64):
     generator = torch.Generator().manual_seed(step)
     return {
-        "actor": {"model/embed.weight": torch.randn(size, generator=generator), "m/0": torch.full((3,), float(step))},
+        "actor": {
+            "model/embed.weight": torch.randn(size, generator=generator),
+            "m/0": torch.full((3,), float(step)),
+        },
         "coordinator": {"step": step, "dropped": {"equal_rewards": 3}},
     }
 
@@ -80,9 +83,13 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
-        assert torch.equal(loaded[name].contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor, raw)
+        assert torch.equal(
+            loaded[name].contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor, raw
+        )
     meta = checkpoint.load("meta")
-    assert math.isnan(meta.pop("nan")) and meta == {key: value for key, value in values.items() if key != "nan"}
+    assert math.isnan(meta.pop("nan")) and meta == {
+        key: value for key, value in values.items() if key != "nan"
+    }
     assert checkpoint.load("nothing") == {} and checkpoint.load("list") == [1, [2]]
     with pytest.raises(KeyError):
         checkpoint.load("critic")
@@ -95,7 +102,9 @@ def test_load_by_step_by_folder_and_from_another_store(tmp_path):
     assert_whole(store.load(5), 5)
     assert_whole(store.load(paths[5]), 5)
     assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 10)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7 .* step-000005, step-000010"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of step 7 .* step-000005, step-000010"
+    ):
         store.load(7)
     with pytest.raises(CheckpointError, match="no such folder"):
         store.load(tmp_path / "step-000099")
@@ -119,7 +128,8 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
 
 
 def test_the_newest_is_what_was_saved_last_whatever_its_step(tmp_path):
-    """After going back to step 2, step 4 is newer than the abandoned steps 10 and 12: those go, it stays."""
+    """After going back to step 2, step 4 is newer than the abandoned steps 10 and 12: those go, it
+    stays."""
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (2, 10, 12, 4):
         save(store, step, parts_of(step))
@@ -157,11 +167,14 @@ def in_a_process(target, *args):
 
 
 def test_processes_write_their_own_parts_and_one_commits(tmp_path):
-    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    store = CheckpointStore(tmp_path)
+    parts = parts_of(2)
     save(store, 1, parts_of(1))
     writing = store.begin(2)
     children = [
-        multiprocessing.get_context("fork").Process(target=write_a_part, args=(tmp_path, 2, name, part))
+        multiprocessing.get_context("fork").Process(
+            target=write_a_part, args=(tmp_path, 2, name, part)
+        )
         for name, part in parts.items()
     ]
     for child in children:
@@ -171,14 +184,20 @@ def test_processes_write_their_own_parts_and_one_commits(tmp_path):
     assert_whole(store.load(), 1)
     path = writing.commit(parts, metric=0.5)
     assert path == tmp_path / "step-000002"
-    assert sorted(entry.name for entry in path.iterdir()) == ["actor.safetensors", "coordinator.json", "manifest.json"]
+    assert sorted(entry.name for entry in path.iterdir()) == [
+        "actor.safetensors",
+        "coordinator.json",
+        "manifest.json",
+    ]
     assert_whole(CheckpointStore(tmp_path).load(), 2)
     assert store.load().metric == 0.5
 
 
 def test_a_part_is_joined_to_the_checkpoint_of_its_step_only(tmp_path):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match=f"no checkpoint of step 2 is being written to {tmp_path}"):
+    with pytest.raises(
+        CheckpointError, match=f"no checkpoint of step 2 is being written to {tmp_path}"
+    ):
         store.writing(2)
     save(store, 2, parts_of(2))
     with pytest.raises(CheckpointError, match="no checkpoint of step 2 is being written"):
@@ -192,11 +211,14 @@ def test_a_part_is_joined_to_the_checkpoint_of_its_step_only(tmp_path):
 
 
 def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
-    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    store = CheckpointStore(tmp_path)
+    parts = parts_of(2)
     save(store, 1, parts_of(1))
     writing = store.begin(2)
     writing.write("actor", parts["actor"])
-    with pytest.raises(CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"):
+    with pytest.raises(
+        CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"
+    ):
         writing.commit([*parts, "critic"])
     assert names_in(store) == ["latest", "step-000001"]
     assert_whole(store.load(), 1)
@@ -209,7 +231,8 @@ def die_within_a_part(folder, step, part):
 
 
 def test_half_a_part_is_no_part(tmp_path):
-    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    store = CheckpointStore(tmp_path)
+    parts = parts_of(2)
     save(store, 1, parts_of(1))
     writing = store.begin(2)
     assert in_a_process(die_within_a_part, tmp_path, 2, parts["actor"]) == -signal.SIGKILL
@@ -218,7 +241,9 @@ def test_half_a_part_is_no_part(tmp_path):
         writing.commit(parts)
     writing = store.begin(2)
     assert in_a_process(die_within_a_part, tmp_path, 2, parts["actor"]) == -signal.SIGKILL
-    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"]) == 0, "its replacement writes it again"
+    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"]) == 0, (
+        "its replacement writes it again"
+    )
     writing.write("coordinator", parts["coordinator"])
     writing.commit(parts)
     assert_whole(store.load(), 2)
@@ -226,9 +251,13 @@ def test_half_a_part_is_no_part(tmp_path):
 
 
 def test_a_process_that_is_killed_after_its_part_costs_nothing(tmp_path):
-    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    store = CheckpointStore(tmp_path)
+    parts = parts_of(2)
     writing = store.begin(2)
-    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"], "part actor") == -signal.SIGKILL
+    assert (
+        in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"], "part actor")
+        == -signal.SIGKILL
+    )
     writing.write("coordinator", parts["coordinator"])
     writing.commit(parts)
     assert_whole(store.load(), 2)
@@ -242,7 +271,12 @@ def save_and_die(folder, fatal_point):
         if point == fatal_point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=on_point), 4, parts_of(4), metric=0.4)
+    save(
+        CheckpointStore(folder, keep_last=2, keep_best=1, on_point=on_point),
+        4,
+        parts_of(4),
+        metric=0.4,
+    )
 
 
 def points_of_a_save(folder):
@@ -250,16 +284,32 @@ def points_of_a_save(folder):
     points = []
     for step in (1, 2, 3):
         points.clear()
-        save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append), step, parts_of(step), -step)
+        save(
+            CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append),
+            step,
+            parts_of(step),
+            -step,
+        )
     points.clear()
-    save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append), 4, parts_of(4), metric=0.4)
+    save(
+        CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append),
+        4,
+        parts_of(4),
+        metric=0.4,
+    )
     return points
 
 
 POINTS = [
-    "begun", "part actor", "part coordinator", "manifest", "renamed", "latest", "removing step-000001",
+    "begun",
+    "part actor",
+    "part coordinator",
+    "manifest",
+    "renamed",
+    "latest",
+    ("removing step-000001"),
     "removing step-000002",
-]  # fmt: skip
+]
 
 
 def test_these_are_the_points(tmp_path):
@@ -278,17 +328,23 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path
     assert survivor.load().message == ""
     save(survivor, 4, parts_of(4), metric=0.5)
     assert_whole(survivor.load(), 4)
-    assert all(name == "latest" or name.startswith("step-") and "." not in name for name in names_in(survivor))
+    assert all(
+        name == "latest" or name.startswith("step-") and "." not in name
+        for name in names_in(survivor)
+    )
     assert len(names_in(survivor)) <= 4
 
 
 def leave_leftovers(folder):
-    """As kills leave them: in a save, in the removal of an old checkpoint, in the move of `latest`."""
+    """As kills leave them: in a save, in the removal of an old checkpoint, in the move of
+    `latest`."""
     save(CheckpointStore(folder), 1, parts_of(1))
     save(CheckpointStore(folder), 2, parts_of(2)).rename(folder / "step-000002.removed")
     (folder / "step-000002.removed" / "actor.safetensors").unlink()
     CheckpointStore(folder).begin(3).write("actor", parts_of(3)["actor"])
-    (folder / "step-000003.partial" / "actor.safetensors.abcd_123.distflow-partial").write_bytes(b"half")
+    (folder / "step-000003.partial" / "actor.safetensors.abcd_123.distflow-partial").write_bytes(
+        b"half"
+    )
     (folder / "step-000004.partial").mkdir()
     (folder / "latest.abcd_123.distflow-partial").write_text("step-0")
 
@@ -312,14 +368,23 @@ def test_what_somebody_put_there_stays(tmp_path):
     save(CheckpointStore(elsewhere), 1, parts_of(1))
     folder = tmp_path / "checkpoints"
     for name in (
-        "old.removed", "model.safetensors.partial", "latest.partial", "step-000000.removed", "step-000001.partial",
-        "step-1000/weights.bin", "step-000002/weights.bin", "step-000000.partial/actor.safetensors",
-        "step-000003.removed/manifest.json", "notes/step-000001/actor.safetensors", "step-000009.partial/manifest.json",
-    ):  # fmt: skip
+        "old.removed",
+        "model.safetensors.partial",
+        "latest.partial",
+        "step-000000.removed",
+        "step-000001.partial",
+        "step-1000/weights.bin",
+        "step-000002/weights.bin",
+        "step-000000.partial/actor.safetensors",
+        "step-000003.removed/manifest.json",
+        "notes/step-000001/actor.safetensors",
+        "step-000009.partial/manifest.json",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("somebody's")
     (folder / "step-000077").symlink_to(elsewhere / "step-000001")
-    before, outside = contents(folder), contents(elsewhere)
+    before = contents(folder)
+    outside = contents(elsewhere)
     store = CheckpointStore(folder, keep_last=1, keep_best=1)
     store.remove_leftovers()
     for step in (1, 2, 3, 4):
@@ -336,12 +401,15 @@ def test_what_somebody_put_there_stays(tmp_path):
 
 
 def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
-    """One that was made by hand, with its checksum: neither is such a file read, nor is it removed."""
+    """One that was made by hand, with its checksum: neither is such a file read, nor is it
+    removed."""
     (tmp_path / "precious.txt").write_text("precious")
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     path = save(store, 1, parts_of(1))
     entry = checkpoint_files.describe(tmp_path / "precious.txt")
-    checkpoint_files.write_manifest(path, checkpoint_files.Manifest(1, 0, None, {"../../precious.txt": entry}))
+    checkpoint_files.write_manifest(
+        path, checkpoint_files.Manifest(1, 0, None, {"../../precious.txt": entry})
+    )
     with pytest.raises(CheckpointError, match="names files of another folder"):
         store.load(path)
     for step in (2, 3):
@@ -351,14 +419,17 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o277])
 def test_nobody_else_can_read_a_checkpoint_whatever_the_umask(tmp_path, umask):
-    store, old = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2), os.umask(umask)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2)
+    old = os.umask(umask)
     try:
         for step in (1, 2, 3):
             save(store, step, parts_of(step))
     finally:
         os.umask(old)
     modes = {oct(path.stat().st_mode & 0o777) for path in store.folder.rglob("*") if path.is_file()}
-    folders = {oct(path.stat().st_mode & 0o777) for path in (store.folder, *store.folder.glob("step-*"))}
+    folders = {
+        oct(path.stat().st_mode & 0o777) for path in (store.folder, *store.folder.glob("step-*"))
+    }
     assert modes == {"0o600"}
     assert folders <= {"0o700", "0o500"}
 
@@ -371,7 +442,11 @@ def test_a_reader_leaves_a_running_save_alone(tmp_path):
         seen.append(point)
 
     save(CheckpointStore(tmp_path), 1, parts_of(1))
-    save(CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None), 2, parts_of(2))
+    save(
+        CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None),
+        2,
+        parts_of(2),
+    )
     assert "manifest" in seen
     assert_whole(CheckpointStore(tmp_path).load(), 2)
 
@@ -383,7 +458,9 @@ def test_a_reader_leaves_a_running_save_alone(tmp_path):
 def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("wants the right to mount a small disk (root)")
     yield folder
@@ -416,7 +493,8 @@ def save_under_a_limit(folder, limit_bytes, answer):
 
 
 def test_a_file_that_cannot_grow_fails_loudly_and_keeps_the_old_one(tmp_path):
-    """A JSON part hits the limit in the middle of its write, as on a full disk, without the right to mount one."""
+    """A JSON part hits the limit in the middle of its write, as on a full disk, without the right
+    to mount one."""
     save(CheckpointStore(tmp_path), 1, parts_of(1))
     ours, theirs = multiprocessing.Pipe()
     assert in_a_process(save_under_a_limit, tmp_path, 50_000, theirs) == 0
@@ -439,7 +517,9 @@ def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_com
     writing = store.begin(2)
     writing.write("coordinator", {})
     assert in_a_process(write_under_a_limit, tmp_path, 50_000) == 0
-    with pytest.raises(CheckpointError, match="step 2 was not written .*another process could not write its part"):
+    with pytest.raises(
+        CheckpointError, match="step 2 was not written .*another process could not write its part"
+    ):
         writing.commit(parts_of(2))
     assert names_in(store) == ["latest", "step-000001"]
     assert_whole(store.load(), 1)
@@ -447,7 +527,9 @@ def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_com
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file/checkpoints.*Not a directory.*default_local_dir"):
+    with pytest.raises(
+        CheckpointError, match="file/checkpoints.*Not a directory.*default_local_dir"
+    ):
         save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1, parts_of(1))
 
 
@@ -520,11 +602,21 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         flip_a_bit(save(store, step, parts_of(step)) / "actor.safetensors")
-    with pytest.raises(CheckpointError, match="no checkpoint .* is complete: .*step-000002.*step-000001"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint .* is complete: .*step-000002.*step-000001"
+    ):
         store.load()
 
 
-NO_NAMES = [None, "", "step-000099", "../elsewhere", b"\xff\xfe\x00\x80", b"\x00" * 1_000_000, "a folder"]
+NO_NAMES = [
+    None,
+    "",
+    "step-000099",
+    "../elsewhere",
+    b"\xff\xfe\x00\x80",
+    b"\x00" * 1_000_000,
+    "a folder",
+]
 
 
 @pytest.mark.parametrize("content", NO_NAMES)
@@ -536,7 +628,9 @@ def test_a_lost_pointer_costs_nothing(tmp_path, content):
     if content == "a folder":
         (tmp_path / "latest").mkdir()
     elif content is not None:
-        (tmp_path / "latest").write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / "latest").write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
     assert_whole(store.load(), 2)
     assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 2)
 
@@ -557,7 +651,9 @@ def test_kills_at_random_moments(tmp_path):
     save(store, 0, parts_of(0))
     reached = 0
     for _ in range(30):
-        child = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, reached + 1))
+        child = multiprocessing.get_context("fork").Process(
+            target=save_for_ever, args=(tmp_path, reached + 1)
+        )
         child.start()
         child.join(rng.uniform(0.02, 0.3))
         child.kill()

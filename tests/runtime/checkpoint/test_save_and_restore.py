@@ -1,4 +1,5 @@
-"""What a checkpoint holds besides weights: a resumed process draws on where the undisturbed one would have."""
+"""What a checkpoint holds besides weights: a resumed process draws on where the undisturbed one
+would have."""
 
 import random
 from dataclasses import replace
@@ -32,26 +33,41 @@ from tests.runtime.groups import group
 
 
 def draws() -> tuple[list[float], list[float], list[float], list[float]]:
-    """From every generator; an odd number of Gaussians, of which Python and numpy keep the second of a pair."""
+    """From every generator; an odd number of Gaussians, of which Python and numpy keep the second
+    of a pair."""
     python = [random.random(), random.gauss(0, 1)]
-    return torch.rand(3).tolist(), torch.randn(3).tolist(), np.random.standard_normal(3).tolist(), python
+    return (
+        torch.rand(3).tolist(),
+        torch.randn(3).tolist(),
+        np.random.standard_normal(3).tolist(),
+        python,
+    )
 
 
 def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
-    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    off = (
+        "~reward.functions",
+        "~reward.num_workers",
+        "~custom_reward_function.path",
+        "~actor_rollout_ref.rollout.n",
+    )
     _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
     queued = finished_group(PromptGroup(4, 0, 4, 2, 0), group(4), [({"mine": 1.0}, 2.0)])
     record = replace(
-        queued.prompt_group, state=GroupState.QUEUED, num_tokens=queued.num_tokens, lowest_version=queued.version
+        queued.prompt_group,
+        state=GroupState.QUEUED,
+        num_tokens=queued.num_tokens,
+        lowest_version=queued.version,
     )
     point = ResumePoint({**coordinator.snapshot(), "live": [saved_group(record)]}, {4: queued})
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7)
     draws()
     store = CheckpointStore(tmp_path / "checkpoints")
-    writing, names = store.begin(1), []
+    writing = store.begin(1)
+    names = []
     for name, part in saved_parts(spec, resources, lambda: point, {"node": {"kept": 1}}):
         writing.write(name, part)
         names.append(name)
@@ -61,24 +77,34 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(8)
     assert all(other != first for other, first in zip(draws(), undisturbed, strict=True))
-    nodes, restored = restore(store.load(), resources), load_queued(store.load())
+    nodes = restore(store.load(), resources)
+    restored = load_queued(store.load())
     set_generators(store.load(), seed=1)
     assert draws() == undisturbed
     assert nodes == {"node": {"kept": 1}} and restored[4].measured == queued.measured
     assert restored[4].data["uid"] == ["4-0", "4-1"]
-    assert restored[4].prompt_group == queued.prompt_group and restored[4].num_tokens == queued.num_tokens
+    assert (
+        restored[4].prompt_group == queued.prompt_group
+        and restored[4].num_tokens == queued.num_tokens
+    )
     assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
 
 
 @pytest.mark.parametrize("value", [1e30, -2e3, float("nan")])
 def test_garbage_in_a_checkpoint_is_not_resumed_from(tmp_path: Path, value: float) -> None:
     """Its checksums hold: it was saved so."""
-    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    off = (
+        "~reward.functions",
+        "~reward.num_workers",
+        "~custom_reward_function.path",
+        "~actor_rollout_ref.rollout.n",
+    )
     _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
     point = ResumePoint(coordinator.snapshot(), {})
-    writing, names = CheckpointStore(tmp_path / "checkpoints").begin(1), []
+    writing = CheckpointStore(tmp_path / "checkpoints").begin(1)
+    names = []
     for name, part in saved_parts(spec, resources, lambda: point, {}):
         if name == "actor":
             part = {key: tensor.clone() for key, tensor in part.items()}  # type: ignore[attr-defined]
@@ -98,12 +124,20 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
     for seed in (1, 1, 2):
         set_generators(None, seed)
         drawn.append(draws())
-    assert drawn[0] == drawn[1] and all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+    assert drawn[0] == drawn[1] and all(
+        one != other for one, other in zip(drawn[0], drawn[2], strict=True)
+    )
 
 
-def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> None:
+def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> (
+    None
+):
     first = {"mine": {"seen": 1}, AUDIT_STATE: {"updates": {"actor": 5}, "reference": [1]}}
-    second = {"mine": {"seen": 2}, "theirs": {}, AUDIT_STATE: {"updates": {"critic": 4}, "reference": [2]}}
+    second = {
+        "mine": {"seen": 2},
+        "theirs": {},
+        AUDIT_STATE: {"updates": {"critic": 4}, "reference": [2]},
+    }
     assert merge_node_states([first, second]) == {
         "mine": {"seen": 1},
         "theirs": {},
@@ -122,16 +156,24 @@ def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_i
         (np.int64(3), "3"),
     ],
 )
-def test_a_state_that_a_resumed_run_would_not_have_is_refused_by_the_name_of_its_node(kept: object, shown: str) -> None:
-    with pytest.raises(UserError, match=f"node 'mine' has .*{shown}.* in its ctx.state, which no checkpoint can hold"):
-        copy_of_state({"fine": {"n": [1, 2.5, None, "a", True, float("nan")]}, "mine": {"kept": kept}})
+def test_a_state_that_a_resumed_run_would_not_have_is_refused_by_the_name_of_its_node(
+    kept: object, shown: str
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=f"node 'mine' has .*{shown}.* in its ctx.state, which no checkpoint can hold",
+    ):
+        copy_of_state(
+            {"fine": {"n": [1, 2.5, None, "a", True, float("nan")]}, "mine": {"kept": kept}}
+        )
 
 
 class Changes:
     """Is copied while a node of the rollout loop puts one key in place of another."""
 
     def __init__(self, state: dict[str, object]) -> None:
-        self._state, self._num_copies = state, 0
+        self._state = state
+        self._num_copies = 0
 
     def __deepcopy__(self, memo: object) -> int:
         self._num_copies += 1
@@ -147,7 +189,7 @@ def test_a_state_whose_keys_change_while_it_is_copied_is_copied_again() -> None:
     assert copy_of_state({"mine": state}) == {"mine": {"last": 1, "after": 2}}
 
 
-def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(
+def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(  # noqa: E501
     tmp_path: Path,
 ) -> None:
     _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
@@ -155,7 +197,8 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     coordinator = Coordinator(spec.data)
     point = ResumePoint(coordinator.snapshot(), {})
     store = CheckpointStore(tmp_path / "checkpoints")
-    writing, parts = store.begin(1), dict(saved_parts(spec, resources, lambda: point, {}))
+    writing = store.begin(1)
+    parts = dict(saved_parts(spec, resources, lambda: point, {}))
     assert set(parts) == {"actor", "actor_meta", "critic", "critic_meta", "rank_0", "run"}
     for name, part in parts.items():
         writing.write(name, part)
@@ -170,5 +213,7 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     trainer = replace(spec.config.trainer, total_epochs=spec.config.trainer.total_epochs + 1)
     longer = replace(spec, config=replace(spec.config, trainer=trainer))
     assert changed_lengths(store.load(), spec) == ""
-    said = f", with trainer.total_epochs={trainer.total_epochs} instead of {trainer.total_epochs - 1}"
+    said = (
+        f", with trainer.total_epochs={trainer.total_epochs} instead of {trainer.total_epochs - 1}"
+    )
     assert changed_lengths(store.load(), longer) == said

@@ -1,4 +1,5 @@
-"""Saves of one process in the background: what they hold, when they are reported, and what a failure does."""
+"""Saves of one process in the background: what they hold, when they are reported, and what a
+failure does."""
 
 import multiprocessing
 import os
@@ -21,10 +22,13 @@ from distflow.training.engine import OneRank
 
 @dataclass
 class Job:
-    """What is saved, and what was told. at: called at points of the writing, on the thread that writes."""
+    """What is saved, and what was told. at: called at points of the writing, on the thread that
+    writes."""
 
     folder: Path
-    weights: dict[str, Tensor] = field(default_factory=lambda: {"w": torch.zeros(4), "turned": torch.zeros(2, 3).t()})
+    weights: dict[str, Tensor] = field(
+        default_factory=lambda: {"w": torch.zeros(4), "turned": torch.zeros(2, 3).t()}
+    )
     kept: dict[str, list[int]] = field(default_factory=lambda: {"seen": []})
     at: dict[str, Callable[[], object]] = field(default_factory=dict)
     saved: list[tuple[int, bool, int]] = field(default_factory=list)
@@ -32,7 +36,9 @@ class Job:
     waited: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.store = CheckpointStore(self.folder, keep_last=1, on_point=lambda point: self.at.get(point, int)())
+        self.store = CheckpointStore(
+            self.folder, keep_last=1, on_point=lambda point: self.at.get(point, int)()
+        )
         self.waits = Waits(self.ended)
 
     def saver(self) -> Saver:
@@ -60,7 +66,8 @@ class Job:
         self.kept["seen"].append(step)
 
     def steps(self) -> list[int]:
-        """Whose checkpoints are whole, each with what there was at the end of its step; nothing else is there."""
+        """Whose checkpoints are whole, each with what there was at the end of its step; nothing
+        else is there."""
         names = sorted(path.name for path in self.folder.iterdir() if path.name != "latest")
         steps = [int(name.removeprefix("step-")) for name in names]
         for step in steps:
@@ -109,7 +116,9 @@ def test_a_check_tells_of_what_is_whole_and_leaving_waits_for_what_is_not(job: J
 
 @pytest.mark.parametrize("point", ["part run", "manifest"])
 @pytest.mark.parametrize("told_by", ["check", "save", "leaving"])
-def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(job: Job, point: str, told_by: str) -> None:
+def test_a_write_that_fails_is_raised_and_costs_nothing_that_was_saved(
+    job: Job, point: str, told_by: str
+) -> None:
     def go_on(saver: Saver) -> None:
         while told_by == "check":
             saver.check()
@@ -152,12 +161,18 @@ def die_within_a_save(job: Job, point: str) -> None:
             job.learn(3)
 
 
-@pytest.mark.parametrize(("point", "left"), [("part actor", 1), ("manifest", 1), ("renamed", 1), ("latest", 2)])
-def test_killed_while_it_learns_on_a_run_has_the_checkpoint_before(job: Job, point: str, left: int) -> None:
+@pytest.mark.parametrize(
+    ("point", "left"), [("part actor", 1), ("manifest", 1), ("renamed", 1), ("latest", 2)]
+)
+def test_killed_while_it_learns_on_a_run_has_the_checkpoint_before(
+    job: Job, point: str, left: int
+) -> None:
     with job.saver() as saver:
         job.learn(1)
         job.save(saver, 1, wait=True)
-    process = multiprocessing.get_context("fork").Process(target=die_within_a_save, args=(job, point))
+    process = multiprocessing.get_context("fork").Process(
+        target=die_within_a_save, args=(job, point)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

@@ -1,4 +1,5 @@
-"""Checkpoints that several real gloo ranks write, loaded on more, on fewer and on one, and what happens to the rest."""
+"""Checkpoints that several real gloo ranks write, loaded on more, on fewer and on one, and what
+happens to the rest."""
 
 import json
 import pickle
@@ -57,8 +58,15 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a supervised run, pickled."""
     folder = tmp_path_factory.mktemp("spec")
-    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
-    (folder / "spec.pkl").write_bytes(pickle.dumps(Playground(folder).spec("sft", "data.response_key=answer", *off)[1]))
+    off = (
+        "~reward.functions",
+        "~reward.num_workers",
+        "~custom_reward_function.path",
+        "~actor_rollout_ref.rollout.n",
+    )
+    (folder / "spec.pkl").write_bytes(
+        pickle.dumps(Playground(folder).spec("sft", "data.response_key=answer", *off)[1])
+    )
     return folder / "spec.pkl"
 
 
@@ -71,8 +79,11 @@ def on_two(spec: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_four(spec: Path, on_two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 1 of those loaded on four ranks, two replicas of two shards, and saved to `checkpoints`."""
-    return run_task("reshard", 4, tmp_path_factory.mktemp("four"), spec, on_two / "checkpoints", hybrid=True)
+    """Step 1 of those loaded on four ranks, two replicas of two shards, and saved to
+    `checkpoints`."""
+    return run_task(
+        "reshard", 4, tmp_path_factory.mktemp("four"), spec, on_two / "checkpoints", hybrid=True
+    )
 
 
 @pytest.fixture
@@ -87,7 +98,9 @@ def test_two_ranks_save_during_the_run_and_one_process_resumes(on_two: Path, spe
     assert resources.actor is not None
     for step in (1, 2):
         restore(CheckpointStore(on_two / "checkpoints").load(step), resources)
-        assert_same_bits(resources.actor.state().tensors, load_file(on_two / f"step-{step}.safetensors"))
+        assert_same_bits(
+            resources.actor.state().tensors, load_file(on_two / f"step-{step}.safetensors")
+        )
 
 
 def test_each_rank_wrote_its_own_shards_and_what_it_alone_has(on_two: Path) -> None:
@@ -110,7 +123,9 @@ def test_tensors_of_every_shape_come_back_whole(on_two: Path, on_four: Path) -> 
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_four_ranks_go_on_from_two_and_two_from_four(on_two: Path, on_four: Path, spec: Path, tmp_path: Path) -> None:
+def test_four_ranks_go_on_from_two_and_two_from_four(
+    on_two: Path, on_four: Path, spec: Path, tmp_path: Path
+) -> None:
     expected = load_file(on_two / "step-1.safetensors")
     assert_same_bits(load_file(on_four / "loaded.safetensors"), expected)
     again = run_task("reshard", 2, tmp_path, spec, on_four / "checkpoints")
@@ -122,11 +137,16 @@ def test_two_ranks_go_on_from_one_process(on_two: Path, spec: Path, tmp_path: Pa
     resources = build_resources(loaded.factories, loaded.plan.ranks[0])
     restore(CheckpointStore(on_two / "checkpoints").load(1), resources)
     store = CheckpointStore(tmp_path / "checkpoints")
-    parts = [*saved_parts(loaded, resources, lambda: resume_point(loaded), {}), ("odd", whole_odd_tensors())]
+    parts = [
+        *saved_parts(loaded, resources, lambda: resume_point(loaded), {}),
+        ("odd", whole_odd_tensors()),
+    ]
     Saver(store, OneRank()).save(1, parts, (), wait=True)
     assert "actor.safetensors" in [path.name for path in store.load().path.iterdir()]
     folder = run_task("reshard", 2, tmp_path, spec, store.folder)
-    assert_same_bits(load_file(folder / "loaded.safetensors"), load_file(on_two / "step-1.safetensors"))
+    assert_same_bits(
+        load_file(folder / "loaded.safetensors"), load_file(on_two / "step-1.safetensors")
+    )
 
 
 def test_of_replicas_one_writes(on_four: Path) -> None:
@@ -136,7 +156,9 @@ def test_of_replicas_one_writes(on_four: Path) -> None:
             assert not list(file.keys())
 
 
-def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(on_two: Path, on_four: Path) -> None:
+def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(
+    on_two: Path, on_four: Path
+) -> None:
     for rank in (0, 1):
         assert told(on_four, rank) == told(on_two, rank)
     before = global_random_states.states()
@@ -149,7 +171,9 @@ def test_a_rank_draws_on_where_it_stood_and_a_new_one_from_its_seed(on_two: Path
 
 def test_export_needs_no_ranks(on_two: Path, on_four: Path, tmp_path: Path) -> None:
     for folder, step in ((on_two, 2), (on_four, 1)):
-        target = export_checkpoint(CheckpointStore(folder / "checkpoints").load().path, tmp_path / folder.name)
+        target = export_checkpoint(
+            CheckpointStore(folder / "checkpoints").load().path, tmp_path / folder.name
+        )
         model = AutoModelForCausalLM.from_pretrained(target)
         expected = load_file(on_two / f"step-{step}.safetensors")
         for name, parameter in model.named_parameters():
@@ -163,7 +187,10 @@ def test_a_flipped_bit_in_a_shard_is_found_and_the_one_before_is_used(copy_of_tw
     path.write_bytes(content)
     checkpoint = CheckpointStore(copy_of_two).load()
     assert checkpoint.step == 1
-    assert "step-000002 is damaged (actor-rank1.safetensors does not match its checksum)" in checkpoint.message
+    assert (
+        "step-000002 is damaged (actor-rank1.safetensors does not match its checksum)"
+        in checkpoint.message
+    )
 
 
 def test_shards_that_are_not_all_there_are_no_tensor(copy_of_two: Path) -> None:
@@ -177,14 +204,22 @@ def test_a_rank_that_is_killed_within_a_save_is_named_and_the_one_before_is_whol
     copy_of_two: Path, spec: Path, tmp_path: Path
 ) -> None:
     kill = (1, "part actor-rank1")
-    folder = run_task("be_killed", 2, tmp_path, spec, copy_of_two, exit_codes=(0, -signal.SIGKILL), kill=kill)
+    folder = run_task(
+        "be_killed", 2, tmp_path, spec, copy_of_two, exit_codes=(0, -signal.SIGKILL), kill=kill
+    )
     message = str(told(folder, 0))
     assert "the checkpoint of step 4 was not written" in message and "rank_1 missing" in message
     assert CheckpointStore(copy_of_two).load().step == 2
-    assert sorted(path.name for path in copy_of_two.iterdir()) == ["latest", "step-000001", "step-000002"]
+    assert sorted(path.name for path in copy_of_two.iterdir()) == [
+        "latest",
+        "step-000001",
+        "step-000002",
+    ]
 
 
-@pytest.mark.parametrize(("rank", "point", "step"), [(1, "part rank_1", 4), (0, "manifest", 2), (0, "latest", 4)])
+@pytest.mark.parametrize(
+    ("rank", "point", "step"), [(1, "part rank_1", 4), (0, "manifest", 2), (0, "latest", 4)]
+)
 def test_a_kill_after_the_parts_of_all_leaves_what_latest_says(
     copy_of_two: Path, spec: Path, tmp_path: Path, rank: int, point: str, step: int
 ) -> None:
@@ -204,4 +239,8 @@ def test_a_full_disk_on_one_rank_ends_all_and_the_one_before_is_whole(
     assert "step 4" in str(told(folder, 1)) and "the disk is full" in str(told(folder, 1))
     assert "step 4" in str(told(folder, 0)) and "another" in str(told(folder, 0))
     assert CheckpointStore(copy_of_two).load().step == 2
-    assert sorted(path.name for path in copy_of_two.iterdir()) == ["latest", "step-000001", "step-000002"]
+    assert sorted(path.name for path in copy_of_two.iterdir()) == [
+        "latest",
+        "step-000001",
+        "step-000002",
+    ]

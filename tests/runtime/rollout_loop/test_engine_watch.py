@@ -1,4 +1,5 @@
-"""The engine's deadline: a hang is raised to all that wait, with stacks; slow, paused and stopped engines live on."""
+"""The engine's deadline: a hang is raised to all that wait, with stacks; slow, paused and stopped
+engines live on."""
 
 import asyncio
 import os
@@ -13,7 +14,13 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from distflow.rollout.engine import GenerateRequest, GenerateResult, SamplingParams, Stream, WeightReceipt
+from distflow.rollout.engine import (
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    Stream,
+    WeightReceipt,
+)
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
@@ -65,13 +72,16 @@ class Engine:
         await self._do("hashes")
         return {}
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> WeightReceipt:
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]]
+    ) -> WeightReceipt:
         await self._do("load_weights")
         return WeightReceipt(version)
 
 
 def session_of(engine: Engine, timeout_s: float, stacks: Path | None = None) -> RolloutServices:
-    parts = Resources(None, (), {}, 0, rollout=engine)  # type: ignore[arg-type]  # nobody asks for a tokenizer
+    # nobody asks for a tokenizer
+    parts = Resources(None, (), {}, 0, rollout=engine)  # type: ignore[arg-type]
     return RolloutServices(parts, None, engine_deadline=Deadline(timeout_s, stacks))
 
 
@@ -92,7 +102,10 @@ def use(session: RolloutServices, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("generate", r"for 2 samples of row 7 \(train, epoch 2; a prompt of 3 tokens, up to 5 new ones\)"),
+        (
+            "generate",
+            r"for 2 samples of row 7 \(train, epoch 2; a prompt of 3 tokens, up to 5 new ones\)",
+        ),
         ("load_weights", "to load the weights of step 4"),
         ("pause", "to pause"),
         ("resume", "to resume"),
@@ -101,9 +114,14 @@ def use(session: RolloutServices, what: str) -> None:
         ("end", "to end"),
     ],
 )
-def test_whoever_waits_is_told_what_hangs_since_when_and_where(tmp_path: Path, what: str, told: str) -> None:
+def test_whoever_waits_is_told_what_hangs_since_when_and_where(
+    tmp_path: Path, what: str, told: str
+) -> None:
     stacks = tmp_path / "stacks.txt"
-    said = rf"Engine \(the server at http://here\) hangs: it was asked {told} at \d\d:\d\d:\d\d, and for 0.2 s"
+    said = (
+        rf"Engine \(the server at http://here\) hangs: it was asked {told} at \d\d:\d\d:\d\d, and "
+        r"for 0.2 s"
+    )
     with (
         pytest.raises(EngineHangs, match=said) as raised,
         session_of(Engine({what: for_ever}), 0.2, stacks) as session,
@@ -112,7 +130,9 @@ def test_whoever_waits_is_told_what_hangs_since_when_and_where(tmp_path: Path, w
             use(session, what)
     assert str(stacks) in str(raised.value) and "rollout.timeout_s" in str(raised.value)
     written = stacks.read_text()
-    assert ": rollout\n" in written and "MainThread" in written and "test_engine_watch.py" in written
+    assert (
+        ": rollout\n" in written and "MainThread" in written and "test_engine_watch.py" in written
+    )
     assert stacks.stat().st_mode & 0o777 == 0o600
 
 
@@ -122,15 +142,23 @@ def test_a_thread_that_hangs_shows_its_own_line(tmp_path: Path) -> None:
     async def in_a_thread() -> None:
         await asyncio.get_running_loop().run_in_executor(None, release.wait)
 
-    with pytest.raises(EngineHangs), session_of(Engine({"generate": in_a_thread}), 0.2, tmp_path / "s") as session:
+    with (
+        pytest.raises(EngineHangs),
+        session_of(Engine({"generate": in_a_thread}), 0.2, tmp_path / "s") as session,
+    ):
         use(session, "generate")
     release.set()
-    assert "threading.py" in (tmp_path / "s").read_text() and "in wait" in (tmp_path / "s").read_text()
+    assert (
+        "threading.py" in (tmp_path / "s").read_text() and "in wait" in (tmp_path / "s").read_text()
+    )
 
 
 def test_others_that_wait_are_counted() -> None:
     engine = Engine({"generate": for_ever})
-    with pytest.raises(EngineHangs, match="and 2 more requests"), session_of(engine, 0.2) as session:
+    with (
+        pytest.raises(EngineHangs, match="and 2 more requests"),
+        session_of(engine, 0.2) as session,
+    ):
         asked = [session.start(session.resources.rollout.generate(REQUEST)) for _ in range(3)]  # type: ignore[union-attr]
         asked[1].result(20)
     assert all(isinstance(future.exception(), EngineHangs) for future in asked)

@@ -1,4 +1,5 @@
-"""A generation batch ends when its step is full: in the engine's order, whatever the rewards do, without leftovers."""
+"""A generation batch ends when its step is full: in the engine's order, whatever the rewards do,
+without leftovers."""
 
 import asyncio
 import threading
@@ -35,7 +36,8 @@ class CountingEngine:
         self._open = asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        row, made = request.stream.row, 0
+        row = request.stream.row
+        made = 0
         self.num_running += 1
         try:
             await self._open.wait()
@@ -50,7 +52,10 @@ class CountingEngine:
             self.num_running -= 1
         each = [0.0] * made
         return GenerateResult(
-            tuple(Generation(s, [5] * made, each, each, [self.version.step] * made, "stop") for s in request.samples)
+            tuple(
+                Generation(s, [5] * made, each, each, [self.version.step] * made, "stop")
+                for s in request.samples
+            )
         )
 
     async def pause(self, release: bool = False) -> None:
@@ -83,7 +88,13 @@ def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
 
 
 def counted(**changes: Any) -> Coordinator:
-    more = {"oversampling": Fraction(1, 2), "shuffle": False, "num_rows": 40, "total_groups": 40, "consumer_batch": 4}
+    more = {
+        "oversampling": Fraction(1, 2),
+        "shuffle": False,
+        "num_rows": 40,
+        "total_groups": 40,
+        "consumer_batch": 4,
+    }
     return coordinator(**{**more, "total_steps": 9, **changes})
 
 
@@ -91,7 +102,9 @@ def run(plane: RolloutLoop, coordinator: Coordinator, steps: int = 1) -> list[li
     """The groups of each step; nothing of the loop may live on."""
 
     async def filled() -> list[list[int]]:
-        taken = await asyncio.wait_for(fill(plane, LocalSampleQueue(coordinator, Waits()), steps), 60)
+        taken = await asyncio.wait_for(
+            fill(plane, LocalSampleQueue(coordinator, Waits()), steps), 60
+        )
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1, "no group lives on"
         return taken
@@ -103,13 +116,16 @@ LENGTHS = {0: 60, 1: 5, 2: 50, 3: 4, 4: 3, 5: 2, **dict.fromkeys(range(6, 40), 3
 
 
 def test_those_that_are_generated_first_make_the_step_and_the_others_are_aborted() -> None:
-    engine, counts = CountingEngine(LENGTHS), counted()
+    engine = CountingEngine(LENGTHS)
+    counts = counted()
     plane = plane_of(engine)
     assert run(plane, counts) == [[1, 3, 4, 5]]
     group_counts = counts.checked_counts()
     assert engine.num_cancelled == group_counts.aborted == 2 and engine.num_running == 0
-    assert plane.events.ended[0] == plane.events.ended[2] == "aborted: the step was complete"  # type: ignore[index]
-    assert group_counts.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), "of 2 samples each"
+    assert plane.events.ended[0] == plane.events.ended[2] == ("aborted: the step was complete")  # type: ignore[index]
+    assert group_counts.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), (
+        "of 2 samples each"
+    )
 
 
 @pytest.mark.parametrize("slow", [(), (5,), (1, 3), (0, 2)])
@@ -121,19 +137,25 @@ def test_what_reward_functions_take_changes_nothing(slow: tuple[int, ...]) -> No
 
     counts = counted()
     taken = run(plane_of(CountingEngine(LENGTHS), bound(reward_fn)), counts, steps=2)
-    assert taken[0] == [0, 1, 4, 5], "3 is dropped; of 0 and 2, still running, 2 is first and is dropped"
+    assert taken[0] == [0, 1, 4, 5], (
+        "3 is dropped; of 0 and 2, still running, 2 is first and is dropped"
+    )
     assert counts.checked_counts().dropped == {"dull": 2}
 
 
 @pytest.mark.parametrize("slow", [(), (8, 6)])
-def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_score(slow: tuple[int, ...]) -> None:
+def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_score(
+    slow: tuple[int, ...],
+) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
         await asyncio.sleep(0.05 if group.prompt_group.group_id == 5 else 0)
         return Drop("dull") if group.prompt_group.group_id in (0, 2) else [1.0, 0.0]
 
     counts = counted()
-    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(reward_fn)), counts) == [[1, 3, 4, 5]]
+    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(reward_fn)), counts) == [
+        [1, 3, 4, 5]
+    ]
     assert counts.checked_counts().dropped == {} and counts.checked_counts().aborted == 2
 
 
@@ -154,13 +176,16 @@ def test_a_reward_function_that_is_at_work_is_not_waited_for() -> None:
 
     started = time.monotonic()
     counts = counted()
-    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(reward_fn)), counts) == [[1, 3, 4, 5]]
+    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(reward_fn)), counts) == [
+        [1, 3, 4, 5]
+    ]
     assert sorted(cancelled) == [0, 2] and time.monotonic() - started < 50
     assert counts.checked_counts().aborted_tokens == 2 * (6 + 6)
 
 
 def test_no_plain_function_is_left_running() -> None:
-    running, left = [], []
+    running = []
+    left = []
 
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     def reward_fn(group: Group) -> Any:
@@ -174,7 +199,8 @@ def test_no_plain_function_is_left_running() -> None:
         left.append(len(running))
         return [0.0, 0.0]
 
-    plane, counts = plane_of(CountingEngine({}), bound(reward_fn)), counted(oversampling=Fraction(4))
+    plane = plane_of(CountingEngine({}), bound(reward_fn))
+    counts = counted(oversampling=Fraction(4))
     assert [len(taken) for taken in run(plane, counts, steps=2)] == [4, 4]
     assert running == [] and not [each for each in threading.enumerate() if each.name == "node"]
     assert not plane.plain_calls.turn.locked() and plane.plain_calls.caller is None
@@ -199,7 +225,12 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> Non
     async def two_turns(group: Group, rollout: Any) -> list[Sample]:
         request = GenerateRequest((1,), group.wanted, group.params, group.stream)
         await rollout.generate(request)
-        await asyncio.gather(*(rollout.generate(request) for _ in range(3 if group.prompt_group.group_id == 4 else 1)))
+        await asyncio.gather(
+            *(
+                rollout.generate(request)
+                for _ in range(3 if group.prompt_group.group_id == 4 else 1)
+            )
+        )
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = CountingEngine(LENGTHS)
@@ -208,7 +239,10 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> Non
     counts = counted()
     assert run(plane, counts) == [[1, 3, 4, 5]]
     kept = 2 * (2 * 5 + 2 * 4 + 4 * 3 + 2 * 2)
-    assert engine.num_running == 0 and counts.checked_counts().aborted_tokens == engine.num_generated_tokens - kept
+    assert (
+        engine.num_running == 0
+        and counts.checked_counts().aborted_tokens == engine.num_generated_tokens - kept
+    )
 
 
 def test_a_group_that_fails_is_replaced_as_ever() -> None:
@@ -218,7 +252,8 @@ def test_a_group_that_fails_is_replaced_as_ever() -> None:
             raise KeyError("of its own")
         return [1.0, 0.0]
 
-    plane, counts = plane_of(CountingEngine(LENGTHS), bound(reward_fn)), counted()
+    plane = plane_of(CountingEngine(LENGTHS), bound(reward_fn))
+    counts = counted()
     assert run(plane, counts) == [[0, 1, 2, 6]]
     assert counts.checked_counts().dropped == {"error": 3}
 
@@ -232,7 +267,9 @@ def test_tasks_that_a_function_started_end_with_its_group() -> None:
         await rollout.generate(request)
         if group.prompt_group.group_id in (0, 2):
             endless = replace(request, stream=replace(request.stream, row=99))
-            started.extend(asyncio.create_task(work) for work in (rollout.generate(endless), asyncio.sleep(60)))
+            started.extend(
+                asyncio.create_task(work) for work in (rollout.generate(endless), asyncio.sleep(60))
+            )
             await asyncio.sleep(60)
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
@@ -242,11 +279,14 @@ def test_tasks_that_a_function_started_end_with_its_group() -> None:
         return [1.0, 0.0]
 
     engine = CountingEngine({**LENGTHS, 0: 6, 2: 6, 99: 10**9})
-    plane, counts = plane_of(engine), counted()
+    plane = plane_of(engine)
+    counts = counted()
     plane.steps = compile_steps([bound(leaves_tasks)], {"rollout": plane.gate})
     plane.steps = (*plane.steps, *compile_steps([bound(reward_fn)], {}))
     assert run(plane, counts) == [[1, 3, 4, 5]]
-    assert len(started) == 4 and all(task.cancelled() for task in started) and engine.num_running == 0
+    assert (
+        len(started) == 4 and all(task.cancelled() for task in started) and engine.num_running == 0
+    )
 
 
 def test_ahead_of_training_late_groups_are_ended_where_they_run() -> None:
@@ -260,12 +300,15 @@ def test_ahead_of_training_late_groups_are_ended_where_they_run() -> None:
             await asyncio.sleep(60)
         return [1.0, 0.0]
 
-    engine, counts = CountingEngine({0: 10**9, 1: 5}), counted(max_staleness=1)
+    engine = CountingEngine({0: 10**9, 1: 5})
+    counts = counted(max_staleness=1)
     plane = plane_of(engine, bound(reward_fn))
     plane.in_batches = plane.stops_early = False
     engine._open.set()
     taken = [number for numbers in run(plane, counts, steps=4) for number in numbers]
-    assert len(taken) == len(set(taken)) == 16 and 0 not in taken and 1 in taken and len(at_work) == 1
+    assert (
+        len(taken) == len(set(taken)) == 16 and 0 not in taken and 1 in taken and len(at_work) == 1
+    )
     assert engine.num_running == 0 and engine.num_cancelled >= 1
     assert counts.checked_counts().aborted >= 2 and counts.checked_counts().aborted_tokens >= 2
     assert plane.events.ended[0] == "aborted: the step was complete"  # type: ignore[index]

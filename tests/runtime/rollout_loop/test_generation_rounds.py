@@ -1,4 +1,5 @@
-"""Groups that ask several times: at staleness 0 their requests reach the engine in rounds, whatever takes how long."""
+"""Groups that ask several times: at staleness 0 their requests reach the engine in rounds, whatever
+takes how long."""
 
 import asyncio
 import os
@@ -6,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
+from distflow.rollout.engine import (
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    SamplingParams,
+    Stream,
+)
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.rollout_loop.group_tasks import SubmissionGate, group_task
 
@@ -45,7 +52,8 @@ def request(group: int, sample: int) -> GenerateRequest:
 
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
-    """Three groups of two episodes with 3, 1 and 2 turns; between them they wait for times that are drawn."""
+    """Three groups of two episodes with 3, 1 and 2 turns; between them they wait for times that are
+    drawn."""
 
     async def run() -> list[list[tuple[int, int]]]:
         engine = Engine()
@@ -54,11 +62,15 @@ def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
         async def group(number: int, turns: int) -> None:
             group_task.set(asyncio.current_task())
             for _ in range(turns):
-                await asyncio.gather(*(gate.generate(request(number, sample)) for sample in range(2)))
+                await asyncio.gather(
+                    *(gate.generate(request(number, sample)) for sample in range(2))
+                )
                 await asyncio.sleep(os.urandom(1)[0] / 20_000)
 
         await gate.pause()
-        tasks = [asyncio.create_task(group(number, turns)) for number, turns in enumerate((3, 1, 2))]
+        tasks = [
+            asyncio.create_task(group(number, turns)) for number, turns in enumerate((3, 1, 2))
+        ]
         gate.expect(tasks, None, in_rounds)
         await gate.all_in()
         await gate.resume()
@@ -104,7 +116,8 @@ class FailsLater(Engine):
 
     def __init__(self, failing: str) -> None:
         super().__init__()
-        self.failing, self.has_begun = failing, False
+        self.failing = failing
+        self.has_begun = False
 
     def reach(self, name: str) -> None:
         if self.has_begun and name == self.failing:
@@ -138,7 +151,9 @@ def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(fa
         engine.has_begun = True
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
-    assert [repr(error) for error in asyncio.run(run())] == [f"RuntimeError('it does not {failing}')"] * 3
+    assert [repr(error) for error in asyncio.run(run())] == [
+        f"RuntimeError('it does not {failing}')"
+    ] * 3
 
 
 def test_a_request_that_is_cancelled_while_it_is_sent_holds_nobody() -> None:

@@ -18,7 +18,13 @@ from distflow.observe.writing.timing import Waits
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream, WeightReceipt
+from distflow.rollout.engine import (
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    Stream,
+    WeightReceipt,
+)
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
@@ -27,11 +33,20 @@ from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 from tests.e2e.runs import Playground
-from tests.runtime.groups import PARAMS, bound, context, coordinator, prompt_group, samples, waiting_group
+from tests.runtime.groups import (
+    PARAMS,
+    bound,
+    context,
+    coordinator,
+    prompt_group,
+    samples,
+    waiting_group,
+)
 
 
 class OrderedEngine:
-    """An engine that notes what it was asked in which order, and whether it was paused then; responds with delays."""
+    """An engine that notes what it was asked in which order, and whether it was paused then;
+    responds with delays."""
 
     version = Version(0, 0)
 
@@ -52,7 +67,9 @@ class OrderedEngine:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return GenerateResult(tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples))
+        return GenerateResult(
+            tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
+        )
 
     async def pause(self, release: bool = False) -> None:
         self.paused = True
@@ -83,7 +100,9 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
 class Ends(dict[int, str]):
     """How each group ended."""
 
-    def __call__(self, group_id: int, version: int, outcome: str, started: float, ended: float) -> None:
+    def __call__(
+        self, group_id: int, version: int, outcome: str, started: float, ended: float
+    ) -> None:
         assert started <= ended
         self[group_id] = outcome
 
@@ -91,14 +110,18 @@ class Ends(dict[int, str]):
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
     gate = SubmissionGate(engine, GroupRecords())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
-    return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords())
+    return RolloutLoop(
+        steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords()
+    )
 
 
 async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[list[int]]:
     """Learn nothing from each step; the groups of each. Raises what ends the loop."""
     engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
     loop = asyncio.ensure_future(plane.loop(queue))
-    loop.add_done_callback(lambda done: done.cancelled() or queue.fail(done.exception() or AssertionError("it ended")))
+    loop.add_done_callback(
+        lambda done: done.cancelled() or queue.fail(done.exception() or AssertionError("it ended"))
+    )
     taken = []
     for step in range(steps):
         share = await asyncio.to_thread(queue.take, step, 0)
@@ -116,7 +139,9 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(fill(plane_of(engine), queue, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     first = engine.log[: engine.log.index("resume") + 1]
-    assert first[0] == "pause" and len(first) == 5, "three requests, and a group without one, between the two"
+    assert first[0] == "pause" and len(first) == 5, (
+        "three requests, and a group without one, between the two"
+    )
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
 
 
@@ -134,21 +159,33 @@ def test_a_group_is_generating_until_it_is_scored_and_filtered() -> None:
         seen.append([known.state for known in scheduler.queue.live])
         return responses
 
-    asyncio.run(fill(plane_of(OrderedEngine(), bound(score), bound(keep)), LocalSampleQueue(scheduler, Waits()), 1))
+    asyncio.run(
+        fill(
+            plane_of(OrderedEngine(), bound(score), bound(keep)),
+            LocalSampleQueue(scheduler, Waits()),
+            1,
+        )
+    )
     assert seen[:2] == [[GroupState.GENERATING], [GroupState.GENERATING]]
 
 
 def test_a_node_may_ask_in_tasks_of_its_own() -> None:
     @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
     async def generate_in_tasks(group: Group, rollout: Any) -> list[Sample]:
-        requests = [GenerateRequest((1,), (sample,), group.params, group.stream) for sample in group.wanted]
-        await asyncio.gather(*(asyncio.wait_for(rollout.generate(request), 10) for request in requests))
+        requests = [
+            GenerateRequest((1,), (sample,), group.params, group.stream) for sample in group.wanted
+        ]
+        await asyncio.gather(
+            *(asyncio.wait_for(rollout.generate(request), 10) for request in requests)
+        )
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
     gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
     steps = compile_steps([bound(generate_in_tasks)], {"rollout": gate})
-    plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords())
+    plane = RolloutLoop(
+        steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords()
+    )
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -182,7 +219,9 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
     assert asyncio.run(run()) == ["pause", (1, True), "resume"]
 
 
-@pytest.mark.parametrize("exits", [SystemExit(2), GeneratorExit(2), KeyboardInterrupt(2), asyncio.CancelledError(2)])
+@pytest.mark.parametrize(
+    "exits", [SystemExit(2), GeneratorExit(2), KeyboardInterrupt(2), asyncio.CancelledError(2)]
+)
 def test_whatever_a_node_does_costs_its_own_group_only(exits: BaseException) -> None:
     @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
     async def reward_fn(group: Group) -> Any:
@@ -195,8 +234,13 @@ def test_whatever_a_node_does_costs_its_own_group_only(exits: BaseException) -> 
             return {"scores": [1.0]}
         return Drop("dull") if number == 4 else [1.0, 0.0]
 
-    plane, counted = plane_of(OrderedEngine(), bound(reward_fn)), coordinator(total_groups=16, total_steps=3)
-    assert asyncio.run(fill(plane, LocalSampleQueue(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
+    plane = plane_of(OrderedEngine(), bound(reward_fn))
+    counted = coordinator(total_groups=16, total_steps=3)
+    assert asyncio.run(fill(plane, LocalSampleQueue(counted, Waits()), 3)) == [
+        [0, 3],
+        [6, 7],
+        [8, 9],
+    ]
     ends = plane.events.ended
     assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
     assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_group_tasks.py:")
@@ -214,11 +258,15 @@ def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
         return {"scores": scores if group.prompt_group.group_id == 0 else [1.0, 0.0]}
 
     assert asyncio.run(
-        fill(plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1)
+        fill(
+            plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1
+        )
     ) == [[1, 2]]
 
 
-def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Failing(OrderedEngine):
         """Its memory is full in the first two attempts of group 0, and in every one of group 1."""
 
@@ -233,11 +281,17 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch
 
     this_file_is_no_users = "distflow.runtime.run_errors_and_limits.users_place"
     monkeypatch.setattr(this_file_is_no_users, lambda error: None)
-    counted, loop, warnings = coordinator(shuffle=False), plane_of(Failing()), list[str]()
+    counted = coordinator(shuffle=False)
+    loop = plane_of(Failing())
+    warnings = list[str]()
     loop.events = replace(loop.events, failed=GroupFailures(warnings.append).add)
     assert asyncio.run(fill(loop, LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
-    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {"max_retries": 1}
-    assert [int(said.split("so far: ")[1].split(")")[0]) for said in warnings] == [1, 2, 4], "of five"
+    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.checked_counts().dropped == {
+        "max_retries": 1
+    }
+    assert [int(said.split("so far: ")[1].split(")")[0]) for said in warnings] == [1, 2, 4], (
+        "of five"
+    )
     assert all("generated again" in said and "MemoryError" in said for said in warnings)
 
 
@@ -247,7 +301,13 @@ def test_a_program_that_always_fails_ends_with_the_reason() -> None:
         raise KeyError("every time")
 
     with pytest.raises(UserNoProgress, match="every time"):
-        asyncio.run(fill(plane_of(OrderedEngine(), bound(reward_fn)), LocalSampleQueue(coordinator(), Waits()), 1))
+        asyncio.run(
+            fill(
+                plane_of(OrderedEngine(), bound(reward_fn)),
+                LocalSampleQueue(coordinator(), Waits()),
+                1,
+            )
+        )
 
 
 def test_scores_that_are_always_missing_end_the_run_with_the_reason() -> None:
@@ -279,7 +339,8 @@ def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
 def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
     async def run() -> int:
         engine = OrderedEngine()
-        plane, queue = plane_of(engine), LocalSampleQueue(coordinator(num_rows=100, max_staleness=1), Waits())
+        plane = plane_of(engine)
+        queue = LocalSampleQueue(coordinator(num_rows=100, max_staleness=1), Waits())
         loop = asyncio.ensure_future(plane.loop(queue))
         while len([entry for entry in engine.log if not isinstance(entry, str)]) < 2:
             await asyncio.sleep(0)
@@ -290,7 +351,9 @@ def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
         assert len(asyncio.all_tasks()) == 1, "no group lives on"
         return engine.cancelled
 
-    assert asyncio.run(run()) == 3, "of the four that may run at once the one that asks nothing was no request"
+    assert asyncio.run(run()) == 3, (
+        "of the four that may run at once the one that asks nothing was no request"
+    )
 
 
 def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at_the_model_s_tokens(
@@ -300,7 +363,9 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
     parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
     contexts = Contexts(spec.config, parts, {}, None)
-    plane = RolloutLoop.of(spec, [bound(answer)], parts, contexts, GroupRecords(), GroupEvents(Ends()))
+    plane = RolloutLoop.of(
+        spec, [bound(answer)], parts, contexts, GroupRecords(), GroupEvents(Ends())
+    )
     made = plane.make_group(PromptGroup(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
     assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
@@ -324,7 +389,9 @@ def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
         GroupEvents(Ends()),
         GroupRecords(),
     )
-    asyncio.run(fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
+    asyncio.run(
+        fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1)
+    )
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]
 
 
@@ -344,15 +411,22 @@ S, E = Score(1.0), Error("it crashed")
     ],
 )
 def test_each_episode_that_was_not_rejected_counts_once(
-    results: tuple[RewardResult | None, ...], on_error: OnError, drop: str | None, asked: int, failed: int
+    results: tuple[RewardResult | None, ...],
+    on_error: OnError,
+    drop: str | None,
+    asked: int,
+    failed: int,
 ) -> None:
     group = waiting_group(prompt_group(size=len(results)))
     group.set_samples(samples(lengths=(1,) * len(results)))
     for sample, result in zip(group.samples, results, strict=True):
-        sample.valid, sample.rejected = isinstance(result, Score), result is None
+        sample.valid = isinstance(result, Score)
+        sample.rejected = result is None
         sample.outcome = None if result is None else RewardOutcome(result)
     steps = compile_steps([bound(reward_episodes, min_valid=2, on_error=on_error)], {})
-    loop = RolloutLoop(steps, waiting_group, context_of, None, 10.0, GroupEvents(Ends()), GroupRecords())
+    loop = RolloutLoop(
+        steps, waiting_group, context_of, None, 10.0, GroupEvents(Ends()), GroupRecords()
+    )
     dropped = asyncio.run(loop.run(group, steps, context_of))
     counts = loop.call_counts.take()
     assert (dropped.reason if dropped else None) == drop and counts[:2] == (asked, failed)

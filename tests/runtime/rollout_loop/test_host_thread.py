@@ -1,4 +1,5 @@
-"""A thread that computes for others while it waits: nobody waits for it in vain, whatever ends or interrupts it."""
+"""A thread that computes for others while it waits: nobody waits for it in vain, whatever ends or
+interrupts it."""
 
 import os
 import signal
@@ -52,7 +53,9 @@ def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result() -> N
 
     def asks() -> None:
         until_it_waits(host)
-        waited.set_result([host.compute(lambda back: idents.append(threading.get_ident())) for _ in range(3)])
+        waited.set_result(
+            [host.compute(lambda back: idents.append(threading.get_ident())) for _ in range(3)]
+        )
 
     with other_threads() as pool:
         pool.submit(asks)
@@ -71,7 +74,8 @@ def test_one_that_does_not_wait_computes_nothing() -> None:
 
 
 def test_on_another_thread_waiting_is_only_waiting() -> None:
-    host, waited = HostThread(), Future[int]()
+    host = HostThread()
+    waited = Future[int]()
     with other_threads() as pool:
         waiting = pool.submit(host.wait, lambda: waited)
         assert pool.submit(host.compute, until).result(WITHIN_S) is False
@@ -195,12 +199,15 @@ def test_what_cannot_be_interrupted_is_said_to_go_on() -> None:
 
 
 def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
-    """Each stretch is computed here, or handed back; none is computed twice, and nobody waits for ever."""
+    """Each stretch is computed here, or handed back; none is computed twice, and nobody waits for
+    ever."""
     host, over, done, refused = HostThread(), threading.Event(), list[int](), list[int]()
 
     def asks(number: int) -> None:
         while not over.is_set():
-            (done if host.compute(lambda back: done.append(threading.get_ident())) else refused).append(number)
+            (
+                done if host.compute(lambda back: done.append(threading.get_ident())) else refused
+            ).append(number)
 
     with other_threads() as pool:
         asking = [pool.submit(asks, number) for number in range(4)]
@@ -216,7 +223,8 @@ def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
 @pytest.mark.slow
 @pytest.mark.by_hand
 def test_a_debugger_gets_through_what_comes_after() -> None:
-    """An exception of another thread that is taken back where there is none makes CPython 3.11 look for it for ever."""
+    """An exception of another thread that is taken back where there is none makes CPython 3.11 look
+    for it for ever."""
     code = """
 import sys
 from concurrent.futures import Future

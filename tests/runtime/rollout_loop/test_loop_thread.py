@@ -77,7 +77,8 @@ def test_leaving_cancels_what_runs() -> None:
 
 
 def test_what_waits_for_something_only_it_knows_is_not_collected() -> None:
-    """asyncio holds its tasks weakly: a task, its event and its future are a circle that nothing else refers to."""
+    """asyncio holds its tasks weakly: a task, its event and its future are a circle that nothing
+    else refers to."""
     with LoopThread("t") as thread:
         future = thread.start(for_ever())
         thread.call(double(1))  # it waits by now

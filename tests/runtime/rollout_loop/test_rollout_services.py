@@ -64,7 +64,10 @@ def test_a_loop_that_dies_ends_the_session_and_fails_the_trainer_s_call(ground: 
     async def exits() -> None:
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match="has ended"), RolloutServices(resources, None) as session:
+    with (
+        pytest.raises(RuntimeError, match="has ended"),
+        RolloutServices(resources, None) as session,
+    ):
         waiting = session.start(asyncio.Event().wait())
         session.start(exits())
         waiting.result(20)

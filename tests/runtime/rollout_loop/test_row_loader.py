@@ -1,4 +1,5 @@
-"""Rows of the data set that start together are loaded as one batch, and accounted for one by one."""
+"""Rows of the data set that start together are loaded as one batch, and accounted for one by
+one."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
 from tests.tiny_models import tiny_tokenizer
 
-ROWS = [PromptRow(i, (3 + i, 4), "ab", response_ids=(5, 6, 7)[: 1 + i % 3], rejected_ids=(8,)) for i in range(8)]
+ROWS = [
+    PromptRow(i, (3 + i, 4), "ab", response_ids=(5, 6, 7)[: 1 + i % 3], rejected_ids=(8,))
+    for i in range(8)
+]
 
 
 def groups(*rows: int, version: int = 2, size: int = 1) -> list[PromptGroup]:
@@ -38,14 +42,17 @@ def columns(loaded: LoadedGroups) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("load", "size"), [(response_of_row, 1), (pair_of_row, 2)])
 def test_groups_loaded_ahead_are_those_loaded_when_they_start(load: Any, size: int) -> None:
-    ahead, wanted = loader(load=load), groups(4, 0, 7, size=size)
+    ahead = loader(load=load)
+    wanted = groups(4, 0, 7, size=size)
     ahead.load_ahead(groups(4, 0, 7, size=size))
     at_start = loader(load=load).load(wanted).groups
     ahead.rows = []  # nothing is read again
     assert columns(ahead.load(wanted).groups) == columns(at_start)
     assert [len(each.rows or ()) for each in at_start.finished] == [size] * 3
     part = ahead.load(wanted[1:]).groups
-    assert columns(part) == columns(replace(part, batch=at_start.batch.select(range(size, 3 * size))))
+    assert columns(part) == columns(
+        replace(part, batch=at_start.batch.select(range(size, 3 * size)))
+    )
 
 
 def test_groups_that_others_start_in_place_of_are_not_those_loaded_ahead() -> None:
@@ -63,13 +70,22 @@ def test_an_unusable_row_is_left_out_alone() -> None:
             return super().__getitem__(index)
 
     loaded = loader(Rows(ROWS)).load(groups(2, 3, 4))
-    assert [group.row for group in loaded.groups.prompt_groups] == [2, 4] and len(loaded.groups.batch) == 2
+    assert [group.row for group in loaded.groups.prompt_groups] == [2, 4] and len(
+        loaded.groups.batch
+    ) == 2
     assert [(group.row, error.reason) for group, error in loaded.unusable] == [(3, "overlong")]
 
 
-def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record(tmp_path: Path) -> None:
+def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record(
+    tmp_path: Path,
+) -> None:
     """11 rows in steps of 4, two epochs: steps cross the epoch, and the last is short."""
-    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    off = (
+        "~reward.functions",
+        "~reward.num_workers",
+        "~custom_reward_function.path",
+        "~actor_rollout_ref.rollout.n",
+    )
     keys = ("data.response_key=answer", "data.train_batch_size=4", "trainer.total_epochs=2")
     run = Playground(tmp_path, num_rows=11).run("sft", *off, *keys)
     path = run.folder / "ledger.jsonl"
@@ -79,7 +95,9 @@ def test_each_row_of_fine_tuning_is_accounted_for_although_a_step_has_one_record
     assert (counts.issued, counts.consumed, counts.running, counts.complete) == (22, 22, 0, 0)
     issued = [record for _, record in timeline(path) if record["kind"] == "issued"]
     for epoch in (0, 1):
-        assert sorted(record["row"] for record in issued if record["epoch"] == epoch) == list(range(11))
+        assert sorted(record["row"] for record in issued if record["epoch"] == epoch) == list(
+            range(11)
+        )
     lineage = step_lineage(path, 3)
     assert [group.group_id for group in lineage.groups] == [8, 9, 10, 11]
     assert [group.row for group in lineage.groups] == [record["row"] for record in issued[8:12]]

@@ -1,4 +1,5 @@
-"""An engine that computes on the waiting thread of the session: the same responses, and nobody waits in vain."""
+"""An engine that computes on the waiting thread of the session: the same responses, and nobody
+waits in vain."""
 
 import asyncio
 import os
@@ -19,7 +20,14 @@ from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.loop_thread import LoopBlocked
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version
-from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all
+from tests.rollout.drive import (
+    generate_all,
+    make_engine,
+    make_model,
+    prompt_of,
+    request_of,
+    run_all,
+)
 
 REQUESTS = [request_of(prompt_of(4 + row), (0, 1), row=row, max_tokens=15) for row in range(3)]
 LONG = [request_of(prompt_of(4), (0,), max_tokens=480)]
@@ -28,7 +36,9 @@ LONG = [request_of(prompt_of(4), (0,), max_tokens=480)]
 class Watched:
     """An engine in a session; which threads its model ran on, and with how many of torch."""
 
-    def __init__(self, *, takes_turns: bool = True, timeout_s: float = 60.0, **options: Any) -> None:
+    def __init__(
+        self, *, takes_turns: bool = True, timeout_s: float = 60.0, **options: Any
+    ) -> None:
         self.model = make_model()
         self.engine: EmbeddedEngine = make_engine(self.model, **options)
         self.threads: set[tuple[bool, int]] = set()
@@ -37,15 +47,20 @@ class Watched:
         self.does: Callable[[], None] = lambda: None
         self.hurry = threading.Event()
         parts = Resources(None, (), {}, 0, rollout=self.engine)  # type: ignore[arg-type]
-        self.session = RolloutServices(parts, None, 1.0, Deadline(timeout_s, None), takes_turns=takes_turns)
+        self.session = RolloutServices(
+            parts, None, 1.0, Deadline(timeout_s, None), takes_turns=takes_turns
+        )
 
     def _note(self, *_: object) -> None:
         self.computed_on.add(threading.current_thread())
-        self.threads.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        self.threads.add(
+            (threading.current_thread() is threading.main_thread(), torch.get_num_threads())
+        )
         self.does()
 
     def slowly(self) -> None:
-        """From the 20th token on each step takes a while, until it is to hurry: whoever looks on comes in time."""
+        """From the 20th token on each step takes a while, until it is to hurry: whoever looks on
+        comes in time."""
         if self.engine.num_generated_tokens >= 20 and not self.hurry.is_set():
             time.sleep(0.02)
 
@@ -66,7 +81,9 @@ def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_thre
     watched = Watched(num_threads=1)
     with watched.session as session:
         assert watched.ask() == expected()
-        elsewhere = session.wait_for(lambda: session.start(generate_all(watched.engine, REQUESTS)).result())
+        elsewhere = session.wait_for(
+            lambda: session.start(generate_all(watched.engine, REQUESTS)).result()
+        )
         assert elsewhere == expected()
     assert watched.threads == {(True, 2)}
 
@@ -82,7 +99,8 @@ def test_with_a_thread_of_its_own_it_computes_there_with_its_own_threads(two_thr
 
 
 class Expected:
-    """Equal to the answers to requests, whatever number of threads the sums in them were split over."""
+    """Equal to the answers to requests, whatever number of threads the sums in them were split
+    over."""
 
     def __init__(self, requests: Any = REQUESTS) -> None:
         self.results = run_all(make_engine(make_model()), requests)
@@ -236,16 +254,26 @@ def test_a_coroutine_that_blocks_its_thread_is_told_while_it_computes_here() -> 
 
 def test_leaving_while_it_decodes_and_while_work_is_queued() -> None:
     for waits in (0.0, 0.03):
-        before, watched = threading.enumerate(), Watched()
+        before = threading.enumerate()
+        watched = Watched()
         with pytest.raises(KeyError, match="the first"), watched.session as session:
             futures = [session.start(generate_all(watched.engine, LONG)) for _ in range(5)]
             if waits:
                 session.wait_for(lambda: time.sleep(0.03))
             raise KeyError("the first")
         assert all(future.cancelled() or future.exception() is not None for future in futures)
-        # By name alone, an engine that another test left behind would be found too: it may yet begin to compute.
-        assert not [thread for thread in watched.computed_on - {threading.main_thread()} if thread.is_alive()]
-        assert not [thread for thread in set(threading.enumerate()) - set(before) if thread.name == "embedded-rollout"]
+        # By name alone, an engine that another test left behind would be found too: it may yet
+        # begin to compute.
+        assert not [
+            thread
+            for thread in watched.computed_on - {threading.main_thread()}
+            if thread.is_alive()
+        ]
+        assert not [
+            thread
+            for thread in set(threading.enumerate()) - set(before)
+            if thread.name == "embedded-rollout"
+        ]
 
 
 def test_what_is_waited_for_may_fail() -> None:

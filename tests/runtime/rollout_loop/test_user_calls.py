@@ -1,4 +1,5 @@
-"""Calls of a user's functions: deadlines that hold, random generators of their own, and no place lost to a hang."""
+"""Calls of a user's functions: deadlines that hold, random generators of their own, and no place
+lost to a hang."""
 
 import asyncio
 import contextvars
@@ -14,7 +15,12 @@ import pytest
 import torch
 
 from distflow.data import global_random_states
-from distflow.runtime.rollout_loop.user_calls import DeadlinePassed, PlainCalls, deadline_paused, run_async
+from distflow.runtime.rollout_loop.user_calls import (
+    DeadlinePassed,
+    PlainCalls,
+    deadline_paused,
+    run_async,
+)
 from tests.patience import at_some_deadline
 
 Work = Callable[[], Awaitable[Any]]
@@ -113,7 +119,11 @@ def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -
         calls = PlainCalls()
         work: list[Awaitable[Any]] = []
         for i in range(4):
-            work.append(run_async(lambda i=i: draws_between_waits(0.001 * (4 - i)), 10, calls.turn, "async", i))  # type: ignore[misc]
+            work.append(
+                run_async(
+                    lambda i=i: draws_between_waits(0.001 * (4 - i)), 10, calls.turn, "async", i
+                )
+            )  # type: ignore[misc]
             work.append(calls.run(plainly, 10, "plain", i))
         return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
 
@@ -121,7 +131,8 @@ def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -
     expected = draw(), draw()
     global_random_states.seed("before")
     first = draw()
-    beside, alone = asyncio.run(run(True)), asyncio.run(run(False))
+    beside = asyncio.run(run(True))
+    alone = asyncio.run(run(False))
     assert (first, draw()) == expected, "what is drawn outside does not know of them"
     assert beside == alone
     assert len({repr(drawn) for drawn in beside}) == 8, "each has numbers of its own"
@@ -135,7 +146,9 @@ def test_calls_that_begin_beside_a_plain_one_leave_its_draws_alone() -> None:
         calls = PlainCalls()
         plain = asyncio.create_task(calls.run(draws_long, 10, "plain"))
         await asyncio.sleep(0.001)
-        await asyncio.gather(*(run_async(child, 10, calls.turn, "async", i) for i in range(num_beside)))
+        await asyncio.gather(
+            *(run_async(child, 10, calls.turn, "async", i) for i in range(num_beside))
+        )
         return await plain
 
     async def child() -> None: ...
@@ -189,7 +202,10 @@ def test_hangs_keep_no_place_and_no_one_waits_for_their_threads() -> None:
         hangs = [calls.run(release.wait, 0.05) for _ in range(6)]
         ended = await asyncio.gather(*hangs, return_exceptions=True)
         assert all(isinstance(error, DeadlinePassed) for error in ended)
-        return [await calls.run(lambda: "served", 10), await calls.run(threading.current_thread, 10)]
+        return [
+            await calls.run(lambda: "served", 10),
+            await calls.run(threading.current_thread, 10),
+        ]
 
     served, thread = asyncio.run(run())
     release.set()
@@ -201,7 +217,8 @@ def test_the_deadline_runs_from_the_start_of_the_call() -> None:
     pause = threading.Event()
 
     async def run(deadline_s: float) -> list[bool | BaseException]:
-        calls, each_s = PlainCalls(), deadline_s / 50
+        calls = PlainCalls()
+        each_s = deadline_s / 50
         queued = (calls.run(lambda: pause.wait(each_s), deadline_s) for _ in range(60))
         return await asyncio.gather(*queued, return_exceptions=True)
 

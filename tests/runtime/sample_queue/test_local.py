@@ -1,4 +1,5 @@
-"""The sample queue of one process: generation batches, shares, releases, and no waiting for a dead thread."""
+"""The sample queue of one process: generation batches, shares, releases, and no waiting for a dead
+thread."""
 
 import asyncio
 import threading
@@ -33,16 +34,26 @@ class Driven:
         self.coordinator: Coordinator = coordinator(**changes)
         self.waits: list[tuple[str, str, str]] = []
         told = Waits(lambda wait, ended: self.waits.append((wait.who, wait.what, wait.on)))
-        self.queue = LocalSampleQueue(self.coordinator, told, [DpGroupShares(tuple(range(num_ranks)))])
+        self.queue = LocalSampleQueue(
+            self.coordinator, told, [DpGroupShares(tuple(range(num_ranks)))]
+        )
 
     def issue(self) -> list[PromptGroup]:
         return self.coordinator.issue_groups()
 
     def put(self, prompt_group: PromptGroup, batch: Batch | None = None, **metrics: float) -> None:
-        batch = group(prompt_group.group_id, version=prompt_group.version) if batch is None else batch
+        batch = (
+            group(prompt_group.group_id, version=prompt_group.version) if batch is None else batch
+        )
         self.queue.put(finished_group(prompt_group, batch, [(metrics, float(len(batch)))]))
 
-    def drop(self, prompt_group: PromptGroup, reason: str, failure: Failure | None = None, lost: bool = False) -> None:
+    def drop(
+        self,
+        prompt_group: PromptGroup,
+        reason: str,
+        failure: Failure | None = None,
+        lost: bool = False,
+    ) -> None:
         self.queue.drop(DroppedGroup(prompt_group, reason, failure, lost))
 
     def fill(self) -> None:
@@ -95,7 +106,8 @@ def test_groups_are_handed_out_only_while_a_step_is_waited_for() -> None:
 
     async def run() -> None:
         driven = Driven()
-        queue, batches = driven.queue, driven.queue.prompt_groups(lambda: None)
+        queue = driven.queue
+        batches = driven.queue.prompt_groups(lambda: None)
         early = asyncio.ensure_future(anext(batches))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -143,10 +155,16 @@ def test_ranks_get_whole_groups_all_of_them_and_about_as_many_tokens() -> None:
     owned = [set(rows(share)) for share in shares]
     assert owned[0] | owned[1] == {0, 1, 2, 3} and not owned[0] & owned[1]
     for share in shares:
-        assert share is not None and share.group_ids == (0, 1, 2, 3) and share.metrics == {"mine": 1.5}
-        assert rows(share) == sorted(rows(share)) and all(rows(share).count(number) == 2 for number in rows(share))
+        assert (
+            share is not None and share.group_ids == (0, 1, 2, 3) and share.metrics == {"mine": 1.5}
+        )
+        assert rows(share) == sorted(rows(share)) and all(
+            rows(share).count(number) == 2 for number in rows(share)
+        )
     sizes = [int(share.batch.lengths("response").sum()) for share in shares if share]
-    assert max(sizes) - min(sizes) <= 8, "{0, 1} and {2, 3}, not the first two and the rest by chance"
+    assert max(sizes) - min(sizes) <= 8, (
+        "{0, 1} and {2, 3}, not the first two and the rest by chance"
+    )
 
 
 def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands() -> None:
@@ -159,9 +177,14 @@ def test_a_step_is_released_once_all_ranks_have_and_all_learn_how_the_run_stands
     assert first.is_alive() and driven.coordinator.step == 0
     other = driven.queue.release(0, 1, True)
     assert ended(first) and driven.coordinator.step == 1
-    assert [(end.version, end.group_counts) for end in outcome] == [(other.version, other.group_counts)]
+    assert [(end.version, end.group_counts) for end in outcome] == [
+        (other.version, other.group_counts)
+    ]
     assert isinstance(other, Released) and other.version.step == 1 and not other.finished
-    assert other.group_counts.consumed == 2 and driven.queue.resume_point().snapshot == driven.coordinator.snapshot()
+    assert (
+        other.group_counts.consumed == 2
+        and driven.queue.resume_point().snapshot == driven.coordinator.snapshot()
+    )
     assert ("training", "release of step 1", "other ranks") in driven.waits
     driven.fill()
     thread, outcome = on_thread(lambda: driven.queue.take(1, 0))
@@ -185,10 +208,15 @@ def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
 def test_metrics_of_groups_are_means_by_their_weights() -> None:
     driven = Driven()
     first, second = driven.issue()
-    driven.queue.put(finished_group(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)]))
+    driven.queue.put(
+        finished_group(first, group(0), [({"mine": 1.0, "other": 4.0}, 2.0), ({"mine": 5.0}, 1.0)])
+    )
     driven.queue.put(finished_group(second, group(1), [({"mine": 3.0}, 3.0)]))
     share = driven.queue.take(0, 0)
-    assert share is not None and share.metrics == {"mine": pytest.approx((2 + 5 + 9) / 6), "other": 4.0}
+    assert share is not None and share.metrics == {
+        "mine": pytest.approx((2 + 5 + 9) / 6),
+        "other": 4.0,
+    }
 
 
 def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retries() -> None:
@@ -201,12 +229,16 @@ def test_a_group_that_is_lost_is_tried_three_times_then_dropped_after_max_retrie
         if attempt < 2:
             (first,) = driven.issue()
     (replacement,) = driven.issue()
-    assert replacement.group_id == 2 and driven.coordinator.checked_counts().dropped == {"max_retries": 1}
+    assert replacement.group_id == 2 and driven.coordinator.checked_counts().dropped == {
+        "max_retries": 1
+    }
     driven.put(replacement)
     assert rows(driven.queue.take(0, 0)) == [1, 1, 2, 2]
 
 
-def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_only_after_three_attempts() -> None:
+def test_what_fails_in_our_own_parts_is_no_fault_of_the_user_and_ends_the_run_only_after_three_attempts() -> (  # noqa: E501
+    None
+):
     driven = Driven()
     for _ in range(2 * 3 - 1):  # two steps of groups
         for prompt_group in driven.issue():
@@ -241,7 +273,8 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
     driven.fill()
     driven.queue.take(0, 0)
     driven.queue.release(0, 0, sent_weights=True)
-    plan, point = replace(driven.coordinator.plan, max_staleness=0), driven.queue.resume_point()
+    plan = replace(driven.coordinator.plan, max_staleness=0)
+    point = driven.queue.resume_point()
     resumed = Coordinator(plan, None, point.snapshot)
     queue = LocalSampleQueue(resumed, Waits(), queued=point.queued)
     assert resumed.checked_counts().dropped == {"stale": 2}
@@ -263,11 +296,15 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
     assert first.version == 2
     versions = [0, 1, 2]
     tokens = Segment("policy", (5, 6, 7), (-1.0,) * 3, (-1.0,) * 3, tuple(versions))
-    made = [replace(sample, segments=[sample.segments[0], tokens]) for sample in samples(first.group_id)]
+    made = [
+        replace(sample, segments=[sample.segments[0], tokens]) for sample in samples(first.group_id)
+    ]
     driven.put(first, Batch.from_samples(made))
     for prompt_group in others:
         driven.put(prompt_group)
-    with pytest.raises(CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 3 may not"):
+    with pytest.raises(
+        CountsError, match=f"group {first.group_id} holds tokens of version 0, which step 3 may not"
+    ):
         driven.queue.take(2, 0)
 
 
@@ -320,7 +357,11 @@ def test_two_steps_of_failures_in_a_row_end_the_run_with_advice() -> None:
     thread.join(0.05)
     assert thread.is_alive()
     driven.drop(fourth, "too_few_scores", BROKEN)
-    assert ended(thread) and isinstance(outcome[0], UserNoProgress) and isinstance(outcome[0], UserError)
+    assert (
+        ended(thread)
+        and isinstance(outcome[0], UserNoProgress)
+        and isinstance(outcome[0], UserError)
+    )
     message = str(outcome[0])
     assert "the last 4 prompt groups all failed" in message and "reward.py:3" in message
     assert "custom_reward_function.path" in message and "reward.timeout_s" not in message
@@ -382,7 +423,9 @@ def test_the_end_of_the_data_and_of_the_steps_is_none_for_every_rank(num_ranks: 
     assert [driven.queue.take(1, rank) for rank in ranks] == [None] * num_ranks
 
 
-def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_whose_thread_has_ended_meanwhile_is_not_woken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may close between any check and the call."""
     driven = Driven(max_staleness=1)
 

@@ -1,4 +1,5 @@
-"""The queue of several dp groups and workers: the shares of a step, its release, and workers that leave and come."""
+"""The queue of several dp groups and workers: the shares of a step, its release, and workers that
+leave and come."""
 
 import threading
 import time
@@ -10,7 +11,12 @@ import pytest
 
 from distflow.data.bin_packing import divide_step
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.sample_queue.protocol import DroppedGroup, FinishedGroup, NewWorkers, TrainingStep
+from distflow.runtime.sample_queue.protocol import (
+    DroppedGroup,
+    FinishedGroup,
+    NewWorkers,
+    TrainingStep,
+)
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
 from distflow.scheduling.data_plan import minibatches
@@ -42,7 +48,9 @@ def test_ranks_that_compute_layers_together_take_the_same_share_and_release_toge
     assert sorted(shares[0] + shares[2]) == list(range(len(TOKENS)))
     released: list[int] = []
     threads = [
-        threading.Thread(target=lambda rank=rank: released.append(shared.release(0, rank, True).version.step))
+        threading.Thread(
+            target=lambda rank=rank: released.append(shared.release(0, rank, True).version.step)
+        )
         for rank in range(4)
     ]
     for thread in threads[:3]:
@@ -103,13 +111,18 @@ class Shared:
             return list(threads.map(call, (0, 1)))
 
 
-def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> None:
+def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> (  # noqa: E501
+    None
+):
     shared = Shared()
-    theirs, ours = shared.prompt_groups(0), shared.prompt_groups(1)
+    theirs = shared.prompt_groups(0)
+    ours = shared.prompt_groups(1)
     shared.put(theirs[0])
     assert shared.queue.lose_worker(0) == len(theirs), "running ones, and what it had made"
     again = shared.prompt_groups(1)
-    assert {prompt_group.group_id for prompt_group in again} >= {prompt_group.group_id for prompt_group in theirs}
+    assert {prompt_group.group_id for prompt_group in again} >= {
+        prompt_group.group_id for prompt_group in theirs
+    }
     before = shared.coordinator.checked_counts()
     shared.put(theirs[1])
     shared.queue.drop(DroppedGroup(theirs[-1], "error"))
@@ -120,16 +133,20 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     assert {prompt_group.attempt for prompt_group in shared.part(0).batch} == {0, 1}
 
 
-def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_back_and_formed_again() -> None:
+def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_back_and_formed_again() -> (  # noqa: E501
+    None
+):
     """By one rank, while the other has read all of its own."""
     shared = Shared(num_ranks=2, may_be_lost=True)
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
             shared.put(prompt_group)
-    before, parts = shared.coordinator.checked_counts(), [shared.part(rank) for rank in (0, 1)]
+    before = shared.coordinator.checked_counts()
+    parts = [shared.part(rank) for rank in (0, 1)]
     lost = parts[1].own[0]
     assert shared.told([[], [lost]]) == [False, False]
-    shared.queue.lose_worker(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
+    # whoever held it is gone; groups of the step that lie with it are lost with the others
+    shared.queue.lose_worker(0)
     again = shared.prompt_groups(1)
     assert (lost, 1) in {(prompt_group.group_id, prompt_group.attempt) for prompt_group in again}
     for prompt_group in again:
@@ -142,7 +159,9 @@ def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_
     assert ends == [len(parts[0].group_ids)] * 2
 
 
-def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_parts_before_it() -> None:
+def test_a_part_of_a_step_of_which_a_group_is_lost_is_formed_again_without_the_parts_before_it() -> (  # noqa: E501
+    None
+):
     shared = Shared(may_be_lost=True)
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
@@ -182,7 +201,9 @@ def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again()
     numbers = [prompt_group.group_id for prompt_group in counted.issue_groups()]
     for number in numbers:
         counted.complete(number, 5)
-    queued = {number: FinishedGroup(PromptGroup(number, 0, 0, 2, 0), "data", 5) for number in numbers[:-1]}
+    queued = {
+        number: FinishedGroup(PromptGroup(number, 0, 0, 2, 0), "data", 5) for number in numbers[:-1]
+    }
     SharedSampleQueue[str](counted, Waits(), queued=queued)
     assert counted.queue.untaken == numbers[:-1] and counted.checked_counts().running == 1
     assert [prompt_group.group_id for prompt_group in counted.issue_groups()][0] == numbers[-1]
@@ -211,7 +232,9 @@ def test_a_worker_that_comes_gets_no_group_before_it_asks() -> None:
     assert shared.prompt_groups(number), "those that it has asked for"
 
 
-def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step() -> None:
+def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step() -> (
+    None
+):
     shared = Shared(num_ranks=2)
     for worker in (0, 1):
         for prompt_group in shared.prompt_groups(worker):
@@ -221,7 +244,9 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
     assert isinstance(shared.queue.take_step(0, 1), NewWorkers)
     assert not isinstance(shared.queue.take_step(0, 1), NewWorkers)
     shared.queue.announce_new_workers()
-    assert not isinstance(shared.queue.take_step(0, 0), NewWorkers), "the other one has its part already"
+    assert not isinstance(shared.queue.take_step(0, 0), NewWorkers), (
+        "the other one has its part already"
+    )
 
 
 def test_no_rank_hears_of_newcomers_once_another_may_know_that_no_step_is_left() -> None:
@@ -262,7 +287,10 @@ def test_a_group_that_ends_wakes_one_of_the_waiting_workers_and_none_waits_for_e
     shared = Counted(counted, Waits(), (DpGroupShares(),), [str(number) for number in range(8)])
     first = shared.groups_for(0, 0)
     assert first is not None and len(first) == 1
-    held = [*first, *(group for worker in range(1, 8) for group in shared.groups_for(worker, 0) or ())]
+    held = [
+        *first,
+        *(group for worker in range(1, 8) for group in shared.groups_for(worker, 0) or ()),
+    ]
     assert len(held) == 2
     found, done = list[PromptGroup](), threading.Event()
 
@@ -295,7 +323,10 @@ def test_a_group_that_frees_no_capacity_wakes_no_crowd() -> None:
     shared = Counted(counted, Waits(), (DpGroupShares(),), [str(number) for number in range(8)])
     held = [group for worker in range(8) for group in shared.groups_for(worker, 0) or ()]
     assert len(held) == 8, "all that staleness allows"
-    threads = [threading.Thread(target=shared.wait_for_groups, args=(worker, 0), daemon=True) for worker in range(8)]
+    threads = [
+        threading.Thread(target=shared.wait_for_groups, args=(worker, 0), daemon=True)
+        for worker in range(8)
+    ]
     for thread in threads:
         thread.start()
     until_asked(shared, 16)

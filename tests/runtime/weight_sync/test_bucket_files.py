@@ -1,4 +1,5 @@
-"""Files of weights on their way: whole or not there, for their owner alone, and removed without touching others."""
+"""Files of weights on their way: whole or not there, for their owner alone, and removed without
+touching others."""
 
 import os
 from pathlib import Path
@@ -58,7 +59,8 @@ def test_what_is_read_is_what_was_written_in_memory_of_its_own(tmp_path: Path) -
 
 
 def test_the_last_file_that_is_dropped_takes_the_folders_with_it(tmp_path: Path) -> None:
-    first, second = write(tmp_path, 0), write(tmp_path, 1)
+    first = write(tmp_path, 0)
+    second = write(tmp_path, 1)
     first.drop()
     assert not first.path.exists() and second.path.exists()
     second.drop()
@@ -89,7 +91,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         InFile(sent.path, sent.path.stat().st_size).get()
 
 
-def test_a_file_that_cannot_be_seen_from_here_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_seen_from_here_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bucket_files, "APPEARS_WITHIN_S", 0.1)
     with pytest.raises(UserError, match=r"trainer\.default_local_dir.* see at the same path"):
         InFile(tmp_path / "elsewhere", 1).get()
@@ -104,7 +108,8 @@ def test_a_disk_that_refuses_is_told_by_the_runs_folder(tmp_path: Path) -> None:
 def test_the_next_start_removes_what_a_kill_left_and_nothing_else(tmp_path: Path) -> None:
     ground = Playground(tmp_path)
     _, spec = ground.spec("grpo")
-    run, aside = spec.run_dir, f"bucket-00001.safetensors.abcdefg_{ASIDE}"
+    run = spec.run_dir
+    aside = f"bucket-00001.safetensors.abcdefg_{ASIDE}"
     run.mkdir(exist_ok=True)
     left = write(run)
     (left.path.parent / aside).write_text("half")
@@ -113,7 +118,8 @@ def test_the_next_start_removes_what_a_kill_left_and_nothing_else(tmp_path: Path
 
 
 def test_files_of_somebody_else_stay(tmp_path: Path) -> None:
-    sent, other = write(tmp_path), tmp_path / "other"
+    sent = write(tmp_path)
+    other = tmp_path / "other"
     kept = other / "0-000001" / "bucket-00000.safetensors"
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")
@@ -142,9 +148,13 @@ def test_the_hash_is_of_everything_but_the_order(change: str) -> None:
     assert hash_of(pack(other)) != own
 
 
-def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_that_change_places() -> None:
+def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_that_change_places() -> (  # noqa: E501
+    None
+):
     for size in (0, 1, 7, 8, 40, 43):
-        bytes_ = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+        bytes_ = torch.randint(
+            256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)
+        )
         assert torch.equal(_sum_of(bytes_), _sum_of(bytes_.clone()))
         for place in range(size):
             other = bytes_.clone()
@@ -152,7 +162,8 @@ def test_the_checksum_of_a_device_differs_for_any_changed_byte_and_for_words_tha
             assert not torch.equal(_sum_of(bytes_), _sum_of(other)), (size, place)
     words = torch.arange(64, dtype=torch.uint8)
     assert not torch.equal(_sum_of(words), _sum_of(words.roll(8)))
-    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), words])[3:]  # begins where no word may begin
+    # begins where no word may begin
+    shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), words])[3:]
     assert torch.equal(_sum_of(words), _sum_of(shifted))
     long = torch.zeros(8 * (_WORDS + 1), dtype=torch.uint8)
     long[-1] = 1

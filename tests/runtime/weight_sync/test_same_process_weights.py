@@ -26,7 +26,9 @@ class Engine:
     def __call__(self, version: Version, weights: Any) -> WeightReceipt:
         held = dict(weights or ())
         self.served.append((version, held))
-        return WeightReceipt(**{"version": version, "hashes": stripe_hashes(held.items()), **self._receipt})
+        return WeightReceipt(
+            **{"version": version, "hashes": stripe_hashes(held.items()), **self._receipt}
+        )
 
 
 def tensors(*names: str) -> list[tuple[str, Tensor]]:
@@ -58,7 +60,10 @@ def test_an_engine_gets_each_version_whole_and_once() -> None:
     queue.put(tensors("c"))
     queue.commit(HASHES)
     push(queue, TWO)
-    assert [(version, list(held)) for version, held in engine.served] == [(ONE, ["a", "b", "c"]), (TWO, [*"abc"])]
+    assert [(version, list(held)) for version, held in engine.served] == [
+        (ONE, ["a", "b", "c"]),
+        (TWO, [*"abc"]),
+    ]
 
 
 def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -> None:
@@ -83,13 +88,17 @@ def test_unchanged_weights_leave_the_engine_with_the_trainer_s_weights() -> None
     port_to(engine).renumber(TWO, HASHES)
     assert engine.served == [(TWO, {})]
     others = HASHES | {"b": "of an older version"}
-    with pytest.raises(TrustError, match="use the weights that it has as version 2, .* tensors that differ: b"):
+    with pytest.raises(
+        TrustError, match="use the weights that it has as version 2, .* tensors that differ: b"
+    ):
         port_to(Engine(hashes=others, version_only=True)).renumber(TWO, HASHES)
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])
 def test_a_tensor_that_did_not_arrive_whole_is_named(hashes: dict[str, str]) -> None:
-    with pytest.raises(TrustError, match=r"version 1 arrived incompletely; different tensors: .*c$"):
+    with pytest.raises(
+        TrustError, match=r"version 1 arrived incompletely; different tensors: .*c$"
+    ):
         push(port_to(Engine(hashes=hashes)), ONE)
 
 

@@ -1,4 +1,5 @@
-"""Weights on their way to an engine: in buckets, in its dtype, compared where the canary's turn has come."""
+"""Weights on their way to an engine: in buckets, in its dtype, compared where the canary's turn has
+come."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -34,7 +35,9 @@ def weights(*sizes: int) -> list[tuple[str, Tensor]]:
         ((2, 2), 8, [["w0"], ["w1"]]),
     ],
 )
-def test_buckets_are_neighbours_up_to_a_size(sizes: tuple[int, ...], max_bytes: int, parts: list[list[str]]) -> None:
+def test_buckets_are_neighbours_up_to_a_size(
+    sizes: tuple[int, ...], max_bytes: int, parts: list[list[str]]
+) -> None:
     assert [[name for name, _ in bucket] for bucket in buckets(weights(*sizes), max_bytes)] == parts
 
 
@@ -109,10 +112,14 @@ class Services:
 
 
 def weight_sender(port: Port, *, sends: bool = True, canary: Any = None) -> WeightSender:
-    return WeightSender(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Services())  # type: ignore[arg-type]
+    return WeightSender(
+        Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Services()
+    )  # type: ignore[arg-type]
 
 
-def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sender, "BUCKET_BYTES", 4)
     port = Port()
     assert weight_sender(port).sync(Version(0, 3)) == {}
@@ -135,7 +142,10 @@ class Engine:
     """Takes weights as it should, but for what a case makes wrong."""
 
     def __init__(self, skipped: str = "", claimed: str = "", behind: int = 0) -> None:
-        self.version, self._skipped, self._claimed, self._behind = Version(0, 0), skipped, claimed, behind
+        self.version = Version(0, 0)
+        self._skipped = skipped
+        self._claimed = claimed
+        self._behind = behind
         self._held: dict[str, str] = {"w0": "old", "w1": "old"}
 
     async def hashes(self) -> dict[str, str]:
@@ -148,7 +158,9 @@ class Engine:
         sent = stripe_hashes(weights)
         self._held = self._held | {name: own for name, own in sent.items() if name != self._skipped}
         self.version = replace(version, step=version.step - self._behind)
-        return WeightReceipt(version, self._held | {name: sent[name] for name in sent if name == self._claimed})
+        return WeightReceipt(
+            version, self._held | {name: sent[name] for name in sent if name == self._claimed}
+        )
 
 
 def receive_from(engine: Engine) -> Any:
@@ -156,7 +168,8 @@ def receive_from(engine: Engine) -> Any:
 
 
 def test_a_receiver_asks_the_engine_what_it_holds() -> None:
-    engine, sent = Engine(), stripe_hashes(weights(1, 2))
+    engine = Engine()
+    sent = stripe_hashes(weights(1, 2))
     receive = receive_from(engine)
     assert receive(Version(0, 2), weights(1, 2)) == WeightReceipt(Version(0, 2), sent)
     assert receive(Version(0, 3), None) == WeightReceipt(Version(0, 3), sent, version_only=True)

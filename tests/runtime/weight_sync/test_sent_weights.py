@@ -1,4 +1,5 @@
-"""The weights that are sent to engines are the trainer's, element by element, and those of all ranks that train it."""
+"""The weights that are sent to engines are the trainer's, element by element, and those of all
+ranks that train it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,10 +52,17 @@ def test_the_trainer_s_own_pass(folder: Path, adapter: bool, dtype: torch.dtype,
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize(
     "spoil",
-    [lambda own: own.T.contiguous(), lambda own: own.roll(1, 0), lambda own: own * 0.99, torch.zeros_like],
+    [
+        lambda own: own.T.contiguous(),
+        lambda own: own.roll(1, 0),
+        lambda own: own * 0.99,
+        torch.zeros_like,
+    ],
     ids=["transposed", "rolled", "scaled", "zero"],
 )
-def test_others_are_named(folder: Path, adapter: bool, dtype: torch.dtype, spoil: Callable[[Tensor], Tensor]) -> None:
+def test_others_are_named(
+    folder: Path, adapter: bool, dtype: torch.dtype, spoil: Callable[[Tensor], Tensor]
+) -> None:
     model = trained(folder, adapter)
     weights = sent(model, dtype)
     weights[Q] = spoil(weights[Q])
@@ -77,7 +85,9 @@ def test_an_adapter_that_is_sent_unmerged(folder: Path, dtype: torch.dtype) -> N
     check_sent(list(weights.items()), model, 3, merged=False)
     half = "model.layers.1.self_attn.q_proj.lora_B.default.weight"
     for name, other in ((Q, sent(model, dtype)[Q]), (half, weights[half].roll(1, 0))):
-        with pytest.raises(TrustError, match=rf"version 3 are not the trainer's: {name} \(1 tensors\)"):
+        with pytest.raises(
+            TrustError, match=rf"version 3 are not the trainer's: {name} \(1 tensors\)"
+        ):
             check_sent([*(weights | {name: other}).items()], model, 3, merged=False)
 
 

@@ -29,9 +29,11 @@ class Serving:
     """An engine with weights of its own that is sent those of another model."""
 
     def __init__(self, thread: Any) -> None:
-        self.model, self.source = make_model(seed=0), make_model(seed=1)
+        self.model = make_model(seed=0)
+        self.source = make_model(seed=1)
         self.engine: EmbeddedEngine = make_engine(self.model)
-        self.thread, self.port = thread, StreamedWeights(Waits())
+        self.thread = thread
+        self.port = StreamedWeights(Waits())
         self.detach = self.port.attach(WeightReceiver(self.engine, thread, Waits()))
 
     def sent(self) -> list[tuple[str, Tensor]]:
@@ -94,22 +96,32 @@ def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> N
 
 
 @pytest.mark.parametrize("spoiled", ["sent twice", "unknown", "missing"])
-def test_weights_that_do_not_fit_are_refused_with_the_reason(serving: Serving, spoiled: str) -> None:
+def test_weights_that_do_not_fit_are_refused_with_the_reason(
+    serving: Serving, spoiled: str
+) -> None:
     sent = serving.sent()
-    buckets = {"sent twice": [sent, sent[:1]], "unknown": [[("other", sent[0][1])], sent], "missing": [sent[1:]]}
+    buckets = {
+        "sent twice": [sent, sent[:1]],
+        "unknown": [[("other", sent[0][1])], sent],
+        "missing": [sent[1:]],
+    }
     serving.port.begin(ONE)
-    with pytest.raises(TrustError, match=f"the engine rejected the weights of version 1: .*: {spoiled}"):
+    with pytest.raises(
+        TrustError, match=f"the engine rejected the weights of version 1: .*: {spoiled}"
+    ):
         for bucket in buckets[spoiled]:
             serving.port.put(bucket)
         serving.port.commit(serving.hashes)
 
 
 class Gathers:
-    """An actor whose weights are made one by one, as if gathered from ranks; `most` bytes of them lived at once."""
+    """An actor whose weights are made one by one, as if gathered from ranks; `most` bytes of them
+    lived at once."""
 
     def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
         self.held = self.most = 0
-        self._weights, self._lock = weights, threading.Lock()
+        self._weights = weights
+        self._lock = threading.Lock()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights:
@@ -132,6 +144,10 @@ def test_no_more_is_held_than_a_bucket_and_the_tensors_beside_it(
     whole = sum(tensor.nbytes for _, tensor in serving.sent())
     monkeypatch.setattr(sender, "BUCKET_BYTES", largest)
     actor: Any = Gathers(serving.sent())
-    WeightSender(actor, serving.port, torch.float32, sends=True, canary=None, session=serving.thread).sync(ONE)
+    WeightSender(
+        actor, serving.port, torch.float32, sends=True, canary=None, session=serving.thread
+    ).sync(ONE)
     assert serving.engine.version == ONE and actor.held == 0
-    assert actor.most <= 3 * largest < whole / 2, "one bucket, the tensor that follows it, the last that was copied"
+    assert actor.most <= 3 * largest < whole / 2, (
+        "one bucket, the tensor that follows it, the last that was copied"
+    )

@@ -1,13 +1,19 @@
-"""Estimators without a critic: GRPO (arXiv:2402.03300) and REINFORCE (Williams 1992), and their variants.
+"""Estimators without a critic: GRPO (arXiv:2402.03300) and REINFORCE (Williams 1992), and their
+variants.
 
-- Dr.GRPO (arXiv:2503.20783): no standard deviation, or that of the batch (Liu et al. 2025, arXiv:2508.08221; TRL's
-  `scale_rewards`). CPGD (arXiv:2505.12504) and GSPO (arXiv:2507.18071) use GRPO's advantages with their own losses.
-- GDPO (Liu et al. 2026, arXiv:2601.05242): the parts of the reward are normalised before they are summed.
+- Dr.GRPO (arXiv:2503.20783): no standard deviation, or that of the batch (Liu et al. 2025,
+  arXiv:2508.08221; TRL's `scale_rewards`). CPGD (arXiv:2505.12504) and GSPO (arXiv:2507.18071) use
+  GRPO's advantages with their own losses.
+- GDPO (Liu et al. 2026, arXiv:2601.05242): the parts of the reward are normalised before they are
+  summed.
 - GPG: group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 - Policy gradient for pass@k: only the best response of a group has an advantage (arXiv:2503.19595).
-- GRPO over turns: each turn of an episode is compared with the same turn of the group's other episodes.
-- REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): whitened over the batch, with or without a group baseline.
-- ReMax (Li et al. 2024, arXiv:2310.10505): minus the reward of a greedy response to the same prompt.
+- GRPO over turns: each turn of an episode is compared with the same turn of the group's other
+  episodes.
+- REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): whitened over the batch, with or without a group
+  baseline.
+- ReMax (Li et al. 2024, arXiv:2310.10505): minus the reward of a greedy response to the same
+  prompt.
 - RLOO: REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 - OPO: on-policy RL with an optimal baseline (Hao et al. 2025, arXiv:2505.23585).
 """
@@ -28,20 +34,27 @@ ScaleRewards = Literal["group", "batch", "none"]
 
 
 def grpo_rule(
-    norm_adv_by_std_in_grpo: bool = True, adv_epsilon: float = 1e-6, scale_rewards: ScaleRewards | None = None
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_epsilon: float = 1e-6,
+    scale_rewards: ScaleRewards | None = None,
 ) -> group_estimator_base.GroupRule:
-    """GRPO as a `GroupRule`. scale_rewards: None means "group" or "none", by `norm_adv_by_std_in_grpo`."""
+    """GRPO as a `GroupRule`. scale_rewards: None means "group" or "none", by
+    `norm_adv_by_std_in_grpo`."""
     match scale_rewards or ("group" if norm_adv_by_std_in_grpo else "none"):
         case "group":
             return group_estimator_base.GroupRule(scale="std", epsilon=adv_epsilon)
         case "batch":
-            return group_estimator_base.GroupRule(scale="batch_std", alone="zero", epsilon=adv_epsilon)
+            return group_estimator_base.GroupRule(
+                scale="batch_std", alone="zero", epsilon=adv_epsilon
+            )
         case "none":
             return group_estimator_base.GroupRule()
     raise ValueError(f"scale_rewards '{scale_rewards}' is unknown; choose group, batch or none")
 
 
-def describe_grpo(norm_adv_by_std_in_grpo: bool, adv_epsilon: float, scale_rewards: ScaleRewards | None) -> str:
+def describe_grpo(
+    norm_adv_by_std_in_grpo: bool, adv_epsilon: float, scale_rewards: ScaleRewards | None
+) -> str:
     return str(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards))
 
 
@@ -59,16 +72,22 @@ def compute_grpo_advantage(
 ) -> tuple[Tensor, Tensor]:
     """(reward − mean) / (std + ε) of its group on every policy token; returns are the same.
 
-    The standard deviation is unbiased, of the group's rewards or with `scale_rewards="batch"` of all rewards of the
-    global batch. A group of one keeps its reward, or gets 0 with "batch" (TRL). Raises ValueError for an unknown
-    `scale_rewards`.
+    The standard deviation is unbiased, of the group's rewards or with `scale_rewards="batch"` of
+    all rewards of the global batch. A group of one keeps its reward, or gets 0 with "batch" (TRL).
+    Raises ValueError for an unknown `scale_rewards`.
     """
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards)
-    return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, rule, valid, reduce)
+    return group_estimator_base.advantages_of_rule(
+        token_level_rewards, response_mask, group_index, rule, valid, reduce
+    )
 
 
-compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)
-compute_gspo_advantage = register_adv_est("gspo", scope="global", describe=describe_grpo)(compute_grpo_advantage)
+compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(
+    compute_grpo_advantage
+)
+compute_gspo_advantage = register_adv_est("gspo", scope="global", describe=describe_grpo)(
+    compute_grpo_advantage
+)
 
 
 DEFAULT_DOMAIN = "default"
@@ -77,10 +96,15 @@ Weights = Mapping[str, Mapping[str, float]]
 
 
 def _describe_parts(
-    reward_weights: Weights | None, norm_adv_by_std_in_grpo: bool, adv_epsilon: float, whiten_over: WhitenOver
+    reward_weights: Weights | None,
+    norm_adv_by_std_in_grpo: bool,
+    adv_epsilon: float,
+    whiten_over: WhitenOver,
 ) -> str:
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    return f"Σ weight · ({rule}) over the parts of the reward, whitened over the batch's {whiten_over}"
+    return (
+        f"Σ weight · ({rule}) over the parts of the reward, whitened over the batch's {whiten_over}"
+    )
 
 
 @register_adv_est("gdpo", scope="global", describe=_describe_parts)
@@ -97,29 +121,37 @@ def compute_gdpo_advantage(
     whiten_over: WhitenOver = "tokens",
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ_k weight_k · GRPO's advantage of part k, whitened over the global batch; returns are the same.
+    """Σ_k weight_k · GRPO's advantage of part k, whitened over the global batch; returns are the
+    same.
 
-    reward_parts: unweighted scores of a sample by name; a missing part adds 0 and is excluded from means.
-    reward_weights: by domain (else "default") and name, 1 if missing. Whitening is over the policy's tokens, as in
-    NVIDIA's verl and in verl, or over samples, as in NVIDIA's TRL. The summed rewards, and any KL in them, are not
-    read.
+    reward_parts: unweighted scores of a sample by name; a missing part adds 0 and is excluded from
+    means. reward_weights: by domain (else "default") and name, 1 if missing. Whitening is over the
+    policy's tokens, as in NVIDIA's verl and in verl, or over samples, as in NVIDIA's TRL. The
+    summed rewards, and any KL in them, are not read.
     """
     summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     is_valid = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    by_domain, domains = reward_weights or {}, [DEFAULT_DOMAIN] * len(summed) if domain is None else domain
+    by_domain = reward_weights or {}
+    domains = [DEFAULT_DOMAIN] * len(summed) if domain is None else domain
     weights = [by_domain.get(name) or by_domain.get(DEFAULT_DOMAIN) or {} for name in domains]
     for name in sorted({name for parts in reward_parts for name in parts}):
         scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
         weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
-        has_part = is_valid & torch.tensor([name in parts for parts in reward_parts], device=summed.device)
-        summed = summed + weight * group_estimator_base.group_advantage(scores, group_index, rule, has_part)
+        has_part = is_valid & torch.tensor(
+            [name in parts for parts in reward_parts], device=summed.device
+        )
+        summed = summed + weight * group_estimator_base.group_advantage(
+            scores, group_index, rule, has_part
+        )
     if whiten_over == "samples":
         whitened = masked_whiten(summed, is_valid, reduce)
         advantages = group_estimator_base.on_tokens(whitened, response_mask)
     else:
         spread = summed[:, None].expand(response_mask.shape)
-        advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce)
+        advantages = masked_whiten(
+            spread, group_estimator_base.counted_tokens(response_mask, valid), reduce
+        )
     return advantages, advantages.clone()
 
 
@@ -144,14 +176,17 @@ def compute_gpg_advantage(
 ) -> tuple[Tensor, Tensor]:
     """α · (reward − mean of its group) / f_norm on every policy token; returns are the same.
 
-    The quotient is equation 6 of the paper (ICLR 2026); α = B / (B − M), equations 7 and 8, compensates for the M of B
-    samples with zero advantage, whose group has equal rewards. B and M count valid samples of the
-    global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other than 0, as in verl.
-    A group of one keeps its reward, times α.
+    The quotient is equation 6 of the paper (ICLR 2026); α = B / (B − M), equations 7 and 8,
+    compensates for the M of B samples with zero advantage, whose group has equal rewards. B and M
+    count valid samples of the
+    global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other
+    than 0, as in verl. A group of one keeps its reward, times α.
     """
     scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
     groups = group_estimator_base.Groups(group_index, valid)
-    centred = group_estimator_base.group_advantage(scores, group_index, group_estimator_base.GroupRule(), valid)
+    centred = group_estimator_base.group_advantage(
+        scores, group_index, group_estimator_base.GroupRule(), valid
+    )
     counted = groups.sum(centred != 0) > 0 if alpha_counts == "groups" else scores != 0
     counts = torch.stack([groups.valid.sum(), (groups.valid & counted).sum()]).double()
     num_samples, num_counted = global_sum(counts, reduce).unbind()
@@ -183,18 +218,25 @@ def compute_grpo_passk_advantage(
     If several share the best reward, and in a group of one, all get 0. Returns are the advantages.
     """
     groups = group_estimator_base.Groups(group_index, valid)
-    scores = under_mask(group_estimator_base.sample_scores(token_level_rewards, response_mask), groups.valid)
+    scores = under_mask(
+        group_estimator_base.sample_scores(token_level_rewards, response_mask), groups.valid
+    )
     is_best = groups.valid & (scores == groups.max(scores))
     second = groups.max(torch.where(is_best, -torch.inf, scores))
     is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
     scale = groups.std(scores) + adv_epsilon if norm_adv_by_std_in_grpo else torch.ones_like(scores)
-    advantages = group_estimator_base.on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
+    advantages = group_estimator_base.on_tokens(
+        under_mask((scores - second) / scale, is_only_best), response_mask
+    )
     return advantages, advantages.clone()
 
 
 def _describe_turns(norm_adv_by_std_in_grpo: bool, adv_epsilon: float, turn_discount: float) -> str:
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
-    return f"{rule}, of returns from each turn on (turn_discount {turn_discount:g}), among turns of the same number"
+    return (
+        f"{rule}, of returns from each turn on (turn_discount {turn_discount:g}), among turns of "
+        "the same number"
+    )
 
 
 @register_adv_est("grpo_turns", scope="group", describe=_describe_turns)
@@ -209,10 +251,11 @@ def compute_grpo_turns_advantage(
     adv_epsilon: float = 1e-6,
     turn_discount: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(G_k − mean) / (std + ε) over the turns k of a group's samples, on the tokens of turn k; returns are the same.
+    """(G_k − mean) / (std + ε) over the turns k of a group's samples, on the tokens of turn k;
+    returns are the same.
 
-    G_k = Σ_(j ≥ k) turn_discount^(j−k) r_j, r_j the sum of the rewards on the tokens of turn j. A turn that only one
-    sample has gets 0.
+    G_k = Σ_(j ≥ k) turn_discount^(j−k) r_j, r_j the sum of the rewards on the tokens of turn j. A
+    turn that only one sample has gets 0.
     """
     index = torch.where(group_estimator_base.counted_tokens(response_mask, valid), turn_index, -1)
     returns = group_estimator_base.sum_by_turn(token_level_rewards, index)
@@ -220,24 +263,40 @@ def compute_grpo_turns_advantage(
     for turn in reversed(range(num_turns - 1)):
         returns[:, turn] += turn_discount * returns[:, turn + 1]
     is_there = group_estimator_base.sum_by_turn(torch.ones_like(index), index) > 0
-    peers = torch.as_tensor(group_index)[:, None] * num_turns + torch.arange(num_turns, device=returns.device)
+    peers = torch.as_tensor(group_index)[:, None] * num_turns + torch.arange(
+        num_turns, device=returns.device
+    )
     rule = replace(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon), alone="zero")
-    found = group_estimator_base.group_advantage(returns.flatten(), peers.flatten(), rule, is_there.flatten())
+    found = group_estimator_base.group_advantage(
+        returns.flatten(), peers.flatten(), rule, is_there.flatten()
+    )
     advantages = group_estimator_base.on_turns(found.view_as(returns), index)
     return advantages, advantages.clone()
 
 
 def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Σ γ^k r_(t+k) over the tokens under the mask, float64 `(bs, response_length)`, 0 elsewhere."""
+    """Σ γ^k r_(t+k) over the tokens under the mask, float64 `(bs, response_length)`, 0
+    elsewhere."""
     return under_mask(discounted_sum(under_mask(token_level_rewards, mask), mask, gamma), mask)
 
 
-@register_adv_est("reinforce", scope="sample", describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}")
+@register_adv_est(
+    "reinforce",
+    scope="sample",
+    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}",
+)
 def compute_reinforce_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    valid: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it on undiscounted."""
-    returns = rewards_to_go(token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma)
+    """Reward to go of each policy token; returns are the same. Tokens between the policy's pass it
+    on undiscounted."""
+    returns = rewards_to_go(
+        token_level_rewards, group_estimator_base.counted_tokens(response_mask, valid), gamma
+    )
     return returns, returns.clone()
 
 
@@ -254,7 +313,8 @@ def compute_reinforce_plus_plus_advantage(
     gamma: float = 1.0,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened."""
+    """Rewards to go of the policy's tokens, whitened over the global batch of valid samples;
+    returns are unwhitened."""
     mask = group_estimator_base.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, gamma)
     return masked_whiten(returns, mask, reduce), returns
@@ -273,23 +333,33 @@ def compute_reinforce_plus_plus_baseline_advantage(
     *,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """reward − mean of its group on every policy token, whitened over the tokens of the global batch.
+    """reward − mean of its group on every policy token, whitened over the tokens of the global
+    batch.
 
     Returns are the advantages. A group of one keeps its reward before whitening.
     """
     scores = group_estimator_base.sample_scores(token_level_rewards, response_mask)
-    centred = group_estimator_base.group_advantage(scores, group_index, group_estimator_base.GroupRule(), valid)
+    centred = group_estimator_base.group_advantage(
+        scores, group_index, group_estimator_base.GroupRule(), valid
+    )
     spread = centred[:, None].expand(response_mask.shape)
-    advantages = masked_whiten(spread, group_estimator_base.counted_tokens(response_mask, valid), reduce)
+    advantages = masked_whiten(
+        spread, group_estimator_base.counted_tokens(response_mask, valid), reduce
+    )
     return advantages, advantages.clone()
 
 
-@register_adv_est("remax", scope="sample", describe=lambda: "reward to go − reward of a greedy sample")
+@register_adv_est(
+    "remax", scope="sample", describe=lambda: "reward to go − reward of a greedy sample"
+)
 def compute_remax_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, valid: Tensor | None = None
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    reward_baselines: Tensor,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Undiscounted reward to go − baseline, reward_baselines `(bs,)`, on every policy token; returns are the reward to
-    go."""
+    """Undiscounted reward to go − baseline, reward_baselines `(bs,)`, on every policy token;
+    returns are the reward to go."""
     mask = group_estimator_base.counted_tokens(response_mask, valid)
     returns = rewards_to_go(token_level_rewards, mask, 1.0)
     advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
@@ -301,10 +371,16 @@ RLOO = group_estimator_base.GroupRule(leave_one_out=True, alone="zero")
 
 @register_adv_est("rloo", scope="group", describe=lambda: str(RLOO))
 def compute_rloo_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """reward − mean of the group's other rewards, on every policy token; 0 in a group of one; returns are the same."""
-    return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, RLOO, valid)
+    """reward − mean of the group's other rewards, on every policy token; 0 in a group of one;
+    returns are the same."""
+    return group_estimator_base.advantages_of_rule(
+        token_level_rewards, response_mask, group_index, RLOO, valid
+    )
 
 
 OPO = group_estimator_base.GroupRule(baseline="length_weighted_mean")
@@ -312,10 +388,16 @@ OPO = group_estimator_base.GroupRule(baseline="length_weighted_mean")
 
 @register_adv_est("opo", scope="group", describe=lambda: str(OPO))
 def compute_opo_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """reward − length-weighted mean reward of its group, on every policy token; returns are the same.
+    """reward − length-weighted mean reward of its group, on every policy token; returns are the
+    same.
 
     Lengths count the policy's tokens. A group of one keeps its reward.
     """
-    return group_estimator_base.advantages_of_rule(token_level_rewards, response_mask, group_index, OPO, valid)
+    return group_estimator_base.advantages_of_rule(
+        token_level_rewards, response_mask, group_index, OPO, valid
+    )

@@ -1,8 +1,10 @@
-"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and its backward recursions.
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and its backward
+recursions.
 
-Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead of tokens: a turn's
-value is the one before its first token, its reward the sum over its tokens. Over agents (MARFT, Liao et al. 2025,
-arXiv:2504.16129), tokens are in the order in which the turns of all agents were requested.
+Tokens that are not the policy's pass the running value on. Over turns, the steps are turns instead
+of tokens: a turn's value is the one before its first token, its reward the sum over its tokens.
+Over agents (MARFT, Liao et al. 2025, arXiv:2504.16129), tokens are in the order in which the turns
+of all agents were requested.
 """
 
 from typing import Any
@@ -10,15 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group_estimator_base import counted_tokens, first_tokens, on_turns, sum_by_turn
+from distflow.algorithms.advantages.group_estimator_base import (
+    counted_tokens,
+    first_tokens,
+    on_turns,
+    sum_by_turn,
+)
 from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
 
 def discounted_sum(values: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """y_t = x_t + decay · y_(next token under the mask), float64 `(bs, length)`; elsewhere the running y."""
-    values, keep = values.double(), mask > 0
-    out, running = torch.empty_like(values), values.new_zeros(len(values))
+    """y_t = x_t + decay · y_(next token under the mask), float64 `(bs, length)`; elsewhere the
+    running y."""
+    values = values.double()
+    keep = mask > 0
+    out = torch.empty_like(values)
+    running = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         running = torch.where(keep[:, t], values[:, t] + decay * running, running)
         out[:, t] = running
@@ -26,9 +36,12 @@ def discounted_sum(values: Tensor, mask: Tensor, decay: float) -> Tensor:
 
 
 def next_value(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
-    """The value at the next token under the mask, float64 `(bs, length)`; `after_last` `(bs,)` after the last one."""
-    values, keep = values.double(), mask > 0
-    out, following = torch.empty_like(values), after_last.double()
+    """The value at the next token under the mask, float64 `(bs, length)`; `after_last` `(bs,)`
+    after the last one."""
+    values = values.double()
+    keep = mask > 0
+    out = torch.empty_like(values)
+    following = after_last.double()
     for t in reversed(range(values.shape[1])):
         out[:, t] = following
         following = torch.where(keep[:, t], values[:, t], following)
@@ -37,18 +50,24 @@ def next_value(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
 
 def last_value(values: Tensor, mask: Tensor) -> Tensor:
     """The value at the last token under the mask, float64 `(bs,)`; 0 in a row without one."""
-    values, keep = values.double(), mask > 0
+    values = values.double()
+    keep = mask > 0
     last = values.new_zeros(len(values))
     for t in range(values.shape[1]):
         last = torch.where(keep[:, t], values[:, t], last)
     return last
 
 
-def _describe(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool, over_turns: bool) -> str:
+def _describe(
+    gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool, over_turns: bool
+) -> str:
     end = "the last value" if bootstrap_truncated else "0"
     whitened = ", whitened over the batch" if whiten else ""
     turns = " over turns" if over_turns else ""
-    return f"GAE{turns} with gamma {gamma:g}, lambda {lam:g}, value after a truncated response {end}{whitened}"
+    return (
+        f"GAE{turns} with gamma {gamma:g}, lambda {lam:g}, value after a truncated response "
+        f"{end}{whitened}"
+    )
 
 
 @register_adv_est("gae", scope="global", describe=_describe)
@@ -67,41 +86,54 @@ def compute_gae_advantage(
     over_turns: bool = False,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A + v.
+    """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A
+    + v.
 
-    token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`. Tokens between the
-    policy's pass value and accumulator on. The value after the last token is 0, or with `bootstrap_truncated` the last
-    known value of a truncated response. Advantages are whitened over the global batch of valid samples, unless `whiten`
-    is off. With `over_turns` t counts turns, each with the value before its first token and the sum of its rewards; the
-    tokens of a turn share advantage and return. Raises ValueError if `bootstrap_truncated` is on without the column
-    `truncated`, or `over_turns` without `turn_index`, which workflows write.
+    token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`.
+    Tokens between the policy's pass value and accumulator on. The value after the last token is 0,
+    or with `bootstrap_truncated` the last known value of a truncated response. Advantages are
+    whitened over the global batch of valid samples, unless `whiten` is off. With `over_turns` t
+    counts turns, each with the value before its first token and the sum of its rewards; the tokens
+    of a turn share advantage and return. Raises ValueError if `bootstrap_truncated` is on without
+    the column `truncated`, or `over_turns` without `turn_index`, which workflows write.
     """
     mask = tokens = counted_tokens(response_mask, valid)
-    rewards, values = under_mask(token_level_rewards.double(), mask), under_mask(values.double(), mask)
+    rewards = under_mask(token_level_rewards.double(), mask)
+    values = under_mask(values.double(), mask)
     if over_turns:
         if turn_index is None:
-            raise ValueError("over_turns needs turns: set actor_rollout_ref.rollout.workflow, or disable the option")
+            raise ValueError(
+                "over_turns needs turns: set actor_rollout_ref.rollout.workflow, or disable the "
+                "option"
+            )
         turn_index = torch.where(tokens, turn_index, -1)
         mask = first_tokens(turn_index)
         rewards = on_turns(sum_by_turn(rewards, turn_index), turn_index)
     after_last = values.new_zeros(len(values))
     if bootstrap_truncated:
         if truncated is None:
-            raise ValueError("bootstrap_truncated needs the field 'truncated'; add it, or disable the option")
+            raise ValueError(
+                "bootstrap_truncated needs the field 'truncated'; add it, or disable the option"
+            )
         after_last = torch.where(truncated.bool(), last_value(values, mask), after_last)
     delta = rewards + gamma * next_value(values, mask, after_last) - values
     advantages = under_mask(discounted_sum(delta, mask, gamma * lam), mask)
     returns = under_mask(advantages + values, mask)
     if over_turns:
         assert turn_index is not None
-        advantages, returns = (on_turns(sum_by_turn(each, turn_index), turn_index) for each in (advantages, returns))
+        advantages, returns = (
+            on_turns(sum_by_turn(each, turn_index), turn_index) for each in (advantages, returns)
+        )
     if whiten:
         advantages = masked_whiten(advantages, tokens, reduce)
     return advantages, returns
 
 
 def _describe_agents(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:
-    return f"{_describe(gamma, lam, bootstrap_truncated, whiten, False)}, over agents in the order in which they spoke"
+    return (
+        f"{_describe(gamma, lam, bootstrap_truncated, whiten, False)}, over agents in the order in "
+        "which they spoke"
+    )
 
 
 @register_adv_est("gae_marft", scope="global", describe=_describe_agents)
@@ -119,17 +151,27 @@ def compute_gae_marft_advantage(
     whiten: bool = True,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gae` over the tokens of all agents of an episode: the value after the last token of a turn is the one before the
-    next speaker's first token. Turns requested at once are in the order of the agents.
+    """`gae` over the tokens of all agents of an episode: the value after the last token of a turn
+    is the one before the next speaker's first token. Turns requested at once are in the order of
+    the agents.
 
-    turn_order: `(bs, response_length)`, the place of each token's turn. Raises ValueError as `gae` does.
+    turn_order: `(bs, response_length)`, the place of each token's turn. Raises ValueError as `gae`
+    does.
     """
     length = response_mask.shape[1]
     places = torch.arange(length, device=response_mask.device)
-    turns = torch.where(response_mask > 0, turn_order, length)  # tokens that no policy wrote come last
+    # tokens that no policy wrote come last
+    turns = torch.where(response_mask > 0, turn_order, length)
     order = (turns * length + places).argsort(dim=1)
-    rewards, mask, values = (each.gather(1, order) for each in (token_level_rewards, response_mask, values))
-    options: dict[str, Any] = {"gamma": gamma, "lam": lam, "bootstrap_truncated": bootstrap_truncated, "whiten": whiten}
+    rewards, mask, values = (
+        each.gather(1, order) for each in (token_level_rewards, response_mask, values)
+    )
+    options: dict[str, Any] = {
+        "gamma": gamma,
+        "lam": lam,
+        "bootstrap_truncated": bootstrap_truncated,
+        "whiten": whiten,
+    }
     found = compute_gae_advantage(rewards, mask, values, valid, truncated, reduce=reduce, **options)
     back = order.argsort(dim=1)
     return found[0].gather(1, back), found[1].gather(1, back)

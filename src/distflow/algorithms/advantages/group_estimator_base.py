@@ -16,10 +16,10 @@ from distflow.algorithms.masked_reductions import Reduce, masked_var, under_mask
 class GroupRule:
     """The choice of baseline and scale.
 
-    baseline: the mean reward of the group, plain or weighted by response lengths. leave_one_out: exclude a sample's own
-    reward from its baseline. scale: divide by the unbiased standard deviation of the group or the whole batch, plus
-    `epsilon`, or not at all. alone: the advantage in a group of one valid sample: its reward over (1 + epsilon if
-    scaled), or zero.
+    baseline: the mean reward of the group, plain or weighted by response lengths. leave_one_out:
+    exclude a sample's own reward from its baseline. scale: divide by the unbiased standard
+    deviation of the group or the whole batch, plus `epsilon`, or not at all. alone: the advantage
+    in a group of one valid sample: its reward over (1 + epsilon if scaled), or zero.
     """
 
     baseline: Literal["mean", "length_weighted_mean"] = "mean"
@@ -34,11 +34,15 @@ class GroupRule:
         difference = f"reward − {mean} of {baseline_of}"
         if self.scale == "none":
             return difference
-        return f"({difference}) / (std of {'its group' if self.scale == 'std' else 'the batch'} + {self.epsilon:g})"
+        return (
+            f"({difference}) / (std of {'its group' if self.scale == 'std' else 'the batch'} + "
+            f"{self.epsilon:g})"
+        )
 
 
 class Groups:
-    """Samples by group, and sums over the valid ones. Every method returns one float64 value per sample, `(bs,)`."""
+    """Samples by group, and sums over the valid ones. Every method returns one float64 value per
+    sample, `(bs,)`."""
 
     def __init__(self, group_index: Tensor, valid: Tensor | None) -> None:
         index = torch.as_tensor(group_index)
@@ -53,7 +57,9 @@ class Groups:
 
     def max(self, values: Tensor) -> Tensor:
         """The maximum; −inf in a group without a valid sample."""
-        lowest = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
+        lowest = torch.full(
+            (self.num_groups,), -torch.inf, dtype=torch.float64, device=values.device
+        )
         inside = torch.where(self.valid, values.double(), -torch.inf)
         return lowest.scatter_reduce(0, self.group, inside, "amax")[self.group]
 
@@ -62,13 +68,14 @@ class Groups:
         return self.max(values) == -self.max(-values)
 
     def near_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(values − m, m), m being their mean up to its rounding; 0 for invalid samples. Differences of large values
-        are exact, the mean of which is not."""
+        """(values − m, m), m being their mean up to its rounding; 0 for invalid samples.
+        Differences of large values are exact, the mean of which is not."""
         mean = self.sum(values) / self.size.clamp(min=1)
         return under_mask(values.double() - mean, self.valid), mean
 
     def std(self, values: Tensor) -> Tensor:
-        """The unbiased standard deviation; 0 in a group of one, and exactly 0 if all values are equal."""
+        """The unbiased standard deviation; 0 in a group of one, and exactly 0 if all values are
+        equal."""
         near, _ = self.near_mean(self.near_mean(values)[0])
         variance = self.sum(near**2) / (self.size - 1).clamp(min=1)
         return torch.where(self.all_equal(values), torch.zeros_like(variance), variance.sqrt())
@@ -82,10 +89,12 @@ def group_advantage(
     lengths: Tensor | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """One advantage per sample, float64 `(bs,)`; exactly 0 if a group's rewards are equal, and for invalid samples.
+    """One advantage per sample, float64 `(bs,)`; exactly 0 if a group's rewards are equal, and for
+    invalid samples.
 
-    scores, group_index, valid: `(bs,)`. lengths: tokens of each response, for `length_weighted_mean`. reduce: over the
-    ranks, for `batch_std`. Means and standard deviations exclude invalid samples.
+    scores, group_index, valid: `(bs,)`. lengths: tokens of each response, for
+    `length_weighted_mean`. reduce: over the ranks, for `batch_std`. Means and standard deviations
+    exclude invalid samples.
     """
     groups = Groups(group_index, valid)
     scores = under_mask(scores.double(), groups.valid)
@@ -94,16 +103,22 @@ def group_advantage(
     if rule.baseline == "length_weighted_mean":
         assert lengths is not None
         weights = lengths.double()
-    total, weight = groups.sum(weights * near), groups.sum(weights)
+    total = groups.sum(weights * near)
+    weight = groups.sum(weights)
     if rule.leave_one_out:
-        total, weight = total - weights * near, weight - weights
-    baseline = torch.where(weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), -middle)
+        total = total - weights * near
+        weight = weight - weights
+    baseline = torch.where(
+        weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), -middle
+    )
     scale = torch.ones_like(scores)
     if rule.scale == "std":
         scale = groups.std(scores) + rule.epsilon
     elif rule.scale == "batch_std":
         scale = masked_var(scores, groups.valid, reduce).sqrt() + rule.epsilon
-    advantage = torch.where(groups.all_equal(scores), torch.zeros_like(scores), (near - baseline) / scale)
+    advantage = torch.where(
+        groups.all_equal(scores), torch.zeros_like(scores), (near - baseline) / scale
+    )
     alone = scores / (1.0 + rule.epsilon if rule.scale == "std" else 1.0)
     if rule.alone == "zero":
         alone = torch.zeros_like(scores)
@@ -118,9 +133,13 @@ def advantages_of_rule(
     valid: Tensor | None,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns): both are the rule's advantage of each sample, on all of its policy tokens."""
-    scores, lengths = sample_scores(token_level_rewards, response_mask), (response_mask > 0).sum(dim=-1)
-    advantages = on_tokens(group_advantage(scores, group_index, rule, valid, lengths, reduce), response_mask)
+    """(advantages, returns): both are the rule's advantage of each sample, on all of its policy
+    tokens."""
+    scores = sample_scores(token_level_rewards, response_mask)
+    lengths = (response_mask > 0).sum(dim=-1)
+    advantages = on_tokens(
+        group_advantage(scores, group_index, rule, valid, lengths, reduce), response_mask
+    )
     return advantages, advantages.clone()
 
 
@@ -136,14 +155,16 @@ def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
-    """One value per sample `(bs,)` on the last of its policy tokens, float64 `(bs, response_length)`, 0 elsewhere."""
+    """One value per sample `(bs,)` on the last of its policy tokens, float64
+    `(bs, response_length)`, 0 elsewhere."""
     keep = response_mask > 0
     is_last = keep & (keep.flip(-1).cumsum(dim=-1).flip(-1) == 1)
     return on_tokens(values, is_last)
 
 
 def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
-    """One value per sample `(bs,)` spread over its policy tokens, float64 `(bs, response_length)`, 0 elsewhere."""
+    """One value per sample `(bs,)` spread over its policy tokens, float64 `(bs, response_length)`,
+    0 elsewhere."""
     return under_mask(advantage.double()[:, None].expand(response_mask.shape), response_mask)
 
 
@@ -154,17 +175,20 @@ def sum_by_turn(values: Tensor, turn_index: Tensor) -> Tensor:
     """
     num_turns = int(turn_index.max()) + 1 if turn_index.numel() else 0
     sums = torch.zeros(len(values), max(num_turns, 1), dtype=torch.float64, device=values.device)
-    return sums.scatter_add_(1, turn_index.clamp(min=0), under_mask(values.double(), turn_index >= 0))
+    return sums.scatter_add_(
+        1, turn_index.clamp(min=0), under_mask(values.double(), turn_index >= 0)
+    )
 
 
 def on_turns(values: Tensor, turn_index: Tensor) -> Tensor:
-    """The value of each turn `(bs, turns)` on its tokens, `(bs, response_length)`; 0 outside turns."""
+    """The value of each turn `(bs, turns)` on its tokens, `(bs, response_length)`; 0 outside
+    turns."""
     return under_mask(values.gather(1, turn_index.clamp(min=0)), turn_index >= 0)
 
 
 def action_index(turn_index: Tensor, dim: int) -> Tensor:
-    """The number of each token's action in its sample, `(bs, response_length)`: an action is `dim` tokens of a turn, or
-    what is left of it at its end; -1 outside turns."""
+    """The number of each token's action in its sample, `(bs, response_length)`: an action is `dim`
+    tokens of a turn, or what is left of it at its end; -1 outside turns."""
     places = torch.arange(turn_index.shape[1], device=turn_index.device).expand_as(turn_index)
     rank = places - torch.where(first_tokens(turn_index), places, 0).cummax(dim=1).values
     begins = (turn_index >= 0) & (rank % dim == 0)
@@ -172,6 +196,7 @@ def action_index(turn_index: Tensor, dim: int) -> Tensor:
 
 
 def first_tokens(turn_index: Tensor) -> Tensor:
-    """bool `(bs, response_length)`: the first token of each turn; a turn's tokens share its index."""
+    """bool `(bs, response_length)`: the first token of each turn; a turn's tokens share its
+    index."""
     earlier = torch.nn.functional.pad(turn_index, (1, 0), value=-1).cummax(dim=1).values[:, :-1]
     return turn_index > earlier

@@ -1,1 +1,2 @@
-"""The checks of an audited step against references: formulas, models, functions called again and files read again."""
+"""The checks of an audited step against references: formulas, models, functions called again and
+files read again."""

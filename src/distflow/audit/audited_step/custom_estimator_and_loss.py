@@ -1,4 +1,5 @@
-"""Check: a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart."""
+"""Check: a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps
+groups apart."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,9 @@ from distflow.audit.recorded_step import RecordedStep
 from distflow.data.batch import Batch
 from distflow.import_target import innermost, shown_name
 
-GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
+GARBAGE = 1e3
+WIDTH = 3
+LIMIT = 1e-4
 Arguments = tuple[Sequence[object], Mapping[str, object]]
 """Positional and keyword arguments."""
 Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
@@ -23,14 +26,17 @@ Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 @check(
     "user_code",
-    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps groups apart unless "
+    "a user's estimator or loss gives finite numbers, reads nothing outside the mask, and keeps "
+    "groups apart unless "
     "its scope is global; a failure is a warning, and the run continues",
     needs="a deterministic function with a supported signature",
     limit=f"{LIMIT:g}",
 )
 def audit_custom_functions(recorded: RecordedStep) -> str | None:
-    """Findings are warnings, and the run continues: a user may have reasons to break these rules."""
-    estimator, losses = _estimator(recorded), _losses(recorded)
+    """Findings are warnings, and the run continues: a user may have reasons to break these
+    rules."""
+    estimator = _estimator(recorded)
+    losses = _losses(recorded)
     if estimator is None and losses is None:
         return NOT_APPLICABLE
     findings = [*(estimator or ()), *(losses or ())]
@@ -45,22 +51,28 @@ def _estimator(recorded: RecordedStep) -> list[str] | None:
     if inputs is None:
         return None
     fn, positional, keyword = inputs
-    name, mask = f"the estimator {shown_name(innermost(fn))}", recorded.batch["response_mask"]
+    name = f"the estimator {shown_name(innermost(fn))}"
+    mask = recorded.batch["response_mask"]
 
     def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
         return _tensors(fn(*positional, **keyword), mask)
 
-    found = _examine(name, call, (positional, keyword), mask, "advantages", [*inspect.signature(fn).parameters])
+    found = _examine(
+        name, call, (positional, keyword), mask, "advantages", [*inspect.signature(fn).parameters]
+    )
     if "random" not in found and _mixes_groups(recorded):
         found["groups"] = (
-            f"{name} mixes groups: for one group alone it gives different advantages than in the batch. "
+            f"{name} mixes groups: for one group alone it gives different advantages than in the "
+            "batch. "
             'If that is intended, register it with scope="global"'
         )
     return list(found.values())
 
 
 def _mixes_groups(recorded: RecordedStep) -> bool:
-    node = next(node for node in recorded.run.pipeline.nodes if "advantages" in node.contract.writes)
+    node = next(
+        node for node in recorded.run.pipeline.nodes if "advantages" in node.contract.writes
+    )
     groups = recorded.batch["group_index"].tolist()
     if node.contract.scope == "global" or len(set(groups)) < 2:
         return False
@@ -71,7 +83,8 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
         fn, positional, keyword = inputs
         return _tensors(fn(*positional, **keyword), batch["response_mask"])
 
-    longest = groups[int(recorded.batch.lengths("response").argmax())]  # alone it is as wide as the batch
+    # alone it is as wide as the batch
+    longest = groups[int(recorded.batch.lengths("response").argmax())]
     rows = [row for row, group in enumerate(groups) if group == longest]
     alone = recorded.batch.select(rows)
     together = tuple(tensor[rows] for tensor in advantages(recorded.batch))
@@ -80,24 +93,35 @@ def _mixes_groups(recorded: RecordedStep) -> bool:
 
 def _losses(recorded: RecordedStep) -> list[str] | None:
     """Findings about the user's losses; None if there is none."""
-    updates = [update for update in recorded.updates_of("actor") if update.micros]  # an empty update has none
+    # an empty update has none
+    updates = [update for update in recorded.updates_of("actor") if update.micros]
     objective = updates[0].loss if updates else None
     if not isinstance(objective, PolicyObjective):
         return None
-    parts, others = [(None, objective), *objective.domains.items()], [*objective.domains]
+    parts = [(None, objective), *objective.domains.items()]
+    others = [*objective.domains]
     found = [_loss(updates[0], part, domain, others) for domain, part in parts]
-    return None if all(each is None for each in found) else [finding for each in found for finding in each or ()]
+    return (
+        None
+        if all(each is None for each in found)
+        else [finding for each in found for finding in each or ()]
+    )
 
 
-def _loss(update: UpdateRecord, objective: PolicyObjective, domain: str | None, others: list[str]) -> list[str] | None:
+def _loss(
+    update: UpdateRecord, objective: PolicyObjective, domain: str | None, others: list[str]
+) -> list[str] | None:
     """Findings about the user's loss of a domain, None for the rows of all domains but `others`."""
     fn: Callable[..., Any] = objective.policy_loss.fn
-    loss, micro = objective.policy_loss, update.micros[0]
+    loss = objective.policy_loss
+    micro = update.micros[0]
     if is_builtin(fn):
         return None
     if objective.scalar_loss is not None:
         return _scalar_loss(objective.scalar_loss)
-    name, uids, whole = f"the loss '{loss.name}'", update.uids, update.batch
+    name = f"the loss '{loss.name}'"
+    uids = update.uids
+    whole = update.batch
     batch = whole.select([uids.index(uid) for uid in micro.uids])
     mask = batch["loss_mask"]
     if others:
@@ -121,34 +145,50 @@ def _loss(update: UpdateRecord, objective: PolicyObjective, domain: str | None, 
         return list(found.values())
     if bool(((batch["loss_mask"] == 0) & (gradient != 0)).any()):
         found["gradient"] = f"{name} sends a gradient to tokens outside the mask"
-    if "advantages" in batch and not bool((gradient * mask).any()) and bool((batch["advantages"] * mask).any()):
+    if (
+        "advantages" in batch
+        and not bool((gradient * mask).any())
+        and bool((batch["advantages"] * mask).any())
+    ):
         found["no gradient"] = f"{name} sends no gradient to any token, though advantages are not 0"
     return list(found.values())
 
 
 def _scalar_loss(adapter: ScalarLossAdapter) -> list[str] | None:
-    """Findings about a loss with verl's signature, which returns a single number; None if it was never called."""
+    """Findings about a loss with verl's signature, which returns a single number; None if it was
+    never called."""
     if adapter.uses_agg_loss is None:
         return None
     if adapter.uses_agg_loss:
         return []
     return [
-        f"the loss '{adapter.loss.name}' does not aggregate with distflow.algorithms.agg_loss: micro-batches are "
+        f"the loss '{adapter.loss.name}' does not aggregate with distflow.algorithms.agg_loss: "
+        "micro-batches are "
         "weighted by their tokens, so the loss may depend on how a mini-batch is split"
     ]
 
 
 def _examine(
-    name: str, call: Call, arguments: Arguments, mask: Tensor, result: str, parameters: Sequence[str] = ()
+    name: str,
+    call: Call,
+    arguments: Arguments,
+    mask: Tensor,
+    result: str,
+    parameters: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Findings by kind that apply to any function. call: returns tensors under the mask. result: for messages.
-    parameters: the names of positional arguments."""
+    """Findings by kind that apply to any function. call: returns tensors under the mask. result:
+    for messages. parameters: the names of positional arguments."""
     positional, keyword = first = _cloned(arguments)
-    found, findings = call(*first), dict[str, str]()
+    found = call(*first)
+    findings = dict[str, str]()
     named = {**dict(zip(parameters, positional, strict=False)), **keyword}
-    if changed := [name for name, value in named.items() if isinstance(value, Tensor) and value._version]:
+    if changed := [
+        name for name, value in named.items() if isinstance(value, Tensor) and value._version
+    ]:
         what = "changes its argument " + ", ".join(changed) + " in place"
-        findings["in place"] = f"{name} {what}: other functions may get the changed numbers. Change a clone"
+        findings["in place"] = (
+            f"{name} {what}: other functions may get the changed numbers. Change a clone"
+        )
     if not all(bool(tensor[:, : mask.shape[1]][mask > 0].isfinite().all()) for tensor in found):
         findings["not finite"] = f"{name} gives non-finite numbers on tokens of the policy"
     if not _equal(found, call(*_cloned(arguments))):
@@ -156,8 +196,10 @@ def _examine(
         findings["random"] = f"{name} is not deterministic: {what}; it cannot be audited"
     elif not _equal(found, _widened(call, arguments, mask)):
         findings["outside"] = (
-            f"{name} reads outside the mask: with other numbers after the responses' last tokens it gives different "
-            f"{result}. These numbers depend on which samples share the batch; multiply by the mask before summing"
+            f"{name} reads outside the mask: with other numbers after the responses' last tokens "
+            "it gives different "
+            f"{result}. These numbers depend on which samples share the batch; multiply by the "
+            "mask before summing"
         )
     return findings
 
@@ -165,11 +207,14 @@ def _examine(
 def _cloned(arguments: Arguments) -> Arguments:
     positional, keyword = arguments
     clone = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
-    return [clone(value) for value in positional], {name: clone(value) for name, value in keyword.items()}
+    return [clone(value) for value in positional], {
+        name: clone(value) for name, value in keyword.items()
+    }
 
 
 def _widened(call: Call, arguments: Arguments, mask: Tensor) -> tuple[Tensor, ...]:
-    """The result of the call with garbage outside the mask and in extra columns, cut to the old width."""
+    """The result of the call with garbage outside the mask and in extra columns, cut to the old
+    width."""
 
     def spoil(value: object, is_mask: bool) -> object:
         if not isinstance(value, Tensor) or value.shape != mask.shape:
@@ -200,10 +245,16 @@ def _tensors(output: object, mask: Tensor) -> tuple[Tensor, ...]:
     tensors = tuple(value for value in values if isinstance(value, Tensor) and value.dim() == 2)
     if not tensors:
         raise ValueError("it returned no tensor (bs, response_length)")
-    inside = [torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) > 0 for tensor in tensors]
+    inside = [
+        torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1])) > 0
+        for tensor in tensors
+    ]
     return tuple(torch.where(own, tensor, 0) for own, tensor in zip(inside, tensors, strict=True))
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     pairs = zip(one, other, strict=True)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=LIMIT, atol=LIMIT, equal_nan=True) for a, b in pairs)
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=LIMIT, atol=LIMIT, equal_nan=True)
+        for a, b in pairs
+    )

@@ -1,5 +1,5 @@
-"""Checks: correction weights are the trainer's probability over the engine's; the loss is the sum of its terms, and its
-gradient with respect to each token's log-prob matches the formula."""
+"""Checks: correction weights are the trainer's probability over the engine's; the loss is the sum
+of its terms, and its gradient with respect to each token's log-prob matches the formula."""
 
 import hashlib
 import math
@@ -25,7 +25,15 @@ from distflow.audit.audited_step.policy_loss_formulas import (
 )
 from distflow.audit.audited_step.token_level_rewards import kl
 from distflow.audit.audited_step.updates import check_micro_batches
-from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tokens, doubles, is_builtin
+from distflow.audit.check import (
+    NOT_APPLICABLE,
+    Sample,
+    Wrong,
+    check,
+    check_tokens,
+    doubles,
+    is_builtin,
+)
 from distflow.audit.model_forward import PlainScores
 from distflow.audit.record_groups_and_updates import UpdateRecord, units_of
 from distflow.audit.recorded_step import RecordedStep, own_tokens
@@ -34,9 +42,12 @@ from distflow.config.derived_settings import config_of, is_rl, own_losses, reads
 from distflow.data.batch import repeated
 from distflow.import_target import own_name
 
-LIMIT, FLOOR, KINK = 5e-4, 2e-5, 1e-5
+LIMIT = 5e-4
+FLOOR = 2e-5
+KINK = 1e-5
 CORRECTION_LIMIT = 1e-4
-EXACT, ROUNDED = 1e-3, 0.15
+EXACT = 1e-3
+ROUNDED = 0.15
 """Largest mean difference between the loss's inputs and the outputs of the policy's own forward."""
 MOST_TOKENS = 2**18
 COLUMNS = (
@@ -46,8 +57,8 @@ COLUMNS = (
 Outputs = Mapping[str, Tensor]
 Total = Callable[["MiniBatch", Outputs], Tensor]
 Shares = dict[str, tuple[float, float]]
-"""By metric, the lowest and the highest share that this rank may have of it; rounding may decide what counts. Under "",
-the number of tokens of which it is."""
+"""By metric, the lowest and the highest share that this rank may have of it; rounding may decide
+what counts. Under "", the number of tokens of which it is."""
 Measured = dict[tuple[str, int], Shares]
 """By role and number of the update."""
 
@@ -56,8 +67,9 @@ Measured = dict[tuple[str, int], Shares]
 class MiniBatch:
     """All recorded response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
 
-    totals: of the whole mini-batch, see `UpdateRecord`. outputs: of the model. gradients: with respect to these.
-    columns: as the nodes wrote them. counted: tokens under the loss mask. sample: each token's index in `samples`.
+    totals: of the whole mini-batch, see `UpdateRecord`. outputs: of the model. gradients: with
+    respect to these. columns: as the nodes wrote them. counted: tokens under the loss mask. sample:
+    each token's index in `samples`.
     """
 
     samples: Sequence[Sample]
@@ -71,7 +83,8 @@ class MiniBatch:
 
 @check(
     "correction",
-    "importance weights are the ratio of the trainer's to the engine's probability, of the token, the sequence or "
+    "importance weights are the ratio of the trainer's to the engine's probability, of the token, "
+    "the sequence or "
     "its geometric mean, truncated or masked as configured",
     needs="one rank, if weights are divided by their mean",
     limit=f"{CORRECTION_LIMIT:g} relative",
@@ -83,14 +96,24 @@ def audit_correction(recorded: RecordedStep) -> str | None:
     if not recorded.is_ours("rollout_is_weights"):
         return "a user's node writes the weights"
     if settings.rollout_is_batch_normalize and not (recorded := recorded.everyone).is_whole:
-        return "the mean of the weights needs all samples of the step, which are too many to send to all ranks"
+        return (
+            "the mean of the weights needs all samples of the step, which are too many to send to "
+            "all ranks"
+        )
     own = "prox_log_probs" if "prox_log_probs" in recorded.batch else "old_log_probs"
-    level, threshold = settings.rollout_is or "token", settings.rollout_is_threshold
+    level = settings.rollout_is or "token"
+    threshold = settings.rollout_is_threshold
     gaps = [_gap(sample, own, level) for sample in recorded.samples]
     mean = 1.0
     if settings.rollout_is_batch_normalize:  # over tokens, or over sequences
-        weights = [importance_weights(gap, threshold)[counted] for gap, counted in gaps if bool(counted.any())]
-        drawn = torch.cat(weights if level == "token" else [each[:1] for each in weights] or [torch.ones(1)])
+        weights = [
+            importance_weights(gap, threshold)[counted]
+            for gap, counted in gaps
+            if bool(counted.any())
+        ]
+        drawn = torch.cat(
+            weights if level == "token" else [each[:1] for each in weights] or [torch.ones(1)]
+        )
         mean = float(drawn.mean()) if float(drawn.mean()) > 1e-8 else 1.0
     for sample, (gap, counted) in zip(recorded.samples, gaps, strict=True):
         expected = importance_weights(gap, threshold) * counted / mean
@@ -98,7 +121,9 @@ def audit_correction(recorded: RecordedStep) -> str | None:
         # At a bound of the band the result depends on rounding.
         bounds = threshold if isinstance(threshold, tuple) else (threshold,)
         near = torch.stack([(raw - bound).abs() < CORRECTION_LIMIT for bound in bounds]).any(0)
-        wrong = ((doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw) & ~near
+        wrong = (
+            (doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw
+        ) & ~near
         reason = f", the trainer's probability over the engine's, by {level} and with its threshold"
         check_tokens(sample, "rollout_is_weights", expected, wrong, reason)
     return None
@@ -116,8 +141,10 @@ def _gap(sample: Sample, own: str, level: str) -> tuple[Tensor, Tensor]:
 
 @check(
     "loss",
-    "the loss of each mini-batch is the sum of its terms, and its gradient with respect to each token's "
-    "log-prob, entropy and value follows the configured formulas (mask, sign, mean, coefficient, clip)",
+    "the loss of each mini-batch is the sum of its terms, and its gradient with respect to each "
+    "token's "
+    "log-prob, entropy and value follows the configured formulas (mask, sign, mean, coefficient, "
+    "clip)",
     needs="a built-in loss, or one that was registered with a formula",
     limit=f"{LIMIT:g} relative",
 )
@@ -149,56 +176,78 @@ def _audit_updates(recorded: RecordedStep, measured: Measured) -> str | None:
         if update.role != "critic":
             steps = recorded.updates_of(update.role)
             num_taken = sum(not step.metrics.get("empty") for step in steps)
-            is_missing = bool(batch.samples) and "old_log_probs" not in batch.columns  # a rank may have no sample of it
+            # a rank may have no sample of it
+            is_missing = bool(batch.samples) and "old_log_probs" not in batch.columns
             if num_taken > 1 and recorded.is_written("old_log_probs") and is_missing:
                 raise Wrong(
-                    f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 in all of them: "
+                    f"the policy took {num_taken} optimizer steps, but its ratio is taken to be 1 "
+                    "in all of them: "
                     "nothing computed old_log_probs before the first"
                 )
-            _same_outputs(recorded, update.role, batch, update.plain or (recorded.plain if update is steps[0] else {}))
+            _same_outputs(
+                recorded,
+                update.role,
+                batch,
+                update.plain or (recorded.plain if update is steps[0] else {}),
+            )
         total = _formula(recorded, update)
         if isinstance(total, str):
             why_not = total
             continue
         _check_update(update, batch, total)
-        number = next(i for i, each in enumerate(recorded.updates_of(update.role)) if each is update)
+        number = next(
+            i for i, each in enumerate(recorded.updates_of(update.role)) if each is update
+        )
         measured[update.role, number] = _shares_of_metrics(recorded, update, batch)
         seen += 1
     return why_not if seen or why_not else "the update was skipped"
 
 
 def audit_value_clips(recorded: RecordedStep) -> str | None:
-    """In every watched update of the critic, tokens have no gradient only if they are outside the mask, or if their
-    value is farther from the old one than the clip allows."""
+    """In every watched update of the critic, tokens have no gradient only if they are outside the
+    mask, or if their value is farther from the old one than the clip allows."""
     reach = recorded.config.critic.cliprange_value
     taken = [update for update in recorded.updates if not update.metrics.get("skipped")]
     for micro in (micro for update in taken for micro in update.micros):
         if (batch := micro.batch) is None or "values" not in micro.gradients:
             continue
-        values, gradient = micro.outputs["values"], micro.gradients["values"]
-        counted, old = batch["loss_mask"] > 0, batch["values"]
+        values = micro.outputs["values"]
+        gradient = micro.gradients["values"]
+        counted = batch["loss_mask"] > 0
+        old = batch["values"]
         inside = (values - old).abs() < reach * (1 - LIMIT)
         wrong = (gradient != 0) & ~counted
         wrong |= (gradient == 0) & counted & inside & ((values - batch["returns"]).abs() > LIMIT)
         if bool(wrong.any()):
             row, token = (int(place) for place in wrong.nonzero()[0])
             raise Wrong(
-                f"the gradient of the critic's loss is {float(gradient[row, token]):.4g} at token {token} of sample "
+                f"the gradient of the critic's loss is {float(gradient[row, token]):.4g} at token "
+                f"{token} of sample "
                 f"{micro.uids[row]}, whose value moved from {float(old[row, token]):.4g} to "
-                f"{float(values[row, token]):.4g} towards {float(batch['returns'][row, token]):.4g}, with "
-                f"critic.cliprange_value={reach:g}: another clip than in the config, or another mask"
+                f"{float(values[row, token]):.4g} towards "
+                f"{float(batch['returns'][row, token]):.4g}, with "
+                f"critic.cliprange_value={reach:g}: another clip than in the config, or another "
+                "mask"
             )
     return None
 
 
 def _check_selection(recorded: RecordedStep) -> None:
-    """Check that Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over the step."""
-    actor, samples = recorded.config.actor_rollout_ref.actor, recorded.samples
-    if not samples or "selected_tokens" not in recorded.batch or not recorded.is_ours("selected_tokens"):
+    """Check that Clip-Cov and KL-Cov select tokens by the covariance of advantage and log-prob over
+    the step."""
+    actor = recorded.config.actor_rollout_ref.actor
+    samples = recorded.samples
+    if (
+        not samples
+        or "selected_tokens" not in recorded.batch
+        or not recorded.is_ours("selected_tokens")
+    ):
         return
     counted = torch.cat([sample["loss_mask"] > 0 for sample in samples])
     names = ("selected_tokens", "advantages", "old_log_probs")
-    selected, *parts = (torch.cat([doubles(sample[name]) for sample in samples])[counted] for name in names)
+    selected, *parts = (
+        torch.cat([doubles(sample[name]) for sample in samples])[counted] for name in names
+    )
     covariance = torch.stack([part - part.mean() for part in parts]).prod(0)
     if not len(selected) or not bool(covariance.isfinite().all()):
         return
@@ -206,7 +255,8 @@ def _check_selection(recorded: RecordedStep) -> None:
     allowed, count = to_select(actor.policy_loss, covariance, draws, actor.policy_loss_kwargs)
     if int(selected.sum()) != count or bool((selected > 0)[~allowed].any()):
         raise Wrong(
-            f"{actor.policy_loss} must select {count} of the step's {len(selected)} tokens, of {int(allowed.sum())} "
+            f"{actor.policy_loss} must select {count} of the step's {len(selected)} tokens, of "
+            f"{int(allowed.sum())} "
             f"with such a covariance (and random number), but selected {int(selected.sum())}, "
             f"{int((selected > 0)[~allowed].sum())} of them others"
         )
@@ -214,8 +264,12 @@ def _check_selection(recorded: RecordedStep) -> None:
 
 def _drawn_numbers(sample: Sample) -> Tensor:
     """A random integer for each response token, from the sample's uid and the token's position."""
-    key = int.from_bytes(hashlib.blake2b(str(sample["uid"]).encode(), digest_size=8).digest(), "little")
-    return torch.from_numpy((np.random.Philox(key=key).random_raw(len(sample["loss_mask"])) >> 11).astype(np.int64))
+    key = int.from_bytes(
+        hashlib.blake2b(str(sample["uid"]).encode(), digest_size=8).digest(), "little"
+    )
+    return torch.from_numpy(
+        (np.random.Philox(key=key).random_raw(len(sample["loss_mask"])) >> 11).astype(np.int64)
+    )
 
 
 def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
@@ -226,7 +280,9 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
     if reads_pairs(config):
         return _pair_loss if update.is_whole else "single texts were recorded, not pairs"
     if not is_rl(config):
-        return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
+        return lambda batch, outputs: aggregate(
+            -outputs["log_probs"][batch.counted], batch, "token-mean", 1.0
+        )
     if not isinstance(update.loss, PolicyObjective):
         return "the objective is the user's"
     formulas = dict[str | None, Formula]()
@@ -236,7 +292,8 @@ def _formula(recorded: RecordedStep, update: UpdateRecord) -> Total | str:
         formula = FORMULAS.get(name) if is_builtin(loss.fn) else loss.formula
         if formula is None:
             return (
-                f"the loss '{own_name(name)}' has no formula: register_policy_loss(NAME, formula=...) accepts a "
+                f"the loss '{own_name(name)}' has no formula: register_policy_loss(NAME, "
+                "formula=...) accepts a "
                 "second implementation, (tokens, options) -> loss of each token"
             )
         formulas[domain] = formula
@@ -249,7 +306,9 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     loss, expected = _derived(total, batch, 0.0)
     sides = [(loss, expected)] * 2
     wrong = _wrong(update, batch, loss, expected, sides)
-    if wrong:  # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be right.
+    # If the formula has a kink or jumps within rounding of a token's log-prob, either side may be
+    # right.
+    if wrong:
         sides = [_derived(total, batch, KINK), _derived(total, batch, -KINK)]
         wrong = _wrong(update, batch, loss, expected, sides)
     for name, places in wrong.items():
@@ -258,73 +317,114 @@ def _check_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     found, _ = update.share
     if wrong:
         raise Wrong(
-            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms by the config "
+            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its "
+            "terms by the config "
             f"is {loss:.6g}"
         )
 
 
 def _wrong(
-    update: UpdateRecord, batch: MiniBatch, loss: float, expected: Outputs, sides: Sequence[tuple[float, Outputs]]
+    update: UpdateRecord,
+    batch: MiniBatch,
+    loss: float,
+    expected: Outputs,
+    sides: Sequence[tuple[float, Outputs]],
 ) -> dict[str, Tensor]:
-    """By output name, where the gradient with respect to the output differs; "" is the loss itself. sides: the loss and
-    its gradients on both sides of the outputs."""
+    """By output name, where the gradient with respect to the output differs; "" is the loss itself.
+    sides: the loss and its gradients on both sides of the outputs."""
     (high, above), (low, below) = sides
     places = dict[str, Tensor]()
     for name in update.loss.outputs:
-        slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
+        slack = (
+            (above[name] - below[name]).abs()
+            + LIMIT * expected[name].abs()
+            + FLOOR * expected[name].abs().max()
+        )
         found = (~((batch.gradients[name] - expected[name]).abs() <= slack)).nonzero()
         places |= {name: found} if len(found) else {}
-    if update.is_whole and not abs(update.share[0] - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10:
+    if (
+        update.is_whole
+        and not abs(update.share[0] - loss) <= abs(high - low) + LIMIT * abs(loss) + FLOOR * 10
+    ):
         places[""] = torch.zeros(0)
     return places
 
 
-def _check_reported(recorded: RecordedStep, update: UpdateRecord, of_ranks: Sequence[Shares]) -> None:
-    """Check the reported loss, and, if the ranks have recorded the outputs of all samples, the metrics over all
-    tokens."""
+def _check_reported(
+    recorded: RecordedStep, update: UpdateRecord, of_ranks: Sequence[Shares]
+) -> None:
+    """Check the reported loss, and, if the ranks have recorded the outputs of all samples, the
+    metrics over all tokens."""
     expected: Shares = {"loss": (update.share[1],) * 2}
     for name in sorted({name for own in of_ranks for name in own}):
-        low, high = (math.fsum(own.get(name, (0.0, 0.0))[end] for own in of_ranks) for end in (0, 1))
+        low, high = (
+            math.fsum(own.get(name, (0.0, 0.0))[end] for own in of_ranks) for end in (0, 1)
+        )
         expected[name] = low, high
     if expected.pop("", (0.0, 0.0))[0] != update.totals["tokens"]:
         expected = {"loss": expected["loss"]}
     for name, (found, value) in update.sums.items():
         if not abs(found - value) <= LIMIT * abs(value) + FLOOR:
             raise Wrong(
-                f"the sum of {name.rpartition('/')[2]} over the micro-batches and ranks of a mini-batch of the "
-                f"{update.role} is {value:.6g}, but the engine has computed {found:.6g}: it is of some of them, or "
+                f"the sum of {name.rpartition('/')[2]} over the micro-batches and ranks of a "
+                "mini-batch of the "
+                f"{update.role} is {value:.6g}, but the engine has computed {found:.6g}: it is of "
+                "some of them, or "
                 "rounded"
             )
-    prefix = f"policies/{update.role}" if update.role in recorded.config.dag.policies else update.role
+    prefix = (
+        f"policies/{update.role}" if update.role in recorded.config.dag.policies else update.role
+    )
     recorded.run.compared.update({f"{prefix}/{name}" for name in expected})
     for name, (low, high) in expected.items():
-        found, slack = float(update.metrics.get(name, low)), LIMIT * max(abs(low), abs(high)) + FLOOR
+        found = float(update.metrics.get(name, low))
+        slack = LIMIT * max(abs(low), abs(high)) + FLOOR
         if not low - slack <= found <= high + slack:
             raise Wrong(
-                f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but its micro-batches on "
-                f"all ranks give {low:.6g}: it includes padding, or uses another mean than the config's"
+                f"the {name} of a mini-batch of the {update.role} is reported as {found:.6g}, but "
+                "its micro-batches on "
+                f"all ranks give {low:.6g}: it includes padding, or uses another mean than the "
+                "config's"
             )
 
 
 def _shares_of_metrics(recorded: RecordedStep, update: UpdateRecord, batch: MiniBatch) -> Shares:
-    """This rank's shares of the metrics over all tokens; none if the outputs of some samples were not recorded."""
-    actor, counted, found = recorded.config.actor_rollout_ref.actor, batch.counted, dict[str, float]()
+    """This rank's shares of the metrics over all tokens; none if the outputs of some samples were
+    not recorded."""
+    actor = recorded.config.actor_rollout_ref.actor
+    counted = batch.counted
+    found = dict[str, float]()
     if not update.is_whole or not bool(counted.any()):
         return {}
     found[""] = float(counted.sum())
     if "entropy" in batch.outputs:
-        found["entropy"] = float(aggregate(batch.outputs["entropy"][counted], batch, "token-mean", 1.0))
+        found["entropy"] = float(
+            aggregate(batch.outputs["entropy"][counted], batch, "token-mean", 1.0)
+        )
     if "entropy" in batch.outputs and actor.use_kl_loss:
-        values = kl((batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[counted], actor.kl_loss_type)
-        found["kl_loss"] = float(aggregate(values, batch, actor.loss_agg_mode, _scale(recorded.config)))
-    loss, number = getattr(update.loss, "policy_loss", None), batch.totals["tokens"]
+        values = kl(
+            (batch.outputs["log_probs"] - batch.columns["ref_log_prob"])[counted],
+            actor.kl_loss_type,
+        )
+        found["kl_loss"] = float(
+            aggregate(values, batch, actor.loss_agg_mode, _scale(recorded.config))
+        )
+    loss = getattr(update.loss, "policy_loss", None)
+    number = batch.totals["tokens"]
     if update.role == "critic":
-        is_clipped = (batch.gradients["values"] == 0) & (batch.outputs["values"] != batch.columns["returns"])
+        is_clipped = (batch.gradients["values"] == 0) & (
+            batch.outputs["values"] != batch.columns["returns"]
+        )
         found["vf_clipfrac"] = float(is_clipped[counted].sum()) / number
         found["vpred_mean"] = float(batch.outputs["values"][counted].sum()) / number
     every: Shares = {name: (value, value) for name, value in found.items()}
     # Statistics of a ratio are of the domains whose loss has one.
-    if "old_log_probs" in batch.columns and loss and loss.name in FORMULAS and not own_losses(recorded.config):
+    if (
+        "old_log_probs" in batch.columns
+        and loss
+        and loss.name in FORMULAS
+        and not own_losses(recorded.config)
+    ):
         every |= _of_ratios(recorded, batch, loss.name)
     return every
 
@@ -337,49 +437,73 @@ def _of_ratios(recorded: RecordedStep, batch: MiniBatch, name: str) -> Shares:
     gap = (proximal(tokens, options) if name == "decoupled" else tokens.old) - tokens.now
     sums = {key: [float(each[key].double().sum()) for each in every] for key in every[0]}
     sums["ppo_kl"] = [float(gap.clamp(-20.0, 20.0).sum())]
-    found = {key: (min(own) / units.totals["tokens"], max(own) / units.totals["tokens"]) for key, own in sums.items()}
-    moved = gap if name == "decoupled" else (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted]
+    found = {
+        key: (min(own) / units.totals["tokens"], max(own) / units.totals["tokens"])
+        for key, own in sums.items()
+    }
+    moved = (
+        gap
+        if name == "decoupled"
+        else (batch.outputs["log_probs"] - batch.columns["old_log_probs"])[batch.counted]
+    )
     return found | {"log_ratio_abs": (float(moved.abs().sum()) / batch.totals["tokens"],) * 2}
 
 
-def _same_outputs(recorded: RecordedStep, role: str, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
-    """Check that the loss's input is the output of the policy's own forward then, at the sampling temperature."""
+def _same_outputs(
+    recorded: RecordedStep, role: str, batch: MiniBatch, plain: Mapping[str, PlainScores]
+) -> None:
+    """Check that the loss's input is the output of the policy's own forward then, at the sampling
+    temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
         for name in ("log_probs", "entropy"):
             if scores is None or name not in batch.outputs:
                 continue
-            found, place = batch.outputs[name][batch.sample == number], sample.get("place", slice(None))
+            found = batch.outputs[name][batch.sample == number]
+            place = sample.get("place", slice(None))
             own = is_predicted(sample) & own_tokens(recorded.config, sample, role)
             expected = getattr(scores, name)[place]
-            scale = expected.abs().clamp(min=1.0) if "action_values" in sample else 1.0  # see `_same` in log_probs.py
+            # see `_same` in log_probs.py
+            scale = expected.abs().clamp(min=1.0) if "action_values" in sample else 1.0
             gap = float(((found - expected) / scale)[own].abs().sum() / own.sum().clamp(min=1))
             if not gap <= recorded.limit(EXACT, ROUNDED):
                 raise Wrong(
-                    f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
+                    f"the {name} that the loss is given for sample {sample['uid']} differs by "
+                    f"{gap:.3g} a token from "
                     "the policy's own forward at the sampling temperature"
                 )
 
 
 def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and its gradient with respect to each output, with all outputs shifted by `moved`."""
+    """The loss, and its gradient with respect to each output, with all outputs shifted by
+    `moved`."""
     leaves = {name: (output + moved).requires_grad_() for name, output in batch.outputs.items()}
     loss = total(batch, leaves)
     if not loss.requires_grad:
         return float(loss), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
     return float(loss.detach()), dict(zip(leaves, found, strict=True))
 
 
-def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:
-    found, want, number = float(batch.gradients[name][place]), float(expected[place]), int(batch.sample[place])
+def _message(
+    update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int
+) -> str:
+    found = float(batch.gradients[name][place])
+    want = float(expected[place])
+    number = int(batch.sample[place])
     token = place - int((batch.sample < number).sum())
-    hint = "another coefficient, mean, clip or term than in the config, or another sample's advantage"
+    hint = (
+        "another coefficient, mean, clip or term than in the config, or another sample's advantage"
+    )
     ratios = (batch.gradients[name] / expected)[expected != 0]
     if found and want and float((ratios / ratios[0] - 1).abs().max()) < 10 * LIMIT:
         hint = (
-            f"it is {float(ratios[0]):.4g} times the formula's at every token, with {len(update.micros)} micro-batches "
-            "in the mini-batch: another coefficient or mean than in the config, a factor of gradient accumulation, or "
+            f"it is {float(ratios[0]):.4g} times the formula's at every token, with "
+            f"{len(update.micros)} micro-batches "
+            "in the mini-batch: another coefficient or mean than in the config, a factor of "
+            "gradient accumulation, or "
             "counts that are not the sums over all ranks"
         )
     elif not want:
@@ -390,7 +514,8 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
         hint = "its sign is flipped"
     return (
         f"the gradient of the {update.role}'s loss by {name} is {found:.4g} at token {token} of "
-        f"{int((batch.sample == number).sum())} of sample {batch.samples[number]['uid']}, but the formula gives "
+        f"{int((batch.sample == number).sum())} of sample {batch.samples[number]['uid']}, but the "
+        "formula gives "
         f"{want:.4g}: {hint}"
     )
 
@@ -420,7 +545,13 @@ def _mini_batch(recorded: RecordedStep, update: UpdateRecord) -> MiniBatch:
         {name: _flat(parts) for name, parts in outputs.items()},
         {name: _flat(parts) for name, parts in gradients.items()},
         columns,
-        _flat([sample["loss_mask"] * own_tokens(recorded.config, sample, update.role) for sample in samples]) > 0,
+        _flat(
+            [
+                sample["loss_mask"] * own_tokens(recorded.config, sample, update.role)
+                for sample in samples
+            ]
+        )
+        > 0,
         repeated(torch.arange(len(samples)), torch.tensor(lengths, dtype=torch.int64)),
     )
 
@@ -430,17 +561,26 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _actor_loss(
-    recorded: RecordedStep, batch: MiniBatch, outputs: Outputs, formulas: Mapping[str | None, Formula]
+    recorded: RecordedStep,
+    batch: MiniBatch,
+    outputs: Outputs,
+    formulas: Mapping[str | None, Formula],
 ) -> Tensor:
     """All terms. formulas: of the policy loss by domain, None for all others."""
-    actor, counted, total = recorded.config.actor_rollout_ref.actor, batch.counted, torch.zeros((), dtype=torch.float64)
+    actor = recorded.config.actor_rollout_ref.actor
+    counted = batch.counted
+    total = torch.zeros((), dtype=torch.float64)
     if not bool(counted.any()):
         return total
-    domains = [sample["domain"] if sample["domain"] in formulas else None for sample in batch.samples]
+    domains = [
+        sample["domain"] if sample["domain"] in formulas else None for sample in batch.samples
+    ]
     for domain, formula in formulas.items():
         rows = torch.tensor([each == domain for each in domains])
         own = replace(batch, counted=counted & rows[batch.sample])
-        total = total + _policy_loss(recorded, config_of(recorded.config, domain), own, outputs, formula)
+        total = total + _policy_loss(
+            recorded, config_of(recorded.config, domain), own, outputs, formula
+        )
     others = torch.zeros(int(counted.sum()), dtype=torch.float64)
     if actor.entropy_coef:
         others = others - actor.entropy_coef * outputs["entropy"][counted]
@@ -454,7 +594,8 @@ def _policy_loss(
     recorded: RecordedStep, config: Config, batch: MiniBatch, outputs: Outputs, formula: Formula
 ) -> Tensor:
     """config: with the settings of the tokens' domain."""
-    actor, counted = config.actor_rollout_ref.actor, batch.counted
+    actor = config.actor_rollout_ref.actor
+    counted = batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
     tokens, batch = _counted(config, batch, outputs["log_probs"])
@@ -468,7 +609,9 @@ def _policy_loss(
     if (most := actor.off_policy_mask_threshold) is not None:  # DeepSeek-V3.2, arXiv:2512.02556
         gap = tokens.mean(columns["rollout_log_probs"] - tokens.now.detach())
         loss = torch.where((tokens.advantages < 0) & (gap > most), 0.0, loss)
-    return aggregate(loss, batch, actor.loss_agg_mode, _scale(config), every_row=actor.policy_loss == "gmpo")
+    return aggregate(
+        loss, batch, actor.loss_agg_mode, _scale(config), every_row=actor.policy_loss == "gmpo"
+    )
 
 
 def _options(recorded: RecordedStep, config: Config) -> dict[str, Any]:
@@ -479,13 +622,16 @@ def _options(recorded: RecordedStep, config: Config) -> dict[str, Any]:
 
 
 def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Tokens, MiniBatch]:
-    """The tokens that count, or with `algorithm.logprob_level` the actions or chunks; and the batch of these."""
-    counted, level = batch.counted, config.algorithm.logprob_level
+    """The tokens that count, or with `algorithm.logprob_level` the actions or chunks; and the batch
+    of these."""
+    counted = batch.counted
+    level = config.algorithm.logprob_level
     columns = {name: column[counted] for name, column in batch.columns.items()}
     tokens = Tokens(log_probs[counted], columns, batch.sample[counted])
     if level == "token":
         return tokens, batch
-    from distflow.audit.simulators.srpo_rewards_and_levels import by_unit, dim_of  # no other run imports it
+    # no other run imports it
+    from distflow.audit.simulators.srpo_rewards_and_levels import by_unit, dim_of
 
     turns = (sample["turn_index"] for sample in batch.samples)
     tokens = by_unit(tokens, units_of(turns, counted, dim_of(config, level)))
@@ -496,13 +642,19 @@ def _counted(config: Config, batch: MiniBatch, log_probs: Tensor) -> tuple[Token
 
 def _kl(difference: Tensor, kind: str) -> Tensor:
     value = kl(difference, kind)
-    return difference**2 / 2 - (difference**2 / 2).detach() + value.detach() if kind.endswith("+") else value
+    return (
+        difference**2 / 2 - (difference**2 / 2).detach() + value.detach()
+        if kind.endswith("+")
+        else value
+    )
 
 
 def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
     """Half the squared error, or Huber's loss, which is linear beyond `huber_delta`."""
-    now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
-    old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
+    now = outputs["values"][batch.counted]
+    reach = config.critic.cliprange_value
+    old = batch.columns["values"][batch.counted]
+    returns = batch.columns["returns"][batch.counted]
     bound = config.critic.huber_delta
 
     def distance(error: Tensor) -> Tensor:
@@ -511,31 +663,45 @@ def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
             return half
         return torch.where(error.abs() <= bound, half, bound * (error.abs() - bound / 2))
 
-    loss = torch.maximum(distance(now - returns), distance(now.clamp(old - reach, old + reach) - returns))
+    loss = torch.maximum(
+        distance(now - returns), distance(now.clamp(old - reach, old + reach) - returns)
+    )
     return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
 
 
 def _pair_loss(batch: MiniBatch, outputs: Outputs) -> Tensor:
     """For each pair log(1 + e^(rejected − chosen)); a text's score is that of its last token."""
     ends = torch.cat([batch.sample.diff(), torch.ones(1)]) > 0
-    score = dict(zip((str(sample["uid"]) for sample in batch.samples), outputs["text_scores"][ends], strict=True))
+    score = dict(
+        zip(
+            (str(sample["uid"]) for sample in batch.samples),
+            outputs["text_scores"][ends],
+            strict=True,
+        )
+    )
     worse = [score[uid.replace("-0", "-1")] - score[uid] for uid in score if uid.endswith("-0")]
     return torch.stack([gap.exp().log1p() for gap in worse]).sum() * 2 / batch.totals["rows"]
 
 
 def _scale(config: Config) -> float:
-    return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)
+    return config.actor_rollout_ref.actor.loss_scale_factor or float(
+        config.data.max_response_length
+    )
 
 
-def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row: bool = False) -> Tensor:
-    """Aggregate the losses of the tokens under the mask; means over samples exclude those without tokens, unless every
-    row counts."""
+def aggregate(
+    loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row: bool = False
+) -> Tensor:
+    """Aggregate the losses of the tokens under the mask; means over samples exclude those without
+    tokens, unless every row counts."""
     if not len(loss):
         return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
         return loss.sum() / batch.totals["tokens"]
     tokens = torch.bincount(batch.sample[batch.counted], minlength=len(batch.samples))
-    sums = torch.zeros(len(batch.samples), dtype=torch.float64).index_add(0, batch.sample[batch.counted], loss)
+    sums = torch.zeros(len(batch.samples), dtype=torch.float64).index_add(
+        0, batch.sample[batch.counted], loss
+    )
     if mode == "seq-mean-token-mean":
         sums = sums / tokens.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":

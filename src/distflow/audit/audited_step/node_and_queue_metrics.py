@@ -1,5 +1,5 @@
-"""Recomputes the metrics of nodes, checks and the sample queue from a step's columns in float64, by rank; for those
-that are not recomputed, gives the reason."""
+"""Recomputes the metrics of nodes, checks and the sample queue from a step's columns in float64, by
+rank; for those that are not recomputed, gives the reason."""
 
 import math
 import tomllib
@@ -19,8 +19,8 @@ from distflow.data.batch import Batch
 from distflow.data.sample import LIMIT_REASONS
 
 Part = tuple[str, Sequence[float], float | None]
-"""A metric of one rank: its name, its value (or several between which rounding decides), and the weight of its mean;
-None for a maximum."""
+"""A metric of one rank: its name, its value (or several between which rounding decides), and the
+weight of its mean; None for a maximum."""
 ROUNDING = 1e-6
 
 NOT_RECOMPUTED = tomllib.loads(Path(__file__).with_name("not_recomputed.toml").read_text("utf-8"))
@@ -32,28 +32,41 @@ def parts_of(recorded: RecordedStep) -> Iterator[Part]:
     yield from _mismatch(recorded)
     yield from _episodes(recorded)
     yield from _correction(recorded)
-    for domain, algorithm, samples in recorded.by_algorithm() if recorded.is_written("in_baselines") else ():
+    for domain, algorithm, samples in (
+        recorded.by_algorithm() if recorded.is_written("in_baselines") else ()
+    ):
         yield from _left_out(algorithm, samples, f"/{domain}" if domain else "")
 
 
 def _mismatch(recorded: RecordedStep) -> Iterator[Part]:
-    batch, names = recorded.after or recorded.batch, ("same_version", "older_version", "older_kv")
+    batch = recorded.after or recorded.batch
+    names = ("same_version", "older_version", "older_kv")
     own = _trainers(recorded, batch)
     if own is None:
         return
-    inside, gap = batch.flat("response_mask") > 0, _gap(batch, own)
-    versions, starts = batch.flat("versions"), torch.zeros(len(inside), dtype=torch.bool)
+    inside = batch.flat("response_mask") > 0
+    gap = _gap(batch, own)
+    versions = batch.flat("versions")
+    starts = torch.zeros(len(inside), dtype=torch.bool)
     lengths = batch.lengths("response")
     starts[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
     begins = inside & (starts | ~torch.cat([inside.new_zeros(1), inside[:-1]])[: len(inside)])
-    first = torch.where(begins, torch.arange(len(inside)), 0).cummax(0).values if len(inside) else inside.long()
+    first = (
+        torch.where(begins, torch.arange(len(inside)), 0).cummax(0).values
+        if len(inside)
+        else inside.long()
+    )
     keeps = recorded.config.actor_rollout_ref.rollout.kv_on_update == "keep"
     cause = torch.where(versions != recorded.step, 1, 0)
     cause = torch.where((versions != versions[first]) & keeps, 2, cause)
     counted = inside & gap.isfinite()
     total = int(counted.sum())
-    for name, tokens in (("", counted), *((f"{name}/", counted & (cause == i)) for i, name in enumerate(names))):
-        own_gap, number = gap[tokens], float(tokens.sum())
+    for name, tokens in (
+        ("", counted),
+        *((f"{name}/", counted & (cause == i)) for i, name in enumerate(names)),
+    ):
+        own_gap = gap[tokens]
+        number = float(tokens.sum())
         if number:
             ratio = own_gap.clamp(-20, 20)
             yield f"mismatch/{name}mean_abs", [float(own_gap.abs().mean())], number
@@ -67,7 +80,11 @@ def _mismatch(recorded: RecordedStep) -> Iterator[Part]:
 
 def _trainers(recorded: RecordedStep, batch: Batch) -> str | None:
     """The column with the trainer's log-probs; None if it is not known here."""
-    written = [name for name in ("trainer_log_probs", "prox_log_probs", "old_log_probs") if recorded.is_written(name)]
+    written = [
+        name
+        for name in ("trainer_log_probs", "prox_log_probs", "old_log_probs")
+        if recorded.is_written(name)
+    ]
     is_known = bool(written) and written[0] in batch and "rollout_log_probs" in batch
     return written[0] if is_known else None
 
@@ -83,8 +100,13 @@ def _effective(weights: Tensor) -> float:
 
 
 def _episodes(recorded: RecordedStep) -> Iterator[Part]:
-    batch, number = recorded.batch, float(len(recorded.batch))
-    if recorded.config.actor_rollout_ref.rollout.workflow is None or not number or "turn_index" not in batch:
+    batch = recorded.batch
+    number = float(len(recorded.batch))
+    if (
+        recorded.config.actor_rollout_ref.rollout.workflow is None
+        or not number
+        or "turn_index" not in batch
+    ):
         return
     turns = [
         int(own.max()) + 1 if len(own) else 0
@@ -98,56 +120,79 @@ def _episodes(recorded: RecordedStep) -> Iterator[Part]:
     if "forks" in batch:
         yield "episodes/branches", [sum(map(len, batch["forks"])) / number], number
     errors = batch["reward_errors"]
-    rejected = [not valid and error is None for valid, error in zip(batch["valid"].tolist(), errors, strict=True)]
+    rejected = [
+        not valid and error is None
+        for valid, error in zip(batch["valid"].tolist(), errors, strict=True)
+    ]
     yield "episodes/rejected", [sum(rejected) / number], number
 
 
 def _left_out(algorithm: AlgorithmConfig, samples: Sequence[Sample], end: str) -> Iterator[Part]:
     scored = [sample for sample in samples if sample["valid"]]
     groups = {number: share_right(group) for number, group in by_group_of(samples).items()}
-    longest, band = algorithm.mask_long_errors, algorithm.difficulty_mask
+    longest = algorithm.mask_long_errors
+    band = algorithm.difficulty_mask
     counts = {"truncated": 0, "max_turns": 0, "long_errors": 0, "difficulty": 0}
     for sample in scored:
-        length, share = int((sample["response_mask"] > 0).sum()), groups[int(sample["group_index"])]
+        length = int((sample["response_mask"] > 0).sum())
+        share = groups[int(sample["group_index"])]
         counts["truncated"] += bool(sample["truncated"]) and algorithm.mask_truncated
         counts["max_turns"] += sample["finish_reason"] == "max_turns" and algorithm.mask_max_turns
-        counts["long_errors"] += longest is not None and length >= longest and float(sample["acc"]) < 1 - ROUNDING
+        counts["long_errors"] += (
+            longest is not None and length >= longest and float(sample["acc"]) < 1 - ROUNDING
+        )
         counts["difficulty"] += band is not None and not band[0] < share < band[1]
     number = float(len(scored))
-    yield from ((f"sample_mask/{name}{end}", [count / max(number, 1)], number) for name, count in counts.items())
+    yield from (
+        (f"sample_mask/{name}{end}", [count / max(number, 1)], number)
+        for name, count in counts.items()
+    )
 
 
 def _over_rows(recorded: RecordedStep, values: Tensor) -> Tensor:
     """The sum of each sample's tokens."""
-    return torch.zeros(len(recorded.batch), dtype=torch.float64).index_add(0, recorded.batch.rows(), values.double())
+    return torch.zeros(len(recorded.batch), dtype=torch.float64).index_add(
+        0, recorded.batch.rows(), values.double()
+    )
 
 
 def _counted(recorded: RecordedStep) -> Tensor:
     """Tokens under the loss mask before anything was rejected or masked."""
-    return (recorded.batch.flat("response_mask") > 0) & recorded.batch["valid"].bool()[recorded.batch.rows()]
+    return (recorded.batch.flat("response_mask") > 0) & recorded.batch["valid"].bool()[
+        recorded.batch.rows()
+    ]
 
 
 def _correction(recorded: RecordedStep) -> Iterator[Part]:
-    settings, own = recorded.config.algorithm.rollout_correction, _trainers(recorded, recorded.batch)
+    settings = recorded.config.algorithm.rollout_correction
+    own = _trainers(recorded, recorded.batch)
     is_known = "rollout_is_weights" in recorded.batch and recorded.is_ours("rollout_is_weights")
     if own is None or not is_known or own == "trainer_log_probs" or recorded.run.ranks.size > 1:
         return
-    counted, level, rows = _counted(recorded), settings.rollout_is or "token", recorded.batch.rows()
-    gap, tokens = _gap(recorded.batch, own).where(counted, 0.0), _over_rows(recorded, counted)
+    counted = _counted(recorded)
+    level = settings.rollout_is or "token"
+    rows = recorded.batch.rows()
+    gap = _gap(recorded.batch, own).where(counted, 0.0)
+    tokens = _over_rows(recorded, counted)
     if level != "token":
         sums = _over_rows(recorded, gap) / (tokens.clamp(min=1) if level == "geometric" else 1)
         gap = sums[rows]
-    raw, number = gap.clamp(-20, 20).exp()[counted], float(counted.sum())
+    raw = gap.clamp(-20, 20).exp()[counted]
+    number = float(counted.sum())
     if not number:
         return
     bounds = settings.rollout_is_threshold if settings.rollout_is else 2.0
     yield "rollout_corr/rollout_is_mean", [float(raw.mean())], number
     yield "rollout_corr/rollout_is_max", [float(raw.max())], None
     scales = (1 - ROUNDING, 1.0, 1 + ROUNDING)
-    near = [(s * bounds[0], s * bounds[1]) if isinstance(bounds, tuple) else s * bounds for s in scales]
+    near = [
+        (s * bounds[0], s * bounds[1]) if isinstance(bounds, tuple) else s * bounds for s in scales
+    ]
     weights = [importance_weights(gap, each) for each in near]
     pairs = zip(weights, near, strict=True)
-    changed = [float((own[counted] - raw).abs().gt(2 * ROUNDING * raw).double().mean()) for own, _ in pairs]
+    changed = [
+        float((own[counted] - raw).abs().gt(2 * ROUNDING * raw).double().mean()) for own, _ in pairs
+    ]
     yield "rollout_corr/rollout_is_corrected_frac", changed, number
     drawn = [each[counted] for each in weights]  # one draw per token, or per sequence
     if level != "token":
@@ -155,7 +200,11 @@ def _correction(recorded: RecordedStep) -> Iterator[Part]:
     yield "rollout_corr/rollout_is_eff_sample_size", [*map(_effective, drawn)], number
     if settings.rollout_is_batch_normalize:
         means = [float(each.mean()) for each in drawn]
-        yield "rollout_corr/rollout_is_batch_norm_factor", [each if each > 1e-8 else 1.0 for each in means], number
+        yield (
+            "rollout_corr/rollout_is_batch_norm_factor",
+            [each if each > 1e-8 else 1.0 for each in means],
+            number,
+        )
 
 
 def between(found: float, values: Sequence[float]) -> float:
@@ -163,7 +212,9 @@ def between(found: float, values: Sequence[float]) -> float:
     return min(values, key=lambda value: abs(value - found))
 
 
-def merged(ranks: Sequence[dict[str, tuple[Sequence[float], float | None]]]) -> Iterator[tuple[str, list[float]]]:
+def merged(
+    ranks: Sequence[dict[str, tuple[Sequence[float], float | None]]],
+) -> Iterator[tuple[str, list[float]]]:
     """Over all ranks: weighted means of every combination, or maxima."""
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         parts = [rank[name] for rank in ranks if name in rank]
@@ -171,11 +222,18 @@ def merged(ranks: Sequence[dict[str, tuple[Sequence[float], float | None]]]) -> 
             yield name, [max(value for values, _ in parts for value in values)]
             continue
         total = math.fsum(weight or 0.0 for _, weight in parts)
-        combined = product(*(values for values, _ in parts)) if len(parts) <= 2 else [[v[0] for v, _ in parts]]
+        combined = (
+            product(*(values for values, _ in parts))
+            if len(parts) <= 2
+            else [[v[0] for v, _ in parts]]
+        )
         yield (
             name,
             [
-                math.fsum(value * (weight or 0.0) for value, (_, weight) in zip(each, parts, strict=True)) / total
+                math.fsum(
+                    value * (weight or 0.0) for value, (_, weight) in zip(each, parts, strict=True)
+                )
+                / total
                 if total
                 else 0.0
                 for each in combined

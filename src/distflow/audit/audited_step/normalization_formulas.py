@@ -1,5 +1,5 @@
-"""Processing after an estimator or a score, by brute force in float64: normalised, clipped and whitened values, and
-weights of samples."""
+"""Processing after an estimator or a score, by brute force in float64: normalised, clipped and
+whitened values, and weights of samples."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,21 +39,30 @@ def std(values: Sequence[float]) -> float:
 
 
 def whitening(values: Sequence[float]) -> float:
-    """The factor that scales values to variance 1, from the unbiased variance + 1e-8; 1 for a single value."""
+    """The factor that scales values to variance 1, from the unbiased variance + 1e-8; 1 for a
+    single value."""
     return 1.0 / math.sqrt(std(values) ** 2 + 1e-8) if len(values) > 1 else 1.0
 
 
 def whitened(rows: Rows, counts: Sequence[Sequence[bool]]) -> Rows:
     """Whitened over all values that count; 0 for the others."""
-    counted = [v for row, own in zip(rows, counts, strict=True) for v, c in zip(row, own, strict=True) if c]
-    left, scale = iter(centred(counted)), whitening(counted)
+    counted = [
+        v for row, own in zip(rows, counts, strict=True) for v, c in zip(row, own, strict=True) if c
+    ]
+    left = iter(centred(counted))
+    scale = whitening(counted)
     return [[next(left) * scale if c else 0.0 for c in own] for own in counts]
 
 
 def normalized(
-    rows: Rows, counts: Sequence[Sequence[bool]], samples: Sequence[Sample], norm: NormConfig, moments: Moments | None
+    rows: Rows,
+    counts: Sequence[Sequence[bool]],
+    samples: Sequence[Sample],
+    norm: NormConfig,
+    moments: Moments | None,
 ) -> Rows:
-    """Normalised by AReaL's `NormConfig`: each value minus the mean of its batch or group, over the deviation."""
+    """Normalised by AReaL's `NormConfig`: each value minus the mean of its batch or group, over the
+    deviation."""
     if not is_on(norm):
         return rows
     places = [(i, t) for i, own in enumerate(counts) for t, c in enumerate(own) if c]
@@ -63,19 +72,29 @@ def normalized(
     return [[scaled.get((i, t), 0.0) for t in range(len(row))] for i, row in enumerate(rows)]
 
 
-def finished_rewards(samples: Sequence[Sample], algorithm: AlgorithmConfig, moments: Moments | None) -> list[float]:
+def finished_rewards(
+    samples: Sequence[Sample], algorithm: AlgorithmConfig, moments: Moments | None
+) -> list[float]:
     """The reward of each sample, from its score: shifted, scaled, normalised, clipped."""
     scores = [
-        [(math.fsum(s["token_level_scores"].tolist()) + algorithm.reward_shift) * algorithm.reward_scale]
+        [
+            (math.fsum(s["token_level_scores"].tolist()) + algorithm.reward_shift)
+            * algorithm.reward_scale
+        ]
         for s in samples
     ]
-    rows = normalized(scores, [[bool(s["valid"])] for s in samples], samples, algorithm.reward_norm, moments)
+    rows = normalized(
+        scores, [[bool(s["valid"])] for s in samples], samples, algorithm.reward_norm, moments
+    )
     bound = math.inf if algorithm.reward_clip is None else algorithm.reward_clip
     return [min(max(row[0], -bound), bound) for row in rows]
 
 
 def finished_advantages(
-    rows: Rows, counts: Sequence[Sequence[bool]], samples: Sequence[Sample], algorithm: AlgorithmConfig
+    rows: Rows,
+    counts: Sequence[Sequence[bool]],
+    samples: Sequence[Sample],
+    algorithm: AlgorithmConfig,
 ) -> Rows:
     """The estimator's advantages, normalised, clipped and weighted by sample."""
     rows = normalized(rows, counts, samples, algorithm.adv_norm, None)
@@ -91,16 +110,21 @@ def sample_weights(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> lis
         return [1.0] * len(samples)
     lengths = [int((sample["response_mask"] > 0).sum()) for sample in samples]
     scored = [length for sample, length in zip(samples, lengths, strict=True) if sample["valid"]]
-    groups, weights = by_group_of(samples), list[float]()
+    groups = by_group_of(samples)
+    weights = list[float]()
     for sample, length in zip(samples, lengths, strict=True):
         weight = 1.0
         if algorithm.difficulty_weight is not None:
             easiest, hardest = algorithm.difficulty_weight
-            weight *= easiest + (hardest - easiest) * (1.0 - share_right(groups[int(sample["group_index"])]))
+            weight *= easiest + (hardest - easiest) * (
+                1.0 - share_right(groups[int(sample["group_index"])])
+            )
         if algorithm.length_weight is not None:
             shortest, longest = algorithm.length_weight
             span = max(scored, default=0) - min(scored, default=0)
-            weight *= shortest + (longest - shortest) * ((length - min(scored)) / span if span > 0 else 0.0)
+            weight *= shortest + (longest - shortest) * (
+                (length - min(scored)) / span if span > 0 else 0.0
+            )
         weights.append(weight if sample["valid"] else 0.0)
     total = math.fsum(weights)
     return [weight * len(scored) / total for weight in weights] if total > 0 else weights
@@ -112,7 +136,10 @@ def share_right(group: Sequence[Sample]) -> float:
 
 
 def _pools(
-    places: Sequence[tuple[int, int]], samples: Sequence[Sample], norm: NormConfig, level: str | None
+    places: Sequence[tuple[int, int]],
+    samples: Sequence[Sample],
+    norm: NormConfig,
+    level: str | None,
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """For each value, the values that it is normalised with."""
 
@@ -144,11 +171,15 @@ def _centred(values: Values, pools: Pools, norm: NormConfig, moments: Moments | 
     once = {id(pool): pool for pool in pools.values()}
     middles = {key: mean([values[p] for p in pool]) for key, pool in once.items()}
     sums = {key: math.fsum(values[p] - middles[key] for p in pool) for key, pool in once.items()}
-    equal = {key: len(pool) > 1 and len({values[p] for p in pool}) == 1 for key, pool in once.items()}
+    equal = {
+        key: len(pool) > 1 and len({values[p] for p in pool}) == 1 for key, pool in once.items()
+    }
     found = {}
     for place, value in values.items():
         pool = pools[place]
-        total, count, near = sums[id(pool)], len(pool), value - middles[id(pool)]
+        total = sums[id(pool)]
+        count = len(pool)
+        near = value - middles[id(pool)]
         middle = total / count
         if norm.mean_leave1out:
             middle = (total - near) / (count - 1) if count > 1 else -middles[id(pool)]
@@ -169,5 +200,9 @@ def _scaled(values: Values, pools: Pools, norm: NormConfig, moments: Moments | N
     for pool in {id(pool): pool for pool in pools.values()}.values():
         freedom = len(pool) - norm.std_unbiased
         undefined = freedom < 1 or (norm.std_unbiased and _is_one_sample(pool, norm.std_level))
-        deviations[id(pool)] = 1.0 if undefined else math.sqrt(math.fsum(values[p] ** 2 for p in pool) / freedom)
-    return {place: value / (deviations[id(pools[place])] + norm.eps) for place, value in values.items()}
+        deviations[id(pool)] = (
+            1.0 if undefined else math.sqrt(math.fsum(values[p] ** 2 for p in pool) / freedom)
+        )
+    return {
+        place: value / (deviations[id(pools[place])] + norm.eps) for place, value in values.items()
+    }

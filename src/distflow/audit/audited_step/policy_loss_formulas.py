@@ -1,4 +1,5 @@
-"""The formulas of the built-in policy losses, reimplemented in float64; autograd gives their gradients."""
+"""The formulas of the built-in policy losses, reimplemented in float64; autograd gives their
+gradients."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ Options = Mapping[str, Any]
 class Tokens:
     """The tokens of a mini-batch under the loss mask, one after another, `(tokens,)`.
 
-    now: log-probs, with gradient. columns: other values of each token. sample: the index of its sample.
+    now: log-probs, with gradient. columns: other values of each token. sample: the index of its
+    sample.
     """
 
     now: Tensor
@@ -29,7 +31,8 @@ class Tokens:
 
     @property
     def old(self) -> Tensor:
-        """Old log-probs; if the pipeline has none, the policy's own without gradient, so that the ratio is 1."""
+        """Old log-probs; if the pipeline has none, the policy's own without gradient, so that the
+        ratio is 1."""
         return self.columns.get("old_log_probs", self.now.detach())
 
     def sum(self, values: Tensor) -> Tensor:
@@ -48,8 +51,11 @@ Formula = Callable[[Tokens, Options], Tensor]
 
 def bounds(options: Options) -> tuple[float, float]:
     """How far the ratio may fall below and rise above 1."""
-    low, high = options["clip_ratio_low"], options["clip_ratio_high"]
-    return (options["clip_ratio"] if low is None else low), (options["clip_ratio"] if high is None else high)
+    low = options["clip_ratio_low"]
+    high = options["clip_ratio_high"]
+    return (options["clip_ratio"] if low is None else low), (
+        options["clip_ratio"] if high is None else high
+    )
 
 
 def ratio_to(now: Tensor, then: Tensor) -> Tensor:
@@ -65,7 +71,8 @@ def importance_weights(gap: Tensor, threshold: float | tuple[float, float]) -> T
 
 
 def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
-    """PPO's pessimistic loss; dual: with dual clip, i.e. at most −cA if the advantage A is negative."""
+    """PPO's pessimistic loss; dual: with dual clip, i.e. at most −cA if the advantage A is
+    negative."""
     low, high = bounds(options)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual and options["clip_ratio_c"] is not None:
@@ -87,7 +94,8 @@ def proximal(tokens: Tokens, options: Options) -> Tensor:
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     prox = proximal(tokens, options)
     loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
-    level, threshold = options["correction"].rollout_is, options["correction"].rollout_is_threshold
+    level = options["correction"].rollout_is
+    threshold = options["correction"].rollout_is_threshold
     if level is not None:
         if options["prox"] == "recompute":
             return loss  # the weights are a column, as for every loss
@@ -99,10 +107,13 @@ def _decoupled(tokens: Tokens, options: Options) -> Tensor:
     return loss if weighed is None else weighed[0] * loss
 
 
-def behaviour_weights(tokens: Tokens, gap: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
-    """The weight of each token by the ratio e^gap of the proximal policy to the sampling one, and whether it was out of
-    bounds; None if there are no weights."""
-    mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
+def behaviour_weights(
+    tokens: Tokens, gap: Tensor, options: Options
+) -> tuple[Tensor, Tensor] | None:
+    """The weight of each token by the ratio e^gap of the proximal policy to the sampling one, and
+    whether it was out of bounds; None if there are no weights."""
+    mode = options.get("behav_imp_weight_mode", "mask")
+    cap = options.get("behav_imp_weight_cap", 5.0)
     if mode == "disabled" or options["correction"].rollout_is is not None:
         return None
     if rule := options.get("rejection_sampling"):
@@ -113,8 +124,10 @@ def behaviour_weights(tokens: Tokens, gap: Tensor, options: Options) -> tuple[Te
 
 
 def _rejected_weights(tokens: Tokens, gap: Tensor, rule: Options) -> tuple[Tensor, Tensor]:
-    """AReaL's rejection: the ratio e^gap, or if its divergence is outside the bounds, 0 or the bound."""
-    metric, by_sequence = rule.get("metric", "ratio"), rule.get("level", "token") == "sequence"
+    """AReaL's rejection: the ratio e^gap, or if its divergence is outside the bounds, 0 or the
+    bound."""
+    metric = rule.get("metric", "ratio")
+    by_sequence = rule.get("level", "token") == "sequence"
     weight = (tokens.mean(gap) if by_sequence and metric == "ratio" else gap).clamp(-20, 20).exp()
     kinds = {"kl_k2": gap**2 / 2, "kl_k3": (-gap).clamp(-20, 20).exp() - 1 + gap}
     measured = kinds.get(metric, gap)
@@ -125,9 +138,14 @@ def _rejected_weights(tokens: Tokens, gap: Tensor, rule: Options) -> tuple[Tenso
         measured = by[rule.get("agg", "mean")]
     if metric == "ratio":
         measured = measured.clamp(-20, 20).exp()
-    low, high = rule.get("lower"), float(rule.get("upper", 5.0))
+    low = rule.get("lower")
+    high = float(rule.get("upper", 5.0))
     outside = (measured > high) | (measured < (-math.inf if low is None else low))
-    bounded = weight.clamp(low or 0.0, high) if rule.get("action") == "clamp" else torch.zeros_like(weight)
+    bounded = (
+        weight.clamp(low or 0.0, high)
+        if rule.get("action") == "clamp"
+        else torch.zeros_like(weight)
+    )
     return torch.where(outside, bounded, weight), outside
 
 
@@ -145,9 +163,15 @@ def _cispo(tokens: Tokens, options: Options) -> Tensor:
 
 
 def _sapo(tokens: Tokens, options: Options) -> Tensor:
-    positive, negative = float(options.get("tau_pos", 1.0)), float(options.get("tau_neg", 1.05))
+    positive = float(options.get("tau_pos", 1.0))
+    negative = float(options.get("tau_neg", 1.05))
     tau = torch.where(tokens.advantages > 0, positive, negative).double()
-    return -4.0 / tau * torch.sigmoid(tau * (ratio_to(tokens.now, tokens.old) - 1.0)) * tokens.advantages
+    return (
+        -4.0
+        / tau
+        * torch.sigmoid(tau * (ratio_to(tokens.now, tokens.old) - 1.0))
+        * tokens.advantages
+    )
 
 
 def _topr(tokens: Tokens, options: Options) -> Tensor:
@@ -161,39 +185,57 @@ def _topr(tokens: Tokens, options: Options) -> Tensor:
 
 def _gmpo(tokens: Tokens, options: Options) -> Tensor:
     low, high = bounds(options)
-    difference, advantages = (tokens.now - tokens.old), tokens.advantages
-    pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    difference = tokens.now - tokens.old
+    advantages = tokens.advantages
+    pessimistic = torch.where(
+        advantages > 0, difference.clamp(max=high), difference.clamp(min=-low)
+    )
     pessimistic = torch.where(advantages == 0, 0.0, pessimistic)
     return -tokens.mean(advantages) * tokens.mean(pessimistic).exp()
 
 
 def _cpgd(tokens: Tokens, options: Options) -> Tensor:
     low, high = bounds(options)
-    ceiling, floor = tokens.old + math.log(1 + high), tokens.old + (math.log(1 - low) if low < 1 else -math.inf)
-    clamped = torch.where(tokens.advantages > 0, tokens.now.minimum(ceiling), tokens.now.maximum(floor))
+    ceiling = tokens.old + math.log(1 + high)
+    floor = tokens.old + (math.log(1 - low) if low < 1 else -math.inf)
+    clamped = torch.where(
+        tokens.advantages > 0, tokens.now.minimum(ceiling), tokens.now.maximum(floor)
+    )
     drift = (ratio_to(tokens.now.detach(), tokens.old) - 1).clamp(max=2.0)
-    return -clamped * tokens.advantages + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
+    return (
+        -clamped * tokens.advantages
+        + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
+    )
 
 
 def _dppo(tokens: Tokens, options: Options, name: str) -> Tensor:
-    """No gradient for the tokens of `_beyond`; else the truncated ratio as a weight (arXiv:2602.04879)."""
+    """No gradient for the tokens of `_beyond`; else the truncated ratio as a weight
+    (arXiv:2602.04879)."""
     weight = ratio_to(tokens.now.detach(), tokens.old)
     if options["clip_ratio_c"] is not None:
         weight = weight.clamp(max=options["clip_ratio_c"])
-    return -torch.where(_beyond(tokens, options, name, 0.0), 0.0, weight) * tokens.advantages * tokens.now
+    return (
+        -torch.where(_beyond(tokens, options, name, 0.0), 0.0, weight)
+        * tokens.advantages
+        * tokens.now
+    )
 
 
 def _beyond(tokens: Tokens, options: Options, name: str, moved: float) -> Tensor:
-    """The tokens whose probability has moved beyond the bound in the direction of their advantage: by the total
-    variation of the distributions of {this token, any other} (`dppo_tv`), or by KL(old ‖ new) of these."""
+    """The tokens whose probability has moved beyond the bound in the direction of their advantage:
+    by the total variation of the distributions of {this token, any other} (`dppo_tv`), or by KL(old
+    ‖ new) of these."""
     low, high = bounds(options)
     policy, old = (
-        (each + shift).clamp(max=0.0).exp() for each, shift in ((tokens.now.detach(), moved), (tokens.old, 0))
+        (each + shift).clamp(max=0.0).exp()
+        for each, shift in ((tokens.now.detach(), moved), (tokens.old, 0))
     )
     p, q = (mass.clamp(1e-9, 1 - 1e-8) for mass in (old, policy))
     by_kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     distance = (policy - old).abs() if name == "dppo_tv" else by_kl
-    return torch.where(tokens.advantages > 0, (policy > old) & (distance > high), (policy < old) & (distance > low))
+    return torch.where(
+        tokens.advantages > 0, (policy > old) & (distance > high), (policy < old) & (distance > low)
+    )
 
 
 def _dro(tokens: Tokens, options: Options) -> Tensor:
@@ -213,23 +255,29 @@ def _kl_cov(tokens: Tokens, options: Options) -> Tensor:
 
 
 def to_select(name: str, covariance: Tensor, draws: Tensor, options: Options) -> tuple[Tensor, int]:
-    """Which tokens Clip-Cov or KL-Cov may select by their covariance, and how many it must (arXiv:2505.22617). Clip-Cov
-    selects those with the largest `draws` within its bounds, unless rounding decides which are
+    """Which tokens Clip-Cov or KL-Cov may select by their covariance, and how many it must
+    (arXiv:2505.22617). Clip-Cov selects those with the largest `draws` within its bounds, unless
+    rounding decides which are
     within."""
     count = max(int(float(options.get(f"{name}_ratio", 0.0002)) * len(covariance)), 1)
     if name == "kl_cov":
         return covariance >= covariance.sort(descending=True).values[count - 1], count
-    low, high = float(options.get("clip_cov_lb", 1.0)), float(options.get("clip_cov_ub", 5.0))
+    low = float(options.get("clip_cov_lb", 1.0))
+    high = float(options.get("clip_cov_ub", 5.0))
     within = (covariance > low) & (covariance < high)
     count = min(count, int(within.sum()))
-    is_near = any(bool(((covariance - bound).abs() < 1e-4 * (1 + abs(bound))).any()) for bound in (low, high))
+    is_near = any(
+        bool(((covariance - bound).abs() < 1e-4 * (1 + abs(bound))).any()) for bound in (low, high)
+    )
     if not count or is_near:
         return within, count
     return within & (draws >= draws[within].sort(descending=True).values[count - 1]), count
 
 
 FORMULAS: dict[str, Formula] = {
-    "vanilla": lambda tokens, options: clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True),
+    "vanilla": lambda tokens, options: clipped(
+        ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True
+    ),
     "decoupled": _decoupled,
     "gspo": _gspo,
     "cispo": _cispo,
@@ -247,19 +295,26 @@ FORMULAS: dict[str, Formula] = {
 
 
 def statistics(name: str, tokens: Tokens, options: Options, moved: float) -> dict[str, Tensor]:
-    """What a built-in loss reports of each token besides its loss, with all log-probs larger by `moved`."""
+    """What a built-in loss reports of each token besides its loss, with all log-probs larger by
+    `moved`."""
     anchor = proximal(tokens, options) if name == "decoupled" else tokens.old
     gap, own, (low, high) = tokens.now.detach() - anchor + moved, tokens.advantages, bounds(options)
     gap = tokens.mean(gap) if name == "gspo" else gap
-    ratio, most = gap.clamp(-20, 20).exp(), options["clip_ratio_c"] or math.inf
-    above, below = ratio > 1 + high, ratio < 1 - low
-    found, harmful = {"pg_clipfrac": ((own > 0) & above) | ((own < 0) & below)}, own < 0
+    ratio = gap.clamp(-20, 20).exp()
+    most = options["clip_ratio_c"] or math.inf
+    above = ratio > 1 + high
+    below = ratio < 1 - low
+    found = {"pg_clipfrac": ((own > 0) & above) | ((own < 0) & below)}
+    harmful = own < 0
     if name in ("vanilla", "decoupled"):
         found["pg_clipfrac_lower"] = harmful & (ratio > most)
     elif name == "cispo":
         found["pg_clipfrac"] = above | (below & bool(options.get("clip_below", True)))
     elif name == "gmpo":
-        found = {"pg_clipfrac": (own > 0) & (gap > high), "pg_clipfrac_lower": harmful & (gap < -low)}
+        found = {
+            "pg_clipfrac": (own > 0) & (gap > high),
+            "pg_clipfrac_lower": harmful & (gap < -low),
+        }
     elif name == "cpgd":
         found["pg_clipfrac"] = torch.where(own > 0, above, below)
         found |= {"policy_drift": ratio - 1 - gap} if options.get("policy_drift_coeff") else {}

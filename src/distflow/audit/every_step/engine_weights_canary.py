@@ -1,4 +1,5 @@
-"""Check: the engine has the trainer's weights. It generates greedily for fixed prompts, through the normal path."""
+"""Check: the engine has the trainer's weights. It generates greedily for fixed prompts, through the
+normal path."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +20,17 @@ from distflow.training.multi_policy_engine import MultiPolicyTrainer
 
 @dataclass
 class Canary:
-    """Compares engine and trainer at the start, and after every `frequency` weight syncs (0: never); an engine that
-    `shares_weights` with the trainer only at the start, since every batch is compared there anyway. agents: one of each
-    trained policy, if there are several: each policy responds to the prompts. temperature_of: that of an agent.
-    images: of each prompt, if prompts have images."""
+    """Compares engine and trainer at the start, and after every `frequency` weight syncs (0:
+    never); an engine that `shares_weights` with the trainer only at the start, since every batch is
+    compared there anyway. agents: one of each trained policy, if there are several: each policy
+    responds to the prompts. temperature_of: that of an agent. images: of each prompt, if prompts
+    have images."""
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
     NUM_GIVEN: ClassVar[int] = 24
-    """Least tokens of a prompt: an engine keeps the keys and values of whole blocks, usually of 16 tokens, and finds a
-    block only if the next prompt is longer."""
+    """Least tokens of a prompt: an engine keeps the keys and values of whole blocks, usually of 16
+    tokens, and finds a block only if the next prompt is longer."""
     GROWTH: ClassVar[float] = 5.0
 
     rollout: RolloutEngine
@@ -54,51 +56,74 @@ class Canary:
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
         """Score the engine's tokens with the trainer. Raises TrustError if the weights differ.
 
-        At the start the limit of the mean |Δ log-prob| is the one that stops any run. Later the limits of mean and
-        maximum are `GROWTH` times the values at the start, but at least the tolerance and ten times the tolerance.
+        At the start the limit of the mean |Δ log-prob| is the one that stops any run. Later the
+        limits of mean and maximum are `GROWTH` times the values at the start, but at least the
+        tolerance and ten times the tolerance.
         """
         scored = self.actor.forward(responses, ("log_probs",))
-        gap = mismatch(responses.flat("rollout_log_probs"), scored.flat("log_probs"), responses.flat("response_mask"))
-        mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
-        limits, least = self._limits, self.tolerance.mean
+        gap = mismatch(
+            responses.flat("rollout_log_probs"),
+            scored.flat("log_probs"),
+            responses.flat("response_mask"),
+        )
+        mean = gap["mismatch/mean_abs"]
+        largest = gap["mismatch/max_abs"]
+        limits = self._limits
+        least = self.tolerance.mean
         if limits is None or at_start:
             limits = (self.tolerance.hold, float("inf"))
             self._limits = (max(self.GROWTH * mean, least), max(self.GROWTH * largest, 10 * least))
         if not (mean <= limits[0] and largest <= limits[1]):
             raise TrustError(
-                f"canary: on fixed prompts the log-probs of engine and trainer differ by {mean:.3g} on average, "
-                f"{largest:.3g} at most (limits {limits[0]:.3g} and {limits[1]:.3g}). Likely causes: weights that did "
-                "not arrive, KV kept from older weights, a prefix cache not keyed by version, another temperature"
+                "canary: on fixed prompts the log-probs of engine and trainer differ by "
+                f"{mean:.3g} on average, "
+                f"{largest:.3g} at most (limits {limits[0]:.3g} and {limits[1]:.3g}). Likely "
+                "causes: weights that did "
+                "not arrive, KV kept from older weights, a prefix cache not keyed by version, "
+                "another temperature"
             )
         return {"canary/mean_abs": mean, "canary/max_abs": largest}
 
     async def generate_responses(self) -> Batch:
         """The engine's greedy responses to the fixed prompts."""
-        params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
+        params = replace(
+            self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True
+        )
 
         async def sample(row: int, prompt: tuple[int, ...], agent: str, policy: str) -> Sample:
-            # The next canary would detect keys and values of this one if they outlived their weights.
+            # The next canary would detect keys and values of this one if they outlived their
+            # weights.
             stream = Stream(0, "canary", 0, row)
             own = replace(params, temperature=self.temperature_of(agent))
             images = self.images[row] if self.images else ()
-            request = GenerateRequest(prompt, (0,), own, stream, may_continue=True, policy=policy, images=images)
+            request = GenerateRequest(
+                prompt, (0,), own, stream, may_continue=True, policy=policy, images=images
+            )
             (response,) = (await self.rollout.generate(request)).generations
             log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
-            drawn = Segment("policy", tuple(response.token_ids), *log_probs, tuple(response.versions))
+            drawn = Segment(
+                "policy", tuple(response.token_ids), *log_probs, tuple(response.versions)
+            )
             given = Segment("prompt", prompt, images=images)
             if not agent:
                 return Sample(f"{row}-0", row, [given, drawn])
             return Sample(f"{row}-0", row, [given, given, drawn], forks=((agent, 0),))
 
         agents = self.agents or {"": ""}
-        wanted = [(*each, agent, policy) for policy, agent in agents.items() for each in enumerate(self.prompts)]
+        wanted = [
+            (*each, agent, policy)
+            for policy, agent in agents.items()
+            for each in enumerate(self.prompts)
+        ]
         return Batch.from_samples(await asyncio.gather(*(sample(*each) for each in wanted)))
 
 
 def make_canary(spec: Spec, resources: Resources) -> Canary:
     """The canary of a worker that trains and generates."""
     assert resources.rollout is not None and resources.actor is not None
-    longest = spec.config.data.max_prompt_length + max(spec.sampling.max_tokens - Canary.NUM_TOKENS, 0)
+    longest = spec.config.data.max_prompt_length + max(
+        spec.sampling.max_tokens - Canary.NUM_TOKENS, 0
+    )
     return Canary(
         resources.rollout,
         resources.actor,
@@ -114,7 +139,8 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
 
 
 def _prompt(row: PromptRow, longest: int) -> tuple[int, ...]:
-    """The row's prompt; one without images is repeated to `Canary.NUM_GIVEN` tokens, if `longest` permits."""
+    """The row's prompt; one without images is repeated to `Canary.NUM_GIVEN` tokens, if `longest`
+    permits."""
     ids = tuple(row.prompt_ids)
     wanted = 0 if row.images else min(Canary.NUM_GIVEN, longest)
     return (ids * wanted)[:wanted] if len(ids) < wanted else ids

@@ -1,7 +1,7 @@
-"""The checks of every step, at the points of a step where their data is available: the columns of the batch are
-consistent, engine and trainer agree, every trained tensor moves, and every enabled loss term contributes; losses,
-gradients and weights are finite, and weights have a plausible size. A non-finite update is skipped, and saved so that
-it can be replayed."""
+"""The checks of every step, at the points of a step where their data is available: the columns of
+the batch are consistent, engine and trainer agree, every trained tensor moves, and every enabled
+loss term contributes; losses, gradients and weights are finite, and weights have a plausible size.
+A non-finite update is skipped, and saved so that it can be replayed."""
 
 import json
 import os
@@ -29,7 +29,10 @@ from distflow.runtime.sample_queue.protocol import Queued
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine, TrainState
 
-BATCH, WEIGHTS, CONFIG, FACTS = "batch.safetensors", "weights.safetensors", "config.yaml", "bundle.json"
+BATCH = "batch.safetensors"
+WEIGHTS = "weights.safetensors"
+CONFIG = "config.yaml"
+FACTS = "bundle.json"
 KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
 
 
@@ -37,9 +40,9 @@ KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
 class NonFinite:
     """Saves a bundle for each skipped update, and stops a run that only skips.
 
-    folder: of the bundles; the newest `limit` are kept. limit: consecutive skipped updates of an engine that end the
-    run. config_yaml: for each bundle. start: by role, the magnitude of each trained weight before the first update.
-    """
+    folder: of the bundles; the newest `limit` are kept. limit: consecutive skipped updates of an
+    engine that end the run. config_yaml: for each bundle. start: by role, the magnitude of each
+    trained weight before the first update."""
 
     folder: Path
     limit: int
@@ -55,8 +58,8 @@ class NonFinite:
     ) -> Path | None:
         """Call after each update; returns the bundle's folder if the update was skipped.
 
-        Raises TrustError at the limit, and if an update left a weight that is not finite or implausibly large: such
-        weights must not be synced or saved.
+        Raises TrustError at the limit, and if an update left a weight that is not finite or
+        implausibly large: such weights must not be synced or saved.
         """
         if metrics.get("empty"):
             return None  # nothing was computed
@@ -65,8 +68,10 @@ class NonFinite:
             wrong = unsound(magnitudes(self._trained(role, engine).items()), self.start.get(role))
             if wrong:
                 raise TrustError(
-                    f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
-                    f"tensors, {wrong[0]} first); they were not synced or saved. Lower the learning rate, or resume "
+                    f"after an update in step {step + 1} weights of the {role} are not finite or "
+                    f"garbage ({len(wrong)} "
+                    f"tensors, {wrong[0]} first); they were not synced or saved. Lower the "
+                    "learning rate, or resume "
                     "from the last checkpoint"
                 )
             return None
@@ -74,32 +79,43 @@ class NonFinite:
         bundle = self._save(role, engine, batch, metrics, step)
         if self._in_a_row[role] >= self.limit:
             raise TrustError(
-                f"{self._in_a_row[role]} updates of the {role} in a row had a non-finite loss or gradient "
+                f"{self._in_a_row[role]} updates of the {role} in a row had a non-finite loss or "
+                "gradient "
                 f"(trust.max_skipped_updates). Look at one with `distflow replay {bundle}`; lower "
                 "the learning rate, or resume from an earlier checkpoint"
             )
         return bundle
 
     def _trained(self, role: str, engine: TrainEngine) -> Mapping[str, Tensor]:
-        """The engine's trained weights. Those of an open model are listed once: `TrainEngine.state` takes as long as
-        the check, for the optimizer's entries."""
+        """The engine's trained weights. Those of an open model are listed once: `TrainEngine.state`
+        takes as long as the check, for the optimizer's entries."""
         if role not in self._parameters:
             model = getattr(engine, "model", None)
             named = model.named_parameters() if isinstance(model, nn.Module) else ()
-            self._parameters[role] = {name: parameter for name, parameter in named if parameter.requires_grad}
+            self._parameters[role] = {
+                name: parameter for name, parameter in named if parameter.requires_grad
+            }
         return self._parameters[role] or engine.state().trained_weights()
 
-    def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
+    def _save(
+        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int
+    ) -> Path:
         bundle = self._make_folder(role, step)
         names = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
         batch.only(names).save(bundle / BATCH)
         if self._in_a_row[role] > 1:
-            with suppress(OSError):  # another rank has removed it, or the file system has no hard links
-                os.link(self._last[role] / WEIGHTS, bundle / WEIGHTS)  # a skipped update changed nothing
+            # another rank has removed it, or the file system has no hard links
+            with suppress(OSError):
+                # a skipped update changed nothing
+                os.link(self._last[role] / WEIGHTS, bundle / WEIGHTS)
         is_there = (bundle / WEIGHTS).exists()
         # All ranks take part in making sharded weights whole, whichever of them have a file.
-        wholes = ((name, whole(tensor)) for name, tensor in engine.state().trained_weights().items())
-        weights = {name: tensor.cpu().contiguous().clone() for name, tensor in wholes if not is_there}
+        wholes = (
+            (name, whole(tensor)) for name, tensor in engine.state().trained_weights().items()
+        )
+        weights = {
+            name: tensor.cpu().contiguous().clone() for name, tensor in wholes if not is_there
+        }
         if not is_there:
             save_file(weights, bundle / WEIGHTS)
         (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
@@ -110,7 +126,8 @@ class NonFinite:
         return bundle
 
     def _make_folder(self, role: str, step: int) -> Path:
-        """Make a folder with an unused name: an earlier start, or another rank, may have saved one for this step."""
+        """Make a folder with an unused name: an earlier start, or another rank, may have saved one
+        for this step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             self._num_saved += 1
@@ -126,7 +143,9 @@ class NonFinite:
             for path in self.folder.iterdir()
             if re.fullmatch(r"step-\d{6,}-\w+-\d+", path.name) and not path.is_symlink()
         )
-        bundles = sorted((path for path in ours if "role" in read_object(path / FACTS)), key=_written)
+        bundles = sorted(
+            (path for path in ours if "role" in read_object(path / FACTS)), key=_written
+        )
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):
                 (old / name).unlink(missing_ok=True)
@@ -142,7 +161,9 @@ def _written(bundle: Path) -> int:
 
 
 DEAD_TERMS = {
-    "actor/loss_term/pg": "all advantages are 0: check whether the samples of a group all get the same reward",
+    "actor/loss_term/pg": (
+        "all advantages are 0: check whether the samples of a group all get the same reward"
+    ),
     "actor/loss_term/kl": "the policy does not differ from the reference, or kl_loss_coef is 0",
 }
 """Reasons for a loss term to be exactly 0."""
@@ -155,10 +176,11 @@ Note = Callable[[str, str], None]
 class LiveChecks:
     """The `StepChecks` of a worker.
 
-    ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs. movement:
-    by role of the engine. keeps_kv: whether the engine keeps keys and values of the old weights after a weight sync.
-    samples: whether a node writes the sampling log-probs; recorded responses have none. same_prompts: whether all
-    episodes of a group begin with the row's prompt; a workflow may write its own.
+    ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old
+    log-probs. movement: by role of the engine. keeps_kv: whether the engine keeps keys and values
+    of the old weights after a weight sync. samples: whether a node writes the sampling log-probs;
+    recorded responses have none. same_prompts: whether all episodes of a group begin with the row's
+    prompt; a workflow may write its own.
     """
 
     note: Note
@@ -178,8 +200,12 @@ class LiveChecks:
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
         """The checks of a worker."""
-        options, trained = spec.options, resources.updated()
-        start = {role: magnitudes(engine.state().trained_weights().items()) for role, engine in trained.items()}
+        options = spec.options
+        trained = resources.updated()
+        start = {
+            role: magnitudes(engine.state().trained_weights().items())
+            for role, engine in trained.items()
+        }
         return LiveChecks(
             note,
             spec.tolerance,
@@ -208,11 +234,20 @@ class LiveChecks:
         check_whole(batch)
 
     def updated(
-        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
+        self,
+        role: str,
+        engine: TrainEngine,
+        batch: Batch,
+        metrics: dict[str, float],
+        step: int,
+        first: bool,
     ) -> None:
         bundle = self.nonfinite.updated(role, engine, batch, metrics, step)
         if bundle is not None:
-            self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
+            self.note(
+                "warning",
+                f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})",
+            )
         if metrics.get("empty"):
             self._report_empty(role)
         still = self.movement[role].updated(engine, metrics)
@@ -220,15 +255,21 @@ class LiveChecks:
             more = f" and {len(still) - 5} more" if len(still) > 5 else ""
             self.note(
                 "finding",
-                f"{role}: {', '.join(map(repr, still[:5]))}{more} did not change in {self.movement[role].after} "
-                "updates, or only by weight decay: it gets no gradient, or the learning rate is too small",
+                f"{role}: {', '.join(map(repr, still[:5]))}{more} did not change in "
+                f"{self.movement[role].after} "
+                "updates, or only by weight decay: it gets no gradient, or the learning rate is "
+                "too small",
             )
         gap = metrics.get("log_ratio_abs", 0.0)
-        is_first = first and role != "critic" and not metrics.get("skipped") and "old_log_probs" in batch
+        is_first = (
+            first and role != "critic" and not metrics.get("skipped") and "old_log_probs" in batch
+        )
         if is_first and gap > self.ratio_limit:
             raise TrustError(
-                f"before the first update of this step the ratio to the old policy must be 1, but |log ratio| is "
-                f"{gap:.3g} on average (limit {self.ratio_limit:g}): tokens, masks or old_log_probs are misaligned"
+                "before the first update of this step the ratio to the old policy must be 1, but "
+                "|log ratio| is "
+                f"{gap:.3g} on average (limit {self.ratio_limit:g}): tokens, masks or "
+                "old_log_probs are misaligned"
             )
 
     def step_trained(
@@ -236,10 +277,14 @@ class LiveChecks:
     ) -> dict[str, float]:
         """A mismatch is reported when it appears, and each time it has doubled."""
         check_alignment(batch, self.same_prompts)
-        found, warning = dict[str, float](), None
+        found = dict[str, float]()
+        warning = None
         if self.samples:
-            weighs, stops = bool(metrics.get("rollout_corr/on")), self.stops_on_mismatch
-            found, warning = check_mismatch(batch, step, self.tolerance, stops, self.keeps_kv, weighs, reduce)
+            weighs = bool(metrics.get("rollout_corr/on"))
+            stops = self.stops_on_mismatch
+            found, warning = check_mismatch(
+                batch, step, self.tolerance, stops, self.keeps_kv, weighs, reduce
+            )
         gap = found.get("mismatch/same_version/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
             self._warned_at = gap
@@ -259,8 +304,10 @@ class LiveChecks:
             what = "a mini-batch" if number == 1 else f"{number} mini-batches"
             self.note(
                 "warning",
-                f"{what} of the {role} had no token in the loss (loss_mask is 0 everywhere: no scores, or a node or "
-                "a rejection masked all): no optimizer step was taken, and the learning rate schedule did not "
+                f"{what} of the {role} had no token in the loss (loss_mask is 0 everywhere: no "
+                "scores, or a node or "
+                "a rejection masked all): no optimizer step was taken, and the learning rate "
+                "schedule did not "
                 "advance",
             )
 
@@ -268,33 +315,40 @@ class LiveChecks:
 def check_versions(batch: Batch, step: int, synced: int, max_staleness: int) -> None:
     """synced: the last weight version synced before this step.
 
-    Raises TrustError if a token of the policy has a later version, is more than `max_staleness` steps stale, or has an
-    older version than the token before it in its conversation.
+    Raises TrustError if a token of the policy has a later version, is more than `max_staleness`
+    steps stale, or has an older version than the token before it in its conversation.
     """
     versions = batch.flat("versions").cpu().numpy()
     of_policy = versions >= 0
-    too_new, too_old = versions > synced, of_policy & (versions < step - max_staleness)
+    too_new = versions > synced
+    too_old = of_policy & (versions < step - max_staleness)
     if too_new.any():
         raise TrustError(
             f"{int(too_new.sum())} tokens of step {step + 1} are marked with weight version "
-            f"{int(versions[too_new][0])}, but version {synced} was synced last: the engine's version is ahead of "
+            f"{int(versions[too_new][0])}, but version {synced} was synced last: the engine's "
+            "version is ahead of "
             "the weights that it received"
         )
     if too_old.any():
         raise TrustError(
             f"{int(too_old.sum())} tokens of step {step + 1} were generated by weights of version "
-            f"{int(versions[too_old][0])}, but version {synced} was synced, and weights may be {max_staleness} "
+            f"{int(versions[too_old][0])}, but version {synced} was synced, and weights may be "
+            f"{max_staleness} "
             "steps old (async.max_staleness): they were not sent, or are not used by the engine"
         )
     own = versions[of_policy]
     if not (falls := np.diff(own) < 0).any():
         return
     lengths = batch.conversation_lengths()
-    talks = repeated(torch.arange(len(lengths)), lengths)[batch.response_positions()].numpy()[of_policy]
+    talks = repeated(torch.arange(len(lengths)), lengths)[batch.response_positions()].numpy()[
+        of_policy
+    ]
     if (falls := falls & (np.diff(talks) == 0)).any():
         rows = batch.rows().numpy()[of_policy]
         uid = batch["uid"][int(rows[1:][falls][0])]
-        raise TrustError(f"the versions of sample {uid} go backwards: the engine went back to older weights")
+        raise TrustError(
+            f"the versions of sample {uid} go backwards: the engine went back to older weights"
+        )
 
 
 def check_whole(batch: Batch) -> None:
@@ -310,28 +364,35 @@ def check_whole(batch: Batch) -> None:
 def check_queued(batch: Batch, queued: Queued) -> None:
     """queued: by group id, the tokens and the lowest version that the sample queue has recorded.
 
-    Raises TrustError if a group has another number of tokens, or another lowest version: staleness would be bounded for
-    other tokens.
+    Raises TrustError if a group has another number of tokens, or another lowest version: staleness
+    would be bounded for other tokens.
     """
-    versions, lengths = batch.flat("versions").cpu().numpy(), batch.lengths("response").numpy()
+    versions = batch.flat("versions").cpu().numpy()
+    lengths = batch.lengths("response").numpy()
     groups, rows = np.unique(batch["group_index"].cpu().numpy(), return_inverse=True)
     none = np.iinfo(np.int64).max
-    found, drawn = np.full(len(groups), none), lengths > 0
+    found = np.full(len(groups), none)
+    drawn = lengths > 0
     if drawn.any():
-        lowest = np.minimum.reduceat(np.where(versions >= 0, versions, none), (np.cumsum(lengths) - lengths)[drawn])
+        lowest = np.minimum.reduceat(
+            np.where(versions >= 0, versions, none), (np.cumsum(lengths) - lengths)[drawn]
+        )
         np.minimum.at(found, rows[drawn], lowest)
     tokens = np.bincount(rows, batch.lengths("sequence").numpy(), len(groups))
     for number, own, count in zip(groups.tolist(), found.tolist(), tokens.tolist(), strict=True):
         recorded, version = queued.get(number, (count, None))
         if recorded != count:
             raise TrustError(
-                f"the sample queue and the ledger have {recorded} tokens for group {number}, but its samples "
+                f"the sample queue and the ledger have {recorded} tokens for group {number}, but "
+                "its samples "
                 f"have {count:.0f}: ranks are balanced and progress is counted by other tokens"
             )
         if own != none and version not in (own, None):
             raise TrustError(
-                f"the sample queue has recorded version {version} as the lowest of group {number}, but "
-                f"its tokens begin with version {own}: the bound on staleness (async.max_staleness) and the ledger are "
+                f"the sample queue has recorded version {version} as the lowest of group {number}, "
+                "but "
+                f"its tokens begin with version {own}: the bound on staleness "
+                "(async.max_staleness) and the ledger are "
                 "of other tokens"
             )
 
@@ -339,26 +400,35 @@ def check_queued(batch: Batch, queued: Queued) -> None:
 def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
     """Compare columns written by different parts of the system.
 
-    Raises TrustError if response_mask does not match the tokens that carry a version, loss_mask extends beyond it, a
-    rollout log-prob is not a log-probability, a sample's group_index is not its group's, or the episodes of a group
-    begin with different prompts. (Further conversations may have other prompts.)
+    Raises TrustError if response_mask does not match the tokens that carry a version, loss_mask
+    extends beyond it, a rollout log-prob is not a log-probability, a sample's group_index is not
+    its group's, or the episodes of a group begin with different prompts. (Further conversations may
+    have other prompts.)
     """
-    made_by_policy, mask = batch.flat("versions").cpu().numpy() >= 0, batch.flat("response_mask").cpu().numpy() > 0
+    made_by_policy = batch.flat("versions").cpu().numpy() >= 0
+    mask = batch.flat("response_mask").cpu().numpy() > 0
     if found := _first(batch, made_by_policy != mask):
         raise TrustError(
-            f"response_mask is wrong at token {found[1]} of sample {found[0]}: it must be 1 exactly on tokens that the "
-            "policy generated. A node shifted or rewrote the mask; training would update the wrong tokens. To "
+            f"response_mask is wrong at token {found[1]} of sample {found[0]}: it must be 1 "
+            "exactly on tokens that the "
+            "policy generated. A node shifted or rewrote the mask; training would update the wrong "
+            "tokens. To "
             "exclude tokens from the loss, write loss_mask"
         )
     if found := _first(batch, (batch.flat("loss_mask").cpu().numpy() > 0) & ~made_by_policy):
-        raise TrustError(f"loss_mask covers token {found[1]} of sample {found[0]}, which the policy did not generate")
+        raise TrustError(
+            f"loss_mask covers token {found[1]} of sample {found[0]}, which the policy did not "
+            "generate"
+        )
     if "rollout_log_probs" in batch:
         values = batch.flat("rollout_log_probs").cpu().numpy()
-        highest = np.inf if "action_values" in batch else 1e-3  # the density of a number may exceed 1
+        # the density of a number may exceed 1
+        highest = np.inf if "action_values" in batch else 1e-3
         wrong = mask & ~(np.isfinite(values) & (values <= highest))
         if found := _first(batch, wrong):
             raise TrustError(
-                f"rollout_log_probs of sample {found[0]} is {float(values[wrong][0]):g} at token {found[1]}, which "
+                f"rollout_log_probs of sample {found[0]} is {float(values[wrong][0]):g} at token "
+                f"{found[1]}, which "
                 "is not a log-probability"
             )
     _check_groups(batch, same_prompts)
@@ -368,8 +438,8 @@ def check_alignment(batch: Batch, same_prompts: bool = True) -> None:
 class Movement:
     """Finds trained tensors that no update moved, or that only weight decay moved.
 
-    after: how many updates with a gradient and a learning rate above 0 to wait for. Warm-up updates do not count: they
-    can be too small for float32 to change a weight of 1.
+    after: how many updates with a gradient and a learning rate above 0 to wait for. Warm-up updates
+    do not count: they can be too small for float32 to change a weight of 1.
     """
 
     after: int
@@ -378,10 +448,12 @@ class Movement:
     _lr: float = 0.0
 
     def updated(self, engine: TrainEngine, metrics: Mapping[str, float]) -> list[str]:
-        """Call after each update; once, after `after` of them, the names of tensors that training does not reach."""
+        """Call after each update; once, after `after` of them, the names of tensors that training
+        does not reach."""
         if self._updates >= self.after:
             return []
-        lr, self._lr = self._lr, metrics.get("lr", 0.0)
+        lr = self._lr
+        self._lr = metrics.get("lr", 0.0)
         if self._start is None:
             self._start = fingerprints(engine.state())
             return []
@@ -390,15 +462,19 @@ class Movement:
         if self._updates < self.after:
             return []
         state = engine.state()
-        weights, now = state.trained_weights(), fingerprints(state)
-        moved = on_any_rank({name: now[name] != before for name, before in self._start.items()}, weights)
+        weights = state.trained_weights()
+        now = fingerprints(state)
+        moved = on_any_rank(
+            {name: now[name] != before for name, before in self._start.items()}, weights
+        )
         pushed = on_any_rank({name: _had_gradient(state, name) for name in self._start}, weights)
         return [name for name in self._start if not (moved[name] and pushed[name])]
 
 
 @dataclass
 class LossTerms:
-    """Finds enabled loss terms that contribute exactly 0 in each of the first steps. names: their metrics."""
+    """Finds enabled loss terms that contribute exactly 0 in each of the first steps. names: their
+    metrics."""
 
     names: tuple[str, ...]
     after: int = 5
@@ -406,12 +482,17 @@ class LossTerms:
     _alive: set[str] = field(default_factory=set)
 
     def updated(self, metrics: Mapping[str, float]) -> list[str]:
-        """Call once per trained step; returns once, after `after` steps, the terms that were always exactly 0."""
+        """Call once per trained step; returns once, after `after` steps, the terms that were always
+        exactly 0."""
         if self._seen >= self.after:
             return []
         self._seen += 1
         self._alive |= {name for name in self.names if metrics.get(name, 0.0) != 0.0}
-        return [name for name in self.names if name not in self._alive] if self._seen == self.after else []
+        return (
+            [name for name in self.names if name not in self._alive]
+            if self._seen == self.after
+            else []
+        )
 
 
 def fingerprints(state: TrainState) -> dict[str, str]:
@@ -420,8 +501,11 @@ def fingerprints(state: TrainState) -> dict[str, str]:
 
 
 def _had_gradient(state: TrainState, name: str) -> bool:
-    """Whether a moment of this tensor (named "key/NAME") is not exactly 0; true if the optimizer keeps no moments."""
-    moments = [own_part(t) for key, t in state.tensors.items() if key.endswith(f"/{name}") and t.dim() > 0]
+    """Whether a moment of this tensor (named "key/NAME") is not exactly 0; true if the optimizer
+    keeps no moments."""
+    moments = [
+        own_part(t) for key, t in state.tensors.items() if key.endswith(f"/{name}") and t.dim() > 0
+    ]
     return not moments or any(bool(t.any()) for t in moments)
 
 
@@ -431,29 +515,40 @@ def _check_groups(batch: Batch, same_prompts: bool) -> None:
     prompts: dict[int, tuple[str, bytes]] = {}
     episodes_seen: set[tuple[int, int]] = set()
     ids = batch.flat("prompt_ids").cpu().numpy()
-    raw, ends = ids.tobytes(), (batch.lengths("prompt").cumsum(0) * ids.itemsize).tolist()
-    groups, episodes = batch["group_index"].tolist(), batch["episode_index"].tolist()
-    for uid, group, episode, start, end in zip(batch["uid"], groups, episodes, [0, *ends], ends, strict=False):
+    raw = ids.tobytes()
+    ends = (batch.lengths("prompt").cumsum(0) * ids.itemsize).tolist()
+    groups = batch["group_index"].tolist()
+    episodes = batch["episode_index"].tolist()
+    for uid, group, episode, start, end in zip(
+        batch["uid"], groups, episodes, [0, *ends], ends, strict=False
+    ):
         if int(uid.partition("-")[0]) != group:
-            raise TrustError(f"sample {uid} carries group_index {group}: a node mixed up the groups")
+            raise TrustError(
+                f"sample {uid} carries group_index {group}: a node mixed up the groups"
+            )
         if (group, episode) in episodes_seen:
             continue
         episodes_seen.add((group, episode))
         first_uid, first = prompts.setdefault(group, (uid, raw[start:end]))
         if same_prompts and raw[start:end] != first:
-            raise TrustError(f"the episodes of samples {first_uid} and {uid} are one group but differ in their prompts")
+            raise TrustError(
+                f"the episodes of samples {first_uid} and {uid} are one group but differ in their "
+                "prompts"
+            )
 
 
 def _is_plain(batch: Batch) -> bool:
     """Whether every sample has its group's number and its group's prompt, as in most batches."""
-    groups, lengths = batch["group_index"].cpu().numpy(), batch.lengths("prompt").numpy()
+    groups = batch["group_index"].cpu().numpy()
+    lengths = batch.lengths("prompt").numpy()
     if not all(map(str.startswith, batch["uid"], [f"{group}-" for group in groups.tolist()])):
         return False
     _, first, of_group = np.unique(groups, return_index=True, return_inverse=True)
     first = first[of_group]
     if not np.array_equal(lengths, lengths[first]):
         return False
-    ids, starts = batch.flat("prompt_ids").cpu().numpy(), np.cumsum(lengths) - lengths
+    ids = batch.flat("prompt_ids").cpu().numpy()
+    starts = np.cumsum(lengths) - lengths
     back = np.repeat(starts - starts[first], lengths)
     return np.array_equal(ids, ids[np.arange(len(ids)) - back])
 

@@ -1,1 +1,2 @@
-"""Reads scripts, commands and configs of other systems, and converts them, for `distflow migrate`."""
+"""Reads scripts, commands and configs of other systems, and converts them, for
+`distflow migrate`."""

@@ -1,5 +1,5 @@
-"""`distflow migrate`: a config of ours from a script, a command or a config of another system: what its table says of
-each key, and what its formulas give."""
+"""`distflow migrate`: a config of ours from a script, a command or a config of another system: what
+its table says of each key, and what its formulas give."""
 
 import argparse
 import re
@@ -24,23 +24,36 @@ from distflow.config.migration import tables
 from distflow.errors import ConfigError, UserError
 
 _PRESETS = {
-    **{(system, method): f"verl_{method}" for system in ("verl", "siiRL") for method in ("grpo", "ppo")},
+    **{
+        (system, method): f"verl_{method}"
+        for system in ("verl", "siiRL")
+        for method in ("grpo", "ppo")
+    },
     **{("ROLL", "grpo"): "rlvr", ("TRL", "rloo"): "grpo"},
 }
-_REWARDS_OF_ROLL = {"(?i:ifeval)": "ifeval", "Math": "math", "Code": "code", "General": "exact_match", "Judge": "judge"}
+_REWARDS_OF_ROLL = {
+    "(?i:ifeval)": "ifeval",
+    "Math": "math",
+    "Code": "code",
+    "General": "exact_match",
+    "Judge": "judge",
+}
 _IN_SCRIPT = """\
-rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""
+rewards and columns: AReaL's script has them; check reward.functions (here math), data.prompt_key and data.answer_key"""  # noqa: E501
 _BY_SOURCE = """\
-rewards: {system} chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""
+rewards: {system} chooses a function by each row's data_source; here it is math for all rows: check reward.functions"""  # noqa: E501
 _OF_MEGATRON = """\
-actor_rollout_ref.actor.strategy=megatron: it is not implemented yet; fsdp shards the weights over all devices"""
+actor_rollout_ref.actor.strategy=megatron: it is not implemented yet; fsdp shards the weights over all devices"""  # noqa: E501
 _OF_OPENRLHF = """\
 reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels); write it with the parameters \
-solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""
+solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""  # noqa: E501
 _LIKE_VERL = ("verl", "siiRL")
-_JUDGE, _FILTER = "generating_args.", "algorithm.filter_groups."
-_OPTIMIZER, _ONE_OPTIMIZER = "actor_rollout_ref.actor.optim.", ("OpenRLHF", "TRL")
-"""Systems whose options of the optimizer, but for the learning rate, are those of actor and critic."""
+_JUDGE = "generating_args."
+_FILTER = "algorithm.filter_groups."
+_OPTIMIZER = "actor_rollout_ref.actor.optim."
+_ONE_OPTIMIZER = ("OpenRLHF", "TRL")
+"""Systems whose options of the optimizer, but for the learning rate, are those of actor and
+critic."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 
 
@@ -69,7 +82,9 @@ class Conversion:
             if key in self.given and not given:
                 continue
             if key in self.given and before != text:
-                self.missing.append(f"{key}={before}: another key of the file says {text}, which is used")
+                self.missing.append(
+                    f"{key}={before}: another key of the file says {text}, which is used"
+                )
             self.overrides[key] = text
             if given:
                 self.given.add(key)
@@ -78,7 +93,9 @@ class Conversion:
         """Remove a key that cannot be set; a key that nobody set is removed silently."""
         value = self.overrides.pop(key)
         if key in self.given:
-            self.missing.append(f"{key} {why}" if why.startswith("is '") else f"{key}={value}: {why}")
+            self.missing.append(
+                f"{key} {why}" if why.startswith("is '") else f"{key}={value}: {why}"
+            )
 
 
 def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
@@ -87,20 +104,33 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     if theirs.system == "TRL":
         convert_rewards(theirs.values, theirs.remarks)
         if isinstance(trackers := theirs.values.get("report_to"), list):
-            theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
+            theirs.values["report_to"] = (
+                trackers[0] if len(trackers) == 1 else ["console", *trackers]
+            )
         negated = {
             key: key[3:]
             for key, value in theirs.values.items()
             if key.startswith("no_") and key not in table.names and value is True
         }
         theirs.values = {
-            negated.get(key, key): value if key not in negated else False for key, value in theirs.values.items()
+            negated.get(key, key): value if key not in negated else False
+            for key, value in theirs.values.items()
         }
-    draft = Conversion(_PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks))
+    draft = Conversion(
+        _PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks)
+    )
     for key, value in [*theirs.values.items()]:
-        entries = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
-        if known := {name: each for name, each in entries.items() if table.find(name, theirs.method)}:
-            rest = {name[len(key) + 1 :]: each for name, each in entries.items() if name not in known}
+        entries = (
+            {f"{key}.{name}": each for name, each in value.items()}
+            if isinstance(value, dict)
+            else {}
+        )
+        if known := {
+            name: each for name, each in entries.items() if table.find(name, theirs.method)
+        }:
+            rest = {
+                name[len(key) + 1 :]: each for name, each in entries.items() if name not in known
+            }
             theirs.values |= known | {key: rest}
             theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
     for key in [key for key, value in theirs.values.items() if value == {}]:
@@ -109,21 +139,39 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
     switches = [key for key in table.defaults if key in on]
     defaults = entries_for(table.defaults, theirs.method, *switches)
-    values = {**{key: None if value == "null" else value for key, value in defaults.items()}, **theirs.values}
+    values = {
+        **{key: None if value == "null" else value for key, value in defaults.items()},
+        **theirs.values,
+    }
     computed = compute(table, theirs, values, devices, draft.missing)
     used = computed.used
     if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
         advice = "`distflow data check` shows which lengths your data have"
-        said = "it" if any("max_" in key for key in used & theirs.values.keys()) else f"{theirs.system}'s default"
-        draft.missing.append(f"max_length: prompts and responses have separate limits, here half of {said}; {advice}")
+        said = (
+            "it"
+            if any("max_" in key for key in used & theirs.values.keys())
+            else f"{theirs.system}'s default"
+        )
+        draft.missing.append(
+            f"max_length: prompts and responses have separate limits, here half of {said}; {advice}"
+        )
     if theirs.system == "AReaL" and theirs.method in ("grpo", "ppo"):
         draft.missing.append(_IN_SCRIPT)
     elif theirs.system == "AReaL" and theirs.method == "rm":
         draft.missing.append(
-            "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, data.rejected_key"
+            "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, "
+            "data.rejected_key"
         )
-    grades = ("custom_reward_function.path", "reward.custom_reward_function.path", "reward_model.enable")
-    if theirs.system in _LIKE_VERL and theirs.method in ("grpo", "ppo") and not any(map(theirs.values.get, grades)):
+    grades = (
+        "custom_reward_function.path",
+        "reward.custom_reward_function.path",
+        "reward_model.enable",
+    )
+    if (
+        theirs.system in _LIKE_VERL
+        and theirs.method in ("grpo", "ppo")
+        and not any(map(theirs.values.get, grades))
+    ):
         draft.missing.append(_BY_SOURCE.format(system=theirs.system))
     if theirs.values.get("actor_rollout_ref.actor.strategy") == "megatron":
         draft.missing.append(_OF_MEGATRON)
@@ -141,12 +189,19 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             _convert_setting(theirs, table, key, value, draft)
         elif key in computed.idle and key in theirs.values:
             name = table.find(key, theirs.method)
-            why = name.note if name and name.note else "beside the other settings it changes nothing here"
+            why = (
+                name.note
+                if name and name.note
+                else "beside the other settings it changes nothing here"
+            )
             draft.without_effect.append(f"{_place(theirs, key)}={tables.as_override(value)}: {why}")
     for key, value in computed.overrides.items():
         draft.write({key: value}, key in computed.given)
     if theirs.method == "ppo" and theirs.system in _ONE_OPTIMIZER:
-        own = {key.replace(_OPTIMIZER, "critic.optim."): (key, text) for key, text in draft.overrides.items()}
+        own = {
+            key.replace(_OPTIMIZER, "critic.optim."): (key, text)
+            for key, text in draft.overrides.items()
+        }
         for key, (of_actor, text) in own.items():
             if key not in draft.overrides:
                 draft.write({key: text}, of_actor in draft.given)
@@ -154,38 +209,69 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
 
 
 def _other_devices(values: Mapping[str, object]) -> list[str]:
-    """A line for devices that generate or score, beside those that train: the config counts those that train."""
-    maps = {key: each for key, each in values.items() if key.endswith("device_mapping") and isinstance(each, list)}
+    """A line for devices that generate or score, beside those that train: the config counts those
+    that train."""
+    maps = {
+        key: each
+        for key, each in values.items()
+        if key.endswith("device_mapping") and isinstance(each, list)
+    }
     train = maps.get("actor_train.device_mapping", [])
     others = {each for devices in maps.values() for each in devices} - {*train}
-    count, says = len(others), "device_mapping"
-    shared = values.get("colocate_all_models")  # of OpenRLHF; asynchronous engines have devices of their own
-    sizes = [("vllm_num_engines", "vllm_tensor_parallel_size", "")] if values.get("async_train") or not shared else []
+    count = len(others)
+    says = "device_mapping"
+    # of OpenRLHF; asynchronous engines have devices of their own
+    shared = values.get("colocate_all_models")
+    sizes = (
+        [("vllm_num_engines", "vllm_tensor_parallel_size", "")]
+        if values.get("async_train") or not shared
+        else []
+    )
     sizes += [("critic_num_gpus_per_node", "critic_num_nodes", "colocate_all_models")]
     sizes += [("reward_num_gpus_per_node", "reward_num_nodes", "colocate_critic_reward")]
     sizes += [("ref_num_gpus_per_node", "ref_num_nodes", "colocate_actor_ref")]
     for size, times, together in sizes:
-        own, factor = values.get(size), values.get(times, 1)
+        own = values.get(size)
+        factor = values.get(times, 1)
         is_apart = not values.get(together) and (not shared or size.startswith("vllm"))
         if isinstance(own, int) and isinstance(factor, int) and is_apart:
-            count, says = count + own * factor, "vllm_num_engines, *_num_gpus_per_node"
-    advice = "all work is on the training devices here; trainer.allocation gives the others devices of their own"
+            count = count + own * factor
+            says = "vllm_num_engines, *_num_gpus_per_node"
+    advice = (
+        "all work is on the training devices here; trainer.allocation gives the others devices of "
+        "their own"
+    )
     if values.get("use_vllm") and values.get("vllm_mode") == "server":  # of TRL
-        return [f"vllm_mode=server: vLLM generates on devices of its own, which the config does not count; {advice}"]
-    return [f"{says}: {count} more devices generate, score or train a critic; {advice}"] if count else []
+        return [
+            (
+                "vllm_mode=server: vLLM generates on devices of its own, which the config does "
+                f"not count; {advice}"
+            )
+        ]
+    return (
+        [f"{says}: {count} more devices generate, score or train a critic; {advice}"]
+        if count
+        else []
+    )
 
 
 def _order(key: str) -> int:
-    """A choice comes before the options that refine it, and a switch after the sizes that it switches off."""
-    return key.endswith((".enable", "overlong_reward_penalty")) - key.endswith(("loss_mode", "policy_loss_type"))
+    """A choice comes before the options that refine it, and a switch after the sizes that it
+    switches off."""
+    return key.endswith((".enable", "overlong_reward_penalty")) - key.endswith(
+        ("loss_mode", "policy_loss_type")
+    )
 
 
-def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, value: object, draft: Conversion) -> None:
+def _convert_setting(
+    theirs: ForeignSettings, table: tables.Table, key: str, value: object, draft: Conversion
+) -> None:
     name = table.find(key, theirs.method)
     if is_known(key) and key not in table.names:
         name = tables.Name(key)
     place = _place(theirs, key)
-    if isinstance(value, Unread) and name and "=" in name.ours and "{}" not in name.ours:  # a switch
+    # a switch
+    if isinstance(value, Unread) and name and "=" in name.ours and "{}" not in name.ours:
         draft.write(tables.split_overrides(name.ours), key in theirs.values)
     elif isinstance(value, Unread):
         advice = name.answer(tables.NOT_GIVEN) if name else ""
@@ -193,7 +279,9 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
         said = f"{place}: {value.why}" + (f"; {advice}" if advice else "")
         (draft.without_effect if is_harmless else draft.missing).append(said)
     elif name is None:
-        draft.missing.append(f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it")
+        draft.missing.append(
+            f"{place}={tables.as_override(value)}: {theirs.system}'s table does not have it"
+        )
     elif not name.accepts(value):
         is_address = isinstance(value, str) and "://" in value and "path={}" in name.ours
         is_verls = theirs.system in _LIKE_VERL and isinstance(value, str)
@@ -204,7 +292,9 @@ def _convert_setting(theirs: ForeignSettings, table: tables.Table, key: str, val
             answer = name.note if is_address else name.answer(value)
             draft.missing.append(f"{place}={tables.as_override(value)}: {answer}")
     elif key in theirs.values:
-        draft.without_effect.append(f"{place}={tables.as_override(value)}: {name.note or 'it is so here anyway'}")
+        draft.without_effect.append(
+            f"{place}={tables.as_override(value)}: {name.note or 'it is so here anyway'}"
+        )
 
 
 def _place(theirs: ForeignSettings, key: str) -> str:
@@ -213,9 +303,13 @@ def _place(theirs: ForeignSettings, key: str) -> str:
 
 
 def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
-    """ROLL's domains, each with a reward worker, its tags, its filter and its share of the rows; returns the keys that
-    say so."""
-    values, domains, ranges = theirs.values, dict[str, dict[str, object]](), dict[str, list[object] | None]()
+    """ROLL's domains, each with a reward worker, its tags, its filter and its share of the rows;
+    returns the keys that say so."""
+    values, domains, ranges = (
+        theirs.values,
+        dict[str, dict[str, object]](),
+        dict[str, list[object] | None](),
+    )
     used = {key for key in values if key.startswith(_SHARES)}
 
     def take(key: str, otherwise: object = None) -> object:
@@ -224,19 +318,42 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
         return otherwise if isinstance(value, Unread) else value
 
     for name in dict.fromkeys(key.split(".")[1] for key in values if key.startswith("rewards.")):
-        own, kind = f"rewards.{name}.", ".".join(str(values.get(f"rewards.{name}.worker_cls")).split(".")[-2:])
-        reward: object = next((ours for part, ours in _REWARDS_OF_ROLL.items() if re.search(part, kind)), None)
+        own = f"rewards.{name}."
+        kind = ".".join(str(values.get(f"rewards.{name}.worker_cls")).split(".")[-2:])
+        reward: object = next(
+            (ours for part, ours in _REWARDS_OF_ROLL.items() if re.search(part, kind)), None
+        )
         where = f"data.domains.{name}.reward"
-        draft.missing += [] if reward else [f"rewards.{name}: {kind} has no counterpart; set {where}"]
+        draft.missing += (
+            [] if reward else [f"rewards.{name}: {kind} has no counterpart; set {where}"]
+        )
         if reward == "ifeval":
             reward = "ifeval_share" if take(f"{own}reward_type") == "soft" else reward
-            draft.missing.append(f"rewards.{name}: {reward} reads IFEval's columns (docs/rewards.md), not func_name")
+            draft.missing.append(
+                f"rewards.{name}: {reward} reads IFEval's columns (docs/rewards.md), not func_name"
+            )
         if reward == "judge":
-            keys = {"model": ("judge_model_name", "model_args.model_name_or_path"), "base_url": ("judge_api_url",)}
-            keys |= {"temperature": (f"{_JUDGE}temperature",), "answer_tokens": (f"{_JUDGE}max_new_tokens",)}
-            found = {ours: [take(own + key) for key in there if own + key in values] for ours, there in keys.items()}
-            reward = {"name": "judge", "options": {ours: each[0] for ours, each in found.items() if each and each[0]}}
-            draft.missing += [] if found["base_url"] else [f"rewards.{name}: serve its judge; set base_url in {where}"]
+            keys = {
+                "model": ("judge_model_name", "model_args.model_name_or_path"),
+                "base_url": ("judge_api_url",),
+            }
+            keys |= {
+                "temperature": (f"{_JUDGE}temperature",),
+                "answer_tokens": (f"{_JUDGE}max_new_tokens",),
+            }
+            found = {
+                ours: [take(own + key) for key in there if own + key in values]
+                for ours, there in keys.items()
+            }
+            reward = {
+                "name": "judge",
+                "options": {ours: each[0] for ours, each in found.items() if each and each[0]},
+            }
+            draft.missing += (
+                []
+                if found["base_url"]
+                else [f"rewards.{name}: serve its judge; set base_url in {where}"]
+            )
         elif reward:
             take(f"{own}model_args.model_name_or_path")  # a rule takes only its tokenizer
         domains[name] = {"reward": [reward or "math"], "tags": take(f"{own}tag_included") or [name]}
@@ -245,7 +362,9 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
         rule = f"{own}query_filter_config."
         if (type_of := take(f"{rule}type")) == "mean_filter":
             bounds = (("threshold_down", -1.0), ("threshold_up", 1e9))
-            ranges[name] = [take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds]
+            ranges[name] = [
+                take(f"{rule}filter_args.{bound}", otherwise) for bound, otherwise in bounds
+            ]
         elif type_of == "std_filter" and not values.get(f"{rule}filter_args.std_threshold"):
             ranges[name] = None
             take(f"{rule}filter_args.std_threshold")
@@ -255,10 +374,16 @@ def _convert_domains(theirs: ForeignSettings, draft: Conversion) -> set[str]:
         bands = {name: tables.as_override(each) for name, each in ranges.items()}
         first, band = next(iter(bands.items()))
         others = ", ".join(f"not {each} of {name}" for name, each in bands.items() if each != band)
-        draft.write({f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band}, True)
+        draft.write(
+            {f"{_FILTER}enable": "true", f"{_FILTER}metric": "score", f"{_FILTER}mean_range": band},
+            True,
+        )
         for name in domains.keys() - ranges.keys():
             domains[name]["filter_groups"] = False
-        said = f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band} of {first}, {others}"
+        said = (
+            f"rewards.*.query_filter_config: one mean_range holds for all domains, here {band} of "
+            f"{first}, {others}"
+        )
         draft.missing += [said] if others else []
     if domains:
         draft.write({"data.domains": tables.as_override(domains), "data.tag_key": "tag"}, True)
@@ -269,21 +394,30 @@ def compose(draft: Conversion) -> Loaded:
     """The config; a key that is refused is taken out of the draft, and listed there as missing."""
     while True:
         try:
-            return load_config(draft.preset, [f"{key}={text}" for key, text in draft.overrides.items()], complete=False)
+            return load_config(
+                draft.preset,
+                [f"{key}={text}" for key, text in draft.overrides.items()],
+                complete=False,
+            )
         except ConfigError as error:
             if not _drop_rejected(draft, error):
                 raise
 
 
 def _drop_rejected(draft: Conversion, error: ConfigError, unless: Container[str] = ()) -> bool:
-    """Drop a key of each problem, but not of those that name one of the others; whether there was one."""
+    """Drop a key of each problem, but not of those that name one of the others; whether there was
+    one."""
     before = len(draft.overrides)
     for problem in error.problems:
         places = [(subject.partition(" ")[0], where) for subject, where in problem.places]
         if any(key in unless for key, _ in places):
             continue
         for key, where in places:
-            below = [own for own in draft.overrides if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}.")]
+            below = [
+                own
+                for own in draft.overrides
+                if f"{own}.".startswith(f"{key}.") or key.startswith(f"{own}.")
+            ]
             if where == COMMAND_LINE and below:
                 for own in below:
                     draft.drop(own, "; ".join(filter(None, (problem.what, problem.advice))))
@@ -292,12 +426,20 @@ def _drop_rejected(draft: Conversion, error: ConfigError, unless: Container[str]
 
 
 def as_file(draft: Conversion, loaded: Loaded) -> dict[str, object]:
-    """What the config sets, as a file on its preset. A default of the other system stands there if the preset has
-    another."""
-    values, base, keys = flatten(loaded.config), flatten(preset_config(draft.preset)), schema_keys()
-    chosen = {key for name in draft.given for key in keys if name == key or name.startswith(f"{key}.")}
+    """What the config sets, as a file on its preset. A default of the other system stands there if
+    the preset has another."""
+    values = flatten(loaded.config)
+    base = flatten(preset_config(draft.preset))
+    keys = schema_keys()
+    chosen = {
+        key for name in draft.given for key in keys if name == key or name.startswith(f"{key}.")
+    }
     set_here = [key for key in keys if loaded.origins.get(key) == COMMAND_LINE]
-    written = {key: keys[key].spec.plain(values[key]) for key in set_here if key in chosen or values[key] != base[key]}
+    written = {
+        key: keys[key].spec.plain(values[key])
+        for key in set_here
+        if key in chosen or values[key] != base[key]
+    }
     return {"defaults": [draft.preset, "_self_"], **nested(written)}
 
 
@@ -305,12 +447,21 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="a config (YAML, JSON, TOML), a file of commands or a Python script of TRL, OpenRLHF, verl, siiRL, ROLL "
+        help="a config (YAML, JSON, TOML), a file of commands or a Python script of TRL, OpenRLHF, "
+        "verl, siiRL, ROLL "
         "or AReaL",
     )
-    parser.add_argument("--to", metavar="FILE", type=Path, help="write the config to this file instead of the screen")
     parser.add_argument(
-        "--devices", metavar="N", type=int, help="number of training devices, if different from the file"
+        "--to",
+        metavar="FILE",
+        type=Path,
+        help="write the config to this file instead of the screen",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="N",
+        type=int,
+        help="number of training devices, if different from the file",
     )
 
 
@@ -334,35 +485,51 @@ def run_migrate(arguments: argparse.Namespace) -> int:
 
 def _check_target(path: Path) -> None:
     if path.suffix != ".yaml" or "." in path.stem or path.stem in preset_names():
-        raise UserError(f"--to {path}: the file must be NAME.yaml, where NAME has no dots and is not a preset's")
+        raise UserError(
+            f"--to {path}: the file must be NAME.yaml, where NAME has no dots and is not a preset's"
+        )
     if path.exists() or not path.parent.is_dir():
         what = "is there already" if path.exists() else "is in a folder that does not exist"
         raise UserError(f"--to {path}: it {what}; name another file")
 
 
 def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
-    """The config without keys that its pipeline does not read; what else a run would be refused for is said."""
+    """The config without keys that its pipeline does not read; what else a run would be refused for
+    is said."""
     from distflow.launch.fit_config_to_files import InertKeys, read_config
 
-    model, files = loaded.config.actor_rollout_ref.model.path, data_files(loaded.config, "train_files")
-    for key, found in (("actor_rollout_ref.model.path", model), ("data.train_files", any(files.values()))):
+    model = loaded.config.actor_rollout_ref.model.path
+    files = data_files(loaded.config, "train_files")
+    for key, found in (
+        ("actor_rollout_ref.model.path", model),
+        ("data.train_files", any(files.values())),
+    ):
         if not found:
             draft.missing.append(f"{key} must be set: it is not in the file")
     why = "it may run on another machine than this one"
-    elsewhere: list[tuple[str, object, str]] = [("trainer.device", "cpu", why), ("trainer.launcher", "ray", why)]
-    elsewhere += [(key, False, why) for key in schema_keys() if key.endswith(("_offload", "offload_policy"))]
+    elsewhere: list[tuple[str, object, str]] = [
+        ("trainer.device", "cpu", why),
+        ("trainer.launcher", "ray", why),
+    ]
+    elsewhere += [
+        (key, False, why) for key in schema_keys() if key.endswith(("_offload", "offload_policy"))
+    ]
     while model and any(files.values()):
         try:
             read_config(with_changes(loaded, elsewhere))
             break
         except InertKeys as error:
             for name in [*draft.overrides]:
-                for reason in [own for key, own in error.keys.items() if f"{name}.".startswith(f"{key}.")][:1]:
+                for reason in [
+                    own for key, own in error.keys.items() if f"{name}.".startswith(f"{key}.")
+                ][:1]:
                     why = f": {reason}" if reason else f" with these settings ({draft.preset})"
                     draft.drop(name, f"it has no effect{why}")
             loaded = compose(draft)
         except UserError as error:
-            if isinstance(error, ConfigError) and _drop_rejected(draft, error, {key for key, *_ in elsewhere}):
+            if isinstance(error, ConfigError) and _drop_rejected(
+                draft, error, {key for key, *_ in elsewhere}
+            ):
                 loaded = compose(draft)
                 continue
             draft.missing.append(f"a run would be rejected: {error}")

@@ -1,4 +1,5 @@
-"""The formulas of the tables, for sizes: of a device, a step or a prompt, as each system counts them."""
+"""The formulas of the tables, for sizes: of a device, a step or a prompt, as each system counts
+them."""
 
 import ast
 import math
@@ -20,11 +21,14 @@ _DOT = re.compile(r"(?<=\w)\.(?=[a-z_])")
 
 def _domains(names: str, weights: str | list[float]) -> dict[str, object]:
     """Data sets with their shares: a domain each."""
-    sets, shares = re.split(r",\s*", names), [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
+    sets = re.split(r",\s*", names)
+    shares = [*map(float, weights.split(",") if isinstance(weights, str) else weights)]
     if len(sets) != len(shares):
         raise ValueError(f"{len(sets)} data sets have {len(shares)} shares")
     pairs = zip(sets, shares, strict=True)
-    return {re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs}
+    return {
+        re.sub(r"\W+", "_", name): {"train_files": [name], "weight": share} for name, share in pairs
+    }
 
 
 def _share(total: object, steps: float | None) -> float | None:
@@ -32,20 +36,29 @@ def _share(total: object, steps: float | None) -> float | None:
     if not steps or steps >= 1:
         return steps
     if not isinstance(total, int) or total < 1:
-        raise ValueError(f"{steps:g} is a share of the run, whose number of steps is not in the file")
+        raise ValueError(
+            f"{steps:g} is a share of the run, whose number of steps is not in the file"
+        )
     return steps * total
 
 
 def _allocation(expression: str, devices: int) -> str | None:
-    """AReaL's expression, which `trainer.allocation` takes too, if each part has its engine: AReaL trains with fsdp by
-    default. None if all engines share the devices."""
-    expression = "+".join(f"fsdp:{part}" if re.match(r"d\d", part) else part for part in expression.split("+"))
+    """AReaL's expression, which `trainer.allocation` takes too, if each part has its engine: AReaL
+    trains with fsdp by default. None if all engines share the devices."""
+    expression = "+".join(
+        f"fsdp:{part}" if re.match(r"d\d", part) else part for part in expression.split("+")
+    )
     apart = [re.split(r"[:.]", part.partition("|")[0])[-1] for part in expression.split("+")]
     wanted = sum(math.prod(map(int, re.findall(r"[a-z](\d+)", sizes))) for sizes in apart)
     if wanted != devices:
-        raise ValueError(f"{expression} is for {count_of(wanted, 'device')}; the number of devices is {devices}")
+        raise ValueError(
+            f"{expression} is for {count_of(wanted, 'device')}; the number of devices is {devices}"
+        )
     if re.search(r"[:.\d][pce]([2-9]|1\d)", expression):
-        raise ValueError(f"{expression} has pipeline, context or expert parallelism, which is not implemented yet")
+        raise ValueError(
+            f"{expression} has pipeline, context or expert parallelism, which is not implemented "
+            "yet"
+        )
     return expression if len(apart) > 1 else None
 
 
@@ -56,16 +69,34 @@ def _product(left: object, right: object) -> float:
     return left * right
 
 
-_IN_FORMULAS: dict[str, Any] = {"max": max, "min": min, "len": len, "bool": bool, "isinstance": isinstance}
-_IN_FORMULAS |= {"list": list, "map": map, "domains": _domains, "allocation": _allocation, "product": _product}
+_IN_FORMULAS: dict[str, Any] = {
+    "max": max,
+    "min": min,
+    "len": len,
+    "bool": bool,
+    "isinstance": isinstance,
+}
+_IN_FORMULAS |= {
+    "list": list,
+    "map": map,
+    "domains": _domains,
+    "allocation": _allocation,
+    "product": _product,
+}
 
 
-def entries_for(entries: Mapping[str, Mapping[str, Any]], method: str, *switches: str) -> dict[str, Any]:
-    """The entries of a table for what is trained, in the order in which they hold. switches: keys that are on, or
-    groups that are given."""
+def entries_for(
+    entries: Mapping[str, Mapping[str, Any]], method: str, *switches: str
+) -> dict[str, Any]:
+    """The entries of a table for what is trained, in the order in which they hold. switches: keys
+    that are on, or groups that are given."""
     kind = "tuning" if method in ("sft", "rm") else "rl"
     parts = ("all", kind, "grpo" if method == "rloo" else method, method, "end", *switches)
-    return {key: value for part in parts for key, value in entries.get(part, {}).items()}
+    found: dict[str, Any] = {}
+    for part in parts:
+        for key, value in entries.get(part, {}).items():
+            found[key] = value
+    return found
 
 
 @dataclass
@@ -86,7 +117,11 @@ class Computed:
 
 
 def compute(
-    table: tables.Table, theirs: ForeignSettings, values: dict[str, object], devices: int | None, missing: list[str]
+    table: tables.Table,
+    theirs: ForeignSettings,
+    values: dict[str, object],
+    devices: int | None,
+    missing: list[str],
 ) -> Computed:
     """A name that is no key is a step of others."""
     found = Computed()
@@ -98,26 +133,37 @@ def compute(
     names["devices"] = devices or theirs.devices
     read = set[str]()
     says_devices = any(key.endswith(("n_gpus_per_node", "num_gpus_per_node")) for key in values)
-    if not (names["devices"] or says_devices) and (theirs.system == "TRL" or theirs.method in ("sft", "rm")):
+    if not (names["devices"] or says_devices) and (
+        theirs.system == "TRL" or theirs.method in ("sft", "rm")
+    ):
         names["devices"] = 1
-        missing.append("devices: their number is not in the file; 1 is assumed, set another with --devices N")
+        missing.append(
+            "devices: their number is not in the file; 1 is assumed, set another with --devices N"
+        )
     made = list[Unread]()
     for ours, formula in formulas.items():
         code = _compiled(formula)
         own = {name: names.get(name) for name in code.co_names if name not in _IN_FORMULAS}
         unread = next((each for each in own.values() if isinstance(each, Unread)), None)
         try:
-            value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)  # the formulas are the package's own
+            # the formulas are the package's own
+            value = unread or eval(code, {"__builtins__": _IN_FORMULAS}, own)
             value = _whole(ours, value, missing)
         except (TypeError, AttributeError, LookupError, ArithmeticError):
-            lacking = ", ".join(name.replace("__", ".") for name, value in own.items() if value is None)
+            lacking = ", ".join(
+                name.replace("__", ".") for name, value in own.items() if value is None
+            )
             why = f"it cannot be computed from the file{lacking and f', which has no {lacking}'}"
             made.append(value := Unread(why))
         except ValueError as error:  # raised by what formulas call
             made.append(value := Unread(str(error)))
         names[_DOT.sub("__", ours)] = value
         if isinstance(value, Unread):  # one of the file is reported as such
-            given = {name.replace("__", "."): each for name, each in own.items() if isinstance(each, int | float)}
+            given = {
+                name.replace("__", "."): each
+                for name, each in own.items()
+                if isinstance(each, int | float)
+            }
             named = [(key, table.find(key)) for key in given.keys() & theirs.values]
             same = {key for key, name in named if key == ours or name and name.ours == ours}
             found.used |= same  # in another unit
@@ -126,14 +172,21 @@ def compute(
             missing += [f"{ours}: {value.why}{of_keys}"] if is_said else []
             continue
         parts = [name.replace("__", ".") for name in own]
-        sources[ours] = set[str]().union(*({name} if name == ours else sources.get(name, {name}) for name in parts))
-        read |= sources[ours] if value is not None else sources[ours] - {ours}  # a key that is theirs too
+        sources[ours] = set[str]().union(
+            *({name} if name == ours else sources.get(name, {name}) for name in parts)
+        )
+        # a key that is theirs too
+        read |= sources[ours] if value is not None else sources[ours] - {ours}
         if value is not None and is_known(ours):
             found.used |= sources[ours]
             found.overrides[ours] = "null" if value == "null" else tables.as_override(value)
             if not sources[ours].isdisjoint(theirs.values):
                 found.given.add(ours)
-    apart = {key for key in read | found.used if _is_apart(key, values.get(key), table, theirs.method, formulas)}
+    apart = {
+        key
+        for key in read | found.used
+        if _is_apart(key, values.get(key), table, theirs.method, formulas)
+    }
     found.used -= apart
     found.idle = read - found.used - apart
     return found
@@ -165,8 +218,11 @@ def _whole(ours: str, value: object, missing: list[str]) -> object:
     return math.ceil(value)
 
 
-def _is_apart(key: str, value: object, table: tables.Table, method: str, formulas: Mapping[str, str]) -> bool:
-    """Whether a key that a formula reads is a setting besides: no formula computes what it is here."""
+def _is_apart(
+    key: str, value: object, table: tables.Table, method: str, formulas: Mapping[str, str]
+) -> bool:
+    """Whether a key that a formula reads is a setting besides: no formula computes what it is
+    here."""
     name = table.find(key, method)
     text = f"{key}=" if is_known(key) else name.overrides(value) if name else ""
     return bool(text) and formulas.keys().isdisjoint(tables.split_overrides(text))

@@ -1,6 +1,8 @@
-"""Settings of a Python script that trains with TRL: the literal arguments of its config and its trainer.
+"""Settings of a Python script that trains with TRL: the literal arguments of its config and its
+trainer.
 
-The script is parsed and never evaluated. An argument that is no literal is marked as unread, with its text.
+The script is parsed and never evaluated. An argument that is no literal is marked as unread, with
+its text.
 """
 
 import ast
@@ -15,7 +17,11 @@ METHODS = {"GRPO": "grpo", "RLOO": "rloo", "PPO": "ppo", "SFT": "sft", "Reward":
 
 _CLASS = re.compile(r"(\w+?)(Trainer|Config)")
 _OF_ANY_TRAINER = ("TrainingArguments", "ModelConfig", "ScriptArguments")
-_ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save"}
+_ADAPTERS = {
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+}
 _DEFAULTS_OF_PEFT = {"lora_r": 8, "lora_alpha": 8}
 _READ_ELSEWHERE = ("args", "config", "peft_config", "processing_class", "tokenizer")
 _SHOWN = 60
@@ -35,7 +41,10 @@ def read_script(text: str) -> ForeignSettings:
         if name in (f"{kind}Config", f"{kind}Trainer", "LoraConfig", *_OF_ANY_TRAINER):
             _add_arguments(found, name, call)
     if found.method == "rloo":
-        found.remarks.append("epsilon: the ratio is clipped for each token here, in TRL's RLOO for the whole response")
+        found.remarks.append(
+            "epsilon: the ratio is clipped for each token here, in TRL's RLOO for the whole "
+            "response"
+        )
     return found
 
 
@@ -44,13 +53,21 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             function = node.func
-            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            name = (
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
             yield name, node
 
 
 def _method(calls: list[tuple[str, ast.Call]]) -> str:
     """What the last trainer trains, or the last config if the script makes no trainer."""
-    classes = [(found[1], found[2], call.lineno) for name, call in calls if (found := _CLASS.fullmatch(name))]
+    classes = [
+        (found[1], found[2], call.lineno)
+        for name, call in calls
+        if (found := _CLASS.fullmatch(name))
+    ]
     trainers = [each for each in classes if each[1] == "Trainer"]
     configs = [each for each in classes if each[1] == "Config" and each[0] in METHODS]
     if not trainers and not configs:
@@ -59,7 +76,9 @@ def _method(calls: list[tuple[str, ast.Call]]) -> str:
     kind, role, line = (trainers or configs)[-1]
     if kind not in METHODS:
         known = joined([f"{name}Trainer" for name in METHODS])
-        raise UserError(f"line {line}: {kind}{role} uses an unsupported method; {known} are supported")
+        raise UserError(
+            f"line {line}: {kind}{role} uses an unsupported method; {known} are supported"
+        )
     return METHODS[kind]
 
 
@@ -74,19 +93,26 @@ def _add_arguments(found: ForeignSettings, name: str, call: ast.Call) -> None:
         given.insert(0, ("model", positional[0]))
         positional = positional[1:]
     for node in positional:
-        found.remarks.append(f"line {node.lineno}: {name}({_shown(node)}): give the argument its name")
+        found.remarks.append(
+            f"line {node.lineno}: {name}({_shown(node)}): give the argument its name"
+        )
     for key, node in given:
         if name.endswith("Trainer") and key in _READ_ELSEWHERE:
             continue
         if key in found.lines:
-            found.remarks.append(f"line {found.lines[key]}: {key} is given again in line {node.lineno}, which is read")
+            found.remarks.append(
+                f"line {found.lines[key]}: {key} is given again in line {node.lineno}, which is "
+                "read"
+            )
         found.add(key, _literal(key, node), node.lineno)
 
 
 def _literal(key: str, node: ast.expr) -> object:
     parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     if key == "reward_funcs" and all(isinstance(part, ast.Name | ast.Constant) for part in parts):
-        names = [part.id if isinstance(part, ast.Name) else ast.literal_eval(part) for part in parts]
+        names = [
+            part.id if isinstance(part, ast.Name) else ast.literal_eval(part) for part in parts
+        ]
         return names if names else None
     try:
         value = ast.literal_eval(node)

@@ -1,4 +1,5 @@
-"""A file of another system, whatever it is: YAML, JSON, TOML, commands of the shell, or a Python script."""
+"""A file of another system, whatever it is: YAML, JSON, TOML, commands of the shell, or a Python
+script."""
 
 import re
 import tomllib
@@ -21,16 +22,27 @@ _TRAINER = re.compile(
     r"(?P<verl>main_(?!gen|eval)\w+|\w*(?:async_main|sft_trainer))(?:\.py)?"
     r"|(?:.*/)?(?P<TRL>trl)(?:\.scripts\.\w+)?|(?P<script>.*\.py)"
 )
-_METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {name.lower(): METHODS[name] for name in METHODS}
-_PROCESSES = re.compile(r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d{1,6})")
+_METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {
+    name.lower(): METHODS[name] for name in METHODS
+}
+_PROCESSES = re.compile(
+    r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d{1,6})"
+)
 _MACHINES = re.compile(r"--(?:num_machines|nnodes|num_nodes)[= ](\d{1,6})")
 _PARSERS = re.compile(r"\b(?:TrlParser|HfArgumentParser|ArgumentParser)\(")
 _OPTIONS_ELSEWHERE = """\
 the script takes settings from a command line: migrate a file with the command that runs it; what neither says is \
-TRL's default here"""
+TRL's default here"""  # noqa: E501
 
-_NO_SETTINGS = {".ipynb": "it is a notebook: `jupyter nbconvert --to script` makes a script of it, to be migrated"} | (
-    dict.fromkeys((".jsonl", ".parquet", ".csv", ".arrow"), "it is a file of data: name it in data.train_files")
+_NO_SETTINGS = {
+    ".ipynb": (
+        "it is a notebook: `jupyter nbconvert --to script` makes a script of it, to be migrated"
+    )
+} | (
+    dict.fromkeys(
+        (".jsonl", ".parquet", ".csv", ".arrow"),
+        "it is a file of data: name it in data.train_files",
+    )
 )
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")
 
@@ -73,7 +85,9 @@ def _read_config(path: Path, text: str) -> ForeignSettings:
     if not isinstance(values, dict):
         raise UserError("it is not a mapping of keys")
     if (path.parent / "run.json").is_file() or _is_ours(values):
-        raise UserError(f"it is a config of distflow already: distflow config {path} shows it whole")
+        raise UserError(
+            f"it is a config of distflow already: distflow config {path} shows it whole"
+        )
     return identify(values)
 
 
@@ -85,19 +99,28 @@ def _is_ours(values: Mapping[str, object]) -> bool:
 
 def _read_shell(text: str, folder: Path) -> ForeignSettings:
     script = ShellScript(text)
-    found = [each for command in script.commands if (each := _read_command(command, script, folder))]
+    found = [
+        each for command in script.commands if (each := _read_command(command, script, folder))
+    ]
     if not found:
         words = [word for command in script.commands for word in command.words]
         values = {key: value for key, value in read_options(words, script.read_value) if key}
         if not values:
-            raise UserError("no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is key=value")
+            raise UserError(
+                "no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is "
+                "key=value"
+            )
         found = [_identify_lines(values)]
     settings = found[-1]
-    settings.remarks += [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
+    settings.remarks += (
+        [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
+    )
     settings.remarks += script.remarks
     for command in script.commands:
         if command.words[0].startswith("--"):
-            settings.remarks.append(f"line {command.line}: {command.words[0]} belongs to no command")
+            settings.remarks.append(
+                f"line {command.line}: {command.words[0]} belongs to no command"
+            )
     _find_lines(settings, text)
     return settings
 
@@ -116,7 +139,9 @@ def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
     """The settings of `key=value`, whose keys may have dots."""
     unread = {key: value for key, value in values.items() if isinstance(value, Unread)}
     try:
-        return identify(nested({key: value for key, value in values.items() if key not in unread}) | unread)
+        return identify(
+            nested({key: value for key, value in values.items() if key not in unread}) | unread
+        )
     except (AttributeError, TypeError) as error:
         raise UserError("one of its keys is a value and a group of others") from error
 
@@ -125,7 +150,9 @@ def _read_command(command: Command, script: ShellScript, folder: Path) -> Foreig
     """What a command trains; None for one of another tool."""
     words = command.words
     line = command.line
-    found = ((place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word)))
+    found = (
+        (place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word))
+    )
     place, trainer = next(found, (0, None))
     own = [] if trainer is None else [*trainer[0].split(".scripts.")[1:], *words[place + 1 :], ""]
     if trainer is None or trainer["TRL"] and place and own[0] not in _METHODS:  # pip install trl
@@ -139,19 +166,27 @@ def _read_command(command: Command, script: ShellScript, folder: Path) -> Foreig
     elif system == "OpenRLHF":
         named = trainer["OpenRLHF"]
     if system != "script" and named not in _METHODS:
-        raise UserError(f"line {line}: '{trainer[0]}' uses an unsupported method, or does not train")
+        raise UserError(
+            f"line {line}: '{trainer[0]}' uses an unsupported method, or does not train"
+        )
     config = values.pop("config", None) or values.pop("config_name", None)
-    if config is not None and (system not in ("verl", "siiRL") or _find(str(config), folder) is not None):
+    if config is not None and (
+        system not in ("verl", "siiRL") or _find(str(config), folder) is not None
+    ):
         settings = _read(_beside(str(config), folder))
         settings.values |= values
         settings.method = _METHODS.get(named, "") or settings.method
     elif system == "script":
-        if not any(all_tables()["TRL"].find(key) for key in values) and _find(trainer[0], folder) is None:
+        if (
+            not any(all_tables()["TRL"].find(key) for key in values)
+            and _find(trainer[0], folder) is None
+        ):
             return None
         settings = _of_script(trainer[0], values, folder)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
-        is_default = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))  # of the presets
+        # of the presets
+        is_default = re.fullmatch(r"(?:ppo|ppo_megatron|sft)_trainer(?:\.yaml)?", str(config))
         if config is not None and not is_default:
             remarks.append(f"the settings of {config}, which is not in the same folder")
     settings.remarks += remarks
@@ -165,7 +200,9 @@ def _read_command(command: Command, script: ShellScript, folder: Path) -> Foreig
     return settings
 
 
-def _read_options(words: list[str], script: ShellScript, line: int, system: str) -> tuple[dict[str, object], list[str]]:
+def _read_options(
+    words: list[str], script: ShellScript, line: int, system: str
+) -> tuple[dict[str, object], list[str]]:
     """The values by key, and a remark for each word that is no value of a key."""
     table = all_tables().get(system)
     newer = table.newer_names if table else {}
@@ -184,7 +221,9 @@ def _read_options(words: list[str], script: ShellScript, line: int, system: str)
             remarks.append(f"line {line}: {shown} is not read: {why or 'it is no option'}")
         is_method = False
     if (path := values.pop("config_path", None)) is not None:
-        remarks.append(f"line {line}: config_path={path}: a config is looked for in the folder of this file")
+        remarks.append(
+            f"line {line}: config_path={path}: a config is looked for in the folder of this file"
+        )
     return values, remarks
 
 
@@ -198,7 +237,9 @@ def _beside(name: str, folder: Path) -> Path:
     found = _find(name, folder)
     if found is None or found.suffix not in _CONFIGS:
         kinds = joined([*_CONFIGS])
-        raise UserError(f"its settings are in {name}, which is no {kinds} in the same folder: migrate that file")
+        raise UserError(
+            f"its settings are in {name}, which is no {kinds} in the same folder: migrate that file"
+        )
     return found
 
 
@@ -210,6 +251,15 @@ def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSet
         settings.lines = {key: line for key, line in settings.lines.items() if key not in values}
         settings.remarks.append(f"{name}: only its literal arguments are read")
         return settings
-    kind = next((kind for kind in METHODS if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")), None)
+    kind = next(
+        (
+            kind
+            for kind in METHODS
+            if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")
+        ),
+        None,
+    )
     remarks = [f"{name} was not found; only the options of the command are read"]
-    return ForeignSettings("TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks)
+    return ForeignSettings(
+        "TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks
+    )

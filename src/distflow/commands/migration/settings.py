@@ -1,4 +1,5 @@
-"""Settings of another system as its file has them: keys, each with a value or with why it has none."""
+"""Settings of another system as its file has them: keys, each with a value or with why it has
+none."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +13,8 @@ from distflow.config.compose.unknown_and_unused_keys import is_known
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 
-_LEAST_KNOWN = 0.5  # of a file's keys; with fewer it is another tool's, or of a version that the tables do not have
+# of a file's keys; with fewer it is another tool's, or of a version that the tables do not have
+_LEAST_KNOWN = 0.5
 _MAX_KEYS = 3000
 MAX_KEY_LENGTH = 300
 _NUMBERS_OF_RANGE = re.compile(r"list\(range\((\d+), ?(\d+)\)\)")
@@ -54,13 +56,18 @@ class ForeignSettings:
 
 
 def scalar(text: str) -> object:
-    """A value as the command lines of all systems have it: null, a Boolean, a number, a list of these, or a text."""
+    """A value as the command lines of all systems have it: null, a Boolean, a number, a list of
+    these, or a text."""
     word = text.strip()
     if word.lower() in ("none", "null", "true", "false"):
         return {"true": True, "false": False}.get(word.lower())
     if word.startswith("[") and word.endswith("]"):
         return [scalar(part.strip(" '\"")) for part in word[1:-1].split(",") if part.strip()]
-    pairs = [part.partition(":") for part in word[1:-1].split(",")] if word[:1] + word[-1:] == "{}" else []
+    pairs = (
+        [part.partition(":") for part in word[1:-1].split(",")]
+        if word[:1] + word[-1:] == "{}"
+        else []
+    )
     if pairs and all(sign and "{" not in value for _, sign, value in pairs):
         return {name.strip(" '\""): scalar(value.strip(" '\"")) for name, _, value in pairs}
     if numbers := _NUMBERS_OF_RANGE.fullmatch(word):  # as ROLL names devices
@@ -74,7 +81,8 @@ def scalar(text: str) -> object:
 
 
 def identify(values: dict[str, object]) -> ForeignSettings:
-    """The settings of a file that has only keys and values, told by the keys. Raises UserError for no system's."""
+    """The settings of a file that has only keys and values, told by the keys. Raises UserError for
+    no system's."""
     unread = {name: value for name, value in values.items() if isinstance(value, Unread)}
     plain = {str(name): _plain(value) for name, value in values.items() if name not in unread}
     try:
@@ -89,11 +97,14 @@ def identify(values: dict[str, object]) -> ForeignSettings:
         raise UserError(f"a key has more than {MAX_KEY_LENGTH} characters")
     of_hydra = [key for key, _ in leaves if re.match(r"(?:defaults|hydra)\b", key)]
     read = {key: value for key, value in leaves if key not in of_hydra} | unread
-    if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:  # AReaL's fine-tuning
+    # AReaL's fine-tuning
+    if not any(key.startswith("actor.") for key in read) and "model.optimizer.lr" in read:
         read = {re.sub(r"^model\.", "actor.", key): value for key, value in read.items()}
     system = _system_of(read)
     found = ForeignSettings(system, method_of(system, read), read)
-    found.remarks += [f"{key}: Hydra's own key is not read, nor are files that it names" for key in of_hydra]
+    found.remarks += [
+        f"{key}: Hydra's own key is not read, nor are files that it names" for key in of_hydra
+    ]
     return found
 
 
@@ -109,9 +120,13 @@ def _system_of(keys: Collection[str]) -> str:
     known["siiRL"] = known["verl"] + beside_verl if beside_verl else 0
     system = max(known, key=lambda name: known[name])
     if known[system] < _LEAST_KNOWN * len(keys) or not keys:
-        most = f"{known[system]} of its {len(keys)} keys are keys of {system}, and fewer are keys of another system"
+        most = (
+            f"{known[system]} of its {len(keys)} keys are keys of {system}, and fewer are keys of "
+            "another system"
+        )
         raise UserError(
-            f"{most if known[system] else 'none of its keys is a key of another system'}: it is not a config of TRL, "
+            f"{most if known[system] else 'none of its keys is a key of another system'}: it is "
+            "not a config of TRL, "
             "OpenRLHF, verl, siiRL, ROLL or AReaL, or one of an unknown version"
         )
     return system
@@ -148,9 +163,14 @@ def _resolved(tree: DictConfig, key: str) -> object:
 def method_of(system: str, values: Mapping[str, object]) -> str:
     """What the settings train, where nothing but they tells it."""
     if system == "TRL":
-        is_rl = any(key in values for key in ("num_generations", "max_completion_length", "reward_funcs", "beta"))
+        is_rl = any(
+            key in values
+            for key in ("num_generations", "max_completion_length", "reward_funcs", "beta")
+        )
         return "grpo" if is_rl else "ppo" if "num_ppo_epochs" in values else "sft"
-    if system == "AReaL" and (values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"):
+    if system == "AReaL" and (
+        values.get("actor.is_critic") is True or values.get("train_dataset.type") == "rw"
+    ):
         return "rm"
     of_rl = {
         "verl": ("actor_rollout_ref.",),

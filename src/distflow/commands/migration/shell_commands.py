@@ -1,7 +1,8 @@
 """The commands of a shell script, or of any text of command lines.
 
-The text is read once, from its first line to its last, and nothing is evaluated: a variable is what an earlier line
-assigns to it literally. Everything else that a shell would compute is marked as unread.
+The text is read once, from its first line to its last, and nothing is evaluated: a variable is what
+an earlier line assigns to it literally. Everything else that a shell would compute is marked as
+unread.
 """
 
 import re
@@ -23,7 +24,9 @@ _QUOTED = r"""\\.|\$'(?:\\.|[^'\\])*+'|'[^']*+'|"(?:\\.|[^"\\])*+\""""
 _COMMENT = re.compile(rf"({_QUOTED})|(?:(?<=[\s;])|^)#[^\n]*", re.DOTALL | re.MULTILINE)
 _PARENTHESES = rf"\((?:{_QUOTED}|\([^()]*+\)|[^()\\'\"])*+\)"
 _LINE = re.compile(rf"(?:{_QUOTED}|={_PARENTHESES}|[^\n\\'\"])*+(?:\n|\Z)", re.DOTALL)
-_ARRAY = re.compile(rf"(?:(?:export|local|readonly|declare(?: -\w+)?) +)?(\w+)(\+?)=({_PARENTHESES})\s*", re.DOTALL)
+_ARRAY = re.compile(
+    rf"(?:(?:export|local|readonly|declare(?: -\w+)?) +)?(\w+)(\+?)=({_PARENTHESES})\s*", re.DOTALL
+)
 _REDIRECTION = re.compile(
     rf"({_QUOTED})|(?:(?<!\S)\d+)?(?:&>>?|>[>|]?|<(?!<))&?\s*(?:{_QUOTED}|[^\s;|&<>()]+)", re.DOTALL
 )
@@ -34,7 +37,9 @@ _PLACE = re.compile(
     r"|\$(?P<name>\w+|[@*#?!$])|\$\{[^{}]*\}",
     re.DOTALL,
 )
-_IN_QUOTES = re.compile(rf"""'[^']*+'|"(?P<quoted>(?:\\.|{_COMPUTED}|[^"\\])*+)"|{_PLACE.pattern}""", re.DOTALL)
+_IN_QUOTES = re.compile(
+    rf"""'[^']*+'|"(?P<quoted>(?:\\.|{_COMPUTED}|[^"\\])*+)"|{_PLACE.pattern}""", re.DOTALL
+)
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _PREFIXES = ("export", "local", "readonly", "declare", "do", "then", "else", "{", "exec")
 _OPENING = ("if", "for", "while", "until", "case", "elif", "select")
@@ -50,7 +55,8 @@ class Command:
 
 
 class ShellScript:
-    """commands: in order. remarks: what of the text is not followed. reason: why a word is not read."""
+    """commands: in order. remarks: what of the text is not followed. reason: why a word is not
+    read."""
 
     def __init__(self, text: str) -> None:
         self.commands: list[Command] = []
@@ -74,7 +80,9 @@ class ShellScript:
                 self._read_words(words, separator, line)
         if branches:
             places = joined([str(line) for line in dict.fromkeys(branches)])
-            self.remarks.append(f"line {places}: branches and loops are not followed: check what they set")
+            self.remarks.append(
+                f"line {places}: branches and loops are not followed: check what they set"
+            )
 
     def read_value(self, texts: list[str]) -> object:
         """The value of an option that these words follow: a flag is True, several are a list."""
@@ -129,13 +137,17 @@ class ShellScript:
     def _read_array(self, array: re.Match[str], line: int) -> None:
         name = f"{array[1]}[]"
         words = [
-            word for words, _ in _split(self._expand(array[3][1:-1].replace("\n", " "), line), line) for word in words
+            word
+            for words, _ in _split(self._expand(array[3][1:-1].replace("\n", " "), line), line)
+            for word in words
         ]
         before = self._values.get(name, "") if array[2] else ""
         text = " ".join(map(shlex.quote, words))
         value = f"{before} {text}" if isinstance(before, str) else text
         is_long = len(value) > _MAX_VALUE
-        self._values[name] = Unread(f"{array[1]} has more than {_MAX_VALUE:,} characters") if is_long else value
+        self._values[name] = (
+            Unread(f"{array[1]} has more than {_MAX_VALUE:,} characters") if is_long else value
+        )
 
     def _expand(self, text: str, line: int) -> str:
         """The text with the values of its variables, quoted as the place needs it."""
@@ -143,8 +155,13 @@ class ShellScript:
 
         def put(found: re.Match[str]) -> str:
             if (inside := found["quoted"]) is not None:
-                found_inside = re.fullmatch(r"\$\{\w+\[[@*]\]\}", inside)  # an array stays several words
-                return self._value(_PLACE.fullmatch(inside), line, "") if found_inside else f'"{put_all(inside)}"'
+                # an array stays several words
+                found_inside = re.fullmatch(r"\$\{\w+\[[@*]\]\}", inside)
+                return (
+                    self._value(_PLACE.fullmatch(inside), line, "")
+                    if found_inside
+                    else f'"{put_all(inside)}"'
+                )
             return found[0] if found[0][0] in "'\\" else self._value(found, line, "")
 
         def put_all(inside: str) -> str:
@@ -168,7 +185,11 @@ class ShellScript:
             value = found["otherwise"].strip("\"'")
         else:
             is_variable = name.isidentifier()
-            value = Unread(f"no line before it assigns {name}" if is_variable else f"the caller gives {found[0]}")
+            value = Unread(
+                f"no line before it assigns {name}"
+                if is_variable
+                else f"the caller gives {found[0]}"
+            )
         if isinstance(value, Unread):
             self._reasons.append(value.why)
             return f"{_MARK}{len(self._reasons) - 1}{_MARK}"
@@ -183,13 +204,16 @@ class ShellScript:
         self._num_expanded += len(text)
         if self._num_expanded > _MAX_EXPANDED:
             raise UserError(
-                f"line {line}: with its variables put in, the text is longer than {_MAX_EXPANDED:,} characters"
+                f"line {line}: with its variables put in, the text is longer than "
+                f"{_MAX_EXPANDED:,} characters"
             )
 
 
-def read_options(words: list[str], value_of: Callable[[list[str]], object]) -> Iterator[tuple[str, object]]:
-    """The options of a command: `--name value ...`, `--name=value`, `--flag`, and `key=value` of Hydra. A word that is
-    none of these has an empty name."""
+def read_options(
+    words: list[str], value_of: Callable[[list[str]], object]
+) -> Iterator[tuple[str, object]]:
+    """The options of a command: `--name value ...`, `--name=value`, `--flag`, and `key=value` of
+    Hydra. A word that is none of these has an empty name."""
     name = ""
     values = list[str]()
     for word in [*words, "--"]:
@@ -213,7 +237,8 @@ def read_options(words: list[str], value_of: Callable[[list[str]], object]) -> I
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines without comments, each with its number; one goes on after a backslash, in a quotation and in an array."""
+    """Lines without comments, each with its number; one goes on after a backslash, in a quotation
+    and in an array."""
     text = _COMMENT.sub(lambda found: found[1] or "", text.replace("\r\n", "\n"))
     place = 0
     line = 1

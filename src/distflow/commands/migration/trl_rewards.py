@@ -4,7 +4,8 @@ _REWARDS = "my_rewards.py"
 
 
 def convert_rewards(values: dict[str, object], remarks: list[str]) -> None:
-    """Replace `reward_funcs`, each a function's name or a reward model, and the weights that stand beside them."""
+    """Replace `reward_funcs`, each a function's name or a reward model, and the weights that stand
+    beside them."""
     names = values.get("reward_funcs")
     names = names if isinstance(names, list) else [names]
     if not all(isinstance(name, str) for name in names):
@@ -30,5 +31,8 @@ def _reward(text: str, remarks: list[str]) -> object:
     if module.startswith("trl."):
         remarks.append(f"reward_funcs: {name} is a function of TRL, which must be installed")
         return f"{module}:{name}"
-    remarks.append(f"reward_funcs: put {name} into {_REWARDS} unchanged; data.answer_key names its ground truth")
+    remarks.append(
+        f"reward_funcs: put {name} into {_REWARDS} unchanged; data.answer_key names its ground "
+        "truth"
+    )
     return f"{_REWARDS}:{name}"

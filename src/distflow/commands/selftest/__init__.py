@@ -1,1 +1,2 @@
-"""`distflow selftest`: proves that different paths give the same numbers, to a tolerance or to the bit."""
+"""`distflow selftest`: proves that different paths give the same numbers, to a tolerance or to the
+bit."""

@@ -28,11 +28,21 @@ from distflow.config import Config
 from distflow.errors import RayNotStarted
 from distflow.launch.device_and_threads import accelerator
 from distflow.launch.without_run import device_checks
-from distflow.launch.without_run.device_checks import EXACT, FAILED, OK, Check, Finding, Result, Subject, try_check
+from distflow.launch.without_run.device_checks import (
+    EXACT,
+    FAILED,
+    OK,
+    Check,
+    Finding,
+    Result,
+    Subject,
+    try_check,
+)
 
 TOLERANCE = 5e-6
-"""For sums in another order: the reference loop, which may have run on another processor, and several workers. Across
-the vector instructions of several kinds of processors, the largest difference found is 1.2e-6."""
+"""For sums in another order: the reference loop, which may have run on another processor, and
+several workers. Across the vector instructions of several kinds of processors, the largest
+difference found is 1.2e-6."""
 
 _MOST_WORKERS = 2
 _LINE = "{:<7}{:<45}{:>5}{:>9}{:>11}{:>10}{:>9}{:>8}  {}"
@@ -52,7 +62,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Row:
-    """A compared pair. found: None if it could not be compared. fault: why. left_out: why it was skipped."""
+    """A compared pair. found: None if it could not be compared. fault: why. left_out: why it was
+    skipped."""
 
     pipeline: str
     pair: str
@@ -84,7 +95,12 @@ def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
     step = _some_step(lab)
     killed = functools.partial(lab.killed, step)
     return [
-        Pair("reference loop = synchronous, on its responses", TOLERANCE, lambda: reference, lab.replayed),
+        Pair(
+            "reference loop = synchronous, on its responses",
+            TOLERANCE,
+            lambda: reference,
+            lab.replayed,
+        ),
         Pair("synchronous = asynchronous path, staleness 0", 0.0, sync, lab.asynchronous),
         Pair(f"synchronous = killed after step {step}, resumed", 0.0, sync, killed),
     ]
@@ -98,7 +114,8 @@ def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pai
         return run(number)
 
     step = _some_step(lab)
-    one, two = functools.partial(on_ray, lab.workers, 1), functools.partial(on_ray, lab.workers, 2)
+    one = functools.partial(on_ray, lab.workers, 1)
+    two = functools.partial(on_ray, lab.workers, 2)
     resharded = functools.partial(on_ray, lab.resharded, step)
     return [
         Pair("synchronous = 1 worker", 0.0, sync, one),
@@ -149,11 +166,19 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
 def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
     """The failed pairs, and what to do about them."""
     for row in failed:
-        yield f"FAILED: {row.pipeline}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
-    yield f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and PIPELINE/runs.log and killed.log"
+        yield (
+            f"FAILED: {row.pipeline}, {row.pair}: "
+            f"{row.fault or 'they differ by more than the limit'}"
+        )
     yield (
-        "Do not trust results of this machine before this is explained: run `distflow doctor`, reinstall distflow and "
-        "the torch that it requires, and if the failure persists, report it with this table and that folder"
+        f"the runs are kept: {folder}/PIPELINE/RUN, with report.html in each, and "
+        "PIPELINE/runs.log and killed.log"
+    )
+    yield (
+        "Do not trust results of this machine before this is explained: run `distflow doctor`, "
+        "reinstall distflow and "
+        "the torch that it requires, and if the failure persists, report it with this table and "
+        "that folder"
     )
 
 
@@ -165,7 +190,8 @@ _STEPS: Final = 2
 
 
 def check_all(config: Config, folder: Path) -> Iterator[Finding]:
-    """Yields each finding once made; only the first if there is no device to check. folder: an empty one."""
+    """Yields each finding once made; only the first if there is no device to check. folder: an
+    empty one."""
     found = device_checks.find_device(config.trainer.device)
     yield found
     kind = accelerator()
@@ -176,17 +202,27 @@ def check_all(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 def _grpo(subject: Subject) -> Result:
-    """Rollout, reward, advantages, updates and a checkpoint of the selftest's run, on both devices."""
+    """Rollout, reward, advantages, updates and a checkpoint of the selftest's run, on both
+    devices."""
     recorded = read_recorded(RECORDED)["grpo"]
     first = replace(recorded.figures, steps=recorded.figures.steps[:_STEPS])
-    lab = Lab.of(subject.folder / "grpo", "grpo", replace(recorded, prompts=recorded.prompts[:_STEPS], figures=first))
+    lab = Lab.of(
+        subject.folder / "grpo",
+        "grpo",
+        replace(recorded, prompts=recorded.prompts[:_STEPS], figures=first),
+    )
     on_cpu, on_device = (partial(lab.on_device, device) for device in ("cpu", subject.device.type))
     row = compare(lab, Pair(f"CPU = {subject.device.type}", EXACT, on_cpu, on_device))
     if row.found is None:
         return FAILED, row.fault
     names = ("loss", "gradient", "log-probs", "weights")
-    found = ", ".join(f"{name} {value:.0e}" for name, value in zip(names, astuple(row.found), strict=True))
-    return OK if row.ok else FAILED, f"{_STEPS} steps differ from the CPU's by: {found} (limit {EXACT:.0e})"
+    found = ", ".join(
+        f"{name} {value:.0e}" for name, value in zip(names, astuple(row.found), strict=True)
+    )
+    return (
+        OK if row.ok else FAILED,
+        f"{_STEPS} steps differ from the CPU's by: {found} (limit {EXACT:.0e})",
+    )
 
 
 CHECKS: Final = {

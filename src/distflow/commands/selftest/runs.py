@@ -1,9 +1,11 @@
-"""The runs that the selftest compares: the same tiny run on each path, in its own folder, with its models, its reward
-function, and the built-in pipelines with recorded responses instead of sampled ones.
+"""The runs that the selftest compares: the same tiny run on each path, in its own folder, with its
+models, its reward function, and the built-in pipelines with recorded responses instead of sampled
+ones.
 
-Also the numbers of a run that another run must reproduce, the differences between two runs, and `reference.json`: the
-figures of the plain reference loop, and the groups that it trained on. Sampled responses may differ between processors,
-so the groups are part of the record; weights are float32, their bytes in base64.
+Also the numbers of a run that another run must reproduce, the differences between two runs, and
+`reference.json`: the figures of the plain reference loop, and the groups that it trained on.
+Sampled responses may differ between processors, so the groups are part of the record; weights are
+float32, their bytes in base64.
 """
 
 import base64
@@ -50,7 +52,8 @@ from distflow.runtime.run_recorder import load_groups
 from distflow.runtime.spec import Launch, Spec
 
 RECORDED = Path(__file__).with_name("reference.json")
-_LOSS, _NORM = "/loss", "/grad_norm"
+_LOSS = "/loss"
+_NORM = "/grad_norm"
 
 
 class Unlike(Exception):
@@ -59,9 +62,10 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One training step. answers: token ids of each response. sampled, log_probs: log-probs of these tokens, from the
-    engine that sampled them and from the trainer before the step. scores: of each sample. updates: loss and gradient
-    norm by the run's names, means over the step's updates."""
+    """One training step. answers: token ids of each response. sampled, log_probs: log-probs of
+    these tokens, from the engine that sampled them and from the trainer before the step. scores: of
+    each sample. updates: loss and gradient norm by the run's names, means over the step's
+    updates."""
 
     answers: Sequence[Sequence[int]]
     sampled: Sequence[Sequence[float]]
@@ -89,7 +93,9 @@ class Differences:
 
     def within(self, limit: float) -> bool:
         """Whether all differences are within the limit; False if one is NaN."""
-        return all(found <= limit for found in (self.loss, self.grad_norm, self.log_prob, self.weight))
+        return all(
+            found <= limit for found in (self.loss, self.grad_norm, self.log_prob, self.weight)
+        )
 
 
 def figures_of(run_dir: Path) -> Figures:
@@ -102,7 +108,10 @@ def figures_of(run_dir: Path) -> Figures:
             steps.append(step_of(batch, batch.flat("old_log_probs"), updates))
     checkpoint = CheckpointStore(run_dir / CHECKPOINTS).load()
     if checkpoint.step != len(steps):
-        raise Unlike(f"{run_dir} has {len(steps)} steps, and its last checkpoint is of step {checkpoint.step}")
+        raise Unlike(
+            f"{run_dir} has {len(steps)} steps, and its last checkpoint is of step "
+            f"{checkpoint.step}"
+        )
     weights = {
         f"{role}.{name.removeprefix('model.')}": tensor
         for role in ("actor", "critic")
@@ -137,7 +146,9 @@ def differences(one: Figures, other: Figures) -> Differences:
         _same(f"responses in step {number}", a.answers, b.answers)
         _same(f"scores in step {number}", a.scores, b.scores)
         _same(f"losses in step {number}", a.updates.keys(), b.updates.keys())
-    return Differences(*(_largest(a, b) for a, b in zip(_numbers(one), _numbers(other), strict=True)))
+    return Differences(
+        *(_largest(a, b) for a, b in zip(_numbers(one), _numbers(other), strict=True))
+    )
 
 
 def _same(what: str, one: object, other: object) -> None:
@@ -148,7 +159,12 @@ def _same(what: str, one: object, other: object) -> None:
 def _numbers(figures: Figures) -> Iterator[Tensor]:
     """Losses, gradient norms, log-probs and weights of the whole run."""
     for kind in (_LOSS, _NORM):
-        names = ((step, name) for step in figures.steps for name in sorted(step.updates) if name.endswith(kind))
+        names = (
+            (step, name)
+            for step in figures.steps
+            for name in sorted(step.updates)
+            if name.endswith(kind)
+        )
         yield torch.tensor([step.updates[name] for step, name in names], dtype=torch.float64)
     samples = (sample for step in figures.steps for sample in (*step.sampled, *step.log_probs))
     yield torch.tensor([value for sample in samples for value in sample])
@@ -156,13 +172,15 @@ def _numbers(figures: Figures) -> Iterator[Tensor]:
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
-    a, b = one.double(), other.double()
+    a = one.double()
+    b = other.double()
     return float(((a - b).abs() / a.abs().clamp(min=1)).max())
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The record of a pipeline. prompts: of each step, in order; a step's responses follow the order of its prompts."""
+    """The record of a pipeline. prompts: of each step, in order; a step's responses follow the
+    order of its prompts."""
 
     prompts: list[list[str]]
     figures: Figures
@@ -183,7 +201,9 @@ def read_recorded(path: Path) -> dict[str, Recorded]:
 
 
 def _tensor(text: str, shape: list[int]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)).view(shape)
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)).view(
+        shape
+    )
 
 
 TOKENIZER = "builtin:tiny-arithmetic"
@@ -199,8 +219,9 @@ _SPREAD = 0.4  # large enough that neighbouring tokens matter: a leak between se
 
 
 def write_models(folder: Path) -> None:
-    """Write `folder`/policy and `folder`/critic as Hugging Face folders without a tokenizer. Their weights have the
-    same bits on every machine: they come from Python's generator, since torch's depends on the processor."""
+    """Write `folder`/policy and `folder`/critic as Hugging Face folders without a tokenizer. Their
+    weights have the same bits on every machine: they come from Python's generator, since torch's
+    depends on the processor."""
     config = transformers.AutoConfig.from_pretrained(resolve_path(TOKENIZER), **_SIZES)
     policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     config.num_labels = 1
@@ -215,18 +236,24 @@ def _draw_weights(model: transformers.PreTrainedModel, seed: str) -> transformer
     with torch.no_grad():
         for name, weight in model.named_parameters():
             draw = random.Random(f"{seed} {name}")
-            numbers = torch.tensor([2 * draw.random() - 1 for _ in range(weight.numel())], dtype=torch.float64)
+            numbers = torch.tensor(
+                [2 * draw.random() - 1 for _ in range(weight.numel())], dtype=torch.float64
+            )
             weight.copy_((_SPREAD * numbers + (weight.ndim == 1)).view_as(weight))
     return model
 
 
-ANSWERS, SAMPLED = "answers", "sampled"
-"""Columns of a data set: token ids of each sample of the row's group, and the log-probs that they were drawn with."""
+ANSWERS = "answers"
+SAMPLED = "sampled"
+"""Columns of a data set: token ids of each sample of the row's group, and the log-probs that they
+were drawn with."""
 
 
 def replayed(config: Config) -> TaskGraph:
     """The pipeline of the estimator: PPO with a critic, else GRPO."""
-    graph = ppo_pipeline(config) if config.algorithm.adv_estimator == "gae" else grpo_pipeline(config)
+    graph = (
+        ppo_pipeline(config) if config.algorithm.adv_estimator == "gae" else grpo_pipeline(config)
+    )
     graph.update_node("rollout_actor", func=replay)
     return graph
 
@@ -238,7 +265,8 @@ async def replay(group: Group, tokenizer: transformers.PreTrainedTokenizerBase) 
     samples = []
     for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
         versions = (group.prompt_group.version,) * len(ids)
-        segment = Segment("policy", tuple(ids), tuple(sampled), tuple(sampled), versions)  # nothing is truncated
+        # nothing is truncated
+        segment = Segment("policy", tuple(ids), tuple(sampled), tuple(sampled), versions)
         text = str(tokenizer.decode(ids, skip_special_tokens=True))
         reason = "length" if len(ids) == group.params.max_tokens else "stop"
         samples.append(group.sample(index, segment, text, reason))
@@ -249,8 +277,8 @@ REWARD = """
 def graded(solution_str):
     return sum(map(ord, solution_str)) % 7 / 6
 """
-"""A meaningless score, which only has to differ between the responses of a group. It has its own file, since reward
-processes would import torch with this one."""
+"""A meaningless score, which only has to differ between the responses of a group. It has its own
+file, since reward processes would import torch with this one."""
 
 _DEADLINE_S = 1800.0  # of a run that takes seconds on an idle machine
 _STEP_S = 0.05  # the approximate time of a step
@@ -258,9 +286,11 @@ _KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
 PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]
 
 REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.audit_freq=0")
-"""The audit needs engine requests, of which there are none; the reference loop checks each step instead."""
+"""The audit needs engine requests, of which there are none; the reference loop checks each step
+instead."""
 
-_SHARDED, _UNAUDITED = "actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=0"
+_SHARDED = "actor_rollout_ref.actor.strategy=fsdp"
+_UNAUDITED = "trust.audit_freq=0"
 """The audit needs whole weights, which no rank has here."""
 
 AHEAD = ("async.max_staleness=1", "actor_rollout_ref.rollout.num_threads=1")
@@ -295,7 +325,8 @@ class Lab:
 
     def keys(self, name: str) -> list[str]:
         """The config of the run `name` as lines of a command."""
-        batch, lines = len(self.prompts[0]), (*_KEYS["every"], *PRESET_KEYS[self.preset])
+        batch = len(self.prompts[0])
+        lines = (*_KEYS["every"], *PRESET_KEYS[self.preset])
         sizes = {"num_steps": len(self.prompts), "batch": batch, "half": batch // 2}
         return [Template(line).substitute(sizes, folder=self.folder, run=name) for line in lines]
 
@@ -312,8 +343,9 @@ class Lab:
         return self._run(self._spec(f"on-{device}", f"trainer.device={device}"))
 
     def asynchronous(self) -> Figures:
-        """A run with the parts for generating while training: the engine has its own thread and its own copy of the
-        weights, to which each version is sent. Only the queue lets nothing run ahead."""
+        """A run with the parts for generating while training: the engine has its own thread and its
+        own copy of the weights, to which each version is sent. Only the queue lets nothing run
+        ahead."""
         spec = self._spec("async", *AHEAD)
         return self._run(replace(spec, data=replace(spec.data, max_staleness=0)))
 
@@ -322,44 +354,63 @@ class Lab:
         return self._run(self._spec(f"workers-{count}", *_over_ray(count)), launch_ray)
 
     def resharded(self, saved_at: int) -> Figures:
-        """Two workers over Ray with half of each weight, and one process that resumes from their checkpoint of step
-        `saved_at`."""
+        """Two workers over Ray with half of each weight, and one process that resumes from their
+        checkpoint of step `saved_at`."""
         self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNAUDITED), launch_ray)
         checkpoint = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
         return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={checkpoint}"))
 
     def killed(self, after: int) -> Figures:
-        """A run in a process that is killed during the step after `after`, and resumed by another one."""
-        folder, faults = self.folder / "killed", self.folder / "faults.json"
+        """A run in a process that is killed during the step after `after`, and resumed by another
+        one."""
+        folder = self.folder / "killed"
+        faults = self.folder / "faults.json"
         # The run is killed before it is done, however busy the machine is.
-        faults.write_text(json.dumps([asdict(Fault("checkpoint.begun", rank=0, call=after + 1, action="sleep"))]))
-        latest, wanted = folder / CHECKPOINTS / LATEST, f"step-{after:06d}"
+        faults.write_text(
+            json.dumps([asdict(Fault("checkpoint.begun", rank=0, call=after + 1, action="sleep"))])
+        )
+        latest = folder / CHECKPOINTS / LATEST
+        wanted = f"step-{after:06d}"
         with self._process({VARIABLE: str(faults)}) as process:
-            while process.poll() is None and not (latest.is_file() and latest.read_text() == wanted):
+            while process.poll() is None and not (
+                latest.is_file() and latest.read_text() == wanted
+            ):
                 time.sleep(0.002)
             time.sleep(random.uniform(0, _STEP_S))
             process.kill()
         if process.returncode != -signal.SIGKILL:
-            raise Died(f"the run ended with status {process.returncode} before it could be killed; see killed.log")
+            raise Died(
+                f"the run ended with status {process.returncode} before it could be killed; see "
+                "killed.log"
+            )
         with self._process() as process:
             process.wait(_DEADLINE_S)
         if process.returncode != 0:
             raise Died(f"the resumed run ended with status {process.returncode}; see killed.log")
         if max(read_timeline(folder).kept_until.values(), default=0) < after:
-            raise Died(f"the second process did not resume from a checkpoint of step {after} or later")
+            raise Died(
+                f"the second process did not resume from a checkpoint of step {after} or later"
+            )
         return figures_of(folder)
 
     @contextmanager
-    def _process(self, variables: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[bytes]"]:
-        """`distflow train` in a separate process, which is killed afterwards. It has this one's import path. variables:
-        of its environment."""
+    def _process(
+        self, variables: Mapping[str, str] | None = None
+    ) -> Iterator["subprocess.Popen[bytes]"]:
+        """`distflow train` in a separate process, which is killed afterwards. It has this one's
+        import path. variables: of its environment."""
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         command = [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")]
         environment = {**os.environ, "PYTHONPATH": paths, **(variables or {})}
         with (
             (self.folder / "killed.log").open("ab") as log,
             subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env=environment,
             ) as process,
         ):
             try:
@@ -372,7 +423,11 @@ class Lab:
 
     def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
         """Run with output to a file."""
-        with (self.folder / "runs.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
+        with (
+            (self.folder / "runs.log").open("a") as log,
+            redirect_stdout(log),
+            redirect_stderr(log),
+        ):
             outcome = launch(spec)
         if outcome is not None and outcome.signal is not None:
             raise Interrupted(outcome.signal)
@@ -382,4 +437,8 @@ class Lab:
 def _over_ray(num_workers: int) -> tuple[str, ...]:
     has_enough = torch.accelerator.device_count() >= num_workers
     device = "auto" if has_enough else "cpu"
-    return "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}", f"trainer.device={device}"
+    return (
+        "trainer.launcher=ray",
+        f"trainer.n_gpus_per_node={num_workers}",
+        f"trainer.device={device}",
+    )

@@ -15,7 +15,13 @@ from distflow.config.rules.check_config import where
 from distflow.errors import Problem, count_of, missing_path, nearest
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, model_fault
 from distflow.import_target import SourceFile, split_name
-from distflow.untrusted_files import MAX_SOURCE_BYTES, is_compressed, matching_files, pointer_fault, read_file
+from distflow.untrusted_files import (
+    MAX_SOURCE_BYTES,
+    is_compressed,
+    matching_files,
+    pointer_fault,
+    read_file,
+)
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
@@ -28,19 +34,32 @@ NEEDED_TO_EVALUATE = frozenset(
     (
         *("data.val_files", "data.reward", "reward.functions", "custom_reward_function.path"),
         *(f"{MODEL}.path", f"{MODEL}.tokenizer_path", "critic.model.path"),
-        *("reward_model.model.path", "reward_model.models", "dag.pipeline", derived_settings.WORKFLOW),
+        *(
+            "reward_model.model.path",
+            "reward_model.models",
+            "dag.pipeline",
+            derived_settings.WORKFLOW,
+        ),
     )
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")
-NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, *_CHOSEN, derived_settings.POLICY_LOSS, derived_settings.ADV_ESTIMATOR}
+NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {
+    _TRAIN,
+    *_CHOSEN,
+    derived_settings.POLICY_LOSS,
+    derived_settings.ADV_ESTIMATOR,
+}
 """Keys of files and folders that must exist; `data.reward` is the domains' key."""
 
 
-def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
+def find_missing(
+    config: Config, origins: Mapping[str, str], needed: Collection[str]
+) -> Iterator[Problem]:
     for key, path, fault in _named(config):
         try:
             found = fault(path) if _DOMAINS.sub("data", key) in needed else None
-        except (OSError, RuntimeError) as error:  # in a folder of somebody else's, too long, or of an unknown ~user
+        # in a folder of somebody else's, too long, or of an unknown ~user
+        except (OSError, RuntimeError) as error:
             found = f"cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
         if found:
             yield Problem(((f"{key} = '{path}'", where(key, origins)),), *found)
@@ -68,29 +87,50 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     yield from ((key, path, model_fault) for key, path in models if path)
     if model.path and model.init != "random":
         yield f"{MODEL}.path", model.path, _weights_fault
-    files = derived_settings.data_files(config, "val_files") | derived_settings.data_files(config, "train_files")
-    yield from ((key, file, data_fault) for key, named in files.items() for file in named if file.strip())
+    files = derived_settings.data_files(config, "val_files") | derived_settings.data_files(
+        config, "train_files"
+    )
+    yield from (
+        (key, file, data_fault) for key, named in files.items() for file in named if file.strip()
+    )
     custom = config.custom_reward_function
     if custom.path and derived_settings.is_rl(config):
         yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)
     judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
-    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
+    judged += [
+        (f"data.domains.{name}.reward", domain.reward)
+        for name, domain in config.data.domains.items()
+    ]
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
-    chosen = zip(_CHOSEN, (config.data.curriculum.function, config.algorithm.filter_groups.should_accept), strict=True)
+    chosen = zip(
+        _CHOSEN,
+        (config.data.curriculum.function, config.algorithm.filter_groups.should_accept),
+        strict=True,
+    )
     yield from ((key, name, _function_fault) for key, name in chosen if name)
-    yield from ((key, name, _function_fault) for key, name in derived_settings.named_algorithms(config))
+    yield from (
+        (key, name, _function_fault) for key, name in derived_settings.named_algorithms(config)
+    )
     if workflow := config.actor_rollout_ref.rollout.workflow:
         yield derived_settings.WORKFLOW, workflow, _function_fault
-    yield from (("dag.pipeline", name, _function_fault) for name in derived_settings.functions_of_pipeline(config))
+    yield from (
+        ("dag.pipeline", name, _function_fault)
+        for name in derived_settings.functions_of_pipeline(config)
+    )
 
 
 def data_fault(source: str) -> tuple[str, str] | None:
     """Checks a path of `data.train_files`."""
-    path, folder = Path(source).expanduser(), Path(source.partition(":")[0]).expanduser()
+    path = Path(source).expanduser()
+    folder = Path(source.partition(":")[0]).expanduser()
     if path.is_file():
         known = path.suffix.lower() in DATA_SUFFIXES or is_compressed(path)
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
-        return pointer_fault(path) if known else (f"its extension '{path.suffix}' is not a known format", advice)
+        return (
+            pointer_fault(path)
+            if known
+            else (f"its extension '{path.suffix}' is not a known format", advice)
+        )
     if found := matching_files(source):
         return next(filter(None, (data_fault(str(file)) for file in found)), None)
     if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
@@ -99,12 +139,20 @@ def data_fault(source: str) -> tuple[str, str] | None:
         return _function_fault(source)
     if _FUNCTION_IN_MODULE.fullmatch(source):
         return _code_fault(source.partition(":")[0])
-    is_hub_id = HUB_DATA.fullmatch(source) and path.suffix.lower() not in DATA_SUFFIXES and not folder.parent.is_dir()
+    is_hub_id = (
+        HUB_DATA.fullmatch(source)
+        and path.suffix.lower() not in DATA_SUFFIXES
+        and not folder.parent.is_dir()
+    )
     return None if is_hub_id else missing_path(path)
 
 
 def is_local_data(source: str) -> bool:
-    return source.startswith("builtin:") or Path(source).expanduser().is_file() or bool(matching_files(source))
+    return (
+        source.startswith("builtin:")
+        or Path(source).expanduser().is_file()
+        or bool(matching_files(source))
+    )
 
 
 def _weights_fault(text: str) -> tuple[str, str] | None:
@@ -114,21 +162,33 @@ def _weights_fault(text: str) -> tuple[str, str] | None:
         folder = Path(text).expanduser()
         files = [file for pattern in WEIGHT_PATTERNS for file in sorted(folder.glob(pattern))]
         if not files and (folder / "config.json").is_file() and not [*folder.glob("*.gguf")]:
-            return f"it has no weights ({', '.join(WEIGHT_PATTERNS)})", f"complete it, or set {MODEL}.init=random"
+            return (
+                f"it has no weights ({', '.join(WEIGHT_PATTERNS)})",
+                f"complete it, or set {MODEL}.init=random",
+            )
         if lacking := [name for name in _shards(folder) if not (folder / name).is_file()]:
-            return f"it lacks {count_of(len(lacking), 'file')} of weights, {lacking[0]}", "download or copy it again"
+            return (
+                f"it lacks {count_of(len(lacking), 'file')} of weights, {lacking[0]}",
+                "download or copy it again",
+            )
         return next(filter(None, map(pointer_fault, files)), None)
     if name not in MODELS:
         return f"there is no built-in model '{name}'", f"there are: {', '.join(MODELS)}"
-    return "a built-in model has no weights", f"set {MODEL}.init=random for new ones by trainer.seed"
+    return (
+        "a built-in model has no weights",
+        f"set {MODEL}.init=random for new ones by trainer.seed",
+    )
 
 
 def _shards(folder: Path) -> list[str]:
     """The files of weights that the index of a model's folder names."""
     try:
-        index = json.loads(read_file(folder / "model.safetensors.index.json", max_bytes=_MAX_INDEX_BYTES))
+        index = json.loads(
+            read_file(folder / "model.safetensors.index.json", max_bytes=_MAX_INDEX_BYTES)
+        )
         return sorted({str(name) for name in index["weight_map"].values()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading it reports what is wrong
+    # loading it reports what is wrong
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
 
 
@@ -136,13 +196,19 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     """Checks a file or module whose function has its own key."""
     if ".py:" in path:
         file, name = split_name(path)
-        return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
-    if path.endswith(".pkl"):  # a function passed from Python, saved by distflow.rewards.load_and_call_reward_functions
+        return (
+            "names a function too",
+            f"write {file}, and its function as custom_reward_function.name={name}",
+        )
+    # a function passed from Python, saved by distflow.rewards.load_and_call_reward_functions
+    if path.endswith(".pkl"):
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)
     fault = _code_fault(path)
     if fault is None and path.endswith(".py"):
-        return _content_fault(Path(path).expanduser(), function, "set custom_reward_function.name={}")
+        return _content_fault(
+            Path(path).expanduser(), function, "set custom_reward_function.name={}"
+        )
     return fault
 
 
@@ -151,17 +217,22 @@ def _function_fault(name: str) -> tuple[str, str] | None:
     module, function = split_name(name)
     if not module.endswith(".py"):
         return None
-    return _code_fault(module) or _content_fault(Path(module).expanduser(), function, f"write {module}:{{}}")
+    return _code_fault(module) or _content_fault(
+        Path(module).expanduser(), function, f"write {module}:{{}}"
+    )
 
 
 def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | None:
-    """Checks a Python file without running it: its syntax, and whether it binds the name. advice: a format string with
-    a field for the name of an existing function."""
+    """Checks a Python file without running it: its syntax, and whether it binds the name. advice: a
+    format string with a field for the name of an existing function."""
     try:
         source = SourceFile(read_file(file, max_bytes=MAX_SOURCE_BYTES))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
-        return f"is not valid Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
+        return (
+            f"is not valid Python: {type(error).__name__}: {error.args[0]}{line}",
+            "look at that line",
+        )
     except OSError as error:
         return f"cannot be read ({error.strerror})", "see who may read it"
     if source.defines(function.partition(".")[0]):
@@ -187,5 +258,8 @@ def _code_fault(name: str) -> tuple[str, str] | None:
     if not top.isidentifier():
         return missing_path(path)
     if importlib.util.find_spec(top) is None:
-        return f"there is no module '{top}'", "write a file with its extension, e.g. my_reward.py, or check PYTHONPATH"
+        return (
+            f"there is no module '{top}'",
+            "write a file with its extension, e.g. my_reward.py, or check PYTHONPATH",
+        )
     return None

@@ -1,5 +1,5 @@
-"""Shrinks defaults to fit: a batch to the data, a mini-batch to the batch, lengths to the model's context. Values that
-were set are kept, and the rules check them."""
+"""Shrinks defaults to fit: a batch to the data, a mini-batch to the batch, lengths to the model's
+context. Values that were set are kept, and the rules check them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,14 +37,18 @@ def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Co
     config, made = apply_changes(config, _reward(config, origins))
     changes += made
     for rule in SIZE_RULES:
-        config, made = apply_changes(config, [change for each in rule(config, room) for change in _way(each, origins)])
+        config, made = apply_changes(
+            config, [change for each in rule(config, room) for change in _way(each, origins)]
+        )
         changes += made
     return config, changes
 
 
 def _way(misfit: Misfit, origins: Mapping[str, str]) -> tuple[Change, ...]:
     """The first way to make it fit whose keys have values that nobody chose."""
-    free = (way for way in misfit.ways if all(is_free(origins, key, *misfit.limits) for key, *_ in way))
+    free = (
+        way for way in misfit.ways if all(is_free(origins, key, *misfit.limits) for key, *_ in way)
+    )
     return next(free, ())
 
 
@@ -52,16 +56,20 @@ def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, li
     """The config with these values, and the changes with the previous values."""
     if not (changes := [*changes]):
         return config, []
-    made, values, keys = [], flatten(config), schema_keys()
+    made = []
+    values = flatten(config)
+    keys = schema_keys()
     for key, value, why in changes:
-        made.append(Fitted(key, show_value(keys[key], values[key]), show_value(keys[key], value), why))
+        made.append(
+            Fitted(key, show_value(keys[key], values[key]), show_value(keys[key], value), why)
+        )
         values[key] = value
     return with_values(config, {fitted.key: values[fitted.key] for fitted in made}), made
 
 
 def is_free(origins: Mapping[str, str], key: str, *limits: str) -> bool:
-    """Whether a key has its default or the value of a built-in preset; or a file's value, if one of `limits` was set
-    above files: on the command line or in Python."""
+    """Whether a key has its default or the value of a built-in preset; or a file's value, if one of
+    `limits` was set above files: on the command line or in Python."""
     origin = where(key, origins)
     is_typed = (COMMAND_LINE, IN_PYTHON)
     on_top = origin not in is_typed and any(where(limit, origins) in is_typed for limit in limits)
@@ -72,7 +80,11 @@ def _domains(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
     """Remove run-wide defaults for data and rewards if there are domains, which set their own."""
     if not config.data.domains:
         return
-    empty: dict[str, object] = {"data.train_files": (), "data.val_files": (), "reward.functions": {}}
+    empty: dict[str, object] = {
+        "data.train_files": (),
+        "data.val_files": (),
+        "reward.functions": {},
+    }
     values = flatten(config)
     for key, nothing in empty.items():
         if values[key] and is_free(origins, key):
@@ -82,10 +94,18 @@ def _domains(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
 def _reward(config: Config, origins: Mapping[str, str]) -> Iterator[Change]:
     """Let a custom reward function score the domains that name no other."""
     functions = config.reward.functions
-    if config.custom_reward_function.path is None or uses_custom_reward(config) or not is_rl(config):
+    if (
+        config.custom_reward_function.path is None
+        or uses_custom_reward(config)
+        or not is_rl(config)
+    ):
         return
     ours = is_free(origins, "reward.functions")
-    if ours and config.data.domains and all(domain.reward for domain in config.data.domains.values()):
+    if (
+        ours
+        and config.data.domains
+        and all(domain.reward for domain in config.data.domains.values())
+    ):
         return
     if ours or (functions and _DEFAULT not in functions):
         named = {} if ours else functions

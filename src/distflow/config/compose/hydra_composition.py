@@ -51,7 +51,9 @@ _RUN = "distflow_run"
 _MAX_TEXT = 1_000_000
 _CONFIG_OF_A_RUN = "config.yaml"  # relative to the run's folder
 
-_CLOSE = "close each bracket, and quote the argument for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
+_CLOSE = (
+    "close each bracket, and quote the argument for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
+)
 _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 
@@ -59,7 +61,8 @@ _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 class Composition:
     """The composed plain values, every setting in the order in which it took effect, and problems.
 
-    refused: keys whose override cannot be read. failure: why there are no values; often caused by an unknown key.
+    refused: keys whose override cannot be read. failure: why there are no values; often caused by
+    an unknown key.
     """
 
     values: dict[str, object] = field(default_factory=dict)
@@ -79,28 +82,35 @@ def find_source(preset_or_file: str) -> Path:
         return path.resolve()
     names = ", ".join(preset_names())
     if "=" in preset_or_file:
-        what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
+        what = "is no preset"
+        advice = f"name one first, or a .yaml file; the presets are {names}"
     elif path.is_file():
         advice = f"name one, or a preset ({names}); set data by data.train_files={preset_or_file}"
-        what, advice = "is not a .yaml file", f"rename it to {path.stem}.yaml" if path.suffix == ".yml" else advice
+        what = "is not a .yaml file"
+        advice = f"rename it to {path.stem}.yaml" if path.suffix == ".yml" else advice
     elif (path / _CONFIG_OF_A_RUN).is_file():
-        what, advice = "is a folder with a config", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
+        what = "is a folder with a config"
+        advice = f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
     elif path.is_dir() and "/" in preset_or_file:
-        what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
+        what = "is a folder"
+        advice = f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         run = Path("runs", preset_or_file, _CONFIG_OF_A_RUN)
         near = nearest(path.stem, (each.stem for each in path.parent.glob("*.yaml")))
         meant = f"did you mean {path.with_name(near)}.yaml? " if near else ""
         meant = f"did you mean {run}? " if run.is_file() else meant
-        what, advice = "there is no such file", f"{meant}check its path, or use a preset: {names}"
+        what = "there is no such file"
+        advice = f"{meant}check its path, or use a preset: {names}"
     else:
         meant = did_you_mean(preset_or_file, preset_names())
-        what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
+        what = "is neither a preset nor a file"
+        advice = f"{meant}the presets are {names}"
     raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
 
 
 def compose_values(source: Path, overrides: Sequence[str], base: str | None = None) -> Composition:
-    """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
+    """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError
+    for a broken file.
 
     base: a preset that the file builds on without naming it; see `find_base`.
     """
@@ -127,7 +137,13 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
             result.values = _plain(merged)
         except InterpolationResolutionError as error:
             result.failure = _unresolved(error, result.settings)
-        except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        except (
+            HydraException,
+            OmegaConfBaseException,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:
             # The last three occur if an override sets a key below a list or a number in the file.
             reason = _reason(error.__cause__ or error)
             result.failure = Problem(((display(source), "its composition"),), reason)
@@ -135,14 +151,24 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
 
 
 def _plain_defaults() -> dict[str, object]:
-    """The schema's defaults as plain values, without lists and mappings, which settings replace as a whole."""
-    scalars = {name: info for name, info in schema_keys().items() if not isinstance(info.default, dict | tuple | list)}
+    """The schema's defaults as plain values, without lists and mappings, which settings replace as
+    a whole."""
+    scalars = {
+        name: info
+        for name, info in schema_keys().items()
+        if not isinstance(info.default, dict | tuple | list)
+    }
     return nested({name: info.spec.plain(info.default) for name, info in scalars.items()})
 
 
 def _unresolved(error: InterpolationResolutionError, settings: Sequence[Setting]) -> Problem:
-    what = (error.msg or str(error)).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
-    subject, advice = str(error.full_key or "${...}"), "name an existing key, e.g. ${trainer.seed}"
+    what = (
+        (error.msg or str(error))
+        .splitlines()[0]
+        .removeprefix("KeyError raised while resolving interpolation: ")
+    )
+    subject = str(error.full_key or "${...}")
+    advice = "name an existing key, e.g. ${trainer.seed}"
     if what.strip('"').startswith("Environment variable"):
         advice = "export it, or give another value: ${oc.env:NAME,value}"
     places = ["default", *(setting.where for setting in settings if setting.key == subject)]
@@ -150,9 +176,9 @@ def _unresolved(error: InterpolationResolutionError, settings: Sequence[Setting]
 
 
 def find_base(source: Path, composed: Composition, otherwise: str) -> str | None:
-    """The preset that a user's file builds on if it names none: that of the pipeline that its keys select, else
-    `otherwise`. None for a file that names a preset or, like that of a run, sets every key. Raises ConfigError if a
-    neighbouring file would be taken for the preset."""
+    """The preset that a user's file builds on if it names none: that of the pipeline that its keys
+    select, else `otherwise`. None for a file that names a preset or, like that of a run, sets every
+    key. Raises ConfigError if a neighbouring file would be taken for the preset."""
     is_whole = schema_keys().keys() <= {setting.key for setting in composed.settings}
     if source.parent == PRESETS or composed.failure or is_whole or not only_own_files(source):
         return None
@@ -160,13 +186,19 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
     base = base_preset({key: OmegaConf.select(values, key) for key in PIPELINE_KEYS}, otherwise)
     if (source.parent / f"{base}.yaml").exists():
         place = ((display(source), "defaults"),)
-        what = f"are missing, and {base}.yaml next to it has the name of the preset that it would build on"
-        raise ConfigError([Problem(place, what, "rename that file, or name the intended base under defaults")])
+        what = (
+            f"are missing, and {base}.yaml next to it has the name of the preset that it would "
+            "build on"
+        )
+        raise ConfigError(
+            [Problem(place, what, "rename that file, or name the intended base under defaults")]
+        )
     return base
 
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
-    parser, parsed = OverridesParser.create(), []
+    parser = OverridesParser.create()
+    parsed = []
     for line in _without_loose_signs(lines, result):
         try:
             override = _parse(parser, line)
@@ -191,7 +223,8 @@ def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]
     words = iter(lines)
     for word in words:
         if word.startswith("=") and kept:
-            key, value = kept.pop(), word[1:] or next(words, "VALUE")
+            key = kept.pop()
+            value = word[1:] or next(words, "VALUE")
             _refuse(result, f"{key} = {value}", "has spaces around =", f"write {key}={value}")
         else:
             kept.append(word)
@@ -199,7 +232,8 @@ def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]
 
 
 def _parse(parser: OverridesParser, line: str) -> Override:
-    """Parse an override. Raises HydraException if the line cannot be parsed even with its value as a str."""
+    """Parse an override. Raises HydraException if the line cannot be parsed even with its value as
+    a str."""
     key, _, value = line.partition("=")
     if "~" in value:
         line = f"{key}={_ITEM_AT_HOME.sub(lambda found: _quoted(found[1]), value)}"
@@ -218,14 +252,23 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
         return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
     if not equals:
         found = re.fullmatch(r"([\w.]+):\s*(.+)", line)
-        written = f"{found[1]}={found[2]}" if found else f"{line}=VALUE" if line in schema_keys() else "key=value"
+        written = (
+            f"{found[1]}={found[2]}"
+            if found
+            else f"{line}=VALUE"
+            if line in schema_keys()
+            else "key=value"
+        )
         return "sets nothing", f"write {written}"
     if key != key.strip() or value[:1] in (" ", "="):
         what = "has more than one =" if value[:1] == "=" else "has spaces around its ="
         return what, f"write {key.strip()}={value.strip(' =')}"
     if value[:1] in ("[", "{"):
         return f"is not a list or mapping ({_reason(error)})", _CLOSE
-    return f"cannot be read ({_reason(error)})", "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'"
+    return (
+        f"cannot be read ({_reason(error)})",
+        "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'",
+    )
 
 
 def _advice_for_commas(line: str) -> str:
@@ -235,19 +278,30 @@ def _advice_for_commas(line: str) -> str:
     if takes_list and re.fullmatch(r"[^\[\]{}()'\"]+", value):
         return f"for a list write '{key}=[{value}]'"
     if info is not None and float in info.arms and re.fullmatch(r"\d+,\d+([eE][-+]?\d+)?", value):
-        return f"write a decimal point, {key}={value.replace(',', '.')}, or start one run for each value"
+        return (
+            f"write a decimal point, {key}={value.replace(',', '.')}, or start one run for each "
+            "value"
+        )
     return "start one run for each value, or put a str with commas in quotes: 'key=\"a,b\"'"
 
 
 def _takes_text(key: str) -> bool:
     """Whether the key accepts a str, alone or as a list of one."""
     arms = schema_keys()[key].arms if key in schema_keys() else ()
-    return any(arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)) for arm in arms)
+    return any(
+        arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)) for arm in arms
+    )
 
 
 def _quoted(text: str) -> str:
     """Quoted in Hydra's grammar, in which only backslashes before a quote are escaped."""
-    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text) + '"'
+    return (
+        '"'
+        + re.sub(
+            r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text
+        )
+        + '"'
+    )
 
 
 def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
@@ -256,7 +310,8 @@ def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
 
 
 def check_interpolations(values: dict[str, object]) -> None:
-    """Raises ValueError if strings expand too far through ${...}: forty lines with two references each give 2^40."""
+    """Raises ValueError if strings expand too far through ${...}: forty lines with two references
+    each give 2^40."""
     known: dict[tuple[str, ...], int] = {}
 
     def size(path: tuple[str, ...]) -> int:
@@ -272,7 +327,9 @@ def check_interpolations(values: dict[str, object]) -> None:
         return known[path]
 
     if size(()) > _MAX_TEXT:
-        raise ValueError(f"with ${{...}} expanded, its strings have more than {_MAX_TEXT:,} characters together")
+        raise ValueError(
+            f"with ${{...}} expanded, its strings have more than {_MAX_TEXT:,} characters together"
+        )
 
 
 def _at(value: object, path: tuple[str, ...]) -> object:
@@ -285,7 +342,8 @@ def _at(value: object, path: tuple[str, ...]) -> object:
 
 
 def _references(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
-    """The places that a string may refer to; for `${a.${b}}` all of `a`. Leading dots: from the string's group."""
+    """The places that a string may refer to; for `${a.${b}}` all of `a`. Leading dots: from the
+    string's group."""
     for inner in text.split("${")[1:]:
         for name in re.split("[:,]", inner.partition("}")[0]):
             dots = len(name.lstrip()) - len(name.lstrip(" ."))
@@ -300,8 +358,8 @@ def _plain(composed: object, resolve: bool = True) -> dict[str, object]:
 
 
 def _applied(parsed: Sequence[Override], result: Composition) -> Iterator[Override]:
-    """The overrides for Hydra; each is recorded as a setting, and a problem if it deletes what was not set. Every key
-    has a default, so `key=`, `+key=` and `++key=` are the same."""
+    """The overrides for Hydra; each is recorded as a setting, and a problem if it deletes what was
+    not set. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
     for override in parsed:
         key = override.key_or_group
         if not override.is_delete():
@@ -313,16 +371,21 @@ def _applied(parsed: Sequence[Override], result: Composition) -> Iterator[Overri
             yield override
         else:
             advice = "remove this override: the key has its default already"
-            result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
+            result.problems.append(
+                Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice)
+            )
 
 
 def _reason(error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     return first.partition(" expecting ")[0]
 
 
 class _CheckedFiles(FileConfigSource):
-    """Hydra's reader for a folder's YAML files, except that it rejects non-files and files that are too large."""
+    """Hydra's reader for a folder's YAML files, except that it rejects non-files and files that are
+    too large."""
 
     @staticmethod
     def scheme() -> str:
@@ -335,10 +398,16 @@ class _CheckedFiles(FileConfigSource):
 
 @contextmanager
 def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
-    """Hydra's reader for the file's folder and the presets. Hydra allows one composition at a time, so an outer one is
-    restored afterwards. base: the preset that the file builds on without naming it."""
+    """Hydra's reader for the file's folder and the presets. Hydra allows one composition at a time,
+    so an outer one is restored afterwards. base: the preset that the file builds on without naming
+    it."""
     Plugins.instance().register(_CheckedFiles)
-    search = {"searchpath": [f"{_CheckedFiles.scheme()}://{source.parent}", "pkg://distflow.config.presets"]}
+    search = {
+        "searchpath": [
+            f"{_CheckedFiles.scheme()}://{source.parent}",
+            "pkg://distflow.config.presets",
+        ]
+    }
     files = [source.stem] if base is None else [base, source.stem]
     run = {"defaults": [*files, "_self_"], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
@@ -351,11 +420,15 @@ def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
         GlobalHydra.instance().hydra = outer
 
 
-def _choose_files(source: Path, files: CachingConfigRepository, result: Composition) -> list[ResultDefault]:
-    """The composed files in order, without the config of Hydra's command line, which `hydra.compose` would compose too,
-    taking longer than for ours."""
+def _choose_files(
+    source: Path, files: CachingConfigRepository, result: Composition
+) -> list[ResultDefault]:
+    """The composed files in order, without the config of Hydra's command line, which
+    `hydra.compose` would compose too, taking longer than for ours."""
     try:
-        return create_defaults_list(files, _RUN, [], prepend_hydra=False, skip_missing=False).defaults
+        return create_defaults_list(
+            files, _RUN, [], prepend_hydra=False, skip_missing=False
+        ).defaults
     except ConfigError:  # raised by `_CheckedFiles`
         raise
     except YAMLError as error:
@@ -363,10 +436,16 @@ def _choose_files(source: Path, files: CachingConfigRepository, result: Composit
     except (HydraException, ValueError) as error:  # ValueError: defaults is not a list
         reason = _reason(error)
         names = ", ".join(preset_names())
-        advice = f"name presets ({names}) or files next to this one, without .yaml, in a list: defaults: [grpo, _self_]"
+        advice = (
+            f"name presets ({names}) or files next to this one, without .yaml, in a list: "
+            "defaults: [grpo, _self_]"
+        )
         result.failure = Problem(((display(source), "defaults"),), reason, advice)
     except RecursionError:
-        advice = "break the cycle; a file with the name of a preset cannot build on that preset: rename it"
+        advice = (
+            "break the cycle; a file with the name of a preset cannot build on that preset: rename "
+            "it"
+        )
         result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
     return []
 

@@ -9,7 +9,13 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from distflow.config.compose.check_paths import NEEDED_TO_TRAIN, find_missing
-from distflow.config.compose.fit_defaults_to_data import Fitted, NamedKey, apply_changes, fit, is_free
+from distflow.config.compose.fit_defaults_to_data import (
+    Fitted,
+    NamedKey,
+    apply_changes,
+    fit,
+    is_free,
+)
 from distflow.config.compose.setting_origins import (
     COMMAND_LINE,
     IN_PYTHON,
@@ -20,13 +26,36 @@ from distflow.config.compose.setting_origins import (
     settings_of_value,
 )
 from distflow.config.compose.typed_values import Mismatch, flat, parse_value
-from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, look_up, parents
-from distflow.config.derived_settings import CUSTOM, RunLimits, is_rl, may_have_critic, pipeline_name
+from distflow.config.compose.unknown_and_unused_keys import (
+    is_known,
+    judge_settings,
+    look_up,
+    parents,
+)
+from distflow.config.derived_settings import (
+    CUSTOM,
+    RunLimits,
+    is_rl,
+    may_have_critic,
+    pipeline_name,
+)
 from distflow.config.extension_registries import find_unregistered
-from distflow.config.keys.schema import Config, flatten, group_names, schema_keys, show_value, with_values
+from distflow.config.keys.schema import (
+    Config,
+    flatten,
+    group_names,
+    schema_keys,
+    show_value,
+    with_values,
+)
 from distflow.config.migration.tables import NOT_GIVEN, as_override, find_names
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT
-from distflow.config.rules.check_config import find_problems, find_size_problems, where, within_bounds
+from distflow.config.rules.check_config import (
+    find_problems,
+    find_size_problems,
+    where,
+    within_bounds,
+)
 from distflow.config.rules.sizes import Change
 from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
@@ -37,7 +66,11 @@ if TYPE_CHECKING:
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
     *("trainer.project_name", "trainer.experiment_name", "algorithm.allow_group_of_one"),
-    *(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{MODEL}.enable_gradient_checkpointing"),
+    *(
+        f"{ACTOR}.clip_ratio_low",
+        f"{ACTOR}.clip_ratio_high",
+        f"{MODEL}.enable_gradient_checkpointing",
+    ),
     *(f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.free_cache_engine"),
     *(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
 )
@@ -47,7 +80,8 @@ _WITHOUT_EFFECT = (
 class Loaded:
     """A config and its origins: key → "file:line" or "command line", for each key that was set.
 
-    fitted: defaults that were changed to fit. notes: lines about accepted settings of another system.
+    fitted: defaults that were changed to fit. notes: lines about accepted settings of another
+    system.
     """
 
     config: Config
@@ -62,9 +96,15 @@ class Loaded:
 
     @property
     def set_keys(self) -> dict[str, str]:
-        """Keys that were set to a value other than the default, with their origins; they must have an effect."""
-        values, keys = flatten(self.config), schema_keys()
-        return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
+        """Keys that were set to a value other than the default, with their origins; they must have
+        an effect."""
+        values = flatten(self.config)
+        keys = schema_keys()
+        return {
+            key: origin
+            for key, origin in self.origins.items()
+            if key in keys and values[key] != keys[key].default
+        }
 
 
 def load_config(
@@ -78,12 +118,12 @@ def load_config(
 ) -> Loaded:
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
-    preset_or_file: e.g. `grpo`, or a .yaml file, which may build on a preset or on files beside it (`defaults: [grpo,
-    _self_]`). base: the preset that a file builds on if it names none and its keys select no built-in pipeline.
-    overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`. complete: False allows a missing model
-    and missing data, as in a preset. needed: keys whose files and folders must exist, e.g.
-    `check_paths.NEEDED_TO_TRAIN`. trust_code: False imports no user modules; needing one to resolve a group is then a
-    problem.
+    preset_or_file: e.g. `grpo`, or a .yaml file, which may build on a preset or on files beside it
+    (`defaults: [grpo, _self_]`). base: the preset that a file builds on if it names none and its
+    keys select no built-in pipeline. overrides: Hydra's grammar, `key=value`, `+key=value`,
+    `++key=value`, `~key`. complete: False allows a missing model and missing data, as in a preset.
+    needed: keys whose files and folders must exist, e.g. `check_paths.NEEDED_TO_TRAIN`. trust_code:
+    False imports no user modules; needing one to resolve a group is then a problem.
     """
     try:
         # Importing Hydra takes longer than everything else here.
@@ -106,12 +146,22 @@ def load_config(
             raise ConfigError(problems or [composed.failure])
         known = [setting for setting in composed.settings if is_known(setting.key)]
         origins = _origins(known, composed.deleted)
-        loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
+        loaded = _finish(
+            composed.values,
+            origins,
+            problems,
+            complete=complete,
+            refused=composed.refused,
+            needed=needed,
+        )
         notes = [f"{display(source)} has no defaults: it builds on {unnamed}"] if unnamed else []
         if behind := overriding_defaults(source):
-            which = ", ".join(_overridden(composed.settings, display(source))) or "no key of the file"
+            which = (
+                ", ".join(_overridden(composed.settings, display(source))) or "no key of the file"
+            )
             notes.append(
-                f"{display(source)}: {joined(behind)}, which follows _self_ in its defaults, overrides {which}; to "
+                f"{display(source)}: {joined(behind)}, which follows _self_ in its defaults, "
+                f"overrides {which}; to "
                 f"override it, write defaults: [{', '.join(behind)}, _self_]"
             )
         notes += [*renamed, *accepted.values(), *_differences_from_verl(loaded, accepted)]
@@ -121,9 +171,12 @@ def load_config(
         unregistered = [part for part in find_unregistered() if f"'{part.name}'" in str(error)]
         if not unregistered:
             raise
-        problems = [Problem(((part.file, "a file of the package"),), str(part)) for part in unregistered]
+        problems = [
+            Problem(((part.file, "a file of the package"),), str(part)) for part in unregistered
+        ]
         raise ConfigError([*error.problems, *problems]) from error
-    except (RecursionError, OSError) as error:  # of this file: those of files that keys name are problems of the keys
+    # of this file: those of files that keys name are problems of the keys
+    except (RecursionError, OSError) as error:
         what = "its keys, or those of an override, are nested too deeply"
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else what
         raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what)]) from error
@@ -136,19 +189,26 @@ def _overridden(settings: Sequence[Setting], file: str) -> Iterator[str]:
         own = given.get(setting.key)
         if setting.where.startswith(f"{file}:"):
             given[setting.key] = setting
-        elif own is not None and setting.where != COMMAND_LINE and not own.is_group and own.value != setting.value:
+        elif (
+            own is not None
+            and setting.where != COMMAND_LINE
+            and not own.is_group
+            and own.value != setting.value
+        ):
             yield f"{setting.key} ({own.value} → {setting.value})"
 
 
 def check_named_files(loaded: Loaded) -> None:
-    """Raises ConfigError if a file that the config names is missing, as a run does. A model may be elsewhere."""
+    """Raises ConfigError if a file that the config names is missing, as a run does. A model may be
+    elsewhere."""
     models = {f"{MODEL}.path", f"{MODEL}.tokenizer_path", "critic.model.path"}
     if problems := [*find_missing(loaded.config, loaded.origins, NEEDED_TO_TRAIN - models)]:
         raise ConfigError(problems)
 
 
 def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
-    """The config with defaults that fit the limits. Raises ConfigError with all sizes that do not fit."""
+    """The config with defaults that fit the limits. Raises ConfigError with all sizes that do not
+    fit."""
     config, fitted = fit(loaded.config, loaded.origins, room)
     if problems := find_size_problems(config, loaded.origins, room):
         raise ConfigError(problems)
@@ -156,8 +216,8 @@ def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
 
 
 def with_changes(loaded: Loaded, changes: Sequence[Change], complete: bool = False) -> Loaded:
-    """The config with unset values that follow from others. complete: whether missing required keys are problems.
-    Raises ConfigError with all keys that contradict them."""
+    """The config with unset values that follow from others. complete: whether missing required keys
+    are problems. Raises ConfigError with all keys that contradict them."""
     config, fitted = apply_changes(loaded.config, changes)
     if problems := find_problems(config, loaded.origins, set(), complete):
         raise ConfigError(problems)
@@ -165,17 +225,26 @@ def with_changes(loaded: Loaded, changes: Sequence[Change], complete: bool = Fal
 
 
 def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
-    """The config with keys that parts of the pipeline name, complete. A mapping that is no key's value is a group.
+    """The config with keys that parts of the pipeline name, complete. A mapping that is no key's
+    value is a group.
 
-    Raises UserError for an unknown key, an unreadable value, and a key that is set elsewhere to another value;
-    ConfigError for other keys that contradict them, or are missing.
+    Raises UserError for an unknown key, an unreadable value, and a key that is set elsewhere to
+    another value; ConfigError for other keys that contradict them, or are missing.
     """
-    changes, keys, values = dict[str, Change](), schema_keys(), flatten(loaded.config)
-    leaves = ((key, given, by) for group, below, by in named for key, given in flat({group: below}, "", keys).items())
+    changes = dict[str, Change]()
+    keys = schema_keys()
+    values = flatten(loaded.config)
+    leaves = (
+        (key, given, by)
+        for group, below, by in named
+        for key, given in flat({group: below}, "", keys).items()
+    )
     for key, given, by in leaves:
         if key not in keys:
             group, _, name = key.rpartition(".")
-            known = [other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")]
+            known = [
+                other.removeprefix(f"{group}.") for other in keys if other.startswith(f"{group}.")
+            ]
             raise UserError(f"{by} names {key}, but {group} has no key '{name}'{hint(name, known)}")
         try:
             value = parse_value(given, keys[key])
@@ -185,14 +254,23 @@ def with_named(loaded: Loaded, named: Iterable[NamedKey]) -> Loaded:
         is_set = key in changes or not (there in ((), {}, None) or is_free(loaded.origins, key))
         if is_set and there != value:
             shown, other = (show_value(keys[key], each) for each in (value, there))
-            raise UserError(f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them")
+            raise UserError(
+                f"{by} names {key}={shown}, but it is {other} ({origin}): remove one of them"
+            )
         changes[key] = (key, value, f"{by} names it")
-    return with_changes(loaded, [change for key, change in changes.items() if change[1] != values[key]], complete=True)
+    return with_changes(
+        loaded,
+        [change for key, change in changes.items() if change[1] != values[key]],
+        complete=True,
+    )
 
 
 def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
-    """(key, value here, value there) of keys that the user did not set and a verl preset sets differently."""
-    here, there, infos = flatten(loaded.config), flatten(theirs.config), schema_keys()
+    """(key, value here, value there) of keys that the user did not set and a verl preset sets
+    differently."""
+    here = flatten(loaded.config)
+    there = flatten(theirs.config)
+    infos = schema_keys()
     unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
     return [
         (key, show_value(infos[key], here[key]), show_value(infos[key], there[key]))
@@ -217,16 +295,22 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
 
     judge: False skips the checks, e.g. for a finished run whose files may be gone.
     """
-    settings = [setting for name, value in values.items() for setting in settings_of_value(str(name), value, IN_PYTHON)]
+    settings = [
+        setting
+        for name, value in values.items()
+        for setting in settings_of_value(str(name), value, IN_PYTHON)
+    ]
     problems = judge_settings(settings, values)[0]
     return _finish(values, _origins(settings, []), problems, judge).config
 
 
 def config_of_run(values: Mapping[str, object]) -> Config:
-    """The saved config of a run, without checks, since its files may be gone. Groups from user modules are omitted if
-    they are not registered now. Raises UserError."""
+    """The saved config of a run, without checks, since its files may be gone. Groups from user
+    modules are omitted if they are not registered now. Raises UserError."""
     known = group_names()
-    config = config_from_dict({name: value for name, value in values.items() if name in known}, judge=False)
+    config = config_from_dict(
+        {name: value for name, value in values.items() if name in known}, judge=False
+    )
     if config.actor_rollout_ref.model.path is None:
         raise UserError("the config of that run names no model (actor_rollout_ref.model.path)")
     return config
@@ -237,10 +321,13 @@ _RENAMED = {"dag.custom_pipeline_fn": "dag.pipeline"}
 
 
 def _rename(composed: "Composition") -> list[str]:
-    """Give keys that have only another name theirs, if that one is not set as well. Returns a line for each."""
-    said, settings = [], composed.settings
+    """Give keys that have only another name theirs, if that one is not set as well. Returns a line
+    for each."""
+    said = []
+    settings = composed.settings
     for place, setting in enumerate(settings):
-        ours, value = _RENAMED.get(setting.key), setting.value
+        ours = _RENAMED.get(setting.key)
+        value = setting.value
         if (
             ours is None
             or value in (None, NOT_GIVEN)
@@ -248,17 +335,21 @@ def _rename(composed: "Composition") -> list[str]:
         ):
             continue
         group, _, name = ours.rpartition(".")
-        look_up(composed.values, group)[name] = value  # type: ignore[index]  # a group of plain values
+        # a group of plain values
+        look_up(composed.values, group)[name] = value  # type: ignore[index]
         settings[place] = replace(setting, key=ours)
         said.append(f"{setting.key}={as_override(value)} (siiRL): here it is {ours}")
     return said
 
 
-def build(values: Mapping[str, object], origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
-    """The config with these nested values and defaults for the rest; the problems of unreadable values; and their
-    keys."""
+def build(
+    values: Mapping[str, object], origins: Mapping[str, str]
+) -> tuple[Config, list[Problem], set[str]]:
+    """The config with these nested values and defaults for the rest; the problems of unreadable
+    values; and their keys."""
     read: dict[str, object] = {}
-    problems, faulty = [], set()
+    problems = []
+    faulty = set()
     for name, info in schema_keys().items():
         given = look_up(values, name)
         if given is NOT_GIVEN:
@@ -284,17 +375,22 @@ def _finish(
     if (policy := config.dag.policy) and (own := config.dag.policies.get(policy)):
         own = {f"actor_rollout_ref.{name}": value for name, value in own.items()}
         origin = f"dag.policies.{policy}, {where('dag.policies', origins)}"
-        used = {"dag.policies": {**config.dag.policies, policy: {}}}  # reading it again changes nothing
-        config, origins = with_values(config, own | used), origins | dict.fromkeys(own, origin)
+        # reading it again changes nothing
+        used = {"dag.policies": {**config.dag.policies, policy: {}}}
+        config = with_values(config, own | used)
+        origins = origins | dict.fromkeys(own, origin)
     faulty |= set(refused)
     problems = [*problems, *unreadable]
     fitted: list[Fitted] = []
     if judge:
         config, wrong, out_of_bounds = within_bounds(config, origins)
-        problems, faulty = [*problems, *wrong], faulty | out_of_bounds
+        problems = [*problems, *wrong]
+        faulty = faulty | out_of_bounds
         config, fitted = fit(config, origins, RunLimits())
         # Nodes of a custom pipeline may name data, and are only known when it is built.
-        problems += find_problems(config, origins, faulty, complete and pipeline_name(config) != CUSTOM)
+        problems += find_problems(
+            config, origins, faulty, complete and pipeline_name(config) != CUSTOM
+        )
         problems += find_missing(config, origins, set(needed) - faulty)
     if problems:
         raise ConfigError(problems)
@@ -309,13 +405,19 @@ def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]
     preset = "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
     found = differing(loaded, load_config(preset, complete=False))
     listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
-    return [f"verl has other defaults, which the preset {preset} has; here {listed}"] if found else []
+    return (
+        [f"verl has other defaults, which the preset {preset} has; here {listed}"] if found else []
+    )
 
 
 def _register_user_groups(
-    values: Mapping[str, object], settings: Sequence[Setting], problems: list[Problem], trust_code: bool
+    values: Mapping[str, object],
+    settings: Sequence[Setting],
+    problems: list[Problem],
+    trust_code: bool,
 ) -> bool:
-    """Import the user's modules if they may register an unknown top-level group. True if one did."""
+    """Import the user's modules if they may register an unknown top-level group. True if one
+    did."""
     unknown = {setting.key.partition(".")[0] for setting in settings} - set(group_names())
     trainer = values.get("trainer")
     modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
@@ -324,8 +426,13 @@ def _register_user_groups(
     modules = [modules] if isinstance(modules, str) else list(modules)
     origin = where("trainer.imports", _origins(settings, []))
     if not trust_code:
-        what = f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, but was not imported"
-        problems.append(Problem((("trainer.imports", origin),), what, "read that code; --trust-code imports it"))
+        what = (
+            f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, but was "
+            "not imported"
+        )
+        problems.append(
+            Problem((("trainer.imports", origin),), what, "read that code; --trust-code imports it")
+        )
         return False
     try:
         load_modules(modules)
@@ -346,5 +453,9 @@ def _origins(settings: Sequence[Setting], deleted: Sequence[str]) -> dict[str, s
             if parent in keys:
                 origins[parent] = setting.where
     for gone in deleted:
-        origins = {key: origin for key, origin in origins.items() if key != gone and gone not in parents(key)}
+        origins = {
+            key: origin
+            for key, origin in origins.items()
+            if key != gone and gone not in parents(key)
+        }
     return origins

@@ -13,14 +13,15 @@ from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import ConfigError, Problem
 from distflow.untrusted_files import MAX_YAML_BYTES, check_aliases, read_file
 
-COMMAND_LINE, IN_PYTHON = "command line", "given in Python"
+COMMAND_LINE = "command line"
+IN_PYTHON = "given in Python"
 PRESETS = Path(__file__).parents[1] / "presets"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key that was set. is_group: its value is a mapping whose entries are settings too; it has no `value`. has_dots:
-    its last name contains dots, which YAML does not treat as levels."""
+    """A key that was set. is_group: its value is a mapping whose entries are settings too; it has
+    no `value`. has_dots: its last name contains dots, which YAML does not treat as levels."""
 
     key: str
     where: str
@@ -37,9 +38,11 @@ PIPELINE_KEYS = ("dag.pipeline", "algorithm.workflow_type", "algorithm.adv_estim
 
 
 def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
-    """The preset that a user's config builds on if it names none: that of the pipeline that its keys select.
+    """The preset that a user's config builds on if it names none: that of the pipeline that its
+    keys select.
 
-    values: those of PIPELINE_KEYS that are set. otherwise: the result if they select no preset's pipeline.
+    values: those of PIPELINE_KEYS that are set. otherwise: the result if they select no preset's
+    pipeline.
     """
     pipeline, workflow_type, estimator = (values.get(key) for key in PIPELINE_KEYS)
     if pipeline is not None:
@@ -63,12 +66,19 @@ def overriding_defaults(path: Path) -> list[str]:
 def _names_in_defaults(root: yaml.Node | None) -> list[str]:
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     chosen = next((value for name, value in pairs if name.value == "defaults"), None)
-    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [] if chosen is None else [chosen]
+    entries = (
+        chosen.value
+        if isinstance(chosen, yaml.SequenceNode)
+        else []
+        if chosen is None
+        else [chosen]
+    )
     return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 
 
 def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
-    """Whether neither a YAML file nor the neighbouring files in its `defaults` build on a preset."""
+    """Whether neither a YAML file nor the neighbouring files in its `defaults` build on a
+    preset."""
     root = read_node(path)
     if path in seen or not isinstance(root, yaml.MappingNode):
         return False  # composing the file reports the reason
@@ -82,7 +92,8 @@ def is_preset(where: str) -> bool:
 
 
 def display(path: Path) -> str:
-    """A file's name in messages: `presets/NAME.yaml` for a preset, else relative to the working directory."""
+    """A file's name in messages: `presets/NAME.yaml` for a preset, else relative to the working
+    directory."""
     if path.parent == PRESETS:
         return f"presets/{path.name}"
     here = Path.cwd()
@@ -90,7 +101,8 @@ def display(path: Path) -> str:
 
 
 def read_settings(path: Path, prefix: str) -> list[Setting]:
-    """Every mapping entry of a YAML file, groups before their entries. prefix: the file's Hydra package.
+    """Every mapping entry of a YAML file, groups before their entries. prefix: the file's Hydra
+    package.
 
     Raises ConfigError if the file is not a readable mapping or names a key twice.
     """
@@ -98,12 +110,24 @@ def read_settings(path: Path, prefix: str) -> list[Setting]:
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError([Problem(((display(path), "line 1"),), "is not a mapping of keys", "write key: value lines")])
+        raise ConfigError(
+            [
+                Problem(
+                    ((display(path), "line 1"),),
+                    "is not a mapping of keys",
+                    "write key: value lines",
+                )
+            ]
+        )
     if twice := [*_named_twice(root, "", path)]:
         raise ConfigError(twice)
     _flatten_merges(root, yaml.SafeLoader(""))
     directive = dotted(prefix, "defaults")
-    return [entry for entry in _entries(root, prefix, path) if not f"{entry.key}.".startswith(f"{directive}.")]
+    return [
+        entry
+        for entry in _entries(root, prefix, path)
+        if not f"{entry.key}.".startswith(f"{directive}.")
+    ]
 
 
 def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
@@ -115,7 +139,8 @@ def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
 
 
 def named_twice(text: str) -> str:
-    """The first key that a mapping of the command line names twice; empty if there is none, or the text is no YAML."""
+    """The first key that a mapping of the command line names twice; empty if there is none, or the
+    text is no YAML."""
     try:
         node = yaml.SafeLoader(text).get_single_node() if text.startswith("{") else None
     except (yaml.YAMLError, RecursionError):
@@ -127,7 +152,9 @@ def named_twice(text: str) -> str:
 def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Problem:
     """The problem for a YAML error, with file and line; `path` if the error names no file."""
     if not isinstance(error, yaml.MarkedYAMLError):
-        return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
+        return Problem(
+            ((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"
+        )
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
     advice = "check that line and the one above: keys of one group start in the same column"
@@ -146,21 +173,26 @@ def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Prob
 def read_node(path: Path) -> yaml.Node | None:
     """The document of a YAML file. Raises ConfigError if it is unreadable or too large."""
     try:
-        root = yaml.SafeLoader(read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")).get_single_node()
+        root = yaml.SafeLoader(
+            read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
+        ).get_single_node()
         check_aliases(root)
         return root
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = yaml_problem(error, path)
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        problem = Problem(((display(path), "the file"),), what, "check what it is and its permissions")
+        problem = Problem(
+            ((display(path), "the file"),), what, "check what it is and its permissions"
+        )
     raise ConfigError([problem])
 
 
 def _named_twice(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Problem]:
     first_lines: dict[str, int] = {}
     for name_node, value in node.value:
-        name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
+        name = dotted(prefix, str(name_node.value))
+        line = name_node.start_mark.line + 1
         if name in first_lines:
             what = f"was already set in line {first_lines[name]}"
             yield Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines")

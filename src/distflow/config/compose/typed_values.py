@@ -12,8 +12,8 @@ from distflow.config.migration.tables import find_synonyms
 from distflow.errors import nearest
 
 Differing = dict[str, dict[str, Any]]
-"""Values of a group's keys that differ by domain, `{code: {adv_estimator: reinforce}}`; keys are dotted names within
-the group."""
+"""Values of a group's keys that differ by domain, `{code: {adv_estimator: reinforce}}`; keys are
+dotted names within the group."""
 
 # YAML 1.1 reads 1e-6 (no dot) as a string; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -26,7 +26,8 @@ class Mismatch(ValueError):
 
     def __init__(self, what: str, advice: str = ""):
         super().__init__(what)
-        self.what, self.advice = what, advice
+        self.what = what
+        self.advice = advice
 
 
 def convert(value: object, annotation: object) -> object:
@@ -50,7 +51,8 @@ def convert(value: object, annotation: object) -> object:
 
 
 def can_convert(annotation: object) -> bool:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Literal:
         return True
     known = annotation in (*_SCALARS, Any, object, type(None), list, tuple, dict)
@@ -62,7 +64,8 @@ def can_convert(annotation: object) -> bool:
 
 def type_name(annotation: object) -> str:
     """The type in Python's notation, e.g. `list[str] | None`; a tuple is a list, as in YAML."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(dict.fromkeys(type_name(argument) for argument in arguments))
     if annotation in _SCALARS:
@@ -74,31 +77,42 @@ def type_name(annotation: object) -> str:
     if origin is tuple and Ellipsis not in arguments:
         return f"[{', '.join(type_name(argument) for argument in arguments)}]"
     if origin in (tuple, list) or annotation in (tuple, list):
-        return f"list[{type_name(arguments[0])}]" if arguments and arguments[0] in _SCALARS else "list"
+        return (
+            f"list[{type_name(arguments[0])}]" if arguments and arguments[0] in _SCALARS else "list"
+        )
     if (origin or annotation) is dict:
-        return f"dict[{', '.join(map(type_name, arguments))}]" if set(arguments[1:]) & set(_SCALARS) else "dict"
+        return (
+            f"dict[{', '.join(map(type_name, arguments))}]"
+            if set(arguments[1:]) & set(_SCALARS)
+            else "dict"
+        )
     return "any"
 
 
 def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
-    """Problems of a value of the right type: choices, bounds, parts that are not implemented yet."""
+    """Problems of a value of the right type: choices, bounds, parts that are not implemented
+    yet."""
     spec = info.spec
     if value is None or value == info.default:
         return
     if spec.later is True:
-        yield Mismatch(f"is {show(value)}, which is not implemented yet", f"keep the default {show(info.default)}")
+        yield Mismatch(
+            f"is {show(value)}, which is not implemented yet",
+            f"keep the default {show(info.default)}",
+        )
     elif spec.choices and not spec.open_names:
         for name in value if isinstance(value, tuple) else (value,):
             yield from _check_choice(name, info)
     elif isinstance(value, int | float) and not spec.has_room_for(value):
         yield Mismatch(
-            f"is {show(value)} and must be {spec.allowed()}", spec.advice or f"write a number {spec.allowed()}"
+            f"is {show(value)} and must be {spec.allowed()}",
+            spec.advice or f"write a number {spec.allowed()}",
         )
 
 
 def parse_value(given: object, info: KeyInfo) -> object:
-    """The value of a key from plain data, without a check of its bounds. Python's None is null for a key that may be
-    null. Raises Mismatch."""
+    """The value of a key from plain data, without a check of its bounds. Python's None is null for
+    a key that may be null. Raises Mismatch."""
     if given == "None" and type(None) in get_args(info.annotation):
         given = None
     return info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
@@ -111,14 +125,17 @@ def parse_differing(
     elsewhere: Callable[[str, str], str] = lambda *_: "",
     of: str = "domain",
 ) -> Differing:
-    """Settings by domain (or by `of`) from nested or dotted plain data. keys: those that may differ; form: an example;
-    elsewhere: advice about another key of a domain, or "". Raises Mismatch."""
+    """Settings by domain (or by `of`) from nested or dotted plain data. keys: those that may
+    differ; form: an example; elsewhere: advice about another key of a domain, or "". Raises
+    Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch(f"is not a mapping by {of}", form)
     found: Differing = {}
     for name, settings in value.items():
         if not isinstance(name, str) or not isinstance(settings, Mapping):
-            raise Mismatch(f"has {show(settings)} for {show(name)}, which is not a mapping by {of}", form)
+            raise Mismatch(
+                f"has {show(settings)} for {show(name)}, which is not a mapping by {of}", form
+            )
         found[name] = {}
         for key, given in flat(settings, "", keys).items():
             if key not in keys:
@@ -129,13 +146,18 @@ def parse_differing(
                 for mismatch in check_bounds(found[name][key], keys[key]):
                     raise mismatch
             except Mismatch as error:
-                raise Mismatch(f"has '{key}' of the {of} '{name}', which {error.what}", error.advice) from None
+                raise Mismatch(
+                    f"has '{key}' of the {of} '{name}', which {error.what}", error.advice
+                ) from None
     return found
 
 
 def plain_differing(found: Differing, keys: Mapping[str, KeyInfo]) -> Differing:
     """The inverse of `parse_differing`."""
-    return {name: {key: keys[key].spec.plain(value) for key, value in own.items()} for name, own in found.items()}
+    return {
+        name: {key: keys[key].spec.plain(value) for key, value in own.items()}
+        for name, own in found.items()
+    }
 
 
 def nested(values: Mapping[str, object]) -> dict[str, Any]:
@@ -150,8 +172,11 @@ def nested(values: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo]) -> dict[str, object]:
-    """Nested values by their dotted names; a mapping that is the value of one of `keys` stays whole."""
+def flat(
+    settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo]
+) -> dict[str, object]:
+    """Nested values by their dotted names; a mapping that is the value of one of `keys` stays
+    whole."""
     found: dict[str, object] = {}
     for name, value in settings.items():
         key = dotted(prefix, str(name))
@@ -163,8 +188,8 @@ def flat(settings: Mapping[str, object], prefix: str, keys: Mapping[str, KeyInfo
 
 
 def did_you_mean(name: str, known: Iterable[str], key: str = "") -> str:
-    """The beginning of advice: what other systems' name is here, or the nearest known name; empty if there is none.
-    key: whose value it is."""
+    """The beginning of advice: what other systems' name is here, or the nearest known name; empty
+    if there is none. key: whose value it is."""
     names = tuple(known)
     guess = " or ".join(find_synonyms(key, name, names)) or nearest(name, names)
     return f"did you mean {guess}? " if guess else ""
@@ -195,12 +220,15 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
     later = spec.later if isinstance(spec.later, tuple) else ()
     if name in later:
         there = [choice for choice in spec.choices if choice not in later]
-        yield Mismatch(f"is {show(name)}, which is not implemented yet", f"choose from {', '.join(there)}")
+        yield Mismatch(
+            f"is {show(name)}, which is not implemented yet", f"choose from {', '.join(there)}"
+        )
     elif name not in spec.choices:
         meant = did_you_mean(str(name), spec.choices, info.name)
         more = f". {spec.advice}" if spec.advice else ""
         yield Mismatch(
-            f"is {show(name)}, which is not a valid choice", f"{meant}the choices are {spec.allowed()}{more}"
+            f"is {show(name)}, which is not a valid choice",
+            f"{meant}the choices are {spec.allowed()}{more}",
         )
 
 
@@ -224,7 +252,9 @@ def _convert_scalar(value: object, wanted: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise Mismatch(f"is {value}, not a finite number", "write a finite number")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise Mismatch(f"is a whole number of more than {_MOST_BITS} bits", "write a smaller number")
+        raise Mismatch(
+            f"is a whole number of more than {_MOST_BITS} bits", "write a smaller number"
+        )
     if type(value) is wanted:
         return value
     if wanted is float and type(value) is int:
@@ -234,7 +264,9 @@ def _convert_scalar(value: object, wanted: object) -> object:
     if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         return _convert_scalar(float(value), wanted)
     or_default = ", or remove the key to use its default" if value is None else ""
-    raise Mismatch(f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted) + or_default)
+    raise Mismatch(
+        f"is {show(value)}, not of type {type_name(wanted)}", _advise(value, wanted) + or_default
+    )
 
 
 _IN_WORDS: dict[object, str] = {int: "a whole number", float: "a number", str: "a text"}
@@ -264,8 +296,12 @@ def _convert_sequence(value: object, annotation: object) -> object:
         raise Mismatch(f"is {show(value)}, not of type {wanted}", "write a list, e.g. [a, b]")
     if kind is tuple and arguments and Ellipsis not in arguments:
         if len(value) != len(arguments):
-            raise Mismatch(f"has {len(value)} entries, not {len(arguments)}", f"write {type_name(annotation)}")
-        return tuple(convert(item, argument) for item, argument in zip(value, arguments, strict=True))
+            raise Mismatch(
+                f"has {len(value)} entries, not {len(arguments)}", f"write {type_name(annotation)}"
+            )
+        return tuple(
+            convert(item, argument) for item, argument in zip(value, arguments, strict=True)
+        )
     items = [convert(item, arguments[0]) if arguments else item for item in value]
     return tuple(items) if kind is tuple else items
 
@@ -276,7 +312,9 @@ def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
     arguments = get_args(annotation)
     if not arguments:
         return dict(value)
-    return {convert(name, arguments[0]): convert(item, arguments[1]) for name, item in value.items()}
+    return {
+        convert(name, arguments[0]): convert(item, arguments[1]) for name, item in value.items()
+    }
 
 
 def parse_band(value: object, of_shares: bool = False) -> object:

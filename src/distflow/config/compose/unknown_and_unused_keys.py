@@ -1,7 +1,8 @@
 """Finds set keys without effect: unknown keys, and keys that nothing reads.
 
-A config can record which of its keys are read. Settings of another system that need no counterpart are accepted; other
-unknown ones get advice. Only a typing error counts as a misspelling, never a different word.
+A config can record which of its keys are read. Settings of another system that need no counterpart
+are accepted; other unknown ones get advice. Only a typing error counts as a misspelling, never a
+different word.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -51,12 +52,14 @@ def peek(config: T) -> T:
 
 def with_group(config: Config, name: str, group: object) -> Config:
     """The config with another top-level group; a watched config stays watched."""
-    made = replace(peek(config), **{name: group})  # type: ignore[arg-type]  # a group of the kind that is there
+    # a group of the kind that is there
+    made = replace(peek(config), **{name: group})  # type: ignore[arg-type]
     return _watched(made, "", config.__dict__["_reads"]) if isinstance(config, _Watching) else made
 
 
 def whole(group: T) -> T:
-    """The plain group behind a watched one, for code that needs the whole group: all its keys count as read."""
+    """The plain group behind a watched one, for code that needs the whole group: all its keys count
+    as read."""
     own = peek(group)
     if isinstance(group, _Watching) and is_group(own):
         group.__dict__["_reads"].update(key for key, *_ in walk(own, group.__dict__["_key"]))
@@ -93,9 +96,11 @@ _JOINED = 0.9  # of names with different word boundaries
 
 
 def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
-    """The value of the known name that was probably meant, or nothing. Each word must be similar: `train_batch_sise`
-    is `train_batch_size`, `max_completion_length` is not `max_prompt_length`."""
-    scored = [(score, other) for other in known if (score := _similarity(name.lower(), other.lower()))]
+    """The value of the known name that was probably meant, or nothing. Each word must be similar:
+    `train_batch_sise` is `train_batch_size`, `max_completion_length` is not `max_prompt_length`."""
+    scored = [
+        (score, other) for other in known if (score := _similarity(name.lower(), other.lower()))
+    ]
     return [known[max(scored)[1]]] if scored else []
 
 
@@ -105,9 +110,13 @@ def _similarity(name: str, other: str) -> float:
         return 0.0
     ratios = []
     for part, another in zip(name.split("."), other.split("."), strict=True):
-        words, others, least = part.split("_"), another.split("_"), _LEAST_SIMILARITY
+        words = part.split("_")
+        others = another.split("_")
+        least = _LEAST_SIMILARITY
         if len(words) != len(others):
-            words, others, least = ["".join(words)], ["".join(others)], _JOINED
+            words = ["".join(words)]
+            others = ["".join(others)]
+            least = _JOINED
         for pair in zip(words, others, strict=True):
             ratios.append(SequenceMatcher(None, *pair).ratio())
             if ratios[-1] < least:
@@ -130,14 +139,21 @@ def parents(key: str) -> list[str]:
 def is_known(key: str) -> bool:
     """Whether the key or group exists, or the key belongs to an open mapping."""
     keys = schema_keys()
-    return key in keys or key in _groups() or any(parent in keys and keys[parent].is_map for parent in parents(key))
+    return (
+        key in keys
+        or key in _groups()
+        or any(parent in keys and keys[parent].is_map for parent in parents(key))
+    )
 
 
-def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> tuple[list[Problem], dict[str, str]]:
-    """A problem for each unknown setting (one per unknown group) and each misused group; and, by key, a line for each
-    accepted setting of another system.
+def judge_settings(
+    settings: Sequence[Setting], values: Mapping[str, object]
+) -> tuple[list[Problem], dict[str, str]]:
+    """A problem for each unknown setting (one per unknown group) and each misused group; and, by
+    key, a line for each accepted setting of another system.
 
-    values: the composed config as nested plain values; a key of verl or siiRL that agrees with them is accepted.
+    values: the composed config as nested plain values; a key of verl or siiRL that agrees with them
+    is accepted.
     """
     problems: list[Problem] = []
     accepted: dict[str, str] = {}
@@ -149,11 +165,16 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
-        problem = _judge(setting, translated, values, accepted) if len(problems) < _MOST_PROBLEMS else None
+        problem = (
+            _judge(setting, translated, values, accepted)
+            if len(problems) < _MOST_PROBLEMS
+            else None
+        )
         if problem is not None:
             problems.append(problem)
         info = schema_keys().get(setting.key)
-        is_misread = info is not None and setting.is_group and not info.is_map  # reading the value reports this
+        # reading the value reports this
+        is_misread = info is not None and setting.is_group and not info.is_map
         if problem is not None or setting.key in accepted or is_misread:
             settled.add(setting.key)
     return problems, accepted
@@ -169,7 +190,11 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
         return f"{joined(list(found))} {_has_it(found)} it elsewhere: {_answer(found, value)}"
     if guesses := _elsewhere(key, known):
         return f"did you mean {' or '.join(guesses)}?"
-    theirs = {name: name for table in all_tables().values() for name in table.names if name[:1] == key[:1]}
+    theirs = {}
+    for table in all_tables().values():
+        for name in table.names:
+            if name[:1] == key[:1]:
+                theirs[name] = name
     if guesses := most_similar(key, theirs):
         return f"did you mean {guesses[0]}? Then {_answer(find_names(guesses[0]), value)}"
     return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
@@ -184,9 +209,13 @@ def look_up(values: Mapping[str, object], key: str) -> object:
 
 
 def _judge(
-    setting: Setting, translated: Mapping[str, set[str]], values: Mapping[str, object], accepted: dict[str, str]
+    setting: Setting,
+    translated: Mapping[str, set[str]],
+    values: Mapping[str, object],
+    accepted: dict[str, str],
 ) -> Problem | None:
-    key, keys = setting.key, schema_keys()
+    key = setting.key
+    keys = schema_keys()
     places = ((key, setting.where),)
     if not is_known(key):
         found = find_names(key)
@@ -202,12 +231,16 @@ def _judge(
         meant = _misplaced(key) if setting.is_group else ""
         return Problem(places, f"there is no such key{theirs}", meant or suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
-        advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
+        advice = (
+            "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
+        )
         return Problem(places, "has dots, which YAML reads as a single name", advice)
     if key in _groups() and not setting.is_group:
         below = next(name for name in keys if name.startswith(f"{key}."))
         written = f"{below}=null" if setting.value is None else below
-        return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {written}")
+        return Problem(
+            places, "is a group of keys, not a value", f"write keys below it, e.g. {written}"
+        )
     return None
 
 
@@ -218,11 +251,14 @@ def _misplaced(key: str) -> str:
         return f"did you mean {name}? It is a top-level key: start its line in the first column"
     same = [group for group in _groups() if group.endswith(f".{name}")]
     near = [group for group in same if group.partition(".")[0] == key.partition(".")[0]] or same
-    return f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
+    return (
+        f"did you mean {' or '.join(sorted(near)[:2])}? It is below another group" if near else ""
+    )
 
 
 def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:
-    """The line for a setting that changes nothing here, whichever system it comes from; else empty."""
+    """The line for a setting that changes nothing here, whichever system it comes from; else
+    empty."""
     reasons = []
     for name in found.values():
         overrides = name.overrides(setting.value)
@@ -238,7 +274,10 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
 
 def _has(values: Mapping[str, object], overrides: str) -> bool:
     """Whether nested plain values agree with each of `key=value ...`."""
-    return all(_is_same(as_override(look_up(values, key)), text) for key, text in split_overrides(overrides).items())
+    return all(
+        _is_same(as_override(look_up(values, key)), text)
+        for key, text in split_overrides(overrides).items()
+    )
 
 
 def _is_same(text: str, other: str) -> bool:
@@ -268,17 +307,21 @@ def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
 
 
 def _resembling(key: str, known: Collection[str]) -> list[str]:
-    """The key that ends with this one (`actor.clip_ratio`), the key above it, or a similar spelling in its group."""
+    """The key that ends with this one (`actor.clip_ratio`), the key above it, or a similar spelling
+    in its group."""
     by_end = [name for name in known if name.endswith(f".{key}")]
     above = [parent for parent in parents(key) if parent in known]
     if by_end or above:
         return (by_end or above)[:1]
     group, _, word = key.rpartition(".")
-    return most_similar(word, {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group})
+    return most_similar(
+        word, {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group}
+    )
 
 
 def _elsewhere(key: str, known: Collection[str]) -> list[str]:
-    """Keys in other groups with the same last word, unless it is common; else a key with a similar spelling."""
+    """Keys in other groups with the same last word, unless it is common; else a key with a similar
+    spelling."""
     words: dict[str, list[str]] = {}
     for name in known:
         words.setdefault(name.rpartition(".")[2], []).append(name)

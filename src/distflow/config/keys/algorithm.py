@@ -29,10 +29,17 @@ def parse_statistics(value: object) -> object:
 
 
 def parse_bounds(value: object) -> tuple[Bounds, ...]:
-    """`upper` or `[lower, upper]` for each statistic, or verl's string, e.g. "0.5_2.0,0.1". Raises Mismatch."""
+    """`upper` or `[lower, upper]` for each statistic, or verl's string, e.g. "0.5_2.0,0.1". Raises
+    Mismatch."""
     if value is None:
         return ()
-    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    entries = (
+        value.split(",")
+        if isinstance(value, str)
+        else value
+        if isinstance(value, list | tuple)
+        else [value]
+    )
     return tuple(_parse_bound(entry) for entry in entries)
 
 
@@ -48,13 +55,21 @@ def parse_threshold(value: object) -> float | tuple[float, float]:
 
 def _parse_bound(entry: object) -> Bounds:
     parts: Sequence[Any] = (
-        entry.split("_") if isinstance(entry, str) else entry if isinstance(entry, list | tuple) else [entry]
+        entry.split("_")
+        if isinstance(entry, str)
+        else entry
+        if isinstance(entry, list | tuple)
+        else [entry]
     )
     try:
         numbers = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError, OverflowError):
         numbers = []
-    if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
+    if (
+        len(numbers) != len(parts)
+        or len(numbers) not in (1, 2)
+        or not all(map(math.isfinite, numbers))
+    ):
         advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
         raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
@@ -73,9 +88,13 @@ class KLControlConfig:
     """The coefficient of the KL penalty in the reward."""
 
     type: str = key("fixed", "fixed, or adapted to target_kl", choices=("fixed", "adaptive"))
-    kl_coef: float = key(0.001, "coefficient of the penalty; its initial value if adaptive", minimum=0)
+    kl_coef: float = key(
+        0.001, "coefficient of the penalty; its initial value if adaptive", minimum=0
+    )
     target_kl: float | None = key(None, "target KL per token of the adaptive controller", above=0)
-    horizon: int | None = key(None, "samples over which the adaptive controller reaches the target", minimum=1)
+    horizon: int | None = key(
+        None, "samples over which the adaptive controller reaches the target", minimum=1
+    )
     mean: str = key(
         "token",
         "KL that is controlled: mean over tokens, or mean of the sequences' means (verl)",
@@ -85,14 +104,21 @@ class KLControlConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Normalisation by the batch, by groups (AReaL), or by the moments of all rewards so far (ROLL)."""
+    """Normalisation by the batch, by groups (AReaL), or by the moments of all rewards so far
+    (ROLL)."""
 
-    mean_level: str | None = key(None, "level of the subtracted mean; null subtracts none", choices=LEVELS)
+    mean_level: str | None = key(
+        None, "level of the subtracted mean; null subtracts none", choices=LEVELS
+    )
     mean_leave1out: bool = key(False, "exclude a value from the mean that is subtracted from it")
-    std_level: str | None = key(None, "level of the standard deviation; null does not divide", choices=LEVELS)
+    std_level: str | None = key(
+        None, "level of the standard deviation; null does not divide", choices=LEVELS
+    )
     std_unbiased: bool = key(True, "use the unbiased standard deviation")
     eps: float = key(1e-5, "added to the standard deviation", above=0)
-    group_size: int | None = key(None, "number of samples normalised together; null is rollout.n", minimum=2)
+    group_size: int | None = key(
+        None, "number of samples normalised together; null is rollout.n", minimum=2
+    )
 
 
 def is_on(norm: NormConfig) -> bool:
@@ -105,11 +131,16 @@ class RolloutCorrectionConfig:
     """Importance weights and rejection for the mismatch between rollout engine and trainer."""
 
     rollout_is: str | None = key(
-        None, "level of the importance weights; null is off", choices=("token", "sequence", "geometric")
+        None,
+        "level of the importance weights; null is off",
+        choices=("token", "sequence", "geometric"),
     )
     rollout_is_threshold: float | tuple[float, float] = key(
         2.0,
-        "upper bound to which weights are truncated; or [lower, upper], outside of which weights are 0 (IcePop)",
+        (
+            "upper bound to which weights are truncated; or [lower, upper], outside of which "
+            "weights are 0 (IcePop)"
+        ),
         above=0,
         parse=parse_threshold,
     )
@@ -124,46 +155,92 @@ class RolloutCorrectionConfig:
     )
     rollout_rs_threshold: tuple[Bounds, ...] = key(
         (),
-        "bound of each statistic: upper, or for k1 [lower, upper] of rollout / trainer; one entry applies to all",
+        (
+            "bound of each statistic: upper, or for k1 [lower, upper] of rollout / trainer; one "
+            "entry applies to all"
+        ),
         parse=parse_bounds,
         # A band is a list, since YAML reads the string 1_2 as 12.
-        plain=lambda bounds: [upper if lower is None else [lower, upper] for lower, upper in bounds],
+        plain=lambda bounds: [
+            upper if lower is None else [lower, upper] for lower, upper in bounds
+        ],
     )
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups without a learning signal, or that a function rejects, are dropped and replaced."""
+    """Dynamic sampling: groups without a learning signal, or that a function rejects, are dropped
+    and replaced."""
 
     enable: bool = key(False, "drop groups without a gradient signal and refill the batch")
     metric: str = key(
         "acc",
-        "value that must vary in a group: acc (no penalties), score or seq_reward (with them), or a reward function",
+        (
+            "value that must vary in a group: acc (no penalties), score or seq_reward (with them), "
+            "or a reward function"
+        ),
     )
     mean_range: tuple[float, float] | None = key(
-        None, "[low, high]: also drop groups with a mean metric outside; null is off", parse=parse_band
+        None,
+        "[low, high]: also drop groups with a mean metric outside; null is off",
+        parse=parse_band,
     )
     should_accept: str | None = key(
         None,
-        "module:function or file.py:function of a group's columns; the group is dropped and replaced if it returns "
+        "module:function or file.py:function of a group's columns; the group is dropped and "
+        "replaced if it returns "
         "False, or a str, the reason",
     )
     max_num_gen_batches: int = key(10, "maximum number of prompt batches for one step", minimum=1)
     when_exhausted: str = key(
-        "error", "after that many batches: stop, or continue with the groups so far", choices=("error", "continue")
+        "error",
+        "after that many batches: stop, or continue with the groups so far",
+        choices=("error", "continue"),
     )
     oversampling: float = key(
         0.0,
-        "extra prompts in flight, as a share of those missing; unfinished ones come first in the next step",
+        (
+            "extra prompts in flight, as a share of those missing; unfinished ones come first in "
+            "the next step"
+        ),
         minimum=0,
     )
 
 
 DIFFERING = (
-    *("adv_estimator", "adv_estimator_kwargs", "gamma", "lam", "norm_adv_by_std_in_grpo", "scale_rewards"),
-    *("adv_epsilon", "reward_shift", "reward_scale", "reward_norm", "reward_clip", "adv_norm", "advantage_clip"),
-    *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "mask_max_turns"),
-    *("difficulty_mask", "difficulty_weight", "length_weight", "mask_long_errors", "mask_type", "whiten_rewards"),
+    *(
+        "adv_estimator",
+        "adv_estimator_kwargs",
+        "gamma",
+        "lam",
+        "norm_adv_by_std_in_grpo",
+        "scale_rewards",
+    ),
+    *(
+        "adv_epsilon",
+        "reward_shift",
+        "reward_scale",
+        "reward_norm",
+        "reward_clip",
+        "adv_norm",
+        "advantage_clip",
+    ),
+    *(
+        "bootstrap_truncated",
+        "use_kl_in_reward",
+        "kl_penalty",
+        "kl_ctrl",
+        "mask_truncated",
+        "mask_max_turns",
+    ),
+    *(
+        "difficulty_mask",
+        "difficulty_weight",
+        "length_weight",
+        "mask_long_errors",
+        "mask_type",
+        "whiten_rewards",
+    ),
 )
 """Keys of `algorithm` that a domain may override."""
 DIFFERING_LOSS = (
@@ -176,7 +253,11 @@ DIFFERING_LOSS = (
 def parse_domains(value: object) -> Differing:
     """Settings by domain from plain data. Raises Mismatch."""
     form = "write e.g. {code: {adv_estimator: reinforce, reward_norm: {mean_level: running}}}"
-    keys = {name: info for name, info in collect(AlgorithmConfig()).items() if name.partition(".")[0] in DIFFERING}
+    keys = {
+        name: info
+        for name, info in collect(AlgorithmConfig()).items()
+        if name.partition(".")[0] in DIFFERING
+    }
     keys |= {name: info for name, info in collect(ActorConfig()).items() if name in DIFFERING_LOSS}
     return parse_differing(value, keys, form)
 
@@ -188,10 +269,15 @@ class EmbodiedSamplingConfig:
     filter_accuracy: bool = key(False, "drop groups whose share of successes is out of bounds")
     accuracy_lower_bound: float = key(0.1, "of that share", minimum=0, maximum=1)
     accuracy_upper_bound: float = key(0.9, "of that share", minimum=0, maximum=1)
-    filter_truncated: bool = key(False, "drop groups with an episode that reached the simulator's time limit")
+    filter_truncated: bool = key(
+        False, "drop groups with an episode that reached the simulator's time limit"
+    )
     oversample_factor: float = key(
         1.0,
-        "groups in flight, as a multiple of those that a step lacks; unfinished ones come first in the next step",
+        (
+            "groups in flight, as a multiple of those that a step lacks; unfinished ones come "
+            "first in the next step"
+        ),
         minimum=1,
     )
 
@@ -200,7 +286,9 @@ class EmbodiedSamplingConfig:
 class AlgorithmConfig:
     """How rewards become advantages."""
 
-    adv_estimator: str = key("grpo", "advantage estimator", choices=tuple(ESTIMATORS), open_names=True)
+    adv_estimator: str = key(
+        "grpo", "advantage estimator", choices=tuple(ESTIMATORS), open_names=True
+    )
     adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
     workflow_type: str = key(
         "DEFAULT",
@@ -210,74 +298,117 @@ class AlgorithmConfig:
     )
     gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
     lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)
-    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "divide by the group's standard deviation; false is Dr. GRPO"
+    )
     scale_rewards: str | None = key(
         None,
-        "standard deviation that GRPO divides by: group, batch or none; null: by norm_adv_by_std_in_grpo",
+        (
+            "standard deviation that GRPO divides by: group, batch or none; null: by "
+            "norm_adv_by_std_in_grpo"
+        ),
         choices=("group", "batch", "none"),
     )
     adv_epsilon: float = key(1e-6, "added to the standard deviation that GRPO divides by", above=0)
     reward_shift: float = key(0.0, "added to the score of each sample, before anything else")
     reward_scale: float = key(1.0, "factor of the shifted score", above=0)
     reward_norm: NormConfig = group(NormConfig)
-    reward_clip: float | None = key(None, "bound of a sample's |reward|, applied after reward_norm", above=0)
+    reward_clip: float | None = key(
+        None, "bound of a sample's |reward|, applied after reward_norm", above=0
+    )
     whiten_rewards: bool = key(False, "whiten token rewards over the batch, after the KL penalty")
     adv_norm: NormConfig = group(NormConfig)
-    advantage_clip: float | None = key(None, "bound of a token's |advantage|, applied after adv_norm", above=0)
-    mask_truncated: bool = key(False, "exclude responses that were cut off at the length limit from the loss")
-    mask_max_turns: bool = key(False, "exclude episodes that reached their limit of turns from the loss")
+    advantage_clip: float | None = key(
+        None, "bound of a token's |advantage|, applied after adv_norm", above=0
+    )
+    mask_truncated: bool = key(
+        False, "exclude responses that were cut off at the length limit from the loss"
+    )
+    mask_max_turns: bool = key(
+        False, "exclude episodes that reached their limit of turns from the loss"
+    )
     mask_long_errors: int | None = key(
         None, "exclude incorrect responses of at least this many tokens from the loss", minimum=1
     )
     difficulty_mask: tuple[float, float] | None = key(
-        None, "[low, high]: train on groups with low < share of correct responses < high", parse=parse_share_band
+        None,
+        "[low, high]: train on groups with low < share of correct responses < high",
+        parse=parse_share_band,
     )
     mask_type: str = key(
-        "loss", "exclude masked responses from the loss, or from all: baselines and means too", choices=("loss", "all")
+        "loss",
+        "exclude masked responses from the loss, or from all: baselines and means too",
+        choices=("loss", "all"),
     )
     difficulty_weight: tuple[float, float] | None = key(
-        None, "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect responses"
+        None,
+        (
+            "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect "
+            "responses"
+        ),
     )
     length_weight: tuple[float, float] | None = key(
-        None, "[shortest, longest]: weight of advantages, linear in the response's length within the batch's range"
+        None,
+        (
+            "[shortest, longest]: weight of advantages, linear in the response's length within the "
+            "batch's range"
+        ),
     )
     domains: Differing = key(
         {},
-        "domain → keys of algorithm and of the policy loss that differ in it; such a domain is processed separately",
+        (
+            "domain → keys of algorithm and of the policy loss that differ in it; such a domain is "
+            "processed separately"
+        ),
         parse=parse_domains,
         plain=lambda domains: {name: nested(values) for name, values in domains.items()},
     )
-    allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
+    allow_group_of_one: bool = key(
+        False, "accept rollout.n=1 with an estimator that compares the samples of a group"
+    )
     agent_rewards: str = key(
         "shared",
-        "source of an agent's advantages: the episode's score, the agent's own, or the margin of its own over the "
+        "source of an agent's advantages: the episode's score, the agent's own, or the margin of "
+        "its own over the "
         "mean of the others'",
         choices=("shared", "own", "margin"),
     )
     logprob_level: str = key(
         "token",
-        "what has a ratio in the policy loss: each token, or each action or chunk of actions in a simulator, whose "
+        "what has a ratio in the policy loss: each token, or each action or chunk of actions in a "
+        "simulator, whose "
         "log-prob is the sum over their tokens",
         choices=("token", "action", "chunk"),
     )
     reward_level: str = key(
         "token",
-        "where an episode's score in a simulator is: on its last token, or each env step's part on the last token of "
+        "where an episode's score in a simulator is: on its last token, or each env step's part on "
+        "the last token of "
         "its action, or each chunk's on that of the chunk",
         choices=("token", "action", "chunk"),
     )
     sample_level: str = key(
         "episode",
-        "a training sample in a simulator: a whole episode, or each decision, with the episode's advantages",
+        (
+            "a training sample in a simulator: a whole episode, or each decision, with the "
+            "episode's advantages"
+        ),
         choices=("episode", "decision"),
     )
-    bootstrap_truncated: bool = key(False, "GAE bootstraps a truncated response with the critic's last value, not 0")
+    bootstrap_truncated: bool = key(
+        False, "GAE bootstraps a truncated response with the critic's last value, not 0"
+    )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")
-    kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)
+    kl_penalty: str = key(
+        "kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL
+    )
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     recompute_old_log_probs: str = key(
         "auto",
-        "compute old log-probs with the trainer; auto skips this if the ratio is always 1; false uses the rollout's",
+        (
+            "compute old log-probs with the trainer; auto skips this if the ratio is always 1; "
+            "false uses the rollout's"
+        ),
         choices=("auto", "true", "false"),
         parse=lambda value: str(value).lower() if isinstance(value, bool) else convert(value, str),
     )

@@ -17,7 +17,18 @@ from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefCon
 from distflow.config.keys.declare import collect, key
 
 NODE_KEYS = (
-    *("id", "type", "role", "func", "deps", "options", "only_forward_compute", "config", "engine", "writes"),
+    *(
+        "id",
+        "type",
+        "role",
+        "func",
+        "deps",
+        "options",
+        "only_forward_compute",
+        "config",
+        "engine",
+        "writes",
+    ),
     *("scope", "plane", "phase", "validates", "retry_limit", "policy"),
 )
 _OF_SIIRL = {
@@ -33,8 +44,8 @@ WITHOUT_FUNC = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC", "DATA_LOAD",
 
 
 def parse_pipeline(value: object) -> str | tuple[dict[str, object], ...] | None:
-    """A name, or nodes written in YAML. Raises Mismatch for an entry without an id, or without a func that its type
-    needs."""
+    """A name, or nodes written in YAML. Raises Mismatch for an entry without an id, or without a
+    func that its type needs."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
@@ -75,49 +86,82 @@ class DagConfig:
 
     pipeline: str | tuple[dict[str, object], ...] | None = key(
         None,
-        f"{', '.join(PIPELINES)}, your module:function or file.py:function, or nodes; null: by adv_estimator",
+        (
+            f"{', '.join(PIPELINES)}, your module:function or file.py:function, or nodes; null: by "
+            "adv_estimator"
+        ),
         parse=parse_pipeline,
     )
-    generates: bool | None = key(None, "whether your own pipeline generates its data; null infers it from its nodes")
+    generates: bool | None = key(
+        None, "whether your own pipeline generates its data; null infers it from its nodes"
+    )
     policies: Differing = key(
         {},
-        "name → keys of actor_rollout_ref that differ: additional policies, of paths of the graph or of rollout.agents",
+        (
+            "name → keys of actor_rollout_ref that differ: additional policies, of paths of the "
+            "graph or of rollout.agents"
+        ),
         parse=parse_policies,
         plain=lambda policies: plain_differing(policies, collect(ActorRolloutRefConfig())),
     )
-    policy: str | None = key(None, "the policy that this run trains; null: a run for each, if there are dag.policies")
+    policy: str | None = key(
+        None, "the policy that this run trains; null: a run for each, if there are dag.policies"
+    )
     enable_perf: bool = key(False, "measure the time of each node")
-    backend_threshold: int = key(32, "ranks from which objects use gloo in addition to nccl (GPUs)", minimum=1)
+    backend_threshold: int = key(
+        32, "ranks from which objects use gloo in addition to nccl (GPUs)", minimum=1
+    )
     apportion_strategy: str = key(
-        "param_aware", "divide devices over all parts by model size or evenly", choices=("param_aware", "even")
+        "param_aware",
+        "divide devices over all parts by model size or evenly",
+        choices=("param_aware", "even"),
     )
     model_sizes: dict[str, str | float] = key(
-        {}, "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; default: from config.json"
+        {},
+        (
+            "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; default: from "
+            "config.json"
+        ),
     )
     consider_node_cohesion: bool = key(True, "keep a part on one machine if it fits")
-    consider_node_load: bool = key(True, "among equally suitable machines, prefer the one with fewer busy devices")
+    consider_node_load: bool = key(
+        True, "among equally suitable machines, prefer the one with fewer busy devices"
+    )
 
 
 def _check_node(place: int, node: object, seen: set[str]) -> None:
     if not isinstance(node, Mapping):
-        raise Mismatch(f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}")
+        raise Mismatch(
+            f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}"
+        )
     renamed = [name for name in node if name in _OF_SIIRL]
     if renamed:
         names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
         raise Mismatch(f"has an entry {place} in siiRL's words", f"{names} here")
-    has_own = "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in WITHOUT_FUNC
+    has_own = (
+        "func" not in node
+        and str(node.get("type")).removeprefix("NodeType.").upper() in WITHOUT_FUNC
+    )
     for name in ("id", "func"):
         if not isinstance(node.get(name), str) and not (name == "func" and has_own):
             raise Mismatch(
                 f"has an entry {place} without '{name}'",
-                f"every node has an id and a func: module:function; only the types {', '.join(WITHOUT_FUNC)} need none",
+                (
+                    "every node has an id and a func: module:function; only the types "
+                    f"{', '.join(WITHOUT_FUNC)} need none"
+                ),
             )
     unknown = [name for name in node if name not in NODE_KEYS]
     if unknown:
         raise Mismatch(
             f"has a node '{node['id']}' with the unknown key '{unknown[0]}'",
-            f"the keys of a node are {', '.join(NODE_KEYS)}; what its function takes goes under options",
+            (
+                f"the keys of a node are {', '.join(NODE_KEYS)}; what its function takes goes "
+                "under options"
+            ),
         )
     if node["id"] in seen:
-        raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
+        raise Mismatch(
+            f"has two nodes with the id '{node['id']}'", "give each node an id of its own"
+        )
     seen.add(node["id"])

@@ -1,4 +1,5 @@
-"""How a key of the config is declared, `key(default, description, ...)` in a dataclass, and the walk over all keys."""
+"""How a key of the config is declared, `key(default, description, ...)` in a dataclass, and the
+walk over all keys."""
 
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -6,7 +7,16 @@ from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from operator import ge, gt, le, lt
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -19,10 +29,11 @@ Group = TypeVar("Group", bound="DataclassInstance")
 class KeySpec:
     """Metadata of a key besides its type and default.
 
-    choices: the allowed values. open_names: user modules may add to them (checked against the registry later). later:
-    choices that are not implemented yet; True means any value but the default. minimum, maximum: inclusive bounds;
-    above, below: exclusive ones. parse: converts plain data to the value; None converts by the type. plain: the
-    inverse. advice: what to do about a rejected value, if the bound or the choices do not show it.
+    choices: the allowed values. open_names: user modules may add to them (checked against the
+    registry later). later: choices that are not implemented yet; True means any value but the
+    default. minimum, maximum: inclusive bounds; above, below: exclusive ones. parse: converts plain
+    data to the value; None converts by the type. plain: the inverse. advice: what to do about a
+    rejected value, if the bound or the choices do not show it.
     """
 
     description: str = ""
@@ -43,8 +54,13 @@ class KeySpec:
             return "only the default so far"
         if self.choices:
             absent = self.later or ()
-            listed = [f"{choice} (not implemented yet)" if choice in absent else choice for choice in self.choices]
-            return ", ".join(listed) + (", file.py:function, or a name of trainer.imports" if self.open_names else "")
+            listed = [
+                f"{choice} (not implemented yet)" if choice in absent else choice
+                for choice in self.choices
+            ]
+            return ", ".join(listed) + (
+                ", file.py:function, or a name of trainer.imports" if self.open_names else ""
+            )
         return " and ".join(f"{sign} {bound:g}" for sign, _, bound in self._bounds())
 
     def has_room_for(self, number: float) -> bool:
@@ -52,7 +68,12 @@ class KeySpec:
         return all(compare(number, bound) for _, compare, bound in self._bounds())
 
     def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
-        bounds = (("≥", ge, self.minimum), (">", gt, self.above), ("≤", le, self.maximum), ("<", lt, self.below))
+        bounds = (
+            ("≥", ge, self.minimum),
+            (">", gt, self.above),
+            ("≤", le, self.maximum),
+            ("<", lt, self.below),
+        )
         return [(sign, compare, bound) for sign, compare, bound in bounds if bound is not None]
 
 
@@ -96,7 +117,8 @@ def is_group(value: object) -> "TypeGuard[DataclassInstance]":
 
 
 def yaml_name(attribute: str) -> str:
-    """The name in YAML: attributes that would be Python keywords end in an underscore (`async_`)."""
+    """The name in YAML: attributes that would be Python keywords end in an underscore
+    (`async_`)."""
     return attribute.removesuffix("_")
 
 
@@ -105,10 +127,14 @@ def dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def walk(instance: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str, object, object, KeySpec]]:
-    """Every key in a group as (dotted name, annotation, value, spec), in the order of declaration."""
+def walk(
+    instance: "DataclassInstance", prefix: str = ""
+) -> Iterator[tuple[str, object, object, KeySpec]]:
+    """Every key in a group as (dotted name, annotation, value, spec), in the order of
+    declaration."""
     for attribute, hint, spec in _described_fields(type(instance)):
-        value, name = getattr(instance, attribute), dotted(prefix, yaml_name(attribute))
+        value = getattr(instance, attribute)
+        name = dotted(prefix, yaml_name(attribute))
         if is_group(value):
             yield from walk(value, name)
         else:
@@ -117,8 +143,10 @@ def walk(instance: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object, KeySpec]]:
-    """(attribute, annotation, spec) of each field. A user's dataclass may describe them by `metadata={"help": ...}`."""
-    hints, found = get_type_hints(kind), []
+    """(attribute, annotation, spec) of each field. A user's dataclass may describe them by
+    `metadata={"help": ...}`."""
+    hints = get_type_hints(kind)
+    found = []
     for item in fields(kind):
         spec = item.metadata.get("key")
         spec = spec if isinstance(spec, KeySpec) else KeySpec(str(item.metadata.get("help", "")))
@@ -128,13 +156,19 @@ def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object
 
 def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInfo]:
     """The keys of a group that holds its defaults."""
-    return {name: KeyInfo(name, hint, value, spec) for name, hint, value, spec in walk(instance, prefix)}
+    return {
+        name: KeyInfo(name, hint, value, spec) for name, hint, value, spec in walk(instance, prefix)
+    }
 
 
 def plain_settings(named: Mapping[str, "DataclassInstance"]) -> dict[str, dict[str, object]]:
     """Groups of flat keys by name as plain data; defaults are omitted."""
     return {
-        name: {key: spec.plain(value) for key, _, value, spec in walk(own) if value != getattr(type(own)(), key)}
+        name: {
+            key: spec.plain(value)
+            for key, _, value, spec in walk(own)
+            if value != getattr(type(own)(), key)
+        }
         for name, own in named.items()
     }
 
@@ -143,7 +177,8 @@ def changed(group: Group, values: Mapping[str, Any], prefix: str = "") -> Group:
     """The group with these values, by their dotted names."""
     changes: dict[str, Any] = {}
     for item in fields(group):
-        name, value = dotted(prefix, yaml_name(item.name)), getattr(group, item.name)
+        name = dotted(prefix, yaml_name(item.name))
+        value = getattr(group, item.name)
         if name in values:
             changes[item.name] = values[name]
         elif is_group(value) and (within := changed(value, values, name)) is not value:

@@ -5,14 +5,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from distflow.builtin_names import REWARDS
-from distflow.config.compose.typed_values import Differing, Mismatch, convert, parse_differing, plain_differing, show
+from distflow.config.compose.typed_values import (
+    Differing,
+    Mismatch,
+    convert,
+    parse_differing,
+    plain_differing,
+    show,
+)
 from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
-"""The treatment of a sample with a reward error: mask it in the loss, drop its group, or assign this score."""
+"""The treatment of a sample with a reward error: mask it in the loss, drop its group, or assign
+this score."""
 Option: TypeAlias = bool | int | float | str
-_FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: {n: 4}}]}"
+_FORM = (
+    "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: "
+    "{n: 4}}]}"
+)
 _PART = {"name", "weight", "options"}
 
 
@@ -39,7 +50,10 @@ def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
         raise Mismatch("is not a mapping from domains to reward functions", _FORM)
     for name in value:
         if not isinstance(name, str):
-            raise Mismatch(f"has the domain {name!r}, which is not a str", "put the name of the domain in quotes")
+            raise Mismatch(
+                f"has the domain {name!r}, which is not a str",
+                "put the name of the domain in quotes",
+            )
     return {domain: parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
 
 
@@ -49,8 +63,8 @@ def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
 
 
 def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
-    """Reward functions of one domain, from a name, {name, weight} or a list of these. whose: the domain's name in
-    messages. Raises Mismatch."""
+    """Reward functions of one domain, from a name, {name, weight} or a list of these. whose: the
+    domain's name in messages. Raises Mismatch."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
         raise Mismatch(f"has no reward function for {whose}", _FORM)
@@ -58,7 +72,9 @@ def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
-            raise Mismatch(f"has '{name}' twice for {whose}", "name it once, with the sum of the weights")
+            raise Mismatch(
+                f"has '{name}' twice for {whose}", "name it once, with the sum of the weights"
+            )
     return parts
 
 
@@ -69,18 +85,31 @@ def _parse_part(whose: str, value: object) -> RewardPart:
         try:
             weight = convert(value.get("weight", 1.0), float)
         except Mismatch as error:
-            raise Mismatch(f"has a weight of '{value['name']}' that {error.what}", error.advice) from None
+            raise Mismatch(
+                f"has a weight of '{value['name']}' that {error.what}", error.advice
+            ) from None
         assert isinstance(weight, float)
-        return RewardPart(value["name"], weight, _parse_options(value["name"], value.get("options", {})))
-    raise Mismatch(f"has {value!r} for {whose}, neither a name nor {{name, weight, options}}", _FORM)
+        return RewardPart(
+            value["name"], weight, _parse_options(value["name"], value.get("options", {}))
+        )
+    raise Mismatch(
+        f"has {value!r} for {whose}, neither a name nor {{name, weight, options}}", _FORM
+    )
 
 
 def _parse_options(name: str, value: object) -> dict[str, Option]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise Mismatch(f"has options of '{name}' that are no mapping of names", "write e.g. options: {n: 4}")
-    wrong = [key for key, option in value.items() if not isinstance(option, bool | int | float | str)]
+        raise Mismatch(
+            f"has options of '{name}' that are no mapping of names", "write e.g. options: {n: 4}"
+        )
+    wrong = [
+        key for key, option in value.items() if not isinstance(option, bool | int | float | str)
+    ]
     if wrong:
-        raise Mismatch(f"has an option '{wrong[0]}' of '{name}' that is not of type bool, int, float or str", "")
+        raise Mismatch(
+            f"has an option '{wrong[0]}' of '{name}' that is not of type bool, int, float or str",
+            "",
+        )
     return dict(value)
 
 
@@ -90,7 +119,9 @@ def parse_on_error(value: object) -> OnError:
         return cast(OnError, value)
     if isinstance(value, Mapping) and set(value) == {"score"}:
         return cast(float, convert(value["score"], float))
-    raise Mismatch(f"is {show(value)}, not mask, drop or {{score: x}}", "write e.g. drop, or {score: 0}")
+    raise Mismatch(
+        f"is {show(value)}, not mask, drop or {{score: x}}", "write e.g. drop, or {score: 0}"
+    )
 
 
 _PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
@@ -109,13 +140,16 @@ def parse_domains(value: object) -> Differing:
 class OverlongConfig:
     """Linear penalty on responses that end close to the length limit (DAPO)."""
 
-    buffer_tokens: int = key(0, "tokens before data.max_response_length that are penalised; 0 is off", minimum=0)
+    buffer_tokens: int = key(
+        0, "tokens before data.max_response_length that are penalised; 0 is off", minimum=0
+    )
     factor: float = key(1.0, "penalty at the limit", minimum=0)
 
 
 @dataclass(frozen=True)
 class LimitPenaltyConfig:
-    """What an episode of a workflow loses from its score if a limit ended it, by its finish reason."""
+    """What an episode of a workflow loses from its score if a limit ended it, by its finish
+    reason."""
 
     max_turns: float = key(0.0, "penalty at the limit of turns", minimum=0)
     length: float = key(0.0, "penalty at data.max_response_length", minimum=0)
@@ -134,12 +168,18 @@ class RewardConfig:
     )
     timeout_s: float = key(10.0, "timeout of one call of a reward function in seconds", above=0)
     max_error_rate: float = key(
-        0.5, "stop the run if a step has a higher share of reward errors; 1 never stops", minimum=0, maximum=1
+        0.5,
+        "stop the run if a step has a higher share of reward errors; 1 never stops",
+        minimum=0,
+        maximum=1,
     )
     num_workers: int = key(2, "worker processes of each domain; a reward model has 1", minimum=1)
     num_actors: int = key(
         0,
-        "Ray actors (launcher=ray) that run the reward functions of all workers; 0 runs them next to each worker",
+        (
+            "Ray actors (launcher=ray) that run the reward functions of all workers; 0 runs them "
+            "next to each worker"
+        ),
         minimum=0,
     )
     actor_cpus: int = key(1, "CPUs that each reward actor reserves", minimum=1)
@@ -147,13 +187,19 @@ class RewardConfig:
     backoff_s: float = key(1.0, "seconds before the first retry, doubled each time", above=0)
     on_error: OnError = key(
         "mask",
-        "after a reward error: mask the sample from baselines and loss, drop its group, or {score: x} to score it",
+        (
+            "after a reward error: mask the sample from baselines and loss, drop its group, or "
+            "{score: x} to score it"
+        ),
         parse=parse_on_error,
         plain=lambda value: value if isinstance(value, str) else {"score": value},
     )
     domains: Differing = key(
         {},
-        f"domain → {', '.join(JUDGED_BY_DOMAIN)} that differ in it; such a domain has its own worker processes",
+        (
+            f"domain → {', '.join(JUDGED_BY_DOMAIN)} that differ in it; such a domain has its own "
+            "worker processes"
+        ),
         parse=parse_domains,
         plain=lambda domains: plain_differing(domains, collect(RewardConfig())),
     )
@@ -165,8 +211,14 @@ class RewardConfig:
 class SrpoConfig:
     """Rewards of failures in the pipeline embodied_srpo, by their distance to successes."""
 
-    embedder: str = key("pixels", "frames (T, H, W, 3) of uint8 to a vector: pixels, or file.py:function")
-    eps: float = key(0.5, "radius of DBSCAN over the successes, in standard deviations of each dimension", above=0)
+    embedder: str = key(
+        "pixels", "frames (T, H, W, 3) of uint8 to a vector: pixels, or file.py:function"
+    )
+    eps: float = key(
+        0.5,
+        "radius of DBSCAN over the successes, in standard deviations of each dimension",
+        above=0,
+    )
     min_samples: int = key(2, "neighbours of a core point of DBSCAN, itself included", minimum=1)
     max: float = key(0.6, "largest reward of a failure", minimum=0)
     steepness: float = key(10.0, "of the sigmoid of the distance", above=0)
@@ -185,20 +237,28 @@ class CustomRewardConfig:
 class RewardModelPathConfig:
     """The source of the reward model's weights."""
 
-    path: str | None = key(None, "folder or hub id of a reward model, or a run of the pipeline rm; null is none")
+    path: str | None = key(
+        None, "folder or hub id of a reward model, or a run of the pipeline rm; null is none"
+    )
 
 
 @dataclass(frozen=True)
 class ScoringModelConfig:
     """A model of `reward_model.models`."""
 
-    path: str = key("", "folder or hub id of a reward model (for a judge: language model), or a run")
+    path: str = key(
+        "", "folder or hub id of a reward model (for a judge: language model), or a run"
+    )
     weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
     domains: tuple[str, ...] = key((), "the only domains whose responses it scores; [] is all")
     judge: bool = key(False, "the model generates its score, from 0 to 1, as text")
-    template: str = key("", "prompt template of a judge: a text, or a file with it; empty: built in")
+    template: str = key(
+        "", "prompt template of a judge: a text, or a file with it; empty: built in"
+    )
     answer_tokens: int = key(1024, "maximum length of a judge's reply in tokens", minimum=1)
-    choices: tuple[float, ...] = key((), "the only scores a judge may give: it chooses one and writes no reply")
+    choices: tuple[float, ...] = key(
+        (), "the only scores a judge may give: it chooses one and writes no reply"
+    )
     sharded: bool = key(False, "shard a judge's weights over its devices, by actor.strategy=fsdp")
     param_offload: bool = key(False, "keep weights in host memory while they are not in use")
     store: str = key("", "file that caches a judge's replies and counts its calls and tokens")
@@ -217,7 +277,17 @@ REWARD_MODEL = "reward_model"
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
 _CHOICES = "write e.g. choices: [0, 0.5, 1]"
 _TAKEN = (
-    *(REWARD_MODEL, "actor", "critic", "ref", "rollout", "reward_fn", "policy", "tokenizer", "stop_token_ids"),
+    *(
+        REWARD_MODEL,
+        "actor",
+        "critic",
+        "ref",
+        "rollout",
+        "reward_fn",
+        "policy",
+        "tokenizer",
+        "stop_token_ids",
+    ),
     *("collective", "mesh", "start_pool"),  # other names that a worker's factories look up
 )
 
@@ -231,12 +301,23 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
         if not settings.get("path"):
             raise Mismatch(f"has no 'path' of the model '{name}'", _MODELS_FORM)
         for of_judges in settings.keys() & _OF_JUDGES if not settings.get("judge") else ():
-            raise Mismatch(f"has '{of_judges}' of '{name}', which is a reward model", "add judge: true, or remove it")
+            raise Mismatch(
+                f"has '{of_judges}' of '{name}', which is a reward model",
+                "add judge: true, or remove it",
+            )
         choices = settings.get("choices", ())
-        if choices and (len(set(choices)) < max(len(choices), 2) or not all(0 <= choice <= 1 for choice in choices)):
-            raise Mismatch(f"has choices of '{name}' that are not at least two different numbers from 0 to 1", _CHOICES)
+        if choices and (
+            len(set(choices)) < max(len(choices), 2)
+            or not all(0 <= choice <= 1 for choice in choices)
+        ):
+            raise Mismatch(
+                f"has choices of '{name}' that are not at least two different numbers from 0 to 1",
+                _CHOICES,
+            )
         if (settings.get("max_calls") or settings.get("max_tokens")) and not settings.get("store"):
-            raise Mismatch(f"has a budget of '{name}' without a file that counts it", "add store: FILE.sqlite")
+            raise Mismatch(
+                f"has a budget of '{name}' without a file that counts it", "add store: FILE.sqlite"
+            )
     return {name: ScoringModelConfig(**settings) for name, settings in found.items()}
 
 
@@ -249,23 +330,37 @@ class RewardModelConfig:
     fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
     models: dict[str, ScoringModelConfig] = key(
         {},
-        f"name → {', '.join(collect(ScoringModelConfig()))}: additional scoring models, each an engine of that name",
+        (
+            f"name → {', '.join(collect(ScoringModelConfig()))}: additional scoring models, each "
+            "an engine of that name"
+        ),
         parse=parse_models,
         plain=plain_settings,
     )
 
 
-def scoring_models(config: RewardModelConfig, domain: str | None = None) -> dict[str, ScoringModelConfig]:
+def scoring_models(
+    config: RewardModelConfig, domain: str | None = None
+) -> dict[str, ScoringModelConfig]:
     """The scoring models by engine name: all, or those of a domain."""
-    path, offloads = config.model.path, config.fsdp_config.param_offload
-    own = {} if path is None else {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
+    path = config.model.path
+    offloads = config.fsdp_config.param_offload
+    own = (
+        {}
+        if path is None
+        else {REWARD_MODEL: ScoringModelConfig(path, config.weight, param_offload=offloads)}
+    )
     models = own | config.models
-    return {name: each for name, each in models.items() if domain is None or domain in (each.domains or (domain,))}
+    return {
+        name: each
+        for name, each in models.items()
+        if domain is None or domain in (each.domains or (domain,))
+    }
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
-    """Timeout, workers and retries of the domain's reward functions by key, and the number of timeouts after which a
-    function that never returned is given up."""
+    """Timeout, workers and retries of the domain's reward functions by key, and the number of
+    timeouts after which a function that never returned is given up."""
     own = reward.domains.get(domain, {})
     patience = {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
     calls = max(4, 2 * patience["num_workers"]) * (1 + patience["retries"])

@@ -1,4 +1,5 @@
-"""The whole config, with groups that users register: as flat keys, as YAML, and compared with another."""
+"""The whole config, with groups that users register: as flat keys, as YAML, and compared with
+another."""
 
 import tomllib
 from collections.abc import Mapping
@@ -15,7 +16,12 @@ from distflow.config.keys.algorithm import AlgorithmConfig, EmbodiedSamplingConf
 from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
-from distflow.config.keys.reward import CustomRewardConfig, RewardConfig, RewardModelConfig, SrpoConfig
+from distflow.config.keys.reward import (
+    CustomRewardConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SrpoConfig,
+)
 from distflow.config.keys.trainer_async_and_trust import (
     AsyncConfig,
     CostConfig,
@@ -32,7 +38,8 @@ _user_groups: dict[str, type] = {}
 
 @dataclass(frozen=True)
 class Config:
-    """All keys of a run. Groups that a user registered are attributes too, stored in `user_groups`."""
+    """All keys of a run. Groups that a user registered are attributes too, stored in
+    `user_groups`."""
 
     algorithm: AlgorithmConfig = group(AlgorithmConfig)
     data: DataConfig = group(DataConfig)
@@ -49,7 +56,9 @@ class Config:
     async_: AsyncConfig = group(AsyncConfig)
     profiler: ProfilerConfig = group(ProfilerConfig)
     cost: CostConfig = group(CostConfig)
-    user_groups: dict[str, Any] = field(default_factory=lambda: {name: made() for name, made in _user_groups.items()})
+    user_groups: dict[str, Any] = field(
+        default_factory=lambda: {name: made() for name, made in _user_groups.items()}
+    )
 
     def __getattr__(self, name: str) -> Any:
         # Called only for names that are not fields. During unpickling `user_groups` is not set yet.
@@ -67,14 +76,16 @@ class Config:
 def register_config_group(name: str, config_class: type) -> None:
     """Add a group of custom keys: `config.<name>` is then an instance of the dataclass.
 
-    Fields need defaults; `metadata={"help": ...}` describes them, or they are declared with `distflow.config.key`.
-    Registering the same class again does nothing. Raises ValueError if the name is taken or a field cannot be read
-    from YAML.
+    Fields need defaults; `metadata={"help": ...}` describes them, or they are declared with
+    `distflow.config.key`. Registering the same class again does nothing. Raises ValueError if the
+    name is taken or a field cannot be read from YAML.
     """
     if _user_groups.get(name) is config_class:
         return
     if not name.isidentifier() or name in {*group_names(), *(item.name for item in fields(Config))}:
-        raise ValueError(f"config group '{name}': the name is taken or no identifier; choose another one")
+        raise ValueError(
+            f"config group '{name}': the name is taken or no identifier; choose another one"
+        )
     _check_group_class(name, config_class)
     _user_groups[name] = config_class
     schema_keys.cache_clear()
@@ -82,14 +93,20 @@ def register_config_group(name: str, config_class: type) -> None:
 
 def group_names() -> list[str]:
     """The top-level groups by their names in YAML."""
-    return [yaml_name(item.name) for item in fields(Config) if item.name != "user_groups"] + list(_user_groups)
+    return [yaml_name(item.name) for item in fields(Config) if item.name != "user_groups"] + list(
+        _user_groups
+    )
 
 
 @cache
 def schema_keys() -> dict[str, KeyInfo]:
     """Every key by its dotted name, in the order of declaration."""
     defaults = Config()
-    return {key: info for name in group_names() for key, info in collect(find_group(defaults, name), name).items()}
+    found: dict[str, KeyInfo] = {}
+    for name in group_names():
+        for key, info in collect(find_group(defaults, name), name).items():
+            found[key] = info
+    return found
 
 
 def find_group(config: Config, name: str) -> "DataclassInstance":
@@ -105,7 +122,9 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
 
 def _check_group_class(name: str, config_class: type) -> None:
     if not (isinstance(config_class, type) and is_dataclass(config_class)):
-        raise ValueError(f"config group '{name}': {config_class!r} is no dataclass; decorate it with @dataclass")
+        raise ValueError(
+            f"config group '{name}': {config_class!r} is no dataclass; decorate it with @dataclass"
+        )
     hints = get_type_hints(config_class)
     for item in fields(config_class):
         if item.default is MISSING and item.default_factory is MISSING:
@@ -114,21 +133,26 @@ def _check_group_class(name: str, config_class: type) -> None:
             _check_group_class(f"{name}.{item.name}", hints[item.name])
         elif not can_convert(hints[item.name]):
             raise ValueError(
-                f"config group '{name}': '{item.name}: {hints[item.name]}' cannot be read from YAML; "
+                f"config group '{name}': '{item.name}: {hints[item.name]}' cannot be read from "
+                "YAML; "
                 "use bool, int, float, str, Literal, list, tuple, dict or a union of them"
             )
 
 
 _RESUMABLE = tomllib.loads(Path(__file__).with_name("resumable.toml").read_text("utf-8"))
 RESUMABLE = frozenset(f"{group}.{name}" for group, names in _RESUMABLE.items() for name in names)
-"""Keys that may change when a run is resumed. Data are compared by fingerprint, not by path (`changed_keys` ignores the
-files of domains too), actor_rollout_ref has the settings that dag.policies gives a run's own policy, and changed code
-of a reward function is reported."""
+"""Keys that may change when a run is resumed. Data are compared by fingerprint, not by path
+(`changed_keys` ignores the files of domains too), actor_rollout_ref has the settings that
+dag.policies gives a run's own policy, and changed code of a reward function is reported."""
 
 
 def flatten(config: Config) -> dict[str, object]:
     """The value of each key by its dotted name, in the order of the schema."""
-    return {key: value for name in group_names() for key, _, value, _ in walk(find_group(config, name), name)}
+    found: dict[str, object] = {}
+    for name in group_names():
+        for key, _, value, _ in walk(find_group(config, name), name):
+            found[key] = value
+    return found
 
 
 def to_dict(config: Config) -> dict[str, object]:
@@ -147,14 +171,23 @@ def to_yaml(config: Config) -> str:
 
 
 def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
-    old, new = flatten(before), flatten(after)
-    return [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    old = flatten(before)
+    new = flatten(after)
+    return [
+        (key, old.get(key), new.get(key))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
 
 
 def changed_keys(before: Config, after: Config) -> list[tuple[str, object, object]]:
-    """(key, before, after) of each difference, except keys that may change on resume and the files of domains."""
+    """(key, before, after) of each difference, except keys that may change on resume and the files
+    of domains."""
     old, new = (
-        {name: replace(own, train_files=(), val_files=()) for name, own in config.data.domains.items()}
+        {
+            name: replace(own, train_files=(), val_files=())
+            for name, own in config.data.domains.items()
+        }
         for config in (before, after)
     )
     resumable = RESUMABLE | {"data.domains"} if old == new else RESUMABLE

@@ -32,7 +32,10 @@ class StopCondition:
         except ValueError:
             value = math.nan
         if found is None or not math.isfinite(value):
-            advice = f"write one metric, one of {', '.join(_COMPARE)}, and a number: val_correct/all/mean >= 0.9"
+            advice = (
+                f"write one metric, one of {', '.join(_COMPARE)}, and a number: "
+                "val_correct/all/mean >= 0.9"
+            )
             raise Mismatch(f"is {show(text)}, not a condition on a metric", advice)
         return cls(found[1], found[2], value)
 
@@ -58,18 +61,24 @@ _OF_A_WORKER = ("worker_cpus", "worker_memory_mb", "worker_env")
 
 def parse_worker_roles(value: object) -> Differing:
     """Settings of workers by role. Raises Mismatch."""
-    form, keys = "write e.g. {rollout: {worker_cpus: 8}, training: {worker_env: {A: 1}}}", collect(TrainerConfig())
+    form = "write e.g. {rollout: {worker_cpus: 8}, training: {worker_env: {A: 1}}}"
+    keys = collect(TrainerConfig())
     return parse_differing(value, {name: keys[name] for name in _OF_A_WORKER}, form, of="role")
 
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """The job of launcher=slurm: trainer.nnodes nodes, trainer.n_gpus_per_node GPUs each (none with device=cpu)."""
+    """The job of launcher=slurm: trainer.nnodes nodes, trainer.n_gpus_per_node GPUs each (none with
+    device=cpu)."""
 
     partition: str | None = key(None, "partition of the job; null is the cluster's default")
     account: str | None = key(None, "account of the job; null is the user's default")
-    time: str | None = key(None, "time after which the job is requeued, in quotes: '24:00:00'; null is the partition's")
-    cpus_per_node: int | None = key(None, "CPUs per node; null requests whole nodes (--exclusive)", minimum=1)
+    time: str | None = key(
+        None, "time after which the job is requeued, in quotes: '24:00:00'; null is the partition's"
+    )
+    cpus_per_node: int | None = key(
+        None, "CPUs per node; null requests whole nodes (--exclusive)", minimum=1
+    )
     args: tuple[str, ...] = key((), 'additional options of sbatch, e.g. ["--qos=high","--mem=0"]')
 
 
@@ -79,10 +88,15 @@ class TrainerConfig:
 
     project_name: str = key("my_project", "name of the project in trackers and folders")
     experiment_name: str = key("grpo_training", "name of the run")
-    default_local_dir: str | None = key(None, "folder of the run; null is runs/<project_name>/<experiment_name>")
+    default_local_dir: str | None = key(
+        None, "folder of the run; null is runs/<project_name>/<experiment_name>"
+    )
     total_epochs: int = key(30, "passes over the training data", minimum=1)
     total_training_steps: int | None = key(
-        None, "steps of the run; null: by total_epochs", minimum=1, advice="null lets total_epochs decide"
+        None,
+        "steps of the run; null: by total_epochs",
+        minimum=1,
+        advice="null lets total_epochs decide",
     )
     stop_when: str | None = key(
         None, "condition that ends the run, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
@@ -90,69 +104,124 @@ class TrainerConfig:
     critic_warmup: int = key(0, "number of initial steps that train only the critic", minimum=0)
     val_before_train: bool = key(False, "validate before the first step")
     test_freq: int = key(5, "steps between validations; 0 or less for none")
-    test_freq_epochs: int | None = key(None, "epochs between validations, in addition to test_freq", minimum=1)
-    test_freq_secs: float | None = key(None, "seconds between validations, in addition to test_freq", above=0)
+    test_freq_epochs: int | None = key(
+        None, "epochs between validations, in addition to test_freq", minimum=1
+    )
+    test_freq_secs: float | None = key(
+        None, "seconds between validations, in addition to test_freq", above=0
+    )
     save_freq: int = key(10, "steps between checkpoints; 0 or less for none")
-    save_freq_epochs: int | None = key(None, "epochs between checkpoints, in addition to save_freq", minimum=1)
-    save_freq_secs: float | None = key(None, "seconds between checkpoints, in addition to save_freq", above=0)
+    save_freq_epochs: int | None = key(
+        None, "epochs between checkpoints, in addition to save_freq", minimum=1
+    )
+    save_freq_secs: float | None = key(
+        None, "seconds between checkpoints, in addition to save_freq", above=0
+    )
     keep_last: int = key(2, "number of recent checkpoints to keep", minimum=1)
     keep_best: bool = key(False, "also keep the checkpoint with the best validation result")
-    keep_best_metric: str = key("val_correct/all/mean", "metric of the best checkpoint (for a loss, the lowest)")
+    keep_best_metric: str = key(
+        "val_correct/all/mean", "metric of the best checkpoint (for a loss, the lowest)"
+    )
     save_hf_model: bool = key(False, "also save each checkpoint's policy as a Hugging Face folder")
-    resume_mode: str = key("auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder")
+    resume_mode: str = key(
+        "auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder"
+    )
     save_groups: str = key(
-        "none", "dump all columns of steps to tokens/, as safetensors", choices=("none", "last_k", "all")
+        "none",
+        "dump all columns of steps to tokens/, as safetensors",
+        choices=("none", "last_k", "all"),
     )
     save_groups_last: int = key(5, "number of steps that last_k keeps", minimum=1)
     logger: tuple[str, ...] = key(
-        ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
+        ("console",),
+        "trackers: one or a list (metrics.jsonl is always written)",
+        choices=tuple(TRACKERS),
     )
     webhook: str | None = key(
-        None, "https address to which findings are posted, or the environment variable that holds it; null: none"
+        None,
+        (
+            "https address to which findings are posted, or the environment variable that holds "
+            "it; null: none"
+        ),
     )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0, maximum=10**18)
     device: str = key(
         "auto",
-        "device of each worker: cpu, cuda, another of torch, or auto: what is there, and the CPU for one worker only",
+        (
+            "device of each worker: cpu, cuda, another of torch, or auto: what is there, and the "
+            "CPU for one worker only"
+        ),
     )
     num_threads: int | None = key(
         None, "torch's threads; null: all cores, or the rest after rollout.num_threads", minimum=1
     )
-    imports: tuple[str, ...] = key((), "user modules to import first, for estimators, losses, rewards, config groups")
+    imports: tuple[str, ...] = key(
+        (), "user modules to import first, for estimators, losses, rewards, config groups"
+    )
     launcher: str = key(
-        "local", "how the workers are started", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS)
+        "local",
+        "how the workers are started",
+        choices=tuple(LAUNCHERS),
+        later=not_there_yet(LAUNCHERS),
     )
     nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
-    n_gpus_per_node: int = key(1, "devices per machine: GPUs, or with device=cpu CPU workers", minimum=1)
+    n_gpus_per_node: int = key(
+        1, "devices per machine: GPUs, or with device=cpu CPU workers", minimum=1
+    )
     allocation: str | None = key(
         None,
-        "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; auto: searched; null: by the scheduler",
+        (
+            "engines and their devices, e.g. embedded[rollout]:d2+torch[actor]:d2; auto: searched; "
+            "null: by the scheduler"
+        ),
     )
-    plan_from: str | None = key(None, "folder of a run whose measured times and lengths the plan of this run uses")
+    plan_from: str | None = key(
+        None, "folder of a run whose measured times and lengths the plan of this run uses"
+    )
     devices: tuple[tuple[int, ...], ...] = key(
-        (), "devices of each part, by number (launcher=ray); [] is all. A command with several configs sets it for each"
+        (),
+        (
+            "devices of each part, by number (launcher=ray); [] is all. A command with several "
+            "configs sets it for each"
+        ),
     )
     worker_cpus: int = key(1, "CPUs that each worker reserves (launcher=ray)", minimum=1)
     worker_memory_mb: int | None = key(
-        None, "MB of memory per worker (launcher=ray); null: that of a worker without a model", minimum=1
+        None,
+        "MB of memory per worker (launcher=ray); null: that of a worker without a model",
+        minimum=1,
     )
     worker_env: dict[str, str | int] = key(
-        {}, "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray and the run show them"
+        {},
+        (
+            "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray "
+            "and the run show them"
+        ),
     )
     worker_roles: Differing = key(
         {},
-        f"{', '.join(_OF_A_WORKER)} that differ for workers that only generate (rollout), all others (training), or "
+        f"{', '.join(_OF_A_WORKER)} that differ for workers that only generate (rollout), all "
+        "others (training), or "
         "those with an engine such as critic",
         parse=parse_worker_roles,
     )
     max_held_mb: int | None = key(
-        None, "maximum MB of groups in shared memory (launcher=ray); null: half of Ray's store", minimum=1
+        None,
+        "maximum MB of groups in shared memory (launcher=ray); null: half of Ray's store",
+        minimum=1,
     )
     peers_timeout_s: float = key(
-        1800.0, "timeout of collectives of several processes; the run then stops and names the missing workers", above=0
+        1800.0,
+        (
+            "timeout of collectives of several processes; the run then stops and names the missing "
+            "workers"
+        ),
+        above=0,
     )
     max_restarts: int = key(
-        0, "restarts in place from the last checkpoint after a lost process (launcher=ray)", minimum=0
+        0,
+        "restarts in place from the last checkpoint after a lost process (launcher=ray)",
+        minimum=0,
     )
     slurm: SlurmConfig = group(SlurmConfig)
 
@@ -168,26 +237,41 @@ class TrustConfig:
     """Checks during a run."""
 
     canary_freq: int = key(
-        1, "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never", minimum=0
+        1,
+        "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never",
+        minimum=0,
     )
-    audit_freq: int = key(20, "steps between audits, in addition to start and resume; 0: never", minimum=0)
+    audit_freq: int = key(
+        20, "steps between audits, in addition to start and resume; 0: never", minimum=0
+    )
     on_mismatch: str = key(
         "correct",
-        "if rollout and trainer log-probs diverge: weight tokens by their ratio from then on, stop, or only warn",
+        (
+            "if rollout and trainer log-probs diverge: weight tokens by their ratio from then on, "
+            "stop, or only warn"
+        ),
         choices=("correct", "stop", "warn"),
     )
     max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)
     unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
     check_rewards: bool = key(
-        True, "test reward functions before the start on good and bad responses, and try your own workflow once"
+        True,
+        (
+            "test reward functions before the start on good and bad responses, and try your own "
+            "workflow once"
+        ),
     )
 
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Traces of operators and kernels from torch's profiler, in the folder `profiles` of the run."""
+    """Traces of operators and kernels from torch's profiler, in the folder `profiles` of the
+    run."""
 
-    enable: bool = key(False, "record what the training thread of each worker computes, and the kernels of its device")
+    enable: bool = key(
+        False,
+        "record what the training thread of each worker computes, and the kernels of its device",
+    )
     steps: tuple[int, ...] = key((2,), "the steps that are recorded, counted from 1")
 
 
@@ -195,7 +279,9 @@ class ProfilerConfig:
 class AsyncConfig:
     """How far rollout may run ahead of training."""
 
-    max_staleness: int = key(0, "maximum staleness of a sample in steps; 0 is synchronous", minimum=0)
+    max_staleness: int = key(
+        0, "maximum staleness of a sample in steps; 0 is synchronous", minimum=0
+    )
     max_concurrent_rollouts: int | None = key(
         None, "maximum prompt groups in flight; null is max_staleness + 1 steps of them", minimum=1
     )
@@ -205,4 +291,6 @@ class AsyncConfig:
 class CostConfig:
     """What `distflow plan` multiplies by."""
 
-    gpu_hour: float | None = key(None, "price of a device for an hour, in any currency; null: no costs", minimum=0)
+    gpu_hour: float | None = key(
+        None, "price of a device for an hour, in any currency; null: no costs", minimum=0
+    )

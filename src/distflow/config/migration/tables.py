@@ -36,7 +36,8 @@ HARMLESS = {"any": ANY, "off": (None, False)}
 class Name:
     """A name of another system.
 
-    ours: the key with the same meaning, or whole overrides, with `{}` for the value; empty if there is none.
+    ours: the key with the same meaning, or whole overrides, with `{}` for the value; empty if there
+    is none.
     note: further advice, e.g. another unit, or why there is no such key.
     values: values with another name here: the value for `ours`, or whole overrides.
     harmless: values that change nothing here; such a setting is accepted.
@@ -65,7 +66,9 @@ class Name:
         return "; ".join(part for part in parts if part)
 
     def in_words(self) -> str:
-        return ", ".join(f"`{as_override(there)}` is `{here}`" for there, here in self.values.items())
+        return ", ".join(
+            f"`{as_override(there)}` is `{here}`" for there, here in self.values.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,12 @@ class Table:
     sources: the files of the system from which the keys were taken.
     names: by key; `*` in a key stands for any part.
     values: for keys of both systems, the values that have another name here.
-    tuning: names that mean something else in supervised fine-tuning and of reward models; there they come first.
-    defaults: the system's defaults of unset keys, by kind of training: grpo, ppo (both: rl), sft, rm (both:
+    tuning: names that mean something else in supervised fine-tuning and of reward models; there
+    they come first. defaults: the system's defaults of unset keys, by kind of training: grpo, ppo
+    (both: rl), sft, rm (both:
     tuning), or all.
-    computed: likewise our keys, with a formula of its keys and of `devices`, which stand as names with dots.
-    beside_keys: other names of the system, with their counterparts here.
+    computed: likewise our keys, with a formula of its keys and of `devices`, which stand as names
+    with dots. beside_keys: other names of the system, with their counterparts here.
     newer_names: what newer versions call its keys, with the names above.
     example: a well-known run of the system, and the same run here, for the docs.
     """
@@ -95,17 +99,22 @@ class Table:
     example: Mapping[str, Any]
 
     def find(self, key: str, method: str = "") -> Name | None:
-        """The name for a key: its own entry, else the first pattern that matches. method: what is trained."""
+        """The name for a key: its own entry, else the first pattern that matches. method: what is
+        trained."""
         if method in ("sft", "rm") and key in self.tuning:
             return self.tuning[key]
         if key in self.names:
             return self.names[key]
-        return next((name for own, name in self.names.items() if "*" in own and fnmatchcase(key, own)), None)
+        return next(
+            (name for own, name in self.names.items() if "*" in own and fnmatchcase(key, own)), None
+        )
 
 
 @cache
 def all_tables() -> Mapping[str, Table]:
-    return {system: read_table(Path(__file__).with_name(f"{system.lower()}.toml")) for system in SYSTEMS}
+    return {
+        system: read_table(Path(__file__).with_name(f"{system.lower()}.toml")) for system in SYSTEMS
+    }
 
 
 def table_of_runs(system: str) -> Table:
@@ -124,7 +133,8 @@ def find_names(key: str) -> dict[str, Name]:
 
 
 def find_by_last_word(key: str) -> dict[str, Name]:
-    """The same for a key that is in another group there, or in none: `trainer.num_generations`, `eps_clip_higher`."""
+    """The same for a key that is in another group there, or in none: `trainer.num_generations`,
+    `eps_clip_higher`."""
     word = key.rpartition(".")[2]
     if "_" not in word and word == key:
         return {}
@@ -142,7 +152,8 @@ def find_value(key: str, value: object) -> str | None:
 
 
 def find_synonyms(key: str, value: object, known: Collection[str] = ()) -> list[str]:
-    """What other systems' value of a key is here, the most common first: a value of `known`, or whole overrides."""
+    """What other systems' value of a key is here, the most common first: a value of `known`, or
+    whole overrides."""
     word = str(value).lower()
     found = Counter(_synonyms().get((key, word), ()))
     for table in all_tables().values():
@@ -188,11 +199,14 @@ def split_overrides(text: str) -> dict[str, str]:
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file in which short forms in capitals stand for groups."""
     text = path.read_text(encoding="utf-8")
-    return tomllib.loads(re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), text))
+    return tomllib.loads(
+        re.sub(r"\b[A-Z]+\b", lambda word: _SHORT_FORMS.get(word[0], word[0]), text)
+    )
 
 
 def read_table(path: Path) -> Table:
-    """The table that a file of this folder holds; what it may hold is checked by `tests/config/migration`."""
+    """The table that a file of this folder holds; what it may hold is checked by
+    `tests/config/migration`."""
     raw = read_toml(path)
     answers = raw.get("answers", {})
     return Table(
@@ -203,13 +217,19 @@ def read_table(path: Path) -> Table:
         defaults=raw.get("defaults", {}),
         computed=raw.get("computed", {}),
         beside_keys=raw.get("beside_keys", {}),
-        newer_names={key: name for keys, name in raw.get("newer_names", {}).items() for key in expand(keys)},
+        newer_names={
+            key: name for keys, name in raw.get("newer_names", {}).items() for key in expand(keys)
+        },
         example=raw.get("example", {}),
     )
 
 
 def _read_names(entries: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Name]:
-    return {key: Name(**_fields(entry, answers, key)) for keys, entry in entries.items() for key in expand(keys)}
+    found: dict[str, Name] = {}
+    for keys, entry in entries.items():
+        for key in expand(keys):
+            found[key] = Name(**_fields(entry, answers, key))
+    return found
 
 
 def expand(keys: str) -> list[str]:
@@ -217,12 +237,14 @@ def expand(keys: str) -> list[str]:
     braces = re.search(r"\{([^{}]*)\}", keys)
     if braces is None:
         return [keys]
-    before, after = keys[: braces.start()], keys[braces.end() :]
+    before = keys[: braces.start()]
+    after = keys[braces.end() :]
     return [key for word in braces[1].split(",") for key in expand(before + word + after)]
 
 
 def _fields(entry: Any, answers: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The fields of a `Name`: an entry merged with the answer that it names; its own fields take precedence. A
+    """The fields of a `Name`: an entry merged with the answer that it names; its own fields take
+    precedence. A
     `*` at the end of `ours` stands for the last part of the key."""
     entry = {"ours": entry} if isinstance(entry, str) else entry
     fields = {name: value for name, value in entry.items() if name != "as"}

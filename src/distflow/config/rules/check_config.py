@@ -1,4 +1,5 @@
-"""The check of a whole config: each value by itself, then the values together. Finds all problems at once."""
+"""The check of a whole config: each value by itself, then the values together. Finds all problems
+at once."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -35,39 +36,57 @@ def check(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def within_bounds(config: Config, origins: Mapping[str, str]) -> tuple[Config, list[Problem], set[str]]:
-    """The config with defaults in place of values out of bounds, on which no rule can compute; the problems of these
-    values, and their keys."""
-    values, keys, problems = flatten(config), schema_keys(), list[Problem]()
+def within_bounds(
+    config: Config, origins: Mapping[str, str]
+) -> tuple[Config, list[Problem], set[str]]:
+    """The config with defaults in place of values out of bounds, on which no rule can compute; the
+    problems of these values, and their keys."""
+    values = flatten(config)
+    keys = schema_keys()
+    problems = list[Problem]()
     defaults = dict[str, object]()
     for name, info in keys.items():
         for mismatch in check_bounds(values[name], info):
-            problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
+            problems.append(
+                Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice)
+            )
             defaults[name] = info.default
     return with_values(config, defaults) if defaults else config, problems, {*defaults}
 
 
-def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], complete: bool = True) -> list[Problem]:
+def find_problems(
+    config: Config, origins: Mapping[str, str], faulty: set[str], complete: bool = True
+) -> list[Problem]:
     """Problems of the values.
 
-    origins: where keys were set. faulty: keys whose value could not be read; no rule judges their defaults.
+    origins: where keys were set. faulty: keys whose value could not be read; no rule judges their
+    defaults.
     complete: whether missing required keys are problems too.
     """
     config, problems, out_of_bounds = within_bounds(config, origins)
-    values, faulty = flatten(config), faulty | out_of_bounds
+    values = flatten(config)
+    faulty = faulty | out_of_bounds
     findings = [finding for rule in RULES for finding in rule(config)]
     findings += [misfit.finding for rule in SIZE_RULES for misfit in rule(config, RunLimits())]
     for finding in findings:
         if finding.missing and not complete:
             continue
-        if not any(key == name or key.startswith(f"{name}.") for key in finding.keys for name in faulty):
+        if not any(
+            key == name or key.startswith(f"{name}.") for key in finding.keys for name in faulty
+        ):
             problems.append(_problem(finding, values, origins))
     return problems
 
 
-def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
+def find_size_problems(
+    config: Config, origins: Mapping[str, str], room: RunLimits
+) -> list[Problem]:
     values = flatten(config)
-    return [_problem(misfit.finding, values, origins) for rule in SIZE_RULES for misfit in rule(config, room)]
+    found: list[Problem] = []
+    for rule in SIZE_RULES:
+        for misfit in rule(config, room):
+            found.append(_problem(misfit.finding, values, origins))
+    return found
 
 
 def where(key: str, origins: Mapping[str, str]) -> str:

@@ -1,4 +1,5 @@
-"""The rules of `combinations.toml`: values of keys that contradict each other, and options without an effect."""
+"""The rules of `combinations.toml`: values of keys that contradict each other, and options without
+an effect."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +42,9 @@ _BUILT_IN: dict[str, Mapping[str, Entry]] = {
 
 def _has_single_part(config: Config) -> bool:
     """Whether no domain of a built-in pipeline has several parts of the reward."""
-    parts = max(map(len, reward_functions(config).values()), default=0) + (config.reward.overlong.buffer_tokens > 0)
+    parts = max(map(len, reward_functions(config).values()), default=0) + (
+        config.reward.overlong.buffer_tokens > 0
+    )
     return parts < 2 and find_pipeline(config) is not None
 
 
@@ -62,7 +65,9 @@ _FACTS: dict[str, Callable[[Config], object]] = {
     "filtered groups": filters_groups,
     "single part": _has_single_part,
     "fsdp allocation": lambda config: re.search(r"\bfsdp\b", config.trainer.allocation or ""),
-    "trained agent": lambda config: any(each.trainable for each in config.actor_rollout_ref.rollout.agents.values()),
+    "trained agent": lambda config: any(
+        each.trainable for each in config.actor_rollout_ref.rollout.agents.values()
+    ),
     "rewards of turns": lambda config: (
         has_several_rewards(config.algorithm) or config.algorithm.reward_level != "token"
     ),
@@ -71,7 +76,10 @@ _FACTS: dict[str, Callable[[Config], object]] = {
 
 def _without_effect(switch: str, on: list[str], why: str, options: list[str]) -> dict[str, Any]:
     """The rule of a row of `switches`."""
-    is_off = f"{switch} is not {' or '.join(on) if isinstance(schema_keys()[switch].default, str) else 'set'}"
+    is_off = (
+        f"{switch} is not "
+        f"{' or '.join(on) if isinstance(schema_keys()[switch].default, str) else 'set'}"
+    )
     advice = f"set {switch}={on[0]}, or remove it"
     return {"each": options, "when": ["EACH is not default", is_off], "what": why, "advice": advice}
 
@@ -84,14 +92,28 @@ def _contradictions(table: str, config: Config) -> Iterator[Finding]:
     values = flatten(config)
     for key, named in [*values.items()]:
         for name, own in named.items() if isinstance(named, dict) else ():
-            values |= {below: value for below, _, value, _ in walk(own, f"{key}.{name}")} if is_group(own) else {}
+            values |= (
+                {below: value for below, _, value, _ in walk(own, f"{key}.{name}")}
+                if is_group(own)
+                else {}
+            )
     for rule in _rules(table, tuple(values)):
         named = [_fits(condition, config, values) for condition in rule["when"]]
         if all(named) and all(_fits(condition, config, values) for condition in rule.get("if", ())):
             default = schema_keys()[named[0]].default if "{default}" in rule["advice"] else None
-            known = {**values, "key": named[0], "default": as_override(default), "pipeline": pipeline_name(config)}
+            known = {
+                **values,
+                "key": named[0],
+                "default": as_override(default),
+                "pipeline": pipeline_name(config),
+            }
             known["head"] = action_head(config)
-            yield Finding(tuple(named), _filled(rule["what"], known), _filled(rule["advice"], known), "missing" in rule)
+            yield Finding(
+                tuple(named),
+                _filled(rule["what"], known),
+                _filled(rule["advice"], known),
+                "missing" in rule,
+            )
 
 
 def _filled(text: str, known: Mapping[str, object]) -> str:
@@ -105,15 +127,26 @@ def _shown(value: object) -> str:
 
 @lru_cache
 def _rules(table: str, keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rules of a table, one for each word of `each`, or key of that pattern, with the text that it may have."""
+    """The rules of a table, one for each word of `each`, or key of that pattern, with the text that
+    it may have."""
     found = []
     for rule in _TABLES[table]:
         each = rule.get("each", [""])
         for words, text in (each if isinstance(each, dict) else dict.fromkeys(each, "")).items():
             pattern, space, rest = words.partition(" ")
-            for first in [key for one in expand(pattern) for key in (matching(keys, one) if "*" in one else [one])]:
+            for first in [
+                key
+                for one in expand(pattern)
+                for key in (matching(keys, one) if "*" in one else [one])
+            ]:
                 put = {"EACH": first + space + rest, "TEXT": text}
-                found.append({field: _replaced(given, put) for field, given in rule.items() if field != "each"})
+                found.append(
+                    {
+                        field: _replaced(given, put)
+                        for field, given in rule.items()
+                        if field != "each"
+                    }
+                )
     return found
 
 
@@ -130,7 +163,9 @@ def _fits(condition: str, config: Config, values: Mapping[str, object]) -> str:
         fact = condition.removeprefix("not ")
         return fact if bool(_FACTS[fact](config)) == (fact == condition) else ""
     keys, verb, wanted = found.groups()
-    return next((key for key in expand(keys) if verb is None or _holds(key, verb, wanted, values[key])), "")
+    return next(
+        (key for key in expand(keys) if verb is None or _holds(key, verb, wanted, values[key])), ""
+    )
 
 
 def _holds(key: str, verb: str, wanted: str, value: Any) -> bool:

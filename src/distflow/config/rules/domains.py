@@ -1,4 +1,5 @@
-"""Rules of `data.domains`, and of `algorithm.domains`, to which the rules of the run's algorithm apply too."""
+"""Rules of `data.domains`, and of `algorithm.domains`, to which the rules of the run's algorithm
+apply too."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,27 +38,42 @@ def one_form(config: Config) -> Iterator[Finding]:
         if not getattr(config.data, name):
             continue
         if not any(domain.tags for domain in domains.values()):
-            advice = f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or give domains tags"
+            advice = (
+                f"remove data.{name}, turn it into a domain (data.domains.NAME.{name}), or give "
+                "domains tags"
+            )
             yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
-        for each in (each for each, domain in domains.items() if domain.tags and getattr(domain, name)):
+        for each in (
+            each for each, domain in domains.items() if domain.tags and getattr(domain, name)
+        ):
             what = f"both name data of the domain '{each}', which has tags"
-            yield Finding((f"data.{name}", f"data.domains.{each}.{name}"), what, "keep one of the two")
+            yield Finding(
+                (f"data.{name}", f"data.domains.{each}.{name}"), what, "keep one of the two"
+            )
 
 
 def tags(config: Config) -> Iterator[Finding]:
     """A tag belongs to one domain; tags come from a column and select rows of a file."""
-    data, domain_of = config.data, dict[str, str]()
+    data = config.data
+    domain_of = dict[str, str]()
     for name, domain in data.domains.items():
         key = f"data.domains.{name}.tags"
         if domain.tags and data.tag_key is None:
-            yield Finding(("data.tag_key", key), "the column with the tags is not set", "set data.tag_key=tag")
-        if domain.tags and not any(chooses_by_tags(config, name, f"{split}_files") for split in ("train", "val")):
-            what, advice = "they select rows of data.train_files, which is not set", "set it, or remove the tags"
+            yield Finding(
+                ("data.tag_key", key), "the column with the tags is not set", "set data.tag_key=tag"
+            )
+        if domain.tags and not any(
+            chooses_by_tags(config, name, f"{split}_files") for split in ("train", "val")
+        ):
+            what = "they select rows of data.train_files, which is not set"
+            advice = "set it, or remove the tags"
             yield Finding((key, "data.train_files"), what, advice)
         for tag in domain.tags:
             if domain_of.setdefault(tag, name) != name or domain.tags.count(tag) > 1:
                 what = f"the tag '{tag}' is named twice"
-                yield Finding((f"data.domains.{domain_of[tag]}.tags", key), what, "give it to one domain")
+                yield Finding(
+                    (f"data.domains.{domain_of[tag]}.tags", key), what, "give it to one domain"
+                )
     if data.tag_key and not domain_of and not (is_rl(config) and validates(config)):
         advice = "set data.val_files or data.domains.NAME.tags, or remove it"
         yield Finding(("data.tag_key",), "no domain has tags, and there is no validation", advice)
@@ -69,11 +85,16 @@ def sources(config: Config) -> Iterator[Finding]:
     is_trained = any(domain.weight for domain in domains.values())
     for name, domain in domains.items():
         key = f"data.domains.{name}"
-        if domain.weight > 0 and not domain.train_files and not chooses_by_tags(config, name, "train_files"):
+        if (
+            domain.weight > 0
+            and not domain.train_files
+            and not chooses_by_tags(config, name, "train_files")
+        ):
             yield Finding(
                 (f"{key}.train_files",),
                 f"the domain '{name}' has no data to train on",
-                f"set {key}.train_files=FILE.jsonl, {key}.weight=0 to validate on it only, or {key}.tags to select "
+                f"set {key}.train_files=FILE.jsonl, {key}.weight=0 to validate on it only, or "
+                f"{key}.tags to select "
                 "its rows of data.train_files",
             )
         is_validated = domain.val_files or chooses_by_tags(config, name, "val_files")
@@ -93,20 +114,28 @@ def sources(config: Config) -> Iterator[Finding]:
 
 def curriculum(config: Config) -> Iterator[Finding]:
     """A curriculum needs several domains and, if built in, scores."""
-    name, key = config.data.curriculum.function, "data.curriculum.function"
+    name = config.data.curriculum.function
+    key = "data.curriculum.function"
     if name is None:
         return
     drawn = [domain for domain, settings in config.data.domains.items() if settings.weight]
     if len(drawn) < 2:
         what = f"only {drawn[0]} is trained on" if drawn else "there are no domains"
-        yield Finding((key, "data.domains"), f"it divides steps between domains, and {what}", "remove it")
+        yield Finding(
+            (key, "data.domains"), f"it divides steps between domains, and {what}", "remove it"
+        )
     if name in CURRICULA and not is_rl(config):
-        yield Finding((key,), "it needs the scores of responses, but the pipeline has none", "name your own function")
+        yield Finding(
+            (key,),
+            "it needs the scores of responses, but the pipeline has none",
+            "name your own function",
+        )
 
 
 def rewards(config: Config) -> Iterator[Finding]:
     """Each domain has reward functions, from one key."""
-    domains, functions = config.data.domains, config.reward.functions
+    domains = config.data.domains
+    functions = config.reward.functions
     if not domains or not is_rl(config):
         return
     scored = reward_functions(config)
@@ -118,41 +147,63 @@ def rewards(config: Config) -> Iterator[Finding]:
         if domain.reward and name in functions and functions[name] != domain.reward:
             what = f"they name different reward functions for the domain '{name}'"
             yield Finding((key, f"reward.functions.{name}"), what, "keep one of the two")
-    has_default = any(not domain.reward and name not in functions for name, domain in domains.items())
+    has_default = any(
+        not domain.reward and name not in functions for name, domain in domains.items()
+    )
     for name in functions:
         if name not in domains and not (name == "default" and has_default):
             yield Finding(
                 (f"reward.functions.{name}", "data.domains"),
-                "each domain has its own functions" if name == "default" else "there is no such domain",
+                "each domain has its own functions"
+                if name == "default"
+                else "there is no such domain",
                 f"{did_you_mean(name, domains)}remove it; the domains are {', '.join(domains)}",
             )
 
 
 def lengths(config: Config) -> Iterator[Finding]:
     """A domain's response limit is at most the run's, and longer than the penalty zone."""
-    longest, zone = config.data.max_response_length, config.reward.overlong.buffer_tokens
+    longest = config.data.max_response_length
+    zone = config.reward.overlong.buffer_tokens
     for name, domain in config.data.domains.items():
-        key, own = f"data.domains.{name}.max_response_length", domain.max_response_length
+        key = f"data.domains.{name}.max_response_length"
+        own = domain.max_response_length
         if own is not None and own > longest:
             what = f"a response may have at most {longest} tokens"
             yield Finding((key, "data.max_response_length"), what, "raise the latter")
         if own is not None and 0 < own <= zone:
             what = f"the penalty's buffer of {zone} tokens covers the whole response of this domain"
-            yield Finding((key, "reward.overlong.buffer_tokens"), what, f"raise {key}, or shorten the buffer")
+            yield Finding(
+                (key, "reward.overlong.buffer_tokens"), what, f"raise {key}, or shorten the buffer"
+            )
 
 
 def used(config: Config) -> Iterator[Finding]:
     """Every setting of a domain has an effect in the pipeline."""
-    default, rollout = DomainConfig(), config.actor_rollout_ref.rollout
+    default = DomainConfig()
+    rollout = config.actor_rollout_ref.rollout
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}"
         for setting in _OF_SFT if is_rl(config) else _OF_RL:
             if getattr(domain, setting) != getattr(default, setting):
-                what = "generates its responses" if is_rl(config) else "trains on the responses in the data"
-                yield Finding((f"{key}.{setting}",), f"it has no effect: the pipeline {what}", "remove it")
+                what = (
+                    "generates its responses"
+                    if is_rl(config)
+                    else "trains on the responses in the data"
+                )
+                yield Finding(
+                    (f"{key}.{setting}",), f"it has no effect: the pipeline {what}", "remove it"
+                )
         if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
-            yield Finding((f"{key}.pass_rate_key",), "no pass rate is required", f"set {key}.pass_rate=[0.1,0.9]")
-        if name not in unfiltered_domains(config) and (domain.n or (domain.filter_groups and rollout.n)) == 1:
+            yield Finding(
+                (f"{key}.pass_rate_key",),
+                "no pass rate is required",
+                f"set {key}.pass_rate=[0.1,0.9]",
+            )
+        if (
+            name not in unfiltered_domains(config)
+            and (domain.n or (domain.filter_groups and rollout.n)) == 1
+        ):
             size = f"{key}.n" if domain.n else f"{ROLLOUT}.n"
             yield Finding(
                 (f"{key}.filter_groups", size),
@@ -165,12 +216,15 @@ _RULES_OF_DOMAINS = (known_names, normalised_groups, *ALGORITHM_RULES)
 
 
 def of_each(config: Config) -> Iterator[Finding]:
-    """The rules of the run's algorithm apply to each domain's settings; findings name the domain's keys."""
+    """The rules of the run's algorithm apply to each domain's settings; findings name the domain's
+    keys."""
     sized = [name for name, each in config.data.domains.items() if each.n]
     for domain in dict.fromkeys((*config.algorithm.domains, *sized)):
         own = config.algorithm.domains.get(domain, {})
         groups = {key: ACTOR if key in DIFFERING_LOSS else "algorithm" for key in own}
-        named = {f"{group}.{key}": f"algorithm.domains.{domain}.{key}" for key, group in groups.items()}
+        named = {
+            f"{group}.{key}": f"algorithm.domains.{domain}.{key}" for key, group in groups.items()
+        }
         if domain in sized:
             named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
         for rule in _RULES_OF_DOMAINS:
@@ -179,7 +233,11 @@ def of_each(config: Config) -> Iterator[Finding]:
                     advice = finding.advice
                     for key, own_key in named.items():
                         advice = advice.replace(f"{key}=", f"{own_key}=")
-                    yield replace(finding, keys=tuple(named.get(key, key) for key in finding.keys), advice=advice)
+                    yield replace(
+                        finding,
+                        keys=tuple(named.get(key, key) for key in finding.keys),
+                        advice=advice,
+                    )
 
 
 def clips(config: Config) -> Iterator[Finding]:
@@ -188,7 +246,10 @@ def clips(config: Config) -> Iterator[Finding]:
         loss = POLICY_LOSSES.get(config_of(config, domain).actor_rollout_ref.actor.policy_loss)
         for name in config.algorithm.domains[domain] if loss is not None and not loss.clips else ():
             if name.startswith("clip_ratio"):
-                keys = (f"algorithm.domains.{domain}.{name}", f"algorithm.domains.{domain}.policy_loss")
+                keys = (
+                    f"algorithm.domains.{domain}.{name}",
+                    f"algorithm.domains.{domain}.policy_loss",
+                )
                 yield Finding(keys, "the loss of the domain has no clip", f"remove {keys[0]}")
 
 

@@ -27,19 +27,23 @@ def named_pipeline(config: Config) -> Iterator[Finding]:
     if isinstance(name, str) and name not in PIPELINES and not _is_reference(name):
         meant = did_you_mean(name, PIPELINES, "dag.pipeline")
         advice = (
-            f"{meant}built in are {', '.join(PIPELINES)}; write your own as module:function, file.py:function or a "
+            f"{meant}built in are {', '.join(PIPELINES)}; write your own as module:function, "
+            "file.py:function or a "
         )
         advice += "list of nodes"
         if name in preset_names():
             advice = f"{name} is a preset: write distflow train {name}, or defaults: [{name}]"
-        yield Finding(("dag.pipeline",), "is neither a built-in pipeline nor the name of a function", advice)
+        yield Finding(
+            ("dag.pipeline",), "is neither a built-in pipeline nor the name of a function", advice
+        )
 
 
 def known_names(config: Config) -> Iterator[Finding]:
     """A name that is not built in needs a module that registers it."""
     if config.trainer.imports or pipeline_name(config) == CUSTOM:
         return
-    estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss
+    estimator = config.algorithm.adv_estimator
+    loss = config.actor_rollout_ref.actor.policy_loss
     asked = [
         (ADV_ESTIMATOR, ADV_ESTIMATOR, estimator, (*ESTIMATORS, *REGISTERED)),
         (POLICY_LOSS, POLICY_LOSS, loss, (*POLICY_LOSSES, *REGISTERED)),
@@ -51,14 +55,16 @@ def known_names(config: Config) -> Iterator[Finding]:
             yield Finding(
                 (key,),
                 f"'{name}' is not a built-in name",
-                f"{did_you_mean(name, table, kind)}built-in names are {', '.join(table)}; write your own function as "
+                f"{did_you_mean(name, table, kind)}built-in names are {', '.join(table)}; write "
+                "your own function as "
                 "file.py:function, or add the module that registers the name to trainer.imports",
             )
 
 
 def known_policy(config: Config) -> Iterator[Finding]:
     """`dag.policy` is a policy of this config."""
-    name, known = config.dag.policy, policies_of(config)
+    name = config.dag.policy
+    known = policies_of(config)
     if name is not None and name not in known:
         advice = f"{did_you_mean(name, known)}there are {', '.join(known)}"
         yield Finding(("dag.policy", "dag.policies"), "is none of the policies", advice)
@@ -66,8 +72,11 @@ def known_policy(config: Config) -> Iterator[Finding]:
 
 def agents_and_policies(config: Config) -> Iterator[Finding]:
     """Each agent has an existing policy, each policy an agent, and it sets what may differ."""
-    agents, key, policies = config.actor_rollout_ref.rollout.agents, f"{ROLLOUT}.agents", config.dag.policies
-    known, owners = policies_of(config), policies_of_agents(config)
+    agents = config.actor_rollout_ref.rollout.agents
+    key = f"{ROLLOUT}.agents"
+    policies = config.dag.policies
+    known = policies_of(config)
+    owners = policies_of_agents(config)
     for name, agent in agents.items():
         if agent.policy not in known:
             what = f"no engine serves the policy '{agent.policy}' of the agent '{name}'"
@@ -78,19 +87,32 @@ def agents_and_policies(config: Config) -> Iterator[Finding]:
         return
     if FIRST_POLICY not in trained_policies(config):
         what = f"no trained agent has the policy '{FIRST_POLICY}', which is the model of {MODEL}"
-        yield Finding((key, f"{MODEL}.path"), what, "exchange the models, so that this one is of a trained agent")
+        yield Finding(
+            (key, f"{MODEL}.path"),
+            what,
+            "exchange the models, so that this one is of a trained agent",
+        )
     for name in policies:
         if name not in owners.values():
-            yield Finding(("dag.policies", key), f"no agent has the policy '{name}'", "remove it, or give it an agent")
+            yield Finding(
+                ("dag.policies", key),
+                f"no agent has the policy '{name}'",
+                "remove it, or give it an agent",
+            )
         for own in sorted({*policies[name]} - {"model.path", "model.init", "model.revision"}):
             is_optimizers = own.startswith("actor.optim.") or own == "actor.max_grad_norm"
             what = (
-                f"sets {own} of the policy '{name}', but policies of agents differ in their models and optimizers alone"
+                f"sets {own} of the policy '{name}', but policies of agents differ in their models "
+                "and optimizers alone"
             )
             if is_optimizers and name not in trained_policies(config):
                 what = f"sets {own} of the policy '{name}', which no agent trains"
             if not is_optimizers or name not in trained_policies(config):
-                yield Finding(("dag.policies", key), what, f"remove it, or set actor_rollout_ref.{own} for all of them")
+                yield Finding(
+                    ("dag.policies", key),
+                    what,
+                    f"remove it, or set actor_rollout_ref.{own} for all of them",
+                )
 
 
 def _is_reference(text: str) -> bool:

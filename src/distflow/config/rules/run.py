@@ -32,12 +32,16 @@ def stop_when(config: Config) -> Iterator[Finding]:
     if trainer.stop_when is None or not StopCondition.of(trainer.stop_when).is_of_validation:
         return
     if not validates(config):
-        what, advice = "without validation there is no such metric", f"set {_val_files(config)}"
+        what = "without validation there is no such metric"
+        advice = f"set {_val_files(config)}"
     elif _never(config, "test_freq") and not trainer.keep_best:
-        what, advice = "trainer.test_freq disables validation, so there is no such metric", "set trainer.test_freq=10"
+        what = "trainer.test_freq disables validation, so there is no such metric"
+        advice = "set trainer.test_freq=10"
     else:
         return
-    yield Finding(("trainer.stop_when", _val_files(config)), what, f"{advice}, or remove trainer.stop_when")
+    yield Finding(
+        ("trainer.stop_when", _val_files(config)), what, f"{advice}, or remove trainer.stop_when"
+    )
 
 
 def _never(config: Config, name: str) -> bool:
@@ -67,15 +71,30 @@ def keep_best(config: Config) -> Iterator[Finding]:
 
 
 def resume(config: Config) -> Iterator[Finding]:
-    """The checkpoint to resume from exists; a run that restarts automatically resumes from its own."""
-    mode, launcher, restarts = config.trainer.resume_mode, config.trainer.launcher, config.trainer.max_restarts
+    """The checkpoint to resume from exists; a run that restarts automatically resumes from its
+    own."""
+    mode = config.trainer.resume_mode
+    launcher = config.trainer.launcher
+    restarts = config.trainer.max_restarts
     if mode not in ("auto", "never") and (launcher == "slurm" or restarts):
-        keys = ("trainer.resume_mode", "trainer.launcher" if launcher == "slurm" else "trainer.max_restarts")
-        what = "a run that restarts automatically must resume from its own checkpoints, and may have none yet"
-        yield Finding(keys, what, f"train to the first one without {keys[1]}, then use trainer.resume_mode=auto")
+        keys = (
+            "trainer.resume_mode",
+            "trainer.launcher" if launcher == "slurm" else "trainer.max_restarts",
+        )
+        what = (
+            "a run that restarts automatically must resume from its own checkpoints, and may have "
+            "none yet"
+        )
+        yield Finding(
+            keys,
+            what,
+            f"train to the first one without {keys[1]}, then use trainer.resume_mode=auto",
+        )
     path = os.path.expanduser(mode)
     if mode not in ("auto", "never") and not os.path.isdir(path):
-        what, advice = ("is a file", "name its folder") if os.path.isfile(path) else missing_path(Path(path))
+        what, advice = (
+            ("is a file", "name its folder") if os.path.isfile(path) else missing_path(Path(path))
+        )
         if near := nearest(mode, ("auto", "never")):
             advice = f"did you mean '{near}'"
         ways = "auto, never (verl's disable), or the folder of a run or a checkpoint"
@@ -87,7 +106,10 @@ def run_folder(config: Config) -> Iterator[Finding]:
     trainer = config.trainer
     if trainer.default_local_dir is not None:
         return
-    for name, value in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+    for name, value in (
+        ("project_name", trainer.project_name),
+        ("experiment_name", trainer.experiment_name),
+    ):
         if value.strip() in ("", ".", "..") or "/" in value or "\0" in value:
             yield Finding(
                 (f"trainer.{name}",),
@@ -107,10 +129,16 @@ def user_modules(config: Config) -> Iterator[Finding]:
 def profiled_steps(config: Config) -> Iterator[Finding]:
     """At least one of the steps to profile exists."""
     total = config.trainer.total_training_steps
-    if config.profiler.enable and not any(1 <= step <= (total or step) for step in config.profiler.steps):
+    if config.profiler.enable and not any(
+        1 <= step <= (total or step) for step in config.profiler.steps
+    ):
         last = "" if total is None else f", and the run has {count_of(total, 'step')}"
         what = f"none of these steps exists: they are counted from 1{last}"
-        yield Finding(("profiler.steps", "profiler.enable"), what, "set profiler.steps=[1], or profiler.enable=false")
+        yield Finding(
+            ("profiler.steps", "profiler.enable"),
+            what,
+            "set profiler.steps=[1], or profiler.enable=false",
+        )
 
 
 RULES = (validation, stop_when, keep_best, resume, run_folder, user_modules, profiled_steps)

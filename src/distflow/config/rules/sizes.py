@@ -1,10 +1,18 @@
-"""Sizes that fit each other, the data and the model. A default that does not fit becomes one that does; a value that
-was set is a problem."""
+"""Sizes that fit each other, the data and the model. A default that does not fit becomes one that
+does; a value that was set is a problem."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from distflow.config.derived_settings import ENGINE, Role, RunLimits, is_rl, may_have_critic, optimizer_steps, run_steps
+from distflow.config.derived_settings import (
+    ENGINE,
+    Role,
+    RunLimits,
+    is_rl,
+    may_have_critic,
+    optimizer_steps,
+    run_steps,
+)
 from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, Finding
@@ -16,8 +24,9 @@ Change = tuple[str, object, str]
 
 @dataclass(frozen=True)
 class Misfit:
-    """ways: changes that make it fit, the best first; they are made if nobody chose the values of their keys. limits:
-    keys from which a change follows: set above a file, they also replace the file's values."""
+    """ways: changes that make it fit, the best first; they are made if nobody chose the values of
+    their keys. limits: keys from which a change follows: set above a file, they also replace the
+    file's values."""
 
     finding: Finding
     ways: tuple[tuple[Change, ...], ...] = ()
@@ -34,24 +43,33 @@ def embedded_engine(config: Config, room: RunLimits) -> Iterator[Misfit]:
 
 
 def lengths(config: Config, room: RunLimits) -> Iterator[Misfit]:
-    """The longest prompt and the longest response together fit into the model's context: both shrink in proportion, or
-    one of them to what the other leaves."""
-    prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
+    """The longest prompt and the longest response together fit into the model's context: both
+    shrink in proportion, or one of them to what the other leaves."""
+    prompt = config.data.max_prompt_length
+    response = config.data.max_response_length
+    context = room.context
     if context is None or prompt + response <= context:
         return
     keys = ("data.max_prompt_length", "data.max_response_length")
-    share, prompt_first = context * prompt // (prompt + response), prompt >= context or prompt > response
+    share = context * prompt // (prompt + response)
+    prompt_first = prompt >= context or prompt > response
     first, left = (keys[0], context - response) if prompt_first else (keys[1], context - prompt)
     advice = f"set {first}={left} or less"
     if left <= 0:
-        advice = f"set both, to {context} together or less, e.g. {keys[0]}={share} {keys[1]}={context - share}"
+        advice = (
+            f"set both, to {context} together or less, e.g. {keys[0]}={share} "
+            f"{keys[1]}={context - share}"
+        )
     finding = Finding(
         (*(keys if prompt_first else reversed(keys)), f"{MODEL}.path"),
-        f"prompts of up to {prompt} and responses of up to {response} tokens make {prompt + response}, but the "
+        f"prompts of up to {prompt} and responses of up to {response} tokens make "
+        f"{prompt + response}, but the "
         f"model has a context of {context}",
         f"{advice}, or use a model with a longer context",
     )
-    why, least, ways = f"the model has a context of {context} tokens", max(1, share), list[tuple[Change, ...]]()
+    why = f"the model has a context of {context} tokens"
+    least = max(1, share)
+    ways = list[tuple[Change, ...]]()
     if context > 1:
         ways.append(((keys[0], least, why), (keys[1], context - least, why)))
     if prompt < context:
@@ -63,12 +81,21 @@ def lengths(config: Config, room: RunLimits) -> Iterator[Misfit]:
 
 def overlong_zone(config: Config, room: RunLimits) -> Iterator[Misfit]:
     """The penalty zone is shorter than the response."""
-    zone, limit = config.reward.overlong.buffer_tokens, config.data.max_response_length
+    zone = config.reward.overlong.buffer_tokens
+    limit = config.data.max_response_length
     keys = ("reward.overlong.buffer_tokens", "data.max_response_length")
     if zone >= limit and is_rl(config):
         what = f"a buffer of {zone} tokens covers the whole response of at most {limit}"
-        change = (keys[0], max(limit // 4, min(limit - 1, 1)), f"a response has at most {limit} tokens")
-        yield Misfit(Finding(keys, what, f"set it to less than {limit}, e.g. {limit // 4}"), ((change,),), keys[1:])
+        change = (
+            keys[0],
+            max(limit // 4, min(limit - 1, 1)),
+            f"a response has at most {limit} tokens",
+        )
+        yield Misfit(
+            Finding(keys, what, f"set it to less than {limit}, e.g. {limit // 4}"),
+            ((change,),),
+            keys[1:],
+        )
 
 
 def batch(config: Config, room: RunLimits) -> Iterator[Misfit]:
@@ -81,8 +108,12 @@ def batch(config: Config, room: RunLimits) -> Iterator[Misfit]:
     elif room.rows is not None and room.rows < size:
         rows = f"{count_of(room.rows, 'row')} to train on"
         what = f"a batch of {size} is larger than the data set, which has {rows}"
-        finding = Finding((key, "data.train_files"), what, f"set {key}={room.rows} or less, or remove it")
-        yield Misfit(finding, (((key, room.rows, f"the data has {rows}"),),) if room.rows else (), (limit,))
+        finding = Finding(
+            (key, "data.train_files"), what, f"set {key}={room.rows} or less, or remove it"
+        )
+        yield Misfit(
+            finding, (((key, room.rows, f"the data has {rows}"),),) if room.rows else (), (limit,)
+        )
 
 
 _BATCH = ("data.train_batch_size", "data.train_max_samples")
@@ -96,7 +127,10 @@ def mini_batches(config: Config, room: RunLimits) -> Iterator[Misfit]:
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size or 0
     for key, size in sizes.items():
         if size > batch:
-            what = f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (neither counts samples)"
+            what = (
+                f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (neither "
+                "counts samples)"
+            )
             advice = f"set {key}={batch} or less, or {_BATCH[0]}={size} or more"
             change = (key, batch, f"a batch has {count_of(batch, 'prompt')}")
             yield Misfit(Finding((key, _BATCH[0]), what, advice), ((change,),), _BATCH)
@@ -106,12 +140,17 @@ _LENGTHS = ("trainer.total_training_steps", "trainer.total_epochs")
 
 
 def critic_warm_up(config: Config, room: RunLimits) -> Iterator[Misfit]:
-    """The critic's warm-up ends before the run; by default it takes a tenth, as that of the learning rate."""
-    steps, warmup, key = run_steps(config, room), config.trainer.critic_warmup, "trainer.critic_warmup"
+    """The critic's warm-up ends before the run; by default it takes a tenth, as that of the
+    learning rate."""
+    steps = run_steps(config, room)
+    warmup = config.trainer.critic_warmup
+    key = "trainer.critic_warmup"
     if steps is not None and may_have_critic(config) and warmup >= steps:
         run = count_of(steps, "step")
         what = f"the actor would never be trained: the critic warms up for {warmup} of {run}"
-        finding = Finding((key, _length(config)), what, f"set {key} to less than the steps of the run")
+        finding = Finding(
+            (key, _length(config)), what, f"set {key} to less than the steps of the run"
+        )
         yield Misfit(finding, (((key, steps // 10, f"the run has {run}"),),), _LENGTHS)
 
 
@@ -124,10 +163,18 @@ def warm_ups(config: Config, room: RunLimits) -> Iterator[Misfit]:
         optims["critic"] = config.critic.optim
     for role, optim in optims.items():
         key = f"{ACTOR if role == 'actor' else role}.optim.lr_warmup_steps"
-        warmup, updates = optim.lr_warmup_steps, optimizer_steps(config, role, steps)
+        warmup = optim.lr_warmup_steps
+        updates = optimizer_steps(config, role, steps)
         if optim.scheduler != "constant" and warmup >= updates > 0:
-            what = f"the learning rate warms up for {warmup} of {updates} optimizer steps and never reaches lr"
-            finding = Finding((key, _length(config)), what, f"set {key} to less than {updates}, e.g. {updates // 10}")
+            what = (
+                f"the learning rate warms up for {warmup} of {updates} optimizer steps and never "
+                "reaches lr"
+            )
+            finding = Finding(
+                (key, _length(config)),
+                what,
+                f"set {key} to less than {updates}, e.g. {updates // 10}",
+            )
             change = (key, updates // 10, f"the run has {count_of(updates, 'optimizer step')}")
             yield Misfit(finding, ((change,),), _LENGTHS)
 

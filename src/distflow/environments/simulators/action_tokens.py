@@ -1,5 +1,5 @@
-"""Numbers of an action as tokens, one for each dimension: `action_tokens` divides it into equal bins; those of a
-continuous head have a value beside each token."""
+"""Numbers of an action as tokens, one for each dimension: `action_tokens` divides it into equal
+bins; those of a continuous head have a value beside each token."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ from distflow.untrusted_files import check_file
 class ActionTokens:
     """Chunks of actions as token ids, step by step, each dimension in turn.
 
-    low, high: bounds of each dimension. bins: how many a dimension has; the number of a bin is its middle. first: token
-    id of bin 0, which those of the other bins follow. chunk: steps of a chunk. clips: numbers beyond the bounds count
-    as the nearest bin, as statistics of quantiles want it.
+    low, high: bounds of each dimension. bins: how many a dimension has; the number of a bin is its
+    middle. first: token id of bin 0, which those of the other bins follow. chunk: steps of a chunk.
+    clips: numbers beyond the bounds count as the nearest bin, as statistics of quantiles want it.
     """
 
     low: tuple[float, ...]
@@ -33,8 +33,14 @@ class ActionTokens:
     def __post_init__(self) -> None:
         """Raises UserError for bounds whose bins cannot be told apart."""
         middles = self._middles(np.arange(self.bins)[:, None].repeat(self.dim, axis=1))
-        if self.bins < 2 or not np.isfinite(middles).all() or (np.arange(self.bins) != self.bins_of(middles).T).any():
-            raise UserError(f"actions: {self.bins} bins between {self.low} and {self.high} cannot be told apart")
+        if (
+            self.bins < 2
+            or not np.isfinite(middles).all()
+            or (np.arange(self.bins) != self.bins_of(middles).T).any()
+        ):
+            raise UserError(
+                f"actions: {self.bins} bins between {self.low} and {self.high} cannot be told apart"
+            )
 
     @property
     def dim(self) -> int:
@@ -46,39 +52,50 @@ class ActionTokens:
         return self.dim * self.chunk
 
     def bins_of(self, actions: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The bins of actions `(steps, dim)`. Raises ValueError for a number that is not finite, or out of bounds."""
-        actions, low, high = np.asarray(actions, np.float64), np.array(self.low), np.array(self.high)
-        outside = ~np.isfinite(actions) | (~np.array(self.clips) & ((actions < low) | (actions > high)))
+        """The bins of actions `(steps, dim)`. Raises ValueError for a number that is not finite, or
+        out of bounds."""
+        actions = np.asarray(actions, np.float64)
+        low = np.array(self.low)
+        high = np.array(self.high)
+        outside = ~np.isfinite(actions) | (
+            ~np.array(self.clips) & ((actions < low) | (actions > high))
+        )
         if outside.any():
             step, part = np.argwhere(outside)[0]
             bounds = f"{self.low[part]:g} to {self.high[part]:g}"
             raise ValueError(
-                f"dimension {part} of action {step} is {actions[step, part]:g}, not a number from {bounds}"
+                f"dimension {part} of action {step} is {actions[step, part]:g}, not a number from "
+                f"{bounds}"
             )
-        return np.clip(np.floor((actions - low) / (high - low) * self.bins), 0, self.bins - 1).astype(np.int64)
+        return np.clip(
+            np.floor((actions - low) / (high - low) * self.bins), 0, self.bins - 1
+        ).astype(np.int64)
 
     def encode(self, actions: NDArray[np.float64]) -> list[int]:
         """The tokens of actions `(steps, dim)`; raises as `bins_of`."""
         return [int(each) for each in self.first + self.bins_of(actions).reshape(-1)]
 
     def decode(self, token_ids: Sequence[int]) -> NDArray[np.float64]:
-        """The actions `(steps, dim)` of a response, up to the first token that is none, or a step that is cut."""
+        """The actions `(steps, dim)` of a response, up to the first token that is none, or a step
+        that is cut."""
         bins = np.array(token_ids, np.int64) - self.first
         wrong = np.flatnonzero((bins < 0) | (bins >= self.bins))
         steps = int(wrong[0] if len(wrong) else len(bins)) // self.dim
         return self._middles(bins[: steps * self.dim].reshape(steps, self.dim))
 
     def _middles(self, bins: NDArray[np.int64]) -> NDArray[np.float64]:
-        low, high = np.array(self.low), np.array(self.high)
+        low = np.array(self.low)
+        high = np.array(self.high)
         return low + (bins + 0.5) * ((high - low) / self.bins)
 
 
 @dataclass(frozen=True)
 class ContinuousActions:
-    """Chunks of actions as values, step by step, each dimension in turn: −1 is its lower bound, and 1 its upper one.
+    """Chunks of actions as values, step by step, each dimension in turn: −1 is its lower bound, and
+    1 its upper one.
 
-    low, high: bounds of each dimension. first, steps, bins, noise: see `ActionHead`; with denoising `steps`, the action
-    is what the last one gives. chunk: steps of a chunk.
+    low, high: bounds of each dimension. first, steps, bins, noise: see `ActionHead`; with denoising
+    `steps`, the action is what the last one gives. chunk: steps of a chunk.
     """
 
     low: tuple[float, ...]
@@ -104,13 +121,19 @@ class ContinuousActions:
         return {name: getattr(self, name) for name in ("first", "dim", "steps", "bins", "noise")}
 
     def decode(self, values: Sequence[float]) -> NDArray[np.float64]:
-        """The actions `(steps, dim)`, clipped to the bounds. Raises ValueError for a value that is not finite."""
-        size, low, high = self.dim * (1 + self.steps), np.array(self.low), np.array(self.high)
+        """The actions `(steps, dim)`, clipped to the bounds. Raises ValueError for a value that is
+        not finite."""
+        size = self.dim * (1 + self.steps)
+        low = np.array(self.low)
+        high = np.array(self.high)
         whole = len(values) // size * size
         given = np.array(values[:whole], np.float64).reshape(-1, size)[:, -self.dim :]
         if not np.isfinite(given).all():
             step, part = np.argwhere(~np.isfinite(given))[0]
-            raise ValueError(f"dimension {part} of action {step} is {given[step, part]:g}: the policy has diverged")
+            raise ValueError(
+                f"dimension {part} of action {step} is {given[step, part]:g}: the policy has "
+                "diverged"
+            )
         return low + (np.clip(given, -1, 1) + 1) / 2 * (high - low)
 
 
@@ -120,14 +143,17 @@ def denoising_steps(options: Mapping[str, Any]) -> int:
 
 
 def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """Lower and upper bounds, and whether they are quantiles: from `low` and `high`, or from the file `statistics` with
-    `unnorm_key`, as OpenVLA's `dataset_statistics.json` has them. Raises UserError."""
+    """Lower and upper bounds, and whether they are quantiles: from `low` and `high`, or from the
+    file `statistics` with `unnorm_key`, as OpenVLA's `dataset_statistics.json` has them. Raises
+    UserError."""
     dim = options.get("action_dim")
     if "statistics" not in options:
         pair: list[Any] = [options.get(name) for name in ("low", "high")]
         if any(each is None for each in pair):
             raise UserError("actions: set low and high, or statistics and unnorm_key")
-        low, high = ([each] * (dim or 1) if isinstance(each, int | float) else list(each) for each in pair)
+        low, high = (
+            [each] * (dim or 1) if isinstance(each, int | float) else list(each) for each in pair
+        )
         is_quantiles = False
     else:
         low, high = _quantiles(Path(str(options["statistics"])), options.get("unnorm_key"))
@@ -135,7 +161,10 @@ def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
     if not len(low) == len(high) == (dim or len(low)) or any(
         one >= other for one, other in zip(low, high, strict=True)
     ):
-        raise UserError(f"actions: {len(low)} lower and {len(high)} upper bounds for action_dim={dim}, each low < high")
+        raise UserError(
+            f"actions: {len(low)} lower and {len(high)} upper bounds for action_dim={dim}, each "
+            "low < high"
+        )
     return tuple(map(float, low)), tuple(map(float, high)), is_quantiles
 
 
@@ -146,4 +175,6 @@ def _quantiles(path: Path, key: object) -> tuple[list[float], list[float]]:
         return list(own["action"]["q01"]), list(own["action"]["q99"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"actions.statistics={path}, unnorm_key={key}"
-        raise UserError(f"{what}: no q01 and q99 of actions ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{what}: no q01 and q99 of actions ({type(error).__name__}: {error})"
+        ) from None

@@ -1,5 +1,5 @@
-"""`gridreach`: reach the target that the instruction names, on a grid of 5 x 5 cells, from an image of 20 x 20 pixels.
-The task of the tests and of the tutorial."""
+"""`gridreach`: reach the target that the instruction names, on a grid of 5 x 5 cells, from an image
+of 20 x 20 pixels. The task of the tests and of the tutorial."""
 
 import itertools
 from collections.abc import Mapping
@@ -10,19 +10,22 @@ from numpy.typing import NDArray
 
 from distflow.environments.simulators.protocol import ChunkResult, Observation
 
-CELLS, CELL_PIXELS = 5, 4
+CELLS = 5
+CELL_PIXELS = 4
 COLOURS = {"red": (230, 40, 40), "blue": (50, 80, 230)}
 _AGENT = (240, 240, 240)
 
 
 class GridReach:
-    """An action `(2,)` moves the agent by -1, 0 or 1 cells down and to the right. Entering the named target is a
-    success; entering the other one ends the episode too, as do `max_steps`."""
+    """An action `(2,)` moves the agent by -1, 0 or 1 cells down and to the right. Entering the
+    named target is a success; entering the other one ends the episode too, as do `max_steps`."""
 
     def __init__(self, max_steps: int = 8, swap: bool = False) -> None:
         """swap: show the wrong instruction, to measure what a policy owes to it."""
-        self._max_steps, self._swap = max_steps, swap
-        self._places = np.zeros((3, 2), np.int64)  # of the agent, and of the targets in the order of `COLOURS`
+        self._max_steps = max_steps
+        self._swap = swap
+        # of the agent, and of the targets in the order of `COLOURS`
+        self._places = np.zeros((3, 2), np.int64)
         self._goal = self._num_steps = 0
         self._ended = True
 
@@ -32,11 +35,14 @@ class GridReach:
         drawn = int(draws.integers(2))
         named = options.get("instruction")
         self._goal = [*COLOURS].index(named) if named in COLOURS else drawn
-        self._num_steps, self._ended = 0, False
+        self._num_steps = 0
+        self._ended = False
         return self._seen()
 
     async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
-        rewards, terminated, truncated = list[float](), list[bool](), list[bool]()
+        rewards = list[float]()
+        terminated = list[bool]()
+        truncated = list[bool]()
         for action in chunk:
             if self._ended:
                 break
@@ -48,12 +54,16 @@ class GridReach:
             terminated.append(any(reached))
             truncated.append(not any(reached) and self._num_steps >= self._max_steps)
             self._ended = terminated[-1] or truncated[-1]
-        return ChunkResult(rewards, terminated, truncated, [reward == 1.0 for reward in rewards], self._seen())
+        return ChunkResult(
+            rewards, terminated, truncated, [reward == 1.0 for reward in rewards], self._seen()
+        )
 
     def shortest(self) -> list[tuple[int, ...]]:
-        """Actions of the shortest way to the named target that nears it first, past the other one, for examples."""
+        """Actions of the shortest way to the named target that nears it first, past the other one,
+        for examples."""
         place, goal, other = self._places[[0, 1 + self._goal, 2 - self._goal]]
-        way, moves = list[tuple[int, ...]](), np.array([*itertools.product((-1, 0, 1), repeat=2)])
+        way = list[tuple[int, ...]]()
+        moves = np.array([*itertools.product((-1, 0, 1), repeat=2)])
         while (place != goal).any():
             to = place + moves
             to = to[(to != other).any(1) & (abs(to - CELLS // 2) <= CELLS // 2).all(1)]
@@ -64,7 +74,11 @@ class GridReach:
 
     def _seen(self) -> Observation:
         pixels = np.full((CELLS, CELLS, 3), 20, np.uint8)
-        for place, colour in zip(self._places[::-1], (*reversed(COLOURS.values()), _AGENT), strict=True):
+        for place, colour in zip(
+            self._places[::-1], (*reversed(COLOURS.values()), _AGENT), strict=True
+        ):
             pixels[tuple(place)] = colour
         image = pixels.repeat(CELL_PIXELS, axis=0).repeat(CELL_PIXELS, axis=1)
-        return Observation({"image": image}, np.zeros(0, np.float32), [*COLOURS][self._goal ^ self._swap])
+        return Observation(
+            {"image": image}, np.zeros(0, np.float32), [*COLOURS][self._goal ^ self._swap]
+        )

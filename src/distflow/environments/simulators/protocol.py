@@ -1,5 +1,5 @@
-"""Simulators that a policy acts in: their protocol, adapters, and the object in a worker process that holds those of
-several episodes. It does not import torch."""
+"""Simulators that a policy acts in: their protocol, adapters, and the object in a worker process
+that holds those of several episodes. It does not import torch."""
 
 import asyncio
 import base64
@@ -22,7 +22,8 @@ Images = Mapping[str, NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy sees. images: `(H, W, 3)` by name. state: float32, one dimension. instruction: what to do."""
+    """What a policy sees. images: `(H, W, 3)` by name. state: float32, one dimension. instruction:
+    what to do."""
 
     images: Images = field(default_factory=dict)
     state: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -30,9 +31,11 @@ class Observation:
 
 
 class ChunkResult(NamedTuple):
-    """One entry for each executed env step: as many as the chunk has, or fewer if the episode ended before.
+    """One entry for each executed env step: as many as the chunk has, or fewer if the episode ended
+    before.
 
-    terminated: the task has ended. truncated: the time limit was reached. observation: after the last step.
+    terminated: the task has ended. truncated: the time limit was reached. observation: after the
+    last step.
     """
 
     rewards: list[float]
@@ -43,10 +46,12 @@ class ChunkResult(NamedTuple):
 
 
 class Simulator(Protocol):
-    """An episode at a time. After an end it does nothing until the next `reset`; it never resets itself."""
+    """An episode at a time. After an end it does nothing until the next `reset`; it never resets
+    itself."""
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> Observation:
-        """Begin an episode. The same seed and options give the same state, in a used simulator too."""
+        """Begin an episode. The same seed and options give the same state, in a used simulator
+        too."""
         ...
 
     async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
@@ -55,8 +60,8 @@ class Simulator(Protocol):
 
 
 class GymnasiumSimulator:
-    """An environment of gymnasium with spaces of Box, Dict or Discrete. uint8 arrays `(H, W, 3)` of an observation are
-    images, all other numbers are its state, in the order of their names."""
+    """An environment of gymnasium with spaces of Box, Dict or Discrete. uint8 arrays `(H, W, 3)` of
+    an observation are images, all other numbers are its state, in the order of their names."""
 
     def __init__(
         self,
@@ -68,14 +73,18 @@ class GymnasiumSimulator:
         seed_argument: str = "",
         **options: Any,
     ) -> None:
-        """instruction: what to do, since gymnasium has no word for it. render: also show the picture of `render`.
-        state: the entries of a Dict observation that the state has; all by default. ends_at_success: a success ends the
-        episode. seed_argument: each `reset` makes a new environment, with the seed as this argument, for those whose
-        own `reset` does not repeat a state."""
+        """instruction: what to do, since gymnasium has no word for it. render: also show the
+        picture of `render`. state: the entries of a Dict observation that the state has; all by
+        default. ends_at_success: a success ends the episode. seed_argument: each `reset` makes a
+        new environment, with the seed as this argument, for those whose own `reset` does not repeat
+        a state."""
         self._make = partial(make, **options, **({"render_mode": "rgb_array"} if render else {}))
         self._env: Any = None if seed_argument else self._make()
-        self._instruction, self._render, self._state = instruction, render, tuple(state)
-        self._ends_at_success, self._seed_argument = ends_at_success, seed_argument
+        self._instruction = instruction
+        self._render = render
+        self._state = tuple(state)
+        self._ends_at_success = ends_at_success
+        self._seed_argument = seed_argument
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> Observation:
         if self._seed_argument:
@@ -85,7 +94,8 @@ class GymnasiumSimulator:
         return self._seen(observation)
 
     async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
-        space, steps = self._env.action_space, list[tuple[float, bool, bool, bool]]()
+        space = self._env.action_space
+        steps = list[tuple[float, bool, bool, bool]]()
         for numbers in chunk:
             if hasattr(space, "n"):
                 action: Any = int(round(float(numbers[0])))
@@ -107,10 +117,13 @@ class GymnasiumSimulator:
             self._env.close()
 
     def _seen(self, observation: Any) -> Observation:
-        named = dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
+        named = (
+            dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
+        )
         if absent := [name for name in self._state if name not in named]:
             raise ValueError(f"state: the observation has no '{absent[0]}', but {', '.join(named)}")
-        images, numbers = dict[str, Any](), list[Any]()
+        images = dict[str, Any]()
+        numbers = list[Any]()
         for name in sorted(named):
             value = np.asarray(named[name])
             if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] == 3:
@@ -119,14 +132,20 @@ class GymnasiumSimulator:
                 numbers.append(value.astype(np.float32).reshape(-1))
         if self._render:
             images["render"] = np.asarray(self._env.render())
-        return Observation(images, np.concatenate(numbers) if numbers else np.zeros(0, np.float32), self._instruction)
+        return Observation(
+            images,
+            np.concatenate(numbers) if numbers else np.zeros(0, np.float32),
+            self._instruction,
+        )
 
 
 class SimulatorHost:
-    """In a worker process: the simulators of several episodes, by key. One that ended is used again."""
+    """In a worker process: the simulators of several episodes, by key. One that ended is used
+    again."""
 
     def __init__(self, env: str, options: Mapping[str, Any], gl: str | None = None) -> None:
-        """env: see `simulator_maker`. gl: how MuJoCo renders: egl, osmesa or none. Raises UserError."""
+        """env: see `simulator_maker`. gl: how MuJoCo renders: egl, osmesa or none. Raises
+        UserError."""
         if gl is not None:
             os.environ["MUJOCO_GL"] = "disable" if gl == "none" else gl  # before it is imported
         self._make = partial(simulator_maker(env), **options)
@@ -135,8 +154,8 @@ class SimulatorHost:
         self._loop = asyncio.new_event_loop()
 
     def begin(self, key: str, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The first observation of an episode. Raises what the simulator raises, and ValueError for an observation of
-        another form."""
+        """The first observation of an episode. Raises what the simulator raises, and ValueError for
+        an observation of another form."""
         simulator = self._idle.pop() if self._idle else self._make()
         first = self._loop.run_until_complete(simulator.reset(seed, options))
         check_observation(first, first)
@@ -159,7 +178,8 @@ class SimulatorHost:
         self._idle.append(self._running.pop(key)[0])
 
     def repeats(self) -> str:
-        """What differs after `reset` with the same seed, in a used simulator or a fresh one; empty if nothing does."""
+        """What differs after `reset` with the same seed, in a used simulator or a fresh one; empty
+        if nothing does."""
         wanted = self.begin("first", 1, {})
         self.end("first")
         self.begin("used", 2, {})
@@ -170,39 +190,54 @@ class SimulatorHost:
 
 
 def simulator_maker(env: str) -> Callable[..., Simulator]:
-    """A built-in name, module:Class, file.py:function, or an id of gymnasium; module:ID imports the module that
-    registers it. Raises UserError."""
+    """A built-in name, module:Class, file.py:function, or an id of gymnasium; module:ID imports the
+    module that registers it. Raises UserError."""
     if env not in BUILTIN and is_registered(env):
         return partial(GymnasiumSimulator, find_registered(env))
     return cast(Callable[..., Simulator], load(BUILTIN.get(env, env)))
 
 
 def check_observation(seen: Observation, first: Observation) -> None:
-    """Raises ValueError for one that is not as the protocol says, or has another form than the episode's first."""
+    """Raises ValueError for one that is not as the protocol says, or has another form than the
+    episode's first."""
     for name, image in seen.images.items():
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
             raise ValueError(
-                f"the image '{name}' of an observation is {image.dtype} {image.shape}, not uint8 (H, W, 3)"
+                f"the image '{name}' of an observation is {image.dtype} {image.shape}, not uint8 "
+                "(H, W, 3)"
             )
     if not np.isfinite(np.asarray(seen.state, np.float64)).all():
         raise ValueError("the state of an observation has a number that is not finite")
-    forms = [({name: image.shape for name, image in each.images.items()}, each.state.shape) for each in (seen, first)]
+    forms = [
+        ({name: image.shape for name, image in each.images.items()}, each.state.shape)
+        for each in (seen, first)
+    ]
     if forms[0] != forms[1]:
-        raise ValueError(f"an observation has the form {forms[0]}, but the episode's first one had {forms[1]}")
+        raise ValueError(
+            f"an observation has the form {forms[0]}, but the episode's first one had {forms[1]}"
+        )
 
 
 def check_result(result: ChunkResult, num_actions: int) -> None:
     """Raises ValueError for a result that contradicts itself, or the number of actions."""
     steps = len(result.rewards)
     if any(len(column) != steps for column in result[:4]) or not 1 <= steps <= num_actions:
-        raise ValueError(f"step returned {[len(column) for column in result[:4]]} entries for {num_actions} actions")
+        raise ValueError(
+            f"step returned {[len(column) for column in result[:4]]} entries for {num_actions} "
+            "actions"
+        )
     for reward in result.rewards:
         finite_number(reward, "step returned the reward")
     ended = [one or other for one, other in zip(result.terminated, result.truncated, strict=True)]
     if any(ended[:-1]):
-        raise ValueError(f"step went on after the episode's end: it ended at {ended.index(True) + 1} of {steps} steps")
+        raise ValueError(
+            f"step went on after the episode's end: it ended at {ended.index(True) + 1} of {steps} "
+            "steps"
+        )
     if steps < num_actions and not ended[-1]:
-        raise ValueError(f"step executed {steps} of {num_actions} actions, and the episode has not ended")
+        raise ValueError(
+            f"step executed {steps} of {num_actions} actions, and the episode has not ended"
+        )
 
 
 def to_json(seen: Observation) -> dict[str, Any]:
@@ -210,7 +245,11 @@ def to_json(seen: Observation) -> dict[str, Any]:
         name: [list(image.shape), base64.b64encode(np.ascontiguousarray(image).tobytes()).decode()]
         for name, image in seen.images.items()
     }
-    return {"images": images, "state": [float(each) for each in seen.state], "instruction": str(seen.instruction)}
+    return {
+        "images": images,
+        "state": [float(each) for each in seen.state],
+        "instruction": str(seen.instruction),
+    }
 
 
 def from_json(seen: Mapping[str, Any]) -> Observation:

@@ -1,5 +1,6 @@
-"""Worker processes that hold the simulators of a run's episodes. A worker executes one chunk of one episode at a time;
-one that dies or is overdue is replaced, the episode that caused it fails, and its others are played again."""
+"""Worker processes that hold the simulators of a run's episodes. A worker executes one chunk of one
+episode at a time; one that dies or is overdue is replaced, the episode that caused it fails, and
+its others are played again."""
 
 import asyncio
 import itertools
@@ -13,12 +14,19 @@ from typing import Any
 from distflow.data.sample import on_event
 from distflow.environments.simulators import protocol
 from distflow.environments.simulators.protocol import Observation, from_json
-from distflow.environments.user_code_process import CallFailed, ProcessEnded, ProcessServer, ServerLost, UserProcess
+from distflow.environments.user_code_process import (
+    CallFailed,
+    ProcessEnded,
+    ProcessServer,
+    ServerLost,
+    UserProcess,
+)
 from distflow.errors import UserError
 
 _OF_GL = re.compile("EGL|OpenGL|OSMesa|GLFW|glGet|MUJOCO_GL|DISPLAY", re.IGNORECASE)
 _RENDERING = (
-    ". It cannot render: set actor_rollout_ref.rollout.workflow_kwargs.gl to egl (a GPU's driver, or apt's libegl1) "
+    ". It cannot render: set actor_rollout_ref.rollout.workflow_kwargs.gl to egl (a GPU's driver, "
+    "or apt's libegl1) "
     "or to osmesa (apt's libosmesa6), or leave env_kwargs.render=false"
 )
 _MOST_REPLAYS = 3
@@ -36,27 +44,36 @@ class _Worker:
 
     def leave(self) -> None:
         """Kill the process; its episodes begin in another worker."""
-        self.is_gone, self.num_episodes = True, 0
+        self.is_gone = True
+        self.num_episodes = 0
         if self.process is not None:
             self.process.close()
 
 
 class SimulatorPool:
-    """Workers with an env each, see `SimulatorHost`. timeout_s: of each `reset`, and of each chunk."""
+    """Workers with an env each, see `SimulatorHost`. timeout_s: of each `reset`, and of each
+    chunk."""
 
     def __init__(
-        self, env: str, options: Mapping[str, Any], num_workers: int, timeout_s: float, gl: str | None = None
+        self,
+        env: str,
+        options: Mapping[str, Any],
+        num_workers: int,
+        timeout_s: float,
+        gl: str | None = None,
     ) -> None:
-        """gl: see `SimulatorHost`. Raises UserError if the env cannot be made or rendered, or `reset` does not repeat a
-        state."""
+        """gl: see `SimulatorHost`. Raises UserError if the env cannot be made or rendered, or
+        `reset` does not repeat a state."""
         host = {"env": env, "options": dict(options), "gl": gl}
         try:
             self._server = ProcessServer(f"{protocol.__name__}:SimulatorHost", host)
         except UserError as error:  # MuJoCo loads what renders when it is imported
             raise UserError(f"{error}{_RENDERING}" if gl else str(error)) from None
         self.close = self._server.close
-        self._num_workers, self._timeout_s = num_workers, timeout_s
-        self._workers, self._keys = list[_Worker](), itertools.count()
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._workers = list[_Worker]()
+        self._keys = itertools.count()
         self.new_key = lambda: str(next(self._keys))
         self._loop: asyncio.AbstractEventLoop | None = None
         self.num_replaced = 0
@@ -64,7 +81,9 @@ class SimulatorPool:
             failed = thread.submit(asyncio.run, self._check()).result()
         if failed:
             self.close()
-            raise UserError(f"the simulator '{env}' {failed}{_RENDERING if _OF_GL.search(failed) else ''}")
+            raise UserError(
+                f"the simulator '{env}' {failed}{_RENDERING if _OF_GL.search(failed) else ''}"
+            )
 
     async def begin(self, seed: int, options: Mapping[str, Any]) -> "Episode":
         """Begin an episode in the worker that has the fewest. Raises CallFailed."""
@@ -82,16 +101,19 @@ class SimulatorPool:
     def free_worker(self) -> _Worker:
         """The worker that has the fewest episodes; a lost one is replaced."""
         if self._loop is not (loop := asyncio.get_running_loop()):
-            self._loop, self._workers = loop, [_Worker() for _ in range(self._num_workers)]
-        number = min(range(self._num_workers), key=lambda number: self._workers[number].num_episodes)
+            self._loop = loop
+            self._workers = [_Worker() for _ in range(self._num_workers)]
+        number = min(
+            range(self._num_workers), key=lambda number: self._workers[number].num_episodes
+        )
         if self._workers[number].is_gone:
             self._workers[number] = _Worker()
             self.num_replaced += 1
         return self._workers[number]
 
     async def call(self, worker: _Worker, method: str, **arguments: Any) -> Any:
-        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost. A call that is cancelled is
-        executed all the same."""
+        """The result of the host's method. Raises CallFailed, ProcessEnded, WorkerLost. A call that
+        is cancelled is executed all the same."""
         if worker.process is None and not worker.is_gone:
             async with worker.lock:
                 try:
@@ -108,13 +130,16 @@ class SimulatorPool:
     async def _answer(self, worker: _Worker, method: str, arguments: Mapping[str, Any]) -> Any:
         async with worker.lock:
             if worker.is_gone or worker.process is None:
-                raise WorkerLost("its worker was replaced, because the simulator of another episode died or hung")
+                raise WorkerLost(
+                    "its worker was replaced, because the simulator of another episode died or hung"
+                )
             try:
                 return await worker.process.answer(method, arguments, self._timeout_s)
             except ServerLost as error:
                 worker.leave()
                 raise WorkerLost(str(error)) from error
-            except (ProcessEnded, asyncio.CancelledError):  # the answer to a cancelled call would be taken for the next
+            # the answer to a cancelled call would be taken for the next
+            except (ProcessEnded, asyncio.CancelledError):
                 worker.leave()
                 raise
 
@@ -127,7 +152,10 @@ class SimulatorPool:
             return f"cannot be used: {error}"
         finally:
             process.close()
-        why = "has another state after reset with the same seed and options: derive all that is random from the seed"
+        why = (
+            "has another state after reset with the same seed and options: derive all that is "
+            "random from the seed"
+        )
         return f"{why} ({differing} differs)" if differing else ""
 
 
@@ -136,11 +164,13 @@ class WorkerLost(ProcessEnded):
 
 
 class Episode:
-    """An episode in a worker. If another one ends the worker, this one is played again in a new worker, up to where it
-    was. seen: its last observation."""
+    """An episode in a worker. If another one ends the worker, this one is played again in a new
+    worker, up to where it was. seen: its last observation."""
 
     def __init__(self, pool: SimulatorPool, worker: _Worker, start: Mapping[str, Any]) -> None:
-        self._pool, self._start, self._chunks = pool, start, list[list[list[float]]]()
+        self._pool = pool
+        self._start = start
+        self._chunks = list[list[list[float]]]()
         self.seen = Observation()
         self._last: Any = None
         self._has_left = False
@@ -172,7 +202,9 @@ class Episode:
         self._has_left = True
 
     def _join(self, worker: _Worker) -> None:
-        self._worker, self._key, self._has_left = worker, self._pool.new_key(), False
+        self._worker = worker
+        self._key = self._pool.new_key()
+        self._has_left = False
         worker.num_episodes += 1
 
     async def _call(self, method: str, **arguments: Any) -> Any:
@@ -192,10 +224,14 @@ class Episode:
         try:
             seen = await self._pool.call(self._worker, "begin", key=self._key, **self._start)
             for chunk in self._chunks:
-                seen = (await self._pool.call(self._worker, "act", key=self._key, actions=chunk))["observation"]
+                seen = (await self._pool.call(self._worker, "act", key=self._key, actions=chunk))[
+                    "observation"
+                ]
         except WorkerLost:  # the next attempt begins anew
             return
         finally:
             on_event.reset(note)
         if seen != self._last:
-            raise CallFailed("its worker was lost, and the same actions lead to another state in a new one")
+            raise CallFailed(
+                "its worker was lost, and the same actions lead to another state in a new one"
+            )

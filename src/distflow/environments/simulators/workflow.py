@@ -1,5 +1,5 @@
-"""The workflow `simulator`: the policy acts in a simulator. Each decision is a conversation of its own, whose prompt
-shows the observation, and whose reply is a chunk of actions."""
+"""The workflow `simulator`: the policy acts in a simulator. Each decision is a conversation of its
+own, whose prompt shows the observation, and whose reply is a chunk of actions."""
 
 import time
 import weakref
@@ -22,19 +22,21 @@ from distflow.environments.user_code_process import MadeByOptions, options_of
 from distflow.environments.workflow_loading_and_builtins import Row
 from distflow.errors import UserError, hint
 
-MAX_STEPS, NO_ACTION = "max_steps", "no_action"
+MAX_STEPS = "max_steps"
+NO_ACTION = "no_action"
 T = TypeVar("T")
 _BOUNDS = ("low", "high", "statistics", "unnorm_key", "action_dim")
 _STATE = ("bins", *_BOUNDS, "first_token")
 _FLOW = ("denoising_steps", "noise")
 _ACTIONS = (*_STATE, "action_chunks_len", "execute", "head", *_FLOW)
 HEADS = ("action_tokens", "gaussian", "flow_sde")
-"""What draws an action: a bin of each dimension, its number from a normal distribution, or from noise, in steps."""
+"""What draws an action: a bin of each dimension, its number from a normal distribution, or from
+noise, in steps."""
 
 
 class SimulatorWorkflow(MadeByOptions):
-    """Shows the policy each observation, and executes the actions of its reply, until the episode ends, or a reply has
-    a token that is no action. The score is 1 for a success, else 0."""
+    """Shows the policy each observation, and executes the actions of its reply, until the episode
+    ends, or a reply has a token that is no action. The score is 1 for a success, else 0."""
 
     def __init__(
         self,
@@ -49,37 +51,55 @@ class SimulatorWorkflow(MadeByOptions):
         num_workers: int = 2,
         gl: str | None = None,
     ) -> None:
-        """env: see `simulator_maker`. actions: `head` (see `HEADS`), and the options of `ActionTokens`,
-        `ContinuousActions` and `action_bounds`. prompt: of a decision; it may have {images}, {instruction} and {state}.
-        state_tokens: bounds, bins and first token, as of actions; the state's numbers are added to the prompt as
-        tokens. score: success or return, the sum of the rewards. step_timeout: seconds of `reset` and of a chunk. gl:
-        how MuJoCo renders. Raises UserError."""
+        """env: see `simulator_maker`. actions: `head` (see `HEADS`), and the options of
+        `ActionTokens`, `ContinuousActions` and `action_bounds`. prompt: of a decision; it may have
+        {images}, {instruction} and {state}. state_tokens: bounds, bins and first token, as of
+        actions; the state's numbers are added to the prompt as tokens. score: success or return,
+        the sum of the rewards. step_timeout: seconds of `reset` and of a chunk. gl: how MuJoCo
+        renders. Raises UserError."""
         self._options = options_of(locals())
-        for where, own, known in (("actions", actions, _ACTIONS), ("state_tokens", state_tokens or {}, _STATE)):
+        for where, own, known in (
+            ("actions", actions, _ACTIONS),
+            ("state_tokens", state_tokens or {}, _STATE),
+        ):
             if unknown := next((name for name in own if name not in known), None):
                 raise UserError(f"{where}.{unknown}: no such option{hint(unknown, known)}")
         if (head := actions.get("head", "action_tokens")) not in HEADS:
             raise UserError(f"actions.head={head}: set it to {' or '.join(HEADS)}")
         self._is_continuous = head != "action_tokens"
         if head == "gaussian" and actions.get("bins") is not None:
-            raise UserError(f"actions.bins: head={head} draws numbers, without bins: set it to null")
+            raise UserError(
+                f"actions.bins: head={head} draws numbers, without bins: set it to null"
+            )
         if head != "flow_sde" and (odd := next((name for name in _FLOW if name in actions), None)):
             raise UserError(f"actions.{odd}: head={head} has no denoising steps: remove it")
-        sizes = (actions.get("denoising_steps", 4), actions.get("bins", 32)) if head == "flow_sde" else ()
+        sizes = (
+            (actions.get("denoising_steps", 4), actions.get("bins", 32))
+            if head == "flow_sde"
+            else ()
+        )
         if not all(isinstance(size, int) and size >= 1 for size in sizes):
-            raise UserError(f"actions: denoising_steps and bins are {sizes}: set them to whole numbers from 1 on")
+            raise UserError(
+                f"actions: denoising_steps and bins are {sizes}: set them to whole numbers from 1 "
+                "on"
+            )
         if score not in ("success", "return"):
             raise UserError(f"score={score}: set it to success or return")
-        self._actions, self._bounds = dict(actions), action_bounds(actions)
+        self._actions = dict(actions)
+        self._bounds = action_bounds(actions)
         self._state_bounds = action_bounds(state_tokens) if state_tokens is not None else None
         self._state_tokens = dict(state_tokens or {})
         self._codec: ActionTokens | ContinuousActions | None = None
         self._state_codec: ActionTokens | None = None
-        self._prompt, self._score, self._ids = prompt, score, dict[object, tuple[int, ...]]()
+        self._prompt = prompt
+        self._score = score
+        self._ids = dict[object, tuple[int, ...]]()
         self._chunk = int(actions.get("action_chunks_len", 8))
         self._execute = int(actions.get("execute", self._chunk))
         if not 1 <= self._execute <= self._chunk:
-            raise UserError(f"actions.execute={self._execute}: set it to 1 to {self._chunk} steps of each chunk")
+            raise UserError(
+                f"actions.execute={self._execute}: set it to 1 to {self._chunk} steps of each chunk"
+            )
         if num_workers < 1:
             raise UserError(f"num_workers={num_workers}: set it to at least 1")
         if gl not in (None, "egl", "osmesa", "none"):
@@ -90,7 +110,9 @@ class SimulatorWorkflow(MadeByOptions):
     async def __call__(self, chat: Chat, row: Row) -> dict[str, Any]:
         """Play an episode. Raises CallFailed, an error of the episode, if the simulator fails."""
         if chat.templated:
-            raise ChatError("the prompts of a simulator are plain text: set data.prompt_format=text")
+            raise ChatError(
+                "the prompts of a simulator are plain text: set data.prompt_format=text"
+            )
         if self._codec is None:
             self._codec = self._codecs(chat)
         if isinstance(self._codec, ContinuousActions):
@@ -105,15 +127,24 @@ class SimulatorWorkflow(MadeByOptions):
             with chat.clock_stopped():
                 await episode.close()
 
-    async def _play(self, chat: Chat, episode: Episode, codec: ActionTokens | ContinuousActions) -> dict[str, Any]:
-        frames, num_steps, total, success, reason, decisions = list[str](), 0, 0.0, False, "", 0
+    async def _play(
+        self, chat: Chat, episode: Episode, codec: ActionTokens | ContinuousActions
+    ) -> dict[str, Any]:
+        frames = list[str]()
+        num_steps = 0
+        total = 0.0
+        success = False
+        reason = ""
+        decisions = 0
         step_rewards = list[list[float]]()
         while not reason:
             paths = _store_images(episode.seen, chat)
             frames += paths[:1]
             talk = chat.fork(()) if decisions else chat
             ids = self._encoded(chat, episode.seen, paths)
-            reply = await _timed(chat, "model", talk.ask(ids, max_tokens=codec.num_tokens, images=paths))
+            reply = await _timed(
+                chat, "model", talk.ask(ids, max_tokens=codec.num_tokens, images=paths)
+            )
             decisions += 1
             talk.finish_reason = ENV_ERROR
             if isinstance(codec, ContinuousActions):
@@ -126,31 +157,57 @@ class SimulatorWorkflow(MadeByOptions):
                 with chat.clock_stopped():
                     result = await _timed(chat, "simulator", episode.step(chunk.tolist()))
                 steps = result["success"]
-                step_rewards[-1] = result["rewards"] if self._score == "return" else _first(steps, success)
-                num_steps, total = num_steps + len(steps), total + sum(result["rewards"])
+                step_rewards[-1] = (
+                    result["rewards"] if self._score == "return" else _first(steps, success)
+                )
+                num_steps = num_steps + len(steps)
+                total = total + sum(result["rewards"])
                 success = success or any(steps)
-                reason = "stop" if result["terminated"][-1] else MAX_STEPS if result["truncated"][-1] else ""
+                reason = (
+                    "stop"
+                    if result["terminated"][-1]
+                    else MAX_STEPS
+                    if result["truncated"][-1]
+                    else ""
+                )
             size = codec.num_tokens // self._chunk  # of an action
             used = len(steps) * size
             if not reason and len(chunk) < self._execute:
-                reason, used = NO_ACTION, min(used + size, len(reply.token_ids))
+                reason = NO_ACTION
+                used = min(used + size, len(reply.token_ids))
             talk.keep(used)
             talk.finish_reason = reason or "stop"
         if decisions and (last := _store_images(episode.seen, chat)):
             frames.append(last[0])
-        facts = {"success": float(success), "env_steps": num_steps, "episode_len": decisions, "return": total}
-        extra = {"frames": frames, "instruction": episode.seen.instruction, "step_rewards": step_rewards}
+        facts = {
+            "success": float(success),
+            "env_steps": num_steps,
+            "episode_len": decisions,
+            "return": total,
+        }
+        extra = {
+            "frames": frames,
+            "instruction": episode.seen.instruction,
+            "step_rewards": step_rewards,
+        }
         return {"score": facts[self._score], "acc": float(success), **facts, "extra": extra}
 
     def _codecs(self, chat: Chat) -> ActionTokens | ContinuousActions:
-        """Those of actions and of states. Raises ChatError for a model without such tokens, or too short responses."""
+        """Those of actions and of states. Raises ChatError for a model without such tokens, or too
+        short responses."""
         if self._state_bounds is not None:
             low, high, _ = self._state_bounds
-            self._state_codec = _tokens_of("state_tokens", chat, self._state_tokens, (low, high, True), 1)
+            self._state_codec = _tokens_of(
+                "state_tokens", chat, self._state_tokens, (low, high, True), 1
+            )
         codec: ActionTokens | ContinuousActions
         if self._is_continuous:
             (low, high, _), steps = self._bounds, denoising_steps(self._actions)
-            bins, noise = (self._actions.get("bins", 32), float(self._actions.get("noise", 0.5))) if steps else (2, 0.0)
+            bins, noise = (
+                (self._actions.get("bins", 32), float(self._actions.get("noise", 0.5)))
+                if steps
+                else (2, 0.0)
+            )
             size = bins * len(low) * (1 + steps) * self._chunk
             first = _first_token("actions", chat, self._actions, size)
             codec = ContinuousActions(low, high, first, self._chunk, steps, bins, noise)
@@ -169,13 +226,19 @@ class SimulatorWorkflow(MadeByOptions):
         if (ids := self._ids.get(key)) is None:
             marks = chat.tokens.image_mark * len(paths) if paths else ""
             text = self._prompt.format(images=marks, instruction=seen.instruction, state=state)
-            ids = chat.tokens.with_images(text, paths) if paths else chat.tokens.of_text(text, begins=True)
+            ids = (
+                chat.tokens.with_images(text, paths)
+                if paths
+                else chat.tokens.of_text(text, begins=True)
+            )
             if not state:  # a state hardly ever occurs again
                 self._ids[key] = ids
         if (codec := self._state_codec) is None:
             return ids
         if len(seen.state) != codec.dim:
-            raise ChatError(f"state_tokens: the state has {len(seen.state)} numbers, and the bounds {codec.dim}")
+            raise ChatError(
+                f"state_tokens: the state has {len(seen.state)} numbers, and the bounds {codec.dim}"
+            )
         return (*ids, *codec.encode(seen.state.astype(float)[None]))
 
 
@@ -186,19 +249,23 @@ def _tokens_of(
     bounds: tuple[tuple[float, ...], tuple[float, ...], bool],
     chunk: int,
 ) -> ActionTokens:
-    """Raises ChatError if the model's vocabulary has no such tokens. bounds: and whether numbers beyond are clipped."""
+    """Raises ChatError if the model's vocabulary has no such tokens. bounds: and whether numbers
+    beyond are clipped."""
     bins, (low, high, clips) = int(options.get("bins", 256)), bounds
     return ActionTokens(low, high, bins, _first_token(name, chat, options, bins), chunk, clips)
 
 
 def _first_token(name: str, chat: Chat, options: Mapping[str, Any], size: int) -> int:
-    """The id of the first of `size` tokens. Raises ChatError if the vocabulary has no such tokens."""
+    """The id of the first of `size` tokens. Raises ChatError if the vocabulary has no such
+    tokens."""
     first = options.get("first_token")
     number = chat.tokens.vocabulary - size if first is None else first
     token = chat.tokens.token_id(number) if isinstance(number, str) else int(number)
     if not 0 <= token <= chat.tokens.vocabulary - size:
         wanted = f"{size} tokens from {token}"
-        raise ChatError(f"{name}: the tokenizer has {chat.tokens.vocabulary} tokens, not {wanted} (first_token)")
+        raise ChatError(
+            f"{name}: the tokenizer has {chat.tokens.vocabulary} tokens, not {wanted} (first_token)"
+        )
     return token
 
 

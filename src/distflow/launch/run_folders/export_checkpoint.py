@@ -1,6 +1,6 @@
-"""Exports policies of checkpoints as Hugging Face folders (`distflow.json` names the source), with adapters merged or
-alone, by command or beside each checkpoint, and copies them into a run that starts from one, so that it can resume
-without the other run."""
+"""Exports policies of checkpoints as Hugging Face folders (`distflow.json` names the source), with
+adapters merged or alone, by command or beside each checkpoint, and copies them into a run that
+starts from one, so that it can resume without the other run."""
 
 import hashlib
 import json
@@ -42,7 +42,12 @@ from distflow.models.lora import has_adapter, named_weights, unwrapped
 from distflow.observe.crash_safe_files import empty_folder, read_object
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import MANIFEST, by_age, checkpoints_in
-from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS, describe_choice, is_of_a_run, policy_checkpoint
+from distflow.runtime.checkpoint.find_checkpoint import (
+    CHECKPOINTS,
+    describe_choice,
+    is_of_a_run,
+    policy_checkpoint,
+)
 from distflow.training.engine import TrainState
 
 NOTE = "distflow.json"
@@ -57,15 +62,20 @@ Say = Callable[[str], None]
 
 
 def export_checkpoint(
-    source: Path, target: Path, *, trust_code: bool = False, say: Say = lambda line: None, adapter: bool = False
+    source: Path,
+    target: Path,
+    *,
+    trust_code: bool = False,
+    say: Say = lambda line: None,
+    adapter: bool = False,
 ) -> Path:
-    """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged, or with
-    `adapter` written alone. If its agents have several policies, each gets a folder with its name in the target. If the
-    target already has the same content, nothing is done.
+    """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are
+    merged, or with `adapter` written alone. If its agents have several policies, each gets a folder
+    with its name in the target. If the target already has the same content, nothing is done.
 
-    trust_code: Python code that came with the model may run if the run's config allowed it; `say` is called with that
-    code, and with the step. Raises UserError if there is no complete checkpoint, the target is not empty, or the code
-    is not trusted.
+    trust_code: Python code that came with the model may run if the run's config allowed it; `say`
+    is called with that code, and with the step. Raises UserError if there is no complete
+    checkpoint, the target is not empty, or the code is not trusted.
     """
     checkpoint = policy_checkpoint(source)
     note = {"run": str(source), "step": checkpoint.step, "checkpoint": identity(checkpoint.path)}
@@ -84,29 +94,46 @@ def export_checkpoint(
         trained = TrainState(checkpoint.load("actor")).trained_weights()
     note[PROMPT_FORMAT] = saved["facts"].get(PROMPT_FORMAT, config.data.prompt_format)
     if adapter and not config.actor_rollout_ref.model.lora_rank:
-        raise UserError(f"{source} has no adapter, because the run trained all weights: remove --adapter")
+        raise UserError(
+            f"{source} has no adapter, because the run trained all weights: remove --adapter"
+        )
     code = model_code(config)
     _allow_code(code, checkpoint, saved["config"], trust_code, say)
     if not code:
         config = without_model_code(config)
-    policies, tokenizer = trained_policies(config), tokenizer_loader(config)()
+    policies = trained_policies(config)
+    tokenizer = tokenizer_loader(config)()
     for name in policies:
-        own = {weight.removeprefix(f"{name}."): t for weight, t in trained.items() if weight.startswith(f"{name}.")}
-        export_model(_trained_model(config_of_policy(config, name), own, source), tokenizer, target / name)
+        own = {
+            weight.removeprefix(f"{name}."): t
+            for weight, t in trained.items()
+            if weight.startswith(f"{name}.")
+        }
+        export_model(
+            _trained_model(config_of_policy(config, name), own, source), tokenizer, target / name
+        )
     if policies:
         (target / NOTE).write_text(json.dumps(note, indent=2) + "\n", "utf-8")
         say(f"exported the policies {', '.join(policies)} to folders in {target}")
         return target
-    export_model(_trained_model(config, trained, source), tokenizer, target, note=(NOTE, note), adapter=adapter)
+    export_model(
+        _trained_model(config, trained, source),
+        tokenizer,
+        target,
+        note=(NOTE, note),
+        adapter=adapter,
+    )
     say(f"exported to {target}")
     return target
 
 
 def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) -> nn.Module:
-    model = load_policy(config, torch.device("cpu"))  # the training machine may have had another device
+    # the training machine may have had another device
+    model = load_policy(config, torch.device("cpu"))
     if unknown := copy_weights(trained, model):
         raise UserError(
-            f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or has another shape"
+            f"{source} belongs to another model: its '{unknown}' is not a weight of the model, or "
+            "has another shape"
         )
     return model
 
@@ -114,10 +141,11 @@ def _trained_model(config: Config, trained: Mapping[str, Tensor], source: Path) 
 def write_hf_models(run_dir: Path, warn: Say) -> None:
     """Export the policy of each checkpoint to `huggingface/NAME`, and remove those of earlier ones.
 
-    Separate processes export, so that neither memory nor random generators of the run change. warn: called with what
-    could not be written; the checkpoint remains complete.
+    Separate processes export, so that neither memory nor random generators of the run change. warn:
+    called with what could not be written; the checkpoint remains complete.
     """
-    folder, checkpoints = run_dir / HUGGINGFACE, by_age(run_dir / CHECKPOINTS)
+    folder = run_dir / HUGGINGFACE
+    checkpoints = by_age(run_dir / CHECKPOINTS)
     folder.mkdir(mode=0o700, exist_ok=True)
     wanted = {path.name: identity(path) for path in checkpoints}
     for left in folder.iterdir():
@@ -127,14 +155,29 @@ def write_hf_models(run_dir: Path, warn: Say) -> None:
     for path in checkpoints:
         if (folder / path.name / NOTE).exists():  # a folder without it was left empty by a kill
             continue
-        command = ["-m", "distflow", "export", str(path), "--to", str(folder / path.name), "--trust-code"]
+        command = [
+            "-m",
+            "distflow",
+            "export",
+            str(path),
+            "--to",
+            str(folder / path.name),
+            "--trust-code",
+        ]
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(  # in its own session, which Ctrl-C does not end
-            [sys.executable, *command], capture_output=True, text=True, env=env, start_new_session=True
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            env=env,
+            start_new_session=True,
         )
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-            warn(f"{path.name} could not be exported to a Hugging Face folder (trainer.save_hf_model): {why[0]}")
+            warn(
+                f"{path.name} could not be exported to a Hugging Face folder "
+                f"(trainer.save_hf_model): {why[0]}"
+            )
 
 
 def identity(checkpoint: Path) -> str:
@@ -143,13 +186,14 @@ def identity(checkpoint: Path) -> str:
 
 
 def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
-    """The config, where each run or checkpoint named as a model is replaced by a model folder of this run,
-    `models/...`.
+    """The config, where each run or checkpoint named as a model is replaced by a model folder of
+    this run, `models/...`.
 
-    A resumed run uses the copy that it began from. `say` is called with a description. Raises UserError as
-    `export_checkpoint` does.
+    A resumed run uses the copy that it began from. `say` is called with a description. Raises
+    UserError as `export_checkpoint` does.
     """
-    config, policies = loaded.config, loaded.config.dag.policies
+    config = loaded.config
+    policies = loaded.config.dag.policies
     values: dict[str, Any] = flatten(config)
     changes: dict[str, Any] = {key: _folder(values[key], config, say) for key in _MODELS}
     models = config.reward_model.models.items()
@@ -158,39 +202,62 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
     }
     path = changes[_MODELS[0]]
     if path is not None and (of_run := Path(path) / FIRST_POLICY).is_dir():  # one of several
-        changes[_MODELS[0]], folders = str(of_run), {name: of_run.with_name(name) for name in policies}
-        own = {name: {"model.path": str(each), "model.init": "pretrained"} for name, each in folders.items()}
+        changes[_MODELS[0]] = str(of_run)
+        folders = {name: of_run.with_name(name) for name in policies}
+        own = {
+            name: {"model.path": str(each), "model.init": "pretrained"}
+            for name, each in folders.items()
+        }
         changes["dag.policies"] = {
-            name: {**policies[name], **(own[name] if folders[name].is_dir() else {})} for name in policies
+            name: {**policies[name], **(own[name] if folders[name].is_dir() else {})}
+            for name in policies
         }
     if all(values[key] == value for key, value in changes.items() if key != "dag.policies"):
         return loaded
     return replace(loaded, config=with_values(config, changes))
 
 
-def write_config_of(run: Path, file: Path, say: Say, *, trust_code: bool, generates_only: bool = False) -> Path:
-    """Write the config of a run or checkpoint as YAML, with its policy as the model: keys for loading the run's initial
-    model are reset. Raises UserError if there is none, or if it names code and `trust_code` is off (`code_of_run`)."""
+def write_config_of(
+    run: Path, file: Path, say: Say, *, trust_code: bool, generates_only: bool = False
+) -> Path:
+    """Write the config of a run or checkpoint as YAML, with its policy as the model: keys for
+    loading the run's initial model are reset. Raises UserError if there is none, or if it names
+    code and `trust_code` is off (`code_of_run`)."""
     if (run / "config.json").is_file():
-        raise UserError(f"{run} is a model: choose a preset: distflow eval PRESET actor_rollout_ref.model.path={run}")
+        raise UserError(
+            f"{run} is a model: choose a preset: distflow eval PRESET "
+            f"actor_rollout_ref.model.path={run}"
+        )
     checkpoint = policy_checkpoint(run)
     with checkpoint.reading():
-        # `${` of a stored value is text, as it was when the run began: it must not read this user's environment.
+        # `${` of a stored value is text, as it was when the run began: it must not read this user's
+        # environment.
         saved = checkpoint.load("run")
         stored = re.sub(r"((?:\\\\)*)\$\{", r"\1\1\\\\${", json.dumps(saved["config"]))
         values = json.loads(stored)
         code = code_of_run(config_of_run(values), generates_only)
         _allow_code(code, checkpoint, saved["config"], trust_code, say)
-        begun = {"path": str(run), "tokenizer_path": None, "init": "pretrained", "gguf_file": None, "revision": None}
+        begun = {
+            "path": str(run),
+            "tokenizer_path": None,
+            "init": "pretrained",
+            "gguf_file": None,
+            "revision": None,
+        }
         values["actor_rollout_ref"]["model"] |= begun
         if generates_only:  # rows of messages are chats whatever the key says
-            values["data"]["prompt_format"] = saved["facts"].get(PROMPT_FORMAT, values["data"]["prompt_format"])
+            values["data"]["prompt_format"] = saved["facts"].get(
+                PROMPT_FORMAT, values["data"]["prompt_format"]
+            )
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return file
 
 
-def _allow_code(code: list[str], checkpoint: Checkpoint, values: Any, trust_code: bool, say: Say) -> None:
-    """Raises UserError for code that is neither trusted nor that of a run which this user started here."""
+def _allow_code(
+    code: list[str], checkpoint: Checkpoint, values: Any, trust_code: bool, say: Say
+) -> None:
+    """Raises UserError for code that is neither trusted nor that of a run which this user started
+    here."""
     is_own = bool(code) and not trust_code and is_own_run(checkpoint.path.parent.parent, values)
     only_if_trusted(code, trust_code or is_own, say)
     if is_own and "" not in sys.path:
@@ -200,9 +267,12 @@ def _allow_code(code: list[str], checkpoint: Checkpoint, values: Any, trust_code
 def _folder(path: str | None, config: Config, say: Say) -> str | None:
     if path is None or not is_of_a_run(path):
         return path
-    copies, run_dir = config.trainer.run_dir / MODELS, config.trainer.run_dir
+    copies = config.trainer.run_dir / MODELS
+    run_dir = config.trainer.run_dir
     anew = config.trainer.resume_mode == "never" or not checkpoints_in(run_dir / CHECKPOINTS)
-    kept = [note.parent for note in copies.glob(f"*/{NOTE}") if read_object(note).get("run") == path]
+    kept = [
+        note.parent for note in copies.glob(f"*/{NOTE}") if read_object(note).get("run") == path
+    ]
     if kept and not anew:
         copy = max(kept, key=lambda folder: folder.stat().st_mtime)
         say(f"model: this run's own copy of its initial model {path}, {copy}")
@@ -224,10 +294,12 @@ def export_model(
     note: tuple[str, Mapping[str, object]] | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears atomically.
+    """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it
+    appears atomically.
 
-    note: a JSON file beside them. adapter: write only the model's adapter, which names the folder or hub id of its base
-    model. Returns the folder. Raises UserError if the folder is not empty or not writable.
+    note: a JSON file beside them. adapter: write only the model's adapter, which names the folder
+    or hub id of its base model. Returns the folder. Raises UserError if the folder is not empty or
+    not writable.
     """
     target = empty_folder(folder).resolve()
     try:
@@ -235,7 +307,8 @@ def export_model(
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             if adapter:
-                model.save_pretrained(aside, save_embedding_layers=False)  # type: ignore[operator]  # peft's
+                # peft's
+                model.save_pretrained(aside, save_embedding_layers=False)  # type: ignore[operator]
             else:
                 _save_whole(model, aside)
             if tokenizer is not None:

@@ -1,4 +1,5 @@
-"""The lineage of a step, from only the ledger: its groups, their attempts, and the groups dropped meanwhile."""
+"""The lineage of a step, from only the ledger: its groups, their attempts, and the groups dropped
+meanwhile."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ _LATEST_TIME = 1e11
 class StepLineage:
     """A step, counted from 1, as files and metrics count.
 
-    groups: those that it trained on; before it is consumed, those in the sample queue. dropped: since the previous step
-    was consumed. consumed_at: seconds since 1970; None if not consumed. weights: the engines' version after it; None if
-    the ledger ends earlier. max_staleness: None if not in the ledger. aborted: ids of groups that ran for it and were
-    not needed; aborted_tokens: generated for them.
+    groups: those that it trained on; before it is consumed, those in the sample queue. dropped:
+    since the previous step was consumed. consumed_at: seconds since 1970; None if not consumed.
+    weights: the engines' version after it; None if the ledger ends earlier. max_staleness: None if
+    not in the ledger. aborted: ids of groups that ran for it and were not needed; aborted_tokens:
+    generated for them.
     """
 
     step: int
@@ -41,13 +43,15 @@ def ledger_groups(path: Path) -> dict[int, Group]:
 
 
 def step_lineage(path: Path, step: int) -> StepLineage:
-    """The lineage of a step. Reads the surviving timeline once, up to the step, keeping only the groups in the queue.
+    """The lineage of a step. Reads the surviving timeline once, up to the step, keeping only the
+    groups in the queue.
 
     Raises UserError if there is no ledger or no such step in it, LedgerError if it is damaged.
     """
     if not path.exists():
         raise UserError(
-            f"there is no {path}: the run in {path.parent} does not train prompt groups, or has not started"
+            f"there is no {path}: the run in {path.parent} does not train prompt groups, or has "
+            "not started"
         )
     try:
         check_file(path, path.parent, _MAX_BYTES)
@@ -64,16 +68,24 @@ def step_lineage(path: Path, step: int) -> StepLineage:
 def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
     """The lineage, or a sentence on the steps that there are."""
     groups, dropped, aborted = dict[int, Group](), list[Group](), list[Record]()
-    first, following, restart, bound = 1, 1, 0, None
+    first = 1
+    following = 1
+    restart = 0
+    bound = None
 
-    def lineage(own: Iterable[Group], consumed_at: float | None = None, weights: int | None = None) -> StepLineage:
+    def lineage(
+        own: Iterable[Group], consumed_at: float | None = None, weights: int | None = None
+    ) -> StepLineage:
         ids = tuple(group_id for record in aborted for group_id in record["group_ids"])
         tokens = sum(record["tokens"] for record in aborted)
         ordered = tuple(sorted(own, key=lambda group: group.group_id))
-        return StepLineage(step, restart, ordered, tuple(dropped), consumed_at, weights, bound, ids, tokens)
+        return StepLineage(
+            step, restart, ordered, tuple(dropped), consumed_at, weights, bound, ids, tokens
+        )
 
     for record in records:
-        kind, restart = record["kind"], record["restart"]
+        kind = record["kind"]
+        restart = record["restart"]
         fold_groups(groups, record)
         if len(groups) + len(dropped) > _MAX_GROUPS:
             raise TypeError(f"more than {_MAX_GROUPS:,} groups that no step took")
@@ -87,8 +99,12 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
                 if not abs(record["t"]) <= _LATEST_TIME:
                     raise TypeError(record["t"])
                 after: Record = next(records, {"kind": ""})
-                return lineage(own, record["t"], after["weights"] if after["kind"] == "version" else None)
-            dropped, aborted, following = [], [], record["step"] + 1
+                return lineage(
+                    own, record["t"], after["weights"] if after["kind"] == "version" else None
+                )
+            dropped = []
+            aborted = []
+            following = record["step"] + 1
         elif kind == "plan":
             bound = record["max_staleness"]
         elif kind == "inherited":
@@ -100,4 +116,8 @@ def _find(step: int, records: Iterator[Record]) -> StepLineage | str:
         return lineage(groups.values())
     if step < first and first > 1:
         return f"those before {first} are in the folder of the run that it resumes from"
-    return f"it has steps {first} to {following - 1}, counted from 1" if following > first else "none was consumed yet"
+    return (
+        f"it has steps {first} to {following - 1}, counted from 1"
+        if following > first
+        else "none was consumed yet"
+    )

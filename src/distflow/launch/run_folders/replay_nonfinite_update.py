@@ -1,4 +1,5 @@
-"""`distflow replay`: reruns a saved non-finite update on the CPU and reports where it went wrong."""
+"""`distflow replay`: reruns a saved non-finite update on the CPU and reports where it went
+wrong."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,33 +39,49 @@ from distflow.untrusted_files import MAX_YAML_BYTES, check_tensors, load_yaml, r
 ROLES = ("actor", "critic")
 
 _DAMAGE = (
-    *(OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError),
+    *(
+        OSError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+        RuntimeError,
+    ),
     *(YAMLError, SafetensorError),
 )
 """Errors from reading a damaged or foreign file of a bundle."""
 
 
 def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
-    """Readable lines: non-finite columns and weights, the update's metrics, and each sample that is non-finite alone.
+    """Readable lines: non-finite columns and weights, the update's metrics, and each sample that is
+    non-finite alone.
 
-    trust_code: modules that the run imported, and code that came with its model, may run here; a line lists them.
-    Raises UserError if the folder is not a bundle or is damaged, has weights of a model other than the config's, or the
-    code is not trusted.
+    trust_code: modules that the run imported, and code that came with its model, may run here; a
+    line lists them. Raises UserError if the folder is not a bundle or is damaged, has weights of a
+    model other than the config's, or the code is not trusted.
     """
     if not (bundle / FACTS).is_file():
-        raise UserError(f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a run")
+        raise UserError(
+            f"{bundle} is not a bundle: it has no {FACTS}; bundles are in the folder bundles/ of a "
+            "run"
+        )
     with _reading(bundle):
         keys = load_yaml(read_file(bundle / CONFIG, bundle, MAX_YAML_BYTES))
         if not isinstance(keys, dict):
             raise ValueError(f"{CONFIG} holds no keys")
         config = config_of_run(keys)
         facts = read_object(bundle / FACTS, bundle)
-        role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
+        role = str(facts["role"])
+        step = int(facts["step"])  # type: ignore[arg-type]
+        metrics = dict(facts["metrics"])  # type: ignore[arg-type]
         if role not in ROLES:
             raise ValueError(f"{FACTS} names the role {role!r}")
         batch = Batch.load(bundle / BATCH)
         weights = load_file(check_tensors(bundle / WEIGHTS, bundle))
-    code, notes = [*algorithm_code(config), *model_code(config)], list[str]()
+    code = [*algorithm_code(config), *model_code(config)]
+    notes = list[str]()
     only_if_trusted(code, trust_code, notes.append)
     yield from notes
     if code:
@@ -83,7 +100,9 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
         objective = _objective(config, role, batch)
         replayed = engine.train_step(batch, objective)
     saved = ", ".join(f"{name} {metrics.get(name)}" for name in ("loss", "grad_norm"))
-    yield f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
+    yield (
+        f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
+    )
     yield from _samples_alone(engine, objective, batch, weights)
 
 
@@ -96,22 +115,30 @@ def _reading(bundle: Path) -> Iterator[None]:
         raise
     except _DAMAGE as error:
         raise UserError(
-            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: {error}"
+            f"{bundle} is damaged, or from another version of distflow: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
 def _samples_alone(
     engine: TorchTrainEngine, objective: LossFn, batch: Batch, weights: Mapping[str, Tensor]
 ) -> Iterator[str]:
-    found, is_pair = 0, isinstance(objective, PairObjective)
+    found = 0
+    is_pair = isinstance(objective, PairObjective)
     for row in range(0, len(batch), 1 + is_pair):
         _load_weights(engine.model, weights)
         alone = engine.train_step(batch.select(range(row, row + 1 + is_pair)), objective)
         if alone["skipped"]:
             found += 1
-            yield f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm {alone['grad_norm']:g}"
+            yield (
+                f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm "
+                f"{alone['grad_norm']:g}"
+            )
     if not found:
-        yield "each sample alone is finite: their sum is not, or the run's device computes differently"
+        yield (
+            "each sample alone is finite: their sum is not, or the run's device computes "
+            "differently"
+        )
 
 
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
@@ -120,7 +147,11 @@ def _non_finite_columns(batch: Batch) -> Iterator[str]:
         if not isinstance(column, Tensor) or not (wrong := ~column.isfinite()).any():
             continue
         axis = batch.field(name).axis
-        lengths = torch.ones(len(batch), dtype=torch.int64) if axis is Axis.SAMPLE else batch.lengths(axis)
+        lengths = (
+            torch.ones(len(batch), dtype=torch.int64)
+            if axis is Axis.SAMPLE
+            else batch.lengths(axis)
+        )
         rows = torch.arange(len(batch)).repeat_interleave(lengths)[wrong].unique().tolist()
         who = ", ".join(batch["uid"][row] for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
         yield f"column {name}: {int(wrong.sum())} entries are not finite, in samples {who}"
@@ -128,7 +159,8 @@ def _non_finite_columns(batch: Batch) -> Iterator[str]:
 
 def _engine(config: Config, role: str) -> TorchTrainEngine:
     """The role's engine on the CPU of this process, whatever devices and ranks the run had."""
-    settings, trainer = config.actor_rollout_ref, replace(config.trainer, device="cpu")
+    settings = config.actor_rollout_ref
+    trainer = replace(config.trainer, device="cpu")
     settings = replace(settings, actor=replace(settings.actor, strategy="torch"))
     config = replace(config, trainer=trainer, actor_rollout_ref=settings)
     factories = make_factories(config, {"actor", role}, (), steps=1)
@@ -149,6 +181,7 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Raises UserError for a weight that the model lacks, since that would be another update."""
     if unknown := copy_weights(weights, model):
         raise UserError(
-            f"the bundle's weight {unknown} is not a weight of the model: actor_rollout_ref.model.path has another "
+            f"the bundle's weight {unknown} is not a weight of the model: "
+            "actor_rollout_ref.model.path has another "
             "model than in the run"
         )

@@ -1,7 +1,8 @@
-"""Recognises a run that this user started on this machine, so that commands may run its code again without asking.
+"""Recognises a run that this user started on this machine, so that commands may run its code again
+without asking.
 
-A start seals the run's config and the files of its code with a key in the user's cache. A folder from elsewhere has no
-valid seal, nor has one whose config or code has changed since."""
+A start seals the run's config and the files of its code with a key in the user's cache. A folder
+from elsewhere has no valid seal, nor has one whose config or code has changed since."""
 
 import hashlib
 import hmac
@@ -26,19 +27,21 @@ _KEY_BYTES = 32
 
 
 def seal_run(config: Config) -> str:
-    """The seal of a run with this config; empty if it runs no code, or if there is no place for a key."""
+    """The seal of a run with this config; empty if it runs no code, or if there is no place for a
+    key."""
     code = code_of_run(config, generates_only=False)
     key = _key() if code else None
     return _seal(key, code, to_dict(config)) if key else ""
 
 
 def is_own_run(run_dir: Path, values: Mapping[str, Any]) -> bool:
-    """Whether this user started the run on this machine, with this config, and with code whose files have not changed.
-    values: the config as a checkpoint has it."""
+    """Whether this user started the run on this machine, with this config, and with code whose
+    files have not changed. values: the config as a checkpoint has it."""
     state = run_dir.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         return False
-    sealed, key = read_object(run_dir / "run.json", run_dir).get(SEAL), _key()
+    sealed = read_object(run_dir / "run.json", run_dir).get(SEAL)
+    key = _key()
     if not isinstance(sealed, str) or key is None:
         return False
     code = code_of_run(config_of_run(values), generates_only=False)
@@ -46,13 +49,17 @@ def is_own_run(run_dir: Path, values: Mapping[str, Any]) -> bool:
 
 
 def _seal(key: bytes, code: list[str], values: Mapping[str, Any]) -> str:
-    files = [hashlib.sha256(file.read_bytes()).hexdigest() for line in code for file in _files(line)]
+    files = []
+    for line in code:
+        for file in _files(line):
+            files.append(hashlib.sha256(file.read_bytes()).hexdigest())
     content = json.dumps([code, files, to_json(values)], sort_keys=True)
     return hmac.new(key, content.encode(), "sha256").hexdigest()
 
 
 def _files(line: str) -> Iterator[Path]:
-    """The files that a line of `code_of_run` names: of a function, of a module, or among the words of a command."""
+    """The files that a line of `code_of_run` names: of a function, of a module, or among the words
+    of a command."""
     for word in line.partition(": ")[2].split():
         place = split_name(word)[0] if ":" in word else word
         is_file = place.endswith(".py") or is_pickled(word)

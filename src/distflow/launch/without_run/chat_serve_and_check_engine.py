@@ -1,5 +1,6 @@
-"""Uses a config's model without a run: chats with it, with prompts tokenised like the data (`distflow chat`), serves it
-(`distflow serve`), or tests whether its rollout engine does all that a run needs (`distflow rollout check`)."""
+"""Uses a config's model without a run: chats with it, with prompts tokenised like the data
+(`distflow chat`), serves it (`distflow serve`), or tests whether its rollout engine does all that a
+run needs (`distflow rollout check`)."""
 
 import asyncio
 import sys
@@ -45,8 +46,9 @@ EXACT = 1e-4
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """max_tokens: of a response; None for MAX_TOKENS, or half of a shorter context. temperature: 0 is greedy, None the
-    config's. plain: no chat template. trust_code: code that a run's config names may run."""
+    """max_tokens: of a response; None for MAX_TOKENS, or half of a shorter context. temperature: 0
+    is greedy, None the config's. plain: no chat template. trust_code: code that a run's config
+    names may run."""
 
     max_tokens: int | None
     temperature: float | None
@@ -69,13 +71,18 @@ class Chat:
         return self.options.prompt_format == "chat"
 
     def respond(self, prompt: str | Messages) -> str:
-        """Print the response as it is generated, and return it. Raises UserError for a prompt that the template rejects
-        or that leaves no room for a response."""
+        """Print the response as it is generated, and return it. Raises UserError for a prompt that
+        the template rejects or that leaves no room for a response."""
         row = RawRow("this line", prompt, None, "default", None, {})
         (encoded,) = encode_rows([row], self.tokenizer, self.options, BadRows())
         ids = torch.tensor([encoded.prompt_ids], device=self.model.device)
-        rollout, greedy = self.config.actor_rollout_ref.rollout, self.temperature == 0
-        sampling = {"temperature": self.temperature, "top_p": rollout.top_p, "top_k": max(rollout.top_k, 0)}
+        rollout = self.config.actor_rollout_ref.rollout
+        greedy = self.temperature == 0
+        sampling = {
+            "temperature": self.temperature,
+            "top_p": rollout.top_p,
+            "top_k": max(rollout.top_k, 0),
+        }
         sampling |= {"min_p": rollout.min_p}
         ends = list(stop_token_ids(self.model, self.tokenizer))
         out = self.model.generate(
@@ -85,7 +92,8 @@ class Chat:
             do_sample=not greedy,
             eos_token_id=ends,
             pad_token_id=ends[0] if ends else None,
-            repetition_penalty=rollout.repetition_penalty,  # not that of the model's generation_config.json
+            # not that of the model's generation_config.json
+            repetition_penalty=rollout.repetition_penalty,
             stop_strings=list(rollout.stop) or None,
             tokenizer=self.tokenizer,
             streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
@@ -97,8 +105,8 @@ class Chat:
 def load_config_of(
     path: str, overrides: list[str], folder: Path, note: Callable[[str], None], trust_code: bool
 ) -> Config:
-    """The config of a run, with its policy as the model, or preset `grpo` with a model. Arguments as for
-    `load_chat`."""
+    """The config of a run, with its policy as the model, or preset `grpo` with a model. Arguments
+    as for `load_chat`."""
     file = folder / "config.yaml"
     (folder / "run").mkdir()
     if is_of_a_run(path):
@@ -106,24 +114,34 @@ def load_config_of(
     else:
         values = {"defaults": ["grpo", "_self_"], "actor_rollout_ref": {"model": {"path": path}}}
         file.write_text(yaml.safe_dump(values), "utf-8")
-    loaded = load_config(str(file), [*overrides, f"trainer.default_local_dir={folder}/run"], complete=False)
+    loaded = load_config(
+        str(file), [*overrides, f"trainer.default_local_dir={folder}/run"], complete=False
+    )
     return with_models_of_runs(loaded, note).config
 
 
-def load_chat(path: str, overrides: list[str], options: ChatOptions, folder: Path, note: Callable[[str], None]) -> Chat:
+def load_chat(
+    path: str, overrides: list[str], options: ChatOptions, folder: Path, note: Callable[[str], None]
+) -> Chat:
     """A run's policy with the run's config, or a model with the preset `grpo`, in float32.
 
-    folder: an empty one, for the exported policy. note: called with the chosen checkpoint. Raises UserError if there is
-    no such model, or the options do not fit it.
+    folder: an empty one, for the exported policy. note: called with the chosen checkpoint. Raises
+    UserError if there is no such model, or the options do not fit it.
     """
     if (given := options.temperature) is not None and not 0 <= given < inf:
         raise UserError(f"--temperature {given:g}: it must be 0 (greedy) or more")
-    config, is_run = load_config_of(path, overrides, folder, note, options.trust_code), is_of_a_run(path)
-    tokenizer, context, data = tokenizer_loader(config)(), policy_limits(config).context, config.data
+    config = load_config_of(path, overrides, folder, note, options.trust_code)
+    is_run = is_of_a_run(path)
+    tokenizer = tokenizer_loader(config)()
+    context = policy_limits(config).context
+    data = config.data
     has_template = data.prompt_format == "chat" if is_run else _reads_messages(path, tokenizer)
     max_tokens = options.max_tokens or min(MAX_TOKENS, (context or 2 * MAX_TOKENS) // 2)
     if context is not None and context <= max_tokens:
-        raise UserError(f"--max-tokens {max_tokens}: the model's context has {context} tokens, including the prompt")
+        raise UserError(
+            f"--max-tokens {max_tokens}: the model's context has {context} tokens, including the "
+            "prompt"
+        )
     prompts = PromptOptions(
         max_prompt_length=sys.maxsize if context is None else context - max_tokens,
         max_response_length=max_tokens,
@@ -146,12 +164,18 @@ def _reads_messages(path: str, tokenizer: Any) -> bool:
     return trained_on == "chat" and bool(tokenizer.chat_template)
 
 
-async def serve(config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]) -> None:
-    """Serve until cancelled. name: of the model, for clients. say: called with the URL. Raises UserError."""
+async def serve(
+    config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]
+) -> None:
+    """Serve until cancelled. name: of the model, for clients. say: called with the URL. Raises
+    UserError."""
     get = _resources(config)
-    stop_ids, context = tuple(get("stop_token_ids")), policy_limits(config).context or LONGEST
+    stop_ids = tuple(get("stop_token_ids"))
+    context = policy_limits(config).context or LONGEST
     async with get("rollout") as engine:
-        policy = ServedPolicy(engine, get("tokenizer"), stop_ids, config, sampling_params(config), context)
+        policy = ServedPolicy(
+            engine, get("tokenizer"), stop_ids, config, sampling_params(config), context
+        )
         with serve_policy(policy, name, key, listening) as url:
             say(url)
             await asyncio.Event().wait()
@@ -160,11 +184,14 @@ async def serve(config: Config, name: str, key: str, listening: socket, say: Cal
 async def check_rollout(config: Config) -> AsyncIterator[Finding]:
     """Check the engine as a run builds it, with its own weights."""
     get = _resources(config, shares=False)
-    dtype, room = engine_dtype(config), config.data.max_prompt_length + config.data.max_response_length
+    dtype = engine_dtype(config)
+    room = config.data.max_prompt_length + config.data.max_response_length
     limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
     longest = min(room, policy_limits(config).context or room)
     async with get("rollout") as engine:
-        bench = Bench(engine, get("policy").eval(), get("tokenizer"), longest, limit, dtype, NUM_PROMPTS)
+        bench = Bench(
+            engine, get("policy").eval(), get("tokenizer"), longest, limit, dtype, NUM_PROMPTS
+        )
         async for found in check_engine(bench):
             yield found
 
@@ -176,5 +203,7 @@ def _resources(config: Config, **options: bool) -> Get:
     factories = make_factories(config, ("rollout",), (), steps=1)
     policy, rollout = (cast("partial[object]", factories[name]) for name in ("policy", "rollout"))
     factories["policy"] = partial(policy, adapt=None, spread=None)
-    factories["rollout"] = partial(rollout, **{name: options[name] for name in options.keys() & rollout.keywords})
+    factories["rollout"] = partial(
+        rollout, **{name: options[name] for name in options.keys() & rollout.keywords}
+    )
     return Get(factories, RankPlan(0, str(choose_device(config)), (), (), ("rollout",), ()), {})

@@ -1,5 +1,6 @@
-"""`distflow doctor --device`: finds problems of a first run on an accelerator. Each check compares the device with the
-CPU, or a config's needs with the device's resources, and reports in one line what it found and what to do.
+"""`distflow doctor --device`: finds problems of a first run on an accelerator. Each check compares
+the device with the CPU, or a config's needs with the device's resources, and reports in one line
+what it found and what to do.
 """
 
 import asyncio
@@ -42,10 +43,14 @@ from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams,
 from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer
 
-OK, WARNING, FAILED, LEFT_OUT = "ok", "warning", "failed", "left out"
+OK = "ok"
+WARNING = "warning"
+FAILED = "failed"
+LEFT_OUT = "left out"
 """Outcomes; after a failed check a run would be wrong or impossible."""
 EXACT: Final = 1e-4
-"""Limit for float32 against the CPU. Sums in another order differ by 1e-6; products rounded to TF32 by 1e-3."""
+"""Limit for float32 against the CPU. Sums in another order differ by 1e-6; products rounded to TF32
+by 1e-3."""
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _LENGTHS: Final = ((5, 9), (1, 14), (12, 1), (8, 30), (3, 64), (40, 33))
 
@@ -55,8 +60,8 @@ Result = tuple[str, str]
 
 @dataclass(frozen=True)
 class Subject:
-    """The device, the config to run on it, and a folder with tiny models, of which `policy` is compared on both sides.
-    tokenizer: of these."""
+    """The device, the config to run on it, and a folder with tiny models, of which `policy` is
+    compared on both sides. tokenizer: of these."""
 
     config: Config
     device: torch.device
@@ -65,14 +70,18 @@ class Subject:
 
     @cached_property
     def models(self) -> dict[str, PreTrainedModel]:
-        return {device: load_model(self.folder / "policy", device=device) for device in ("cpu", self.device.type)}
+        return {
+            device: load_model(self.folder / "policy", device=device)
+            for device in ("cpu", self.device.type)
+        }
 
     @cached_property
     def batch(self) -> Batch:
         """A batch of random tokens."""
         draws = torch.Generator().manual_seed(0)
         prompts, responses = torch.tensor(_LENGTHS).unbind(1)
-        batch, vocabulary = Batch(prompts, responses), self.models["cpu"].config.vocab_size
+        batch = Batch(prompts, responses)
+        vocabulary = self.models["cpu"].config.vocab_size
         for name, lengths in (("prompt_ids", prompts), ("response_ids", responses)):
             batch[name] = torch.randint(vocabulary, (int(lengths.sum()),), generator=draws)
         return batch
@@ -99,28 +108,46 @@ def try_check(name: str, check: Check, subject: Subject) -> Finding:
     try:
         outcome, text = check.run(subject)
     except (RuntimeError, UserError, TrustError) as error:  # torch's errors are RuntimeErrors
-        outcome, text = FAILED, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        outcome = FAILED
+        text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return Finding(name, outcome, f"{text}: {check.advice}" if outcome == FAILED else text)
 
 
 def find_device(wanted: str) -> Finding:
     """The device of `trainer.device`; "left out" if it is the CPU and there is no other."""
-    found, driver = accelerator(), _nvidia_driver()
+    found = accelerator()
+    driver = _nvidia_driver()
     if found is None and driver:
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        text = f"there is the NVIDIA driver {driver}, but torch {torch.__version__}, {built}, finds no device: install"
-        advice = " a build for a CUDA that the driver knows (nvidia-smi shows it), or look at CUDA_VISIBLE_DEVICES"
+        text = (
+            f"there is the NVIDIA driver {driver}, but torch {torch.__version__}, {built}, finds "
+            "no device: install"
+        )
+        advice = (
+            " a build for a CUDA that the driver knows (nvidia-smi shows it), or look at "
+            "CUDA_VISIBLE_DEVICES"
+        )
         return Finding("device", FAILED, text + advice)
     if wanted not in ("auto", "cpu", found):
         has = f"only {found}" if found else "no accelerator"
         text = f"trainer.device={wanted}, but torch finds {has} here: set trainer.device=auto"
         return Finding("device", FAILED, text)
     if found is None:
-        return Finding("device", LEFT_OUT, "torch finds no accelerator here: runs compute on the CPU")
+        return Finding(
+            "device", LEFT_OUT, "torch finds no accelerator here: runs compute on the CPU"
+        )
     if wanted == "cpu":
-        return Finding("device", LEFT_OUT, f"trainer.device=cpu: the {found} device here would not be used")
-    name, (free, total) = torch.get_device_module(found).get_device_name(), torch.accelerator.get_memory_info()
-    text = f"{found}: {name}, {_gib(free)} of {_gib(total)} GiB free{driver and f', NVIDIA driver {driver}'}"
+        return Finding(
+            "device", LEFT_OUT, f"trainer.device=cpu: the {found} device here would not be used"
+        )
+    name, (free, total) = (
+        torch.get_device_module(found).get_device_name(),
+        torch.accelerator.get_memory_info(),
+    )
+    text = (
+        f"{found}: {name}, {_gib(free)} of {_gib(total)} GiB "
+        f"free{driver and f', NVIDIA driver {driver}'}"
+    )
     return Finding("device", OK, text)
 
 
@@ -135,16 +162,21 @@ def _build(subject: Subject) -> Result:
     if subject.device.type != "cuda" or torch.version.hip:
         return OK, text
     major, minor = torch.cuda.get_device_capability()
-    kernels, wanted = " ".join(torch.cuda.get_arch_list()), 10 * major + minor
+    kernels = " ".join(torch.cuda.get_arch_list())
+    wanted = 10 * major + minor
     has = [(kind, int(number)) for kind, number in re.findall(r"(sm|compute)_(\d+)", kernels)]
-    # Kernels run on later minor versions; code of a "compute" version is translated for every later device.
-    fits = any(number <= wanted and (kind == "compute" or number // 10 == major) for kind, number in has)
+    # Kernels run on later minor versions; code of a "compute" version is translated for every later
+    # device.
+    fits = any(
+        number <= wanted and (kind == "compute" or number // 10 == major) for kind, number in has
+    )
     text += f" for CUDA {torch.version.cuda}, the device is sm_{wanted}"
     return (OK, text) if fits else (FAILED, f"{text}, and torch has kernels for {kernels}")
 
 
 def _count(subject: Subject) -> Result:
-    found, trainer = torch.accelerator.device_count(), subject.config.trainer
+    found = torch.accelerator.device_count()
+    trainer = subject.config.trainer
     text = f"{found} here, {trainer.n_gpus_per_node} on each machine in the config"
     return FAILED if trainer.nnodes == 1 and trainer.n_gpus_per_node > found else OK, text
 
@@ -169,14 +201,17 @@ def _kernels(subject: Subject) -> Result:
     exact = results(x.double(), y.double(), index)
     errors = {name: _largest(found[name].cpu().double(), exact[name].double()) for name in exact}
     worst = max(errors, key=lambda name: errors[name])
-    text = f"{worst} differs by {errors[worst]:.0e} from float64 on the CPU, the limit is {EXACT:.0e}"
+    text = (
+        f"{worst} differs by {errors[worst]:.0e} from float64 on the CPU, the limit is {EXACT:.0e}"
+    )
     return OK if errors[worst] <= EXACT else FAILED, text
 
 
 def _copies(subject: Subject) -> Result:
     """Tests copies to the device, as in `device_transfer.send`, and back."""
     host = torch.randint(256, (2**26,), dtype=torch.uint8).pin_memory()
-    there, back = torch.empty_like(host, device=subject.device), torch.empty_like(host, pin_memory=True)
+    there = torch.empty_like(host, device=subject.device)
+    back = torch.empty_like(host, pin_memory=True)
     rates = []
     for target, source in 2 * ((there, host), (back, there)):  # the first of each initialises
         start = time.perf_counter()
@@ -195,16 +230,23 @@ def _dtype(subject: Subject, dtype: torch.dtype) -> Result:
     if computed != dtype:
         return FAILED, f"products under autocast are in {computed}"
     error, limit = _error(subject, dtype)
-    return OK if error <= limit else FAILED, f"they differ by {error:.1e} from float32 on the CPU (limit {limit:.1e})"
+    return (
+        OK if error <= limit else FAILED,
+        f"they differ by {error:.1e} from float32 on the CPU (limit {limit:.1e})",
+    )
 
 
 def _attention(subject: Subject, kind: SDPBackend) -> Result:
-    """Tests one of the attention implementations among which torch chooses. `overrideable` is that of accelerators
-    other than CUDA."""
-    found, dtypes = [], (torch.float32, torch.bfloat16)
-    for dtype in () if kind is SDPBackend.OVERRIDEABLE and subject.device.type == "cuda" else dtypes:
+    """Tests one of the attention implementations among which torch chooses. `overrideable` is that
+    of accelerators other than CUDA."""
+    found = []
+    dtypes = (torch.float32, torch.bfloat16)
+    for dtype in (
+        () if kind is SDPBackend.OVERRIDEABLE and subject.device.type == "cuda" else dtypes
+    ):
         try:
-            with sdpa_kernel([kind]), warnings.catch_warnings(action="ignore"):  # on why it is not for this device
+            # on why it is not for this device
+            with sdpa_kernel([kind]), warnings.catch_warnings(action="ignore"):
                 error, limit = _error(subject, dtype)
         except RuntimeError as refusal:
             if not re.search("No (available kernel|viable backend)", str(refusal)):
@@ -213,11 +255,16 @@ def _attention(subject: Subject, kind: SDPBackend) -> Result:
         found.append(f"{dtype} {error:.1e} (limit {limit:.1e})")
         if not error <= limit:
             return FAILED, f"log-probs differ by {found[-1]}, and torch may choose it by itself"
-    return (OK, f"log-probs differ by {', '.join(found)}") if found else (LEFT_OUT, "not for this device")
+    return (
+        (OK, f"log-probs differ by {', '.join(found)}")
+        if found
+        else (LEFT_OUT, "not for this device")
+    )
 
 
 def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float]:
-    """Error of log-probs against float32 on the CPU, and its limit: of the maximum in float32, the mean in bfloat16."""
+    """Error of log-probs against float32 on the CPU, and its limit: of the maximum in float32, the
+    mean in bfloat16."""
     found, (exact, rounded) = subject.log_probs(subject.device.type, dtype), subject.expected
     if dtype == torch.float32:
         return _largest(found, exact), EXACT
@@ -226,19 +273,26 @@ def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float]:
 
 def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Generation], int]:
     """Responses of the embedded engine, and the number of recorded graphs."""
-    model, tokenizer = subject.models[device], load_tokenizer(subject.tokenizer)
-    engine = EmbeddedEngine(model, tokenizer, version=Version(0, 0), max_num_seqs=4, enforce_eager=enforce_eager)
+    model = subject.models[device]
+    tokenizer = load_tokenizer(subject.tokenizer)
+    engine = EmbeddedEngine(
+        model, tokenizer, version=Version(0, 0), max_num_seqs=4, enforce_eager=enforce_eager
+    )
 
     async def generate() -> list[Generation]:
         async with engine:
-            request = GenerateRequest((5, 6, 7), (0, 1, 2, 3), SamplingParams(32), Stream(1, "check", 0, 0))
+            request = GenerateRequest(
+                (5, 6, 7), (0, 1, 2, 3), SamplingParams(32), Stream(1, "check", 0, 0)
+            )
             return list((await engine.generate(request)).generations)
 
     return asyncio.run(generate()), engine.num_graphs
 
 
 def _decode(subject: Subject) -> Result:
-    return _same_responses(*(_generated(subject, device, True)[0] for device in (subject.device.type, "cpu")))
+    return _same_responses(
+        *(_generated(subject, device, True)[0] for device in (subject.device.type, "cpu"))
+    )
 
 
 def _graphs(subject: Subject) -> Result:
@@ -254,7 +308,10 @@ def _graphs(subject: Subject) -> Result:
 def _same_responses(found: list[Generation], expected: list[Generation]) -> Result:
     if [each.token_ids for each in found] != [each.token_ids for each in expected]:
         return FAILED, "other tokens are drawn than they should be"
-    one, other = (torch.tensor([n for each in side for n in each.rollout_log_probs]) for side in (found, expected))
+    one, other = (
+        torch.tensor([n for each in side for n in each.rollout_log_probs])
+        for side in (found, expected)
+    )
     error = _largest(one, other)
     text = f"the same tokens, log-probs differ by {error:.1e}, the limit is {EXACT:.0e}"
     return OK if error <= EXACT else FAILED, text
@@ -263,36 +320,60 @@ def _same_responses(found: list[Generation], expected: list[Generation]) -> Resu
 def _memory(subject: Subject) -> Result:
     config = subject.config
     if not config.actor_rollout_ref.model.path:
-        return LEFT_OUT, "there is no model: name a config, and actor_rollout_ref.model.path, after --device"
+        return (
+            LEFT_OUT,
+            "there is no model: name a config, and actor_rollout_ref.model.path, after --device",
+        )
     if config.trainer.allocation or config.trainer.devices:
-        return LEFT_OUT, "trainer.allocation and trainer.devices place models on different devices: not counted"
+        return (
+            LEFT_OUT,
+            "trainer.allocation and trainer.devices place models on different devices: not counted",
+        )
     torch.accelerator.empty_cache()
     free, _ = torch.accelerator.get_memory_info()
-    parts, token_bytes = resident_bytes(config), kv_bytes_of_token(config)
-    total, length = sum(parts.values()), config.data.max_prompt_length + config.data.max_response_length
+    parts = resident_bytes(config)
+    token_bytes = kv_bytes_of_token(config)
+    total = sum(parts.values())
+    length = config.data.max_prompt_length + config.data.max_response_length
     listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
     text = f"{listed}: {_gib(total)} of {_gib(free)} GiB free, without activations"
     if offloads := offload_keys(config):
         text += f" and before offloading ({', '.join(offloads)})"
     if total + length * token_bytes > free:
         return WARNING if offloads else FAILED, text
-    trained, rollout = parts["gradients"] + parts["optimizer"], config.actor_rollout_ref.rollout
+    trained = parts["gradients"] + parts["optimizer"]
+    rollout = config.actor_rollout_ref.rollout
     context = policy_limits(config).context
     kept = cache_in_advance(config, free - (total - trained), token_bytes, context) or 0.0
     kept *= not rollout.free_cache_engine
     if total + kept > free and not offloads:
-        text += f"; the embedded engine, which generates first, keeps {_gib(kept)} for keys and values"
+        text += (
+            f"; the embedded engine, which generates first, keeps {_gib(kept)} for keys and values"
+        )
         return FAILED, f"{text}: set actor_rollout_ref.rollout.free_cache_engine=true, or"
-    fitting, wanted = int((free - total) // (length * token_bytes)), rollout.max_num_seqs
-    text += f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their prompts"
-    return (OK, text) if fitting >= wanted else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
+    fitting = int((free - total) // (length * token_bytes))
+    wanted = rollout.max_num_seqs
+    text += (
+        f"; in the rest fit keys and values of {fitting} responses of {length} tokens with their "
+        "prompts"
+    )
+    return (
+        (OK, text)
+        if fitting >= wanted
+        else (WARNING, f"{text}, and max_num_seqs={wanted}: others wait")
+    )
 
 
 def resident_bytes(config: Config) -> dict[str, float]:
-    """Memory on one device while the pipeline's models are trained, without activations, keys and values."""
-    engines, trainer, settings = bind(config).engines, config.trainer, config.actor_rollout_ref
-    adapt, policy = policy_adapter(config), _empty(policy_source(config))
-    whole, models = policy.num_parameters(), scoring_models(config.reward_model)
+    """Memory on one device while the pipeline's models are trained, without activations, keys and
+    values."""
+    engines = bind(config).engines
+    trainer = config.trainer
+    settings = config.actor_rollout_ref
+    adapt = policy_adapter(config)
+    policy = _empty(policy_source(config))
+    whole = policy.num_parameters()
+    models = scoring_models(config.reward_model)
     actor = policy if adapt is None else adapt(policy)
     num_trained = sum(p.numel() for p in actor.parameters() if p.requires_grad)
     num_weights = sum(p.numel() for p in actor.parameters())
@@ -343,23 +424,35 @@ def _gib(size: float) -> str:
 
 _OTHER_TORCH: Final = "install another build of torch; if that does not help, test the device"
 CHECKS: Final[dict[str, Check]] = {
-    "build of torch": Check(_build, "install a build of torch for this device (https://pytorch.org/get-started)"),
+    "build of torch": Check(
+        _build, "install a build of torch for this device (https://pytorch.org/get-started)"
+    ),
     "devices": Check(_count, "lower trainer.n_gpus_per_node, or look at CUDA_VISIBLE_DEVICES"),
-    "kernels": Check(_kernels, f"unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if it is set; else {_OTHER_TORCH}"),
+    "kernels": Check(
+        _kernels, f"unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE if it is set; else {_OTHER_TORCH}"
+    ),
     "copies": Check(_copies, _OTHER_TORCH),
     **{
-        f"log-probs, {name}": Check(partial(_dtype, dtype=dtype), f"do not train in {name} here; {_OTHER_TORCH}")
+        f"log-probs, {name}": Check(
+            partial(_dtype, dtype=dtype), f"do not train in {name} here; {_OTHER_TORCH}"
+        )
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
     },
     **{
-        f"attention, {name.lower().removesuffix('_attention')}": Check(partial(_attention, kind=kind), _OTHER_TORCH)
+        f"attention, {name.lower().removesuffix('_attention')}": Check(
+            partial(_attention, kind=kind), _OTHER_TORCH
+        )
         for name, kind in SDPBackend.__members__.items()
         if name != "ERROR"
     },
     "decode steps": Check(_decode, "set actor_rollout_ref.rollout.name=hf"),
     "CUDA graphs": Check(_graphs, "set actor_rollout_ref.rollout.enforce_eager=true"),
     "memory of the config": Check(
-        _memory, "set actor_rollout_ref.model.lora_rank, actor.strategy=fsdp over more devices, or a smaller model"
+        _memory,
+        (
+            "set actor_rollout_ref.model.lora_rank, actor.strategy=fsdp over more devices, or a "
+            "smaller model"
+        ),
     ),
 }
 """The checks by name, in order, except those of whole runs."""

@@ -27,8 +27,8 @@ from distflow.scheduling.group_states import Version
 
 @dataclass(frozen=True)
 class Evaluation:
-    """rows: one per response, as in a run's validation. num_prompts: the number of prompts for each metric that is a
-    share of prompts."""
+    """rows: one per response, as in a run's validation. num_prompts: the number of prompts for each
+    metric that is a share of prompts."""
 
     metrics: dict[str, float]
     rows: SampleRows
@@ -42,31 +42,47 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     """
     if not spec.validation:
         raise UserError("there is no evaluation data: set data.val_files")
-    pipeline, device = spec.pipeline(), spec.plan.ranks[0].device
+    pipeline = spec.pipeline()
+    device = spec.plan.ranks[0].device
     own_device(device)  # a worker's device, if the config is for a cluster
-    (rank,) = plan_local(pipeline, device).ranks  # wherever the run has its parts, and with whole models
-    # Models of the training loop alone are not loaded: critic, reference, and models that score whole steps.
+    # wherever the run has its parts, and with whole models
+    (rank,) = plan_local(pipeline, device).ranks
+    # Models of the training loop alone are not loaded: critic, reference, and models that score
+    # whole steps.
     used = {"actor", *(engine for node in pipeline.rollout_nodes for engine in node.engines)}
     rank = replace(rank, engines=tuple(engine for engine in rank.engines if engine in used))
-    resources = build_resources({name: _unsharded(make) for name, make in spec.factories.items()}, rank, say=say)
+    resources = build_resources(
+        {name: _unsharded(make) for name, make in spec.factories.items()}, rank, say=say
+    )
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
         with lasting(say, "evaluating"):
             return Evaluation(*validation_loss(spec.validation, actor))
-    session = RolloutServices.of(spec, resources, writes_stacks=False)  # the folder of an evaluation is temporary
-    resources, rollout = session.resources, session.resources.rollout
+    # the folder of an evaluation is temporary
+    session = RolloutServices.of(spec, resources, writes_stacks=False)
+    resources = session.resources
+    rollout = session.resources.rollout
     assert rollout is not None, "checked above"
     contexts = Contexts(spec.config, resources, {}, updates=None)
     nodes = [pipeline.node(name) for name in rank.rollout_nodes]
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, GroupRecords(), GroupEvents())
-    stop_ids, done = resources.stop_token_ids, list[int]()
-    validator = Validator(spec.validation, contexts, rollout_loop, stop_ids, spec.options.seed, say, done.append)
-    with session, lasting(say, "evaluating", lambda: f", {sum(done):,} of {validator.num_responses:,} responses"):
+    stop_ids = resources.stop_token_ids
+    done = list[int]()
+    validator = Validator(
+        spec.validation, contexts, rollout_loop, stop_ids, spec.options.seed, say, done.append
+    )
+    with (
+        session,
+        lasting(
+            say, "evaluating", lambda: f", {sum(done):,} of {validator.num_responses:,} responses"
+        ),
+    ):
         weights = LocalWeights(Waits())
         weights.attach(WeightReceiver(rollout, session, Waits()))
         canary = make_canary(spec, resources)
-        sends, dtype = spec.sends_weights, spec.weight_dtype
+        sends = spec.sends_weights
+        dtype = spec.weight_dtype
         sender = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
         sender.sync(Version(0, 0), at_start=True)
         results = session.call(validator.run(0))
@@ -77,4 +93,8 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
 
 
 def _unsharded(make: Factory) -> Factory:
-    return partial(make, spread=None) if isinstance(make, partial) and "spread" in make.keywords else make
+    return (
+        partial(make, spread=None)
+        if isinstance(make, partial) and "spread" in make.keywords
+        else make
+    )

@@ -1,5 +1,5 @@
-"""Compiles this folder's C for this processor with the machine's C compiler, once for all runs, and calls its
-functions."""
+"""Compiles this folder's C for this processor with the machine's C compiler, once for all runs, and
+calls its functions."""
 
 import ctypes
 import functools
@@ -23,7 +23,8 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fope
     ("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()
 )
 LONGEST_S = 60.0
-ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
+ADDRESS = ctypes.c_void_p
+COUNT = ctypes.c_int64
 
 
 class NotNative(Exception):
@@ -60,7 +61,9 @@ def _load() -> ctypes.CDLL:
     # Make the code find the OpenMP that torch uses: a second one would have its own threads.
     loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
     if len(loaded) != 1:
-        raise NotNative(f"it requires a single OpenMP library (torch's), but this process has {len(loaded)}")
+        raise NotNative(
+            f"it requires a single OpenMP library (torch's), but this process has {len(loaded)}"
+        )
     ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
     try:
         path = own_cache() / f"native-{_digest(compiler)}.so"
@@ -75,15 +78,19 @@ def _load() -> ctypes.CDLL:
 
 
 def name() -> str:
-    """The name of the code, from everything that its results depend on; "torch" if there is none."""
+    """The name of the code, from everything that its results depend on; "torch" if there is
+    none."""
     found = outcome()
     return "torch" if isinstance(found, NotNative) else Path(found._name).stem
 
 
 def _digest(compiler: str) -> str:
-    """A hash of everything that the result depends on; different machines may share a home folder."""
+    """A hash of everything that the result depends on; different machines may share a home
+    folder."""
     features = {
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith(("flags", "Features"))
     }
     sources = [path.read_text("utf-8") for path in sorted(FOLDER.glob("*.[ch]"))]
     parts = (*sources, _run(compiler, "--version"), " ".join(FLAGS), *sorted(features))
@@ -112,13 +119,14 @@ def _run(*command: str) -> str:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Run a C function, whose last argument is the number of threads. arguments: tensors (None for a missing one),
-    structures, integers, and C values. Raises NotNative."""
+    """Run a C function, whose last argument is the number of threads. arguments: tensors (None for
+    a missing one), structures, integers, and C values. Raises NotNative."""
     return getattr(library(), name)(*map(_of_c, arguments), COUNT(torch.get_num_threads()))
 
 
 def size(name: str, *arguments: Any) -> int:
-    """The result of a C function that computes a size. arguments: as in `call`. Raises NotNative."""
+    """The result of a C function that computes a size. arguments: as in `call`. Raises
+    NotNative."""
     function = getattr(library(), name)
     function.restype = COUNT
     return function(*map(_of_c, arguments))

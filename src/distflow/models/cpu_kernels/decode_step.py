@@ -1,5 +1,5 @@
-"""Native code for a decode step of a Llama-like decoder, one call instead of some hundred operations, and for draws
-from softmax(logits / temperature), row by row.
+"""Native code for a decode step of a Llama-like decoder, one call instead of some hundred
+operations, and for draws from softmax(logits / temperature), row by row.
 """
 
 import ctypes
@@ -9,19 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from distflow.models.cpu_kernels.build import NotNative, addresses, call, counts, library, size
-from distflow.models.cpu_kernels.weight_layout import check_modules, head_key, layer_modules, layout_key, pack_weights
+from distflow.models.cpu_kernels.weight_layout import (
+    check_modules,
+    head_key,
+    layer_modules,
+    layout_key,
+    pack_weights,
+)
 
 
 def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Token ids int64 and their log-probs float64, `(rows,)`: for each row the first token, in vocabulary order, whose
-    cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total. logits: float32 `(rows, vocab)`, on
-    the CPU. None if one is NaN or +inf, or a whole row is -inf. Raises NotNative."""
-    logits, uniform = logits.contiguous(), uniform.contiguous()
+    """Token ids int64 and their log-probs float64, `(rows,)`: for each row the first token, in
+    vocabulary order, whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the
+    total. logits: float32 `(rows, vocab)`, on the CPU. None if one is NaN or +inf, or a whole row
+    is -inf. Raises NotNative."""
+    logits = logits.contiguous()
+    uniform = uniform.contiguous()
     rows, vocabulary = logits.shape
-    masses, tokens = torch.empty(torch.get_num_threads(), vocabulary), torch.empty(rows, dtype=torch.int64)
+    masses = torch.empty(torch.get_num_threads(), vocabulary)
+    tokens = torch.empty(rows, dtype=torch.int64)
     log_probs = torch.empty(rows, dtype=torch.float64)
     outputs = (masses, tokens, log_probs)
-    all_drawn = call("draw", logits, rows, vocabulary, ctypes.c_float(temperature), uniform, *outputs)
+    all_drawn = call(
+        "draw", logits, rows, vocabulary, ctypes.c_float(temperature), uniform, *outputs
+    )
     return (tokens, log_probs) if all_drawn else None
 
 
@@ -37,15 +48,17 @@ class _Memory(ctypes.Structure):
 
 
 class NativeStep:
-    """Computes the same as `DecoderView` by torch, with another order of sums; a row's bits do not depend on its batch.
+    """Computes the same as `DecoderView` by torch, with another order of sums; a row's bits do not
+    depend on its batch.
 
-    The weights are copied into a special layout, which takes as much memory again, and again when they change in place
-    or are replaced. Changes through `weight.data`, which are not counted, need `expire`.
+    The weights are copied into a special layout, which takes as much memory again, and again when
+    they change in place or are replaced. Changes through `weight.data`, which are not counted, need
+    `expire`.
     """
 
     def __init__(self, causal: nn.Module, halves: bool = False) -> None:
-        """halves: products are those of autocast to bfloat16. Raises NotNative if there is no native code for this
-        model or (with a warning) on this machine."""
+        """halves: products are those of autocast to bfloat16. Raises NotNative if there is no
+        native code for this model or (with a warning) on this machine."""
         _check(causal)
         try:
             library()
@@ -53,8 +66,10 @@ class NativeStep:
             _log.warning("tokens are decoded by torch, several times slower: %s", reason)
             raise
         self._panel = size("panel_width")
-        self._causal, self._halves = causal, halves
-        self.values_dtype = torch.bfloat16 if halves else torch.float32  # the dtype that products produce
+        self._causal = causal
+        self._halves = halves
+        # the dtype that products produce
+        self.values_dtype = torch.bfloat16 if halves else torch.float32
         self._key = layout_key(causal)
         self._packed = pack_weights(causal, self._panel, halves)
         self._scratch = torch.empty(0)
@@ -65,15 +80,16 @@ class NativeStep:
         vars(self).pop("_packed", None)
 
     def refresh(self) -> bool:
-        """Update the copies of the weights. Returns False if the model has changed so that only torch can compute
-        it."""
+        """Update the copies of the weights. Returns False if the model has changed so that only
+        torch can compute it."""
         now = layout_key(self._causal)
         if now != self._key:
             try:
                 _check(self._causal)
             except NotNative:
                 return False
-            self._packed, self._key = pack_weights(self._causal, self._panel, self._halves), now
+            self._packed = pack_weights(self._causal, self._panel, self._halves)
+            self._key = now
         return True
 
     def refresh_head(self) -> bool:
@@ -82,33 +98,64 @@ class NativeStep:
         return self._key[-len(now) :] == now or self.refresh()
 
     def decode(
-        self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
-        """As `DecoderView.decode`, and with several tokens per row of the memory, one after the other: those of a
-        prompt after its prefix. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
+        """As `DecoderView.decode`, and with several tokens per row of the memory, one after the
+        other: those of a prompt after its prefix. cos, sin: `(positions, head_dim)`, the sines of
+        the first half negative.
 
-        Raises IndexError for an invalid token or position, and ValueError for keys or values that are not contiguous
-        per head, differ in their strides, or have the wrong dtype.
+        Raises IndexError for an invalid token or position, and ValueError for keys or values that
+        are not contiguous per head, differ in their strides, or have the wrong dtype.
         """
         if (keys.dtype, values.dtype) != (torch.float32, self.values_dtype):
-            raise ValueError(f"keys and values do not have the expected dtypes: {keys.dtype}, {values.dtype}")
+            raise ValueError(
+                f"keys and values do not have the expected dtypes: {keys.dtype}, {values.dtype}"
+            )
         if keys.stride() != values.stride() or keys.stride()[-2:] != (keys.shape[-1], 1):
-            raise ValueError(f"keys and values do not have the expected strides: {keys.stride()}, {values.stride()}")
-        token_ids, positions = token_ids.contiguous(), positions.contiguous()
-        model, rows, extent = self._packed.model, len(token_ids), keys.shape[-2]
+            raise ValueError(
+                f"keys and values do not have the expected strides: {keys.stride()}, "
+                f"{values.stride()}"
+            )
+        token_ids = token_ids.contiguous()
+        positions = positions.contiguous()
+        model = self._packed.model
+        rows = len(token_ids)
+        extent = keys.shape[-2]
         wanted = torch.get_num_threads() * size("scratch_size", model, extent)
         if len(self._scratch) < wanted:
             self._scratch = torch.empty(wanted)
         hidden = torch.empty(rows, model.hidden)
-        memory = _Memory(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr())
+        memory = _Memory(
+            keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr()
+        )
         width = max(1, rows // keys.shape[1])
-        if call("decode", model, memory, token_ids, positions, rows, width, extent, hidden, self._scratch):
-            raise IndexError(f"a token is not below {model.vocabulary}, or a position not below {extent}")
+        if call(
+            "decode",
+            model,
+            memory,
+            token_ids,
+            positions,
+            rows,
+            width,
+            extent,
+            hidden,
+            self._scratch,
+        ):
+            raise IndexError(
+                f"a token is not below {model.vocabulary}, or a position not below {extent}"
+            )
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
-        head, hidden = self._packed.head, hidden.contiguous()
+        head = self._packed.head
+        hidden = hidden.contiguous()
         logits = torch.empty(len(hidden), head.columns)
         scratch = torch.empty(size("project_scratch", head, len(hidden)))
         call("project", head, hidden, logits, len(hidden), scratch)
@@ -117,5 +164,6 @@ class NativeStep:
 
 def _check(causal: nn.Module) -> None:
     """Raises NotNative for a model that `decode.c` does not compute."""
-    decoder, head = causal._modules["model"], causal._modules["lm_head"]
+    decoder = causal._modules["model"]
+    head = causal._modules["lm_head"]
     check_modules((*layer_modules(decoder), head), causal.config.rms_norm_eps)  # type: ignore[arg-type,union-attr]

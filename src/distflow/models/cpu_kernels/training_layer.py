@@ -1,11 +1,13 @@
 """Native code for a decoder layer on a CPU, forward and backward.
 
-- Causal attention of packed sequences in float32: each to itself, including shared prefixes, without padding and
-  without saving a matrix for the backward pass.
-- In float32: the part before attention (norm, projections, rotation) and the part after it (output, norm, gated MLP and
-  residuals), as one operation each. Intermediate results stay in the processor's cache.
-- In bfloat16 or float32: the operations between matrix products computed by torch, each of which reads its inputs and
-  writes its outputs once. With bfloat16, forward rounds where autocast does, and backward less often.
+- Causal attention of packed sequences in float32: each to itself, including shared prefixes,
+  without padding and without saving a matrix for the backward pass.
+- In float32: the part before attention (norm, projections, rotation) and the part after it (output,
+  norm, gated MLP and residuals), as one operation each. Intermediate results stay in the
+  processor's cache.
+- In bfloat16 or float32: the operations between matrix products computed by torch, each of which
+  reads its inputs and writes its outputs once. With bfloat16, forward rounds where autocast does,
+  and backward less often.
 """
 
 import ctypes
@@ -30,26 +32,36 @@ class _Packing(ctypes.Structure):
     ]
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the scores,
-    above 0. Returns a tensor like queries; differentiable once. Raises NotNative."""
-    return _Attention.apply(queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale)
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+) -> Tensor:
+    """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads.
+    scale: of the scores, above 0. Returns a tensor like queries; differentiable once. Raises
+    NotNative."""
+    return _Attention.apply(
+        queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale
+    )
 
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
-        mixed, log_sums = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+    ) -> Tensor:
+        mixed = torch.empty_like(queries)
+        log_sums = queries.new_empty(queries.shape[:2])
         _run_attention("attend", sequences, scale, queries, keys, values, mixed, log_sums)
         ctx.save_for_backward(queries, keys, values, mixed, log_sums)
-        ctx.sequences, ctx.scale = sequences, scale
+        ctx.sequences = sequences
+        ctx.scale = scale
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         queries, keys, values, mixed, log_sums = ctx.saved_tensors
-        sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
+        sequences = ctx.sequences
+        of_mixed = of_mixed.contiguous()
         added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]
         of_queries = torch.empty_like(queries)
         others = (mixed, log_sums, of_mixed, of_queries, *added)
@@ -68,7 +80,14 @@ def _run_attention(
     of = (sequences.place, sequences.starts, sequences.shared)
     packing = _Packing(
         *(tensor.data_ptr() for tensor in of),
-        *(len(sequences.shared), sequences.longest, queries.shape[1], keys.shape[1], queries.shape[2], scale),
+        *(
+            len(sequences.shared),
+            sequences.longest,
+            queries.shape[1],
+            keys.shape[1],
+            queries.shape[2],
+            scale,
+        ),
     )
     scratch = torch.empty(torch.get_num_threads() * size("attend_scratch", packing))
     call(name, packing, queries, keys, *others, scratch)
@@ -104,47 +123,64 @@ class _Before(ctypes.Structure):
 
 class _After(ctypes.Structure):
     _fields_ = [
-        *addresses("x", "mixed", "attended", "gates", "ups", "outputs", "of_outputs", "of_x", "of_mixed"),
+        *addresses(
+            "x", "mixed", "attended", "gates", "ups", "outputs", "of_outputs", "of_x", "of_mixed"
+        ),
         ("norm", _Norm),
         *((name, _Linear) for name in ("output", "gate", "up", "down")),
         *counts("rows"),
     ]
 
 
-def before_attention(layer: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries `(rows, heads, head_dim)`, rotated keys and values `(rows, kv_heads, head_dim)`, of a layer that
-    `weight_layout.check_modules` accepts.
+def before_attention(
+    layer: Any, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries `(rows, heads, head_dim)`, rotated keys and values
+    `(rows, kv_heads, head_dim)`, of a layer that `weight_layout.check_modules` accepts.
 
     x: float32 `(rows, hidden)`. cos, sin: `(rows, head_dim)`, from the model. Differentiable once.
     """
-    attention, norm = layer.self_attn, layer.input_layernorm
+    attention = layer.self_attn
+    norm = layer.input_layernorm
     weights: list[Tensor | None] = []
     for name in ("q", "k", "v"):
-        linear, head_norm = getattr(attention, f"{name}_proj"), getattr(attention, f"{name}_norm", None)
+        linear = getattr(attention, f"{name}_proj")
+        head_norm = getattr(attention, f"{name}_norm", None)
         weights += (linear.weight, linear.bias, None if head_norm is None else head_norm.weight)
     inputs = (each.contiguous() for each in (x, cos, sin))
-    outputs = _BeforeAttention.apply(*inputs, attention.head_dim, norm.variance_epsilon, norm.weight, *weights)
+    outputs = _BeforeAttention.apply(
+        *inputs, attention.head_dim, norm.variance_epsilon, norm.weight, *weights
+    )
     queries, keys, values = (each.unflatten(1, (-1, attention.head_dim)) for each in outputs)
     return queries, keys, values
 
 
 def after_attention(layer: Any, x: Tensor, mixed: Tensor) -> Tensor:
-    """The layer's output, `(rows, hidden)`, from its input `x` and the output of attention, `mixed`, `(rows, heads,
-    head_dim)`. Differentiable once."""
-    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    """The layer's output, `(rows, hidden)`, from its input `x` and the output of attention,
+    `mixed`, `(rows, heads, head_dim)`. Differentiable once."""
+    norm = layer.post_attention_layernorm
+    mlp = layer.mlp
     weights = [
         weight
         for linear in (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         for weight in (linear.weight, linear.bias)
     ]
-    keeps, inputs = torch.is_grad_enabled(), (x.contiguous(), mixed.flatten(1).contiguous())
+    keeps = torch.is_grad_enabled()
+    inputs = (x.contiguous(), mixed.flatten(1).contiguous())
     return _AfterAttention.apply(*inputs, norm.variance_epsilon, keeps, norm.weight, *weights)
 
 
 class _BeforeAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, epsilon: float, norm: Tensor, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_dim: int,
+        epsilon: float,
+        norm: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         outputs = [x.new_empty(len(x), len(weight)) for weight in weights[::3]]
         projected = [
@@ -153,7 +189,8 @@ class _BeforeAttention(Function):
         ]
         tensors = (x, cos, sin, norm, *weights, *projected)
         ctx.save_for_backward(*tensors)
-        ctx.head_dim, ctx.epsilon = head_dim, epsilon
+        ctx.head_dim = head_dim
+        ctx.epsilon = epsilon
         job = _before(ctx, tensors, [None] * 10)
         for place, each in zip(job.projections, outputs, strict=True):
             place.outputs = each.data_ptr()
@@ -164,8 +201,10 @@ class _BeforeAttention(Function):
     @once_differentiable
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, _, _, norm, *others = ctx.saved_tensors
-        of_x, of_weights = torch.empty_like(x), [_like(weight) for weight in (norm, *others[:9])]
-        job, gradients = _before(ctx, ctx.saved_tensors, of_weights), [each.contiguous() for each in of_outputs]
+        of_x = torch.empty_like(x)
+        of_weights = [_like(weight) for weight in (norm, *others[:9])]
+        job = _before(ctx, ctx.saved_tensors, of_weights)
+        gradients = [each.contiguous() for each in of_outputs]
         job.of_x = of_x.data_ptr()
         for place, each in zip(job.projections, gradients, strict=True):
             place.of_outputs = each.data_ptr()
@@ -175,31 +214,45 @@ class _BeforeAttention(Function):
 
 def _before(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
     x, cos, sin, norm, *others = tensors
-    weights, projected = others[:9], others[9:]
+    weights = others[:9]
+    projected = others[9:]
     of_norm, *of_others = of_weights
-    job = _Before(x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), _norm(norm, of_norm, ctx.epsilon))
+    job = _Before(
+        x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), _norm(norm, of_norm, ctx.epsilon)
+    )
     for index, place in enumerate(job.projections):
-        own, of_own = weights[3 * index : 3 * index + 3], of_others[3 * index : 3 * index + 3]
+        own = weights[3 * index : 3 * index + 3]
+        of_own = of_others[3 * index : 3 * index + 3]
         place.linear = _linear(own[:2], of_own[:2])
         place.norm = _norm(own[2], of_own[2], ctx.epsilon)
-        place.projected, place.rotates = address(projected[index]), index < 2
-    job.rows, job.head_dim = len(x), ctx.head_dim
+        place.projected = address(projected[index])
+        place.rotates = index < 2
+    job.rows = len(x)
+    job.head_dim = ctx.head_dim
     return job
 
 
 class _AfterAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mixed: Tensor, epsilon: float, keeps: bool, norm: Tensor, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        mixed: Tensor,
+        epsilon: float,
+        keeps: bool,
+        norm: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
-        attended, outputs = torch.empty_like(x), torch.empty_like(x)
+        attended = torch.empty_like(x)
+        outputs = torch.empty_like(x)
         stride = size("gates_stride", len(weights[2]))
         gates, ups = ((x.new_empty(len(x), stride) if keeps else None) for _ in range(2))
         tensors = (mixed, attended, gates, ups, norm, *weights)
         ctx.save_for_backward(*tensors)
         ctx.epsilon = epsilon
         job = _after(ctx, tensors, [None] * 9)
-        job.x, job.outputs = x.data_ptr(), outputs.data_ptr()
+        job.x = x.data_ptr()
+        job.outputs = outputs.data_ptr()
         _run("after", job, backward=False)
         return outputs
 
@@ -207,9 +260,14 @@ class _AfterAttention(Function):
     @once_differentiable
     def backward(ctx: Any, of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         mixed, attended, _, _, *weights = ctx.saved_tensors
-        of_x, of_mixed, of_weights = torch.empty_like(attended), torch.empty_like(mixed), [_like(w) for w in weights]
-        job, of_outputs = _after(ctx, ctx.saved_tensors, of_weights), of_outputs.contiguous()
-        job.of_outputs, job.of_x, job.of_mixed = (each.data_ptr() for each in (of_outputs, of_x, of_mixed))
+        of_x = torch.empty_like(attended)
+        of_mixed = torch.empty_like(mixed)
+        of_weights = [_like(w) for w in weights]
+        job = _after(ctx, ctx.saved_tensors, of_weights)
+        of_outputs = of_outputs.contiguous()
+        job.of_outputs, job.of_x, job.of_mixed = (
+            each.data_ptr() for each in (of_outputs, of_x, of_mixed)
+        )
         _run("after", job, backward=True)
         return of_x, of_mixed, None, None, *of_weights
 
@@ -218,14 +276,21 @@ def _after(ctx: Any, tensors: Sequence[Any], of_weights: Sequence[Tensor | None]
     mixed, attended, gates, ups, norm, *weights = tensors
     of_norm, *of_others = of_weights
     job = _After(norm=_norm(norm, of_norm, ctx.epsilon), rows=len(attended))
-    job.mixed, job.attended, job.gates, job.ups = (address(each) for each in (mixed, attended, gates, ups))
+    job.mixed, job.attended, job.gates, job.ups = (
+        address(each) for each in (mixed, attended, gates, ups)
+    )
     for index, name in enumerate(("output", "gate", "up", "down")):
-        setattr(job, name, _linear(weights[2 * index : 2 * index + 2], of_others[2 * index : 2 * index + 2]))
+        setattr(
+            job,
+            name,
+            _linear(weights[2 * index : 2 * index + 2], of_others[2 * index : 2 * index + 2]),
+        )
     return job
 
 
 def _linear(own: Sequence[Tensor | None], of_own: Sequence[Tensor | None]) -> _Linear:
-    outputs, inputs = own[0].shape  # type: ignore[union-attr]  # a bias may be missing, a weight never
+    # a bias may be missing, a weight never
+    outputs, inputs = own[0].shape  # type: ignore[union-attr]
     return _Linear(*(address(each) for each in (*own, *of_own)), inputs, outputs)
 
 
@@ -242,17 +307,25 @@ class _Heads(ctypes.Structure):
     _fields_ = [("norms", _Norm * 2), ("heads", COUNT * 3), *counts("head_dim")]
 
 
-def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or None
-    for zeros. Differentiable once, like everything here."""
+def add_norm(
+    x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`;
+    added: a product, or None for zeros. Differentiable once, like everything here."""
     return _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
 
 
-def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Normed and rotated queries, rotated keys and values, all float32 `(rows, heads of each, head_dim)`.
+def split_heads(
+    projected: Tensor, cos: Tensor, sin: Tensor, attention: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed and rotated queries, rotated keys and values, all float32
+    `(rows, heads of each, head_dim)`.
 
-    projected: a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
-    return _SplitHeads.apply(projected, cos.contiguous(), sin.contiguous(), *heads_and_norms(attention))
+    projected: a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32
+    `(rows, head_dim)`."""
+    return _SplitHeads.apply(
+        projected, cos.contiguous(), sin.contiguous(), *heads_and_norms(attention)
+    )
 
 
 def gate(gate_up: Tensor) -> Tensor:
@@ -263,9 +336,15 @@ def gate(gate_up: Tensor) -> Tensor:
 class _AddNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        epsilon: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        outputs, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+        outputs = torch.empty_like(x)
+        normed = torch.empty_like(x, dtype=dtype)
         norm = _norm(weight, None, epsilon)
         call("add_norm", norm, x, added, len(x), dtype == torch.bfloat16, outputs, normed)
         ctx.save_for_backward(outputs, weight)
@@ -276,27 +355,46 @@ class _AddNorm(Function):
     @once_differentiable
     def backward(ctx: Any, of_outputs: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
         outputs, weight = ctx.saved_tensors
-        of_x, of_weight = torch.empty_like(outputs), torch.empty_like(weight)
+        of_x = torch.empty_like(outputs)
+        of_weight = torch.empty_like(weight)
         of_added = torch.empty_like(of_normed) if ctx.needs_input_grad[1] else None
-        norm, sums = _norm(weight, of_weight, ctx.epsilon), weight.new_empty(torch.get_num_threads(), len(weight))
+        norm = _norm(weight, of_weight, ctx.epsilon)
+        sums = weight.new_empty(torch.get_num_threads(), len(weight))
         given = (outputs, of_outputs.contiguous(), of_normed.contiguous(), len(outputs))
-        call("add_norm_backward", norm, *given, of_normed.dtype == torch.bfloat16, of_x, of_added, sums)
+        call(
+            "add_norm_backward",
+            norm,
+            *given,
+            of_normed.dtype == torch.bfloat16,
+            of_x,
+            of_added,
+            sums,
+        )
         return of_x, of_added, of_weight, None, None
 
 
 class _SplitHeads(Function):
     @staticmethod
     def forward(
-        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int, epsilon: float, *norms: Tensor | None
+        ctx: Any,
+        projected: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_kv_heads: int,
+        epsilon: float,
+        *norms: Tensor | None,
     ) -> tuple[Tensor, ...]:
         rows, dim = cos.shape
         num_heads = projected.shape[1] // dim - 2 * num_kv_heads
-        outputs = [cos.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        outputs = [
+            cos.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)
+        ]
         heads = _heads(outputs, epsilon, norms, (None, None))
         halves = projected.dtype == torch.bfloat16
         call("split_heads", heads, projected, cos, sin, rows, halves, _addresses(outputs))
         ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
-        ctx.epsilon, ctx.dtype = epsilon, projected.dtype
+        ctx.epsilon = epsilon
+        ctx.dtype = projected.dtype
         return tuple(outputs)
 
     @staticmethod
@@ -307,7 +405,9 @@ class _SplitHeads(Function):
         of_norms = [None if norm is None else torch.empty_like(norm) for norm in norms]
         operands = [each.contiguous() for each in of_outputs]
         heads = _heads(operands, ctx.epsilon, norms, of_norms)
-        of_projected = cos.new_empty(rows, sum(each.shape[1] for each in operands) * dim, dtype=ctx.dtype)
+        of_projected = cos.new_empty(
+            rows, sum(each.shape[1] for each in operands) * dim, dtype=ctx.dtype
+        )
         sums = cos.new_empty(torch.get_num_threads(), 2, dim)
         others = (ctx.dtype == torch.bfloat16, _addresses(operands), of_projected, sums)
         call("split_heads_backward", heads, projected, cos, sin, rows, *others)
@@ -315,7 +415,10 @@ class _SplitHeads(Function):
 
 
 def _heads(
-    outputs: Sequence[Tensor], epsilon: float, norms: Sequence[Tensor | None], of_norms: Sequence[Tensor | None]
+    outputs: Sequence[Tensor],
+    epsilon: float,
+    norms: Sequence[Tensor | None],
+    of_norms: Sequence[Tensor | None],
 ) -> _Heads:
     weights = zip(norms, of_norms, strict=True)
     return _Heads(
@@ -332,7 +435,8 @@ def _addresses(tensors: Sequence[Tensor]) -> Any:
 class _Gate(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        rows, width = len(gate_up), gate_up.shape[1] // 2
+        rows = len(gate_up)
+        width = gate_up.shape[1] // 2
         gated = gate_up.new_empty(rows, width)
         call("gate_rows", gate_up, rows, width, gate_up.dtype == torch.bfloat16, gated)
         ctx.save_for_backward(gate_up)
@@ -342,6 +446,14 @@ class _Gate(Function):
     @once_differentiable
     def backward(ctx: Any, of_gated: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        halves, of_gate_up = gate_up.dtype == torch.bfloat16, torch.empty_like(gate_up)
-        call("gate_rows_backward", gate_up, of_gated.contiguous(), *of_gated.shape, halves, of_gate_up)
+        halves = gate_up.dtype == torch.bfloat16
+        of_gate_up = torch.empty_like(gate_up)
+        call(
+            "gate_rows_backward",
+            gate_up,
+            of_gated.contiguous(),
+            *of_gated.shape,
+            halves,
+            of_gate_up,
+        )
         return of_gate_up

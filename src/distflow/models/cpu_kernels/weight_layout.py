@@ -1,8 +1,9 @@
 """Weights in layouts that make products on a CPU fast.
 
-For `decode.c` a decoder's weights are packed into our own layout. Linear maps in bfloat16 computed by torch keep a copy
-in oneDNN's layout, into which it would otherwise bring a weight before each product, taking as long as a product of few
-rows. Both take as much memory again, and are recreated when the weights change.
+For `decode.c` a decoder's weights are packed into our own layout. Linear maps in bfloat16 computed
+by torch keep a copy in oneDNN's layout, into which it would otherwise bring a weight before each
+product, taking as long as a product of few rows. Both take as much memory again, and are recreated
+when the weights change.
 """
 
 import ctypes
@@ -18,9 +19,19 @@ from distflow.models.cpu_kernels.build import NotNative, addresses, counts
 
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `bfloat16_matmul.h`: rows of pairs are padded to a multiple of it
-KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
-"""Suffixes of the class names of known modules. Others may compute anything, and so may those with a `forward` from
-other packages."""
+KINDS = (
+    "Linear",
+    "Embedding",
+    "RMSNorm",
+    "MLP",
+    "Attention",
+    "SiLU",
+    "SiLUActivation",
+    "DecoderLayer",
+    "Model",
+)
+"""Suffixes of the class names of known modules. Others may compute anything, and so may those with
+a `forward` from other packages."""
 
 
 class Linear(ctypes.Structure):
@@ -37,7 +48,16 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = [
         *addresses("embedding", "norm", "layers"),
-        *counts("vocabulary", "num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "halves"),
+        *counts(
+            "vocabulary",
+            "num_layers",
+            "hidden",
+            "intermediate",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "halves",
+        ),
         *(("epsilon", ctypes.c_float), ("scaling", ctypes.c_float)),
     ]
 
@@ -52,7 +72,8 @@ class PackedWeights:
 
 
 def layout_key(causal: nn.Module) -> list[object]:
-    """A key that changes whenever the result of `pack_weights` would, except for changes through `weight.data`."""
+    """A key that changes whenever the result of `pack_weights` would, except for changes through
+    `weight.data`."""
     return _key_of(layer_modules(causal._modules["model"])) + head_key(causal)  # type: ignore[arg-type]
 
 
@@ -66,20 +87,24 @@ def _key_of(modules: Iterable[nn.Module]) -> list[object]:
     for module in modules:
         fields = vars(module)
         found.append(type(module).forward)
-        found.append(bool(fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields))
+        found.append(
+            bool(fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields)
+        )
         for weight in fields["_parameters"].values():
             if weight is None:
                 continue
             found.append(weight.data_ptr())
             try:
                 found.append(weight._version)
-            except RuntimeError:  # created in inference mode; checking this beforehand takes as long as everything else
+            # created in inference mode; checking this beforehand takes as long as everything else
+            except RuntimeError:
                 found.append(None)
     return found
 
 
 def layer_modules(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The modules called by its layers, those called by them, and those before and after the layers."""
+    """The modules called by its layers, those called by them, and those before and after the
+    layers."""
     # Not attributes: looking up those of a module in each step would take longer than some steps.
     body = decoder._modules
     for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
@@ -100,7 +125,8 @@ def is_plain(module: nn.Module, kind: str) -> bool:
 
 
 def heads_and_norms(attention: Any) -> tuple[int, float, Tensor | None, Tensor | None]:
-    """The number of key-value heads; epsilon and weights of the norms of queries and keys, or None."""
+    """The number of key-value heads; epsilon and weights of the norms of queries and keys, or
+    None."""
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
     epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
@@ -113,15 +139,18 @@ def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tens
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single one is not copied
     if all(module.bias is None for module in modules):
         return weight, None
-    biases = (weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules)
+    biases = (
+        weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules
+    )
     return weight, torch.cat(list(biases))
 
 
 @torch.no_grad()
 def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
-    """Pack the weights of a model that `check_modules` accepts. panel: columns computed together. halves: products are
-    in bfloat16."""
-    config, layers = causal.config, causal.model.layers
+    """Pack the weights of a model that `check_modules` accepts. panel: columns computed together.
+    halves: products are in bfloat16."""
+    config = causal.config
+    layers = causal.model.layers
     memory: list[object] = []
 
     def linear(*modules: nn.Linear) -> Linear:
@@ -133,26 +162,36 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
         panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
         bias = None if bias is None else bias.float()
         memory.append((panels, bias))
-        return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves)
+        return Linear(
+            panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves
+        )
 
     def weight(module: Any) -> int | None:
         return None if module is None else module.weight.data_ptr()
 
     c_layers = (Layer * len(layers))()
     for place, layer in zip(c_layers, layers, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        place.input_norm, place.post_norm = weight(layer.input_layernorm), weight(layer.post_attention_layernorm)
+        attention = layer.self_attn
+        mlp = layer.mlp
+        place.input_norm = weight(layer.input_layernorm)
+        place.post_norm = weight(layer.post_attention_layernorm)
         place.query_norm = weight(getattr(attention, "q_norm", None))
         place.key_norm = weight(getattr(attention, "k_norm", None))
         place.query_key_value = linear(attention.q_proj, attention.k_proj, attention.v_proj)
         place.output = linear(attention.o_proj)
-        place.gate_up, place.down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
+        place.gate_up = linear(mlp.gate_proj, mlp.up_proj)
+        place.down = linear(mlp.down_proj)
     memory.append(c_layers)
     model = Model(
         weight(causal.model.embed_tokens),
         weight(causal.model.norm),
         ctypes.addressof(c_layers),
-        *(causal.model.embed_tokens.num_embeddings, len(layers), config.hidden_size, mlp.down_proj.in_features),
+        *(
+            causal.model.embed_tokens.num_embeddings,
+            len(layers),
+            config.hidden_size,
+            mlp.down_proj.in_features,
+        ),
         *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
         *(config.rms_norm_eps, attention.scaling),
     )
@@ -160,12 +199,13 @@ def pack_weights(causal: Any, panel: int, halves: bool) -> PackedWeights:
 
 
 def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "cpu") -> None:
-    """Raises NotNative if our kernels do not compute one of these parts of a decoder. epsilon: of all norms. On a CPU
-    all weights are float32."""
+    """Raises NotNative if our kernels do not compute one of these parts of a decoder. epsilon: of
+    all norms. On a CPU all weights are float32."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
     for module in modules:
-        name, forward = type(module).__name__, vars(module).get("forward", type(module).forward)
+        name = type(module).__name__
+        forward = vars(module).get("forward", type(module).forward)
         if not (forward.__module__.startswith(MAKERS) and name.endswith(KINDS)):
             raise NotNative(f"it does not know {name}, whose forward is from {forward.__module__}")
         if module._forward_hooks or module._forward_pre_hooks:
@@ -175,9 +215,13 @@ def check_modules(modules: Iterable[nn.Module], epsilon: float, device: str = "c
                 raise NotNative(f"{name} has a {type(weight).__name__}")
             if weight.device.type != device or (device == "cpu" and weight.dtype != torch.float32):
                 dtype = str(weight.dtype).removeprefix("torch.")
-                raise NotNative(f"it requires float32 on a CPU, but {name} is in {dtype} on {weight.device}")
+                raise NotNative(
+                    f"it requires float32 on a CPU, but {name} is in {dtype} on {weight.device}"
+                )
             if weight.is_inference() or not weight.is_contiguous():
-                raise NotNative(f"a weight of {name} was created in inference mode, or is not contiguous")
+                raise NotNative(
+                    f"a weight of {name} was created in inference mode, or is not contiguous"
+                )
         if getattr(module, "variance_epsilon", epsilon) != epsilon:
             raise NotNative(f"{name} has an epsilon of its own")
         if getattr(module, "max_norm", None) is not None:
@@ -198,17 +242,21 @@ class PrepackedLinear(nn.Linear):
             return super().forward(input)
         now = self.weight.data_ptr(), self.weight._version
         if now != self._packed_of:
-            self._held, self._packed_of = self.weight.detach(), now
+            self._held = self.weight.detach()
+            self._packed_of = now
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._held)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
 
 
 def prepack(model: nn.Module) -> None:
-    """Turn plain linear maps into `PrepackedLinear` if this is faster. Their weights may be changed in place or
-    replaced, but not through `weight.data`, whose changes torch does not count."""
+    """Turn plain linear maps into `PrepackedLinear` if this is faster. Their weights may be changed
+    in place or replaced, but not through `weight.data`, whose changes torch does not count."""
     # The operators are torch's own, for its compiler; builds without oneDNN lack them.
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    if not all(hasattr(torch.ops.mkldnn, name) for name in names) or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if (
+        not all(hasattr(torch.ops.mkldnn, name) for name in names)
+        or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
         return
     for module in model.modules():
         if type(module) is nn.Linear and _gains(module.weight):
@@ -219,9 +267,13 @@ def forget_packed(model: nn.Module) -> None:
     """Free the copies of prepacked linear maps, which are recreated when needed."""
     for module in model.modules():
         if isinstance(module, PrepackedLinear):
-            module._packed_of, module._packed, module._held = None, torch.empty(0), torch.empty(0)
+            module._packed_of = None
+            module._packed = torch.empty(0)
+            module._held = torch.empty(0)
 
 
 def _gains(weight: Tensor) -> bool:
     """Whether packing is faster; a weight created in inference mode does not count changes."""
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()
+    return (
+        weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()
+    )

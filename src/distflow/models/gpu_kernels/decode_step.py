@@ -1,11 +1,14 @@
-"""A decode step of Llama-like models on a CUDA device, with kernels in Triton between the products with weights.
+"""A decode step of Llama-like models on a CUDA device, with kernels in Triton between the products
+with weights.
 
-A step of single operations is some thirty-five kernels per layer, each of a few microseconds. Here it is thirteen:
-seven products by the module's own projections (so LoRA layers and replaced submodules work), and ours:
+A step of single operations is some thirty-five kernels per layer, each of a few microseconds. Here
+it is thirteen: seven products by the module's own projections (so LoRA layers and replaced
+submodules work), and ours:
 
 - residual sum and norm (`add_norm`), twice,
-- the rotation of queries and keys, the write to the paged memory, and attention over pages in place (`attend`): every
-  256 tokens of a row have their own instance (FlashDecoding), and a row's bits depend only on that row,
+- the rotation of queries and keys, the write to the paged memory, and attention over pages in place
+  (`attend`): every 256 tokens of a row have their own instance (FlashDecoding), and a row's bits
+  depend only on that row,
 - the gate of the MLP (`silu_mul`).
 
 Sums are in float32; results are rounded where `transformers` rounds them.
@@ -35,18 +38,24 @@ PRODUCT_ROWS = 16
 
 
 class PagedStep:
-    """A decode step over pages. Raises NotNative for a model or machine that it does not support."""
+    """A decode step over pages. Raises NotNative for a model or machine that it does not
+    support."""
 
     def __init__(self, causal: Any, low: torch.dtype | None) -> None:
         """low: dtype of products with weights, if it is not that of the weights."""
-        config, self._body = causal.config, causal.model
+        config = causal.config
+        self._body = causal.model
         self._head_dim: int = self._body.layers[0].self_attn.head_dim
         self._low = low
         if self._head_dim not in (32, 64, 128, 256):
             raise NotNative(f"heads of {self._head_dim} numbers have no kernel")
         if config.hidden_act != "silu":
             raise NotNative(f"the activation {config.hidden_act} has no kernel")
-        norms = [norm for each in self._body.layers for norm in (each.input_layernorm, each.post_attention_layernorm)]
+        norms = [
+            norm
+            for each in self._body.layers
+            for norm in (each.input_layernorm, each.post_attention_layernorm)
+        ]
         for part, kind in [(norm, "RMSNorm") for norm in (self._body.norm, *norms)] + [
             (each.mlp, "MLP") for each in self._body.layers
         ]:
@@ -63,14 +72,16 @@ class PagedStep:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """hidden: `(rows, hidden)`, the tokens' embeddings, which are overwritten; positions: `(rows,)`, where the
-        tokens' keys and values are written. rotary: `(positions, head_dim)` each, cosines and sines; the first half of
-        the sines is negative. tables: `(rows, width)`, the pages of each row. keys, values: `(layers, pages, kv_heads,
-        page_tokens, head_dim)`. Returns `(rows, hidden)` after the final norm."""
+        """hidden: `(rows, hidden)`, the tokens' embeddings, which are overwritten; positions:
+        `(rows,)`, where the tokens' keys and values are written. rotary: `(positions, head_dim)`
+        each, cosines and sines; the first half of the sines is negative. tables: `(rows, width)`,
+        the pages of each row. keys, values: `(layers, pages, kv_heads, page_tokens, head_dim)`.
+        Returns `(rows, hidden)` after the final norm."""
         narrow = self._low or hidden.dtype
         delta: Tensor | None = None
         for index, layer in enumerate(self._body.layers):
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
+            mlp = layer.mlp
             normed = self._norm(layer.input_layernorm, hidden, delta, narrow)
             query, key, value = (
                 project(normed).unflatten(-1, (-1, self._head_dim))
@@ -80,13 +91,17 @@ class PagedStep:
                 query = self._norm(attention.q_norm, query, None, query.dtype)
                 key = self._norm(attention.k_norm, key, None, key.dtype)
             scaling = attention.scaling
-            mixed = attend(query, key, value, keys[index], values[index], tables, positions, rotary, scaling)
+            mixed = attend(
+                query, key, value, keys[index], values[index], tables, positions, rotary, scaling
+            )
             delta = attention.o_proj(mixed.flatten(1))
             normed = self._norm(layer.post_attention_layernorm, hidden, delta, narrow)
             delta = mlp.down_proj(silu_mul(mlp.gate_proj(normed), mlp.up_proj(normed)))
         return self._norm(self._body.norm, hidden, delta, narrow)
 
-    def _norm(self, module: Any, hidden: Tensor, delta: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _norm(
+        self, module: Any, hidden: Tensor, delta: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         return add_norm(hidden, delta, module.weight, module.variance_epsilon, dtype)
 
 
@@ -94,25 +109,43 @@ class PagedStep:
 def try_to_compile(device: torch.device) -> None:
     """Raises NotNative, with a warning, if Triton cannot compile, e.g. for lack of a C compiler."""
     try:
-        add_norm(torch.ones(1, 16, device=device), None, torch.ones(16, device=device), 1e-6, torch.float32)
+        add_norm(
+            torch.ones(1, 16, device=device),
+            None,
+            torch.ones(16, device=device),
+            1e-6,
+            torch.float32,
+        )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         reason = f"Triton cannot compile here: {str(error).strip()[:200]}"
-        _log.warning("the device computes by torch's kernels alone, at about half the speed: %s", reason)
+        _log.warning(
+            "the device computes by torch's kernels alone, at about half the speed: %s", reason
+        )
         raise NotNative(reason) from error
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """Add `delta` to `hidden` in place; returns RMSNorm of the sum, over the last dimension, in `dtype`."""
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> Tensor:
+    """Add `delta` to `hidden` in place; returns RMSNorm of the sum, over the last dimension, in
+    `dtype`."""
     hidden = hidden.contiguous() if delta is None else hidden
     return add_norm_rows(hidden, delta, hidden, weight, epsilon, dtype)
 
 
 def add_norm_rows(
-    hidden: Tensor, delta: Tensor | None, total: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+    hidden: Tensor,
+    delta: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """As `add_norm`; the sum is written to `total`, which may be `hidden`."""
-    width, normed = hidden.shape[-1], torch.empty_like(hidden, dtype=dtype)
-    rows, block = hidden.numel() // width, triton.next_power_of_2(width)
+    width = hidden.shape[-1]
+    normed = torch.empty_like(hidden, dtype=dtype)
+    rows = hidden.numel() // width
+    block = triton.next_power_of_2(width)
     added = hidden if delta is None else delta
     shape = (epsilon, width, block, delta is not None, delta is not None or total is not hidden)
     _add_norm[(rows,)](hidden, added, total, weight, normed, *shape, num_warps=num_warps(block))
@@ -125,7 +158,8 @@ def num_warps(block: int) -> int:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, both `(rows, width)`: separate matrices, or halves of the columns of one."""
+    """`silu(gate) * up`, both `(rows, width)`: separate matrices, or halves of the columns of
+    one."""
     (rows, width), result = gate.shape, gate.new_empty(gate.shape)
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
     _silu_mul[grid](gate, up, result, width, gate.stride(0), up.stride(0), GATE_BLOCK)
@@ -143,15 +177,20 @@ def attend(
     rotary: tuple[Tensor, Tensor],
     scaling: float,
 ) -> Tensor:
-    """Rotate queries `(rows, heads, head_dim)` and keys `(rows, kv_heads, head_dim)`, write keys and values to the page
-    of each row's position, and attend to all positions up to it. keys, values: `(pages, kv_heads, page_tokens,
-    head_dim)`; the others: see `PagedStep.decode`. Returns `(rows, heads, head_dim)` in the dtype of the memory."""
+    """Rotate queries `(rows, heads, head_dim)` and keys `(rows, kv_heads, head_dim)`, write keys
+    and values to the page of each row's position, and attend to all positions up to it. keys,
+    values: `(pages, kv_heads, page_tokens, head_dim)`; the others: see `PagedStep.decode`. Returns
+    `(rows, heads, head_dim)` in the dtype of the memory."""
     (rows, heads, head_dim), (_, kv_heads, page_tokens, _) = query.shape, keys.shape
     split_pages = max(1, SPLIT_TOKENS // page_tokens)
     splits = triton.cdiv(tables.shape[1], split_pages)
     out = torch.empty(rows, heads, head_dim, dtype=keys.dtype, device=keys.device)
     # The sums of a row's parts, followed by its largest score and its sum of weights.
-    parts = out if splits == 1 else out.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
+    parts = (
+        out
+        if splits == 1
+        else out.new_empty(rows, heads, splits, head_dim + 2, dtype=torch.float32)
+    )
     cos, sin = rotary
     group = heads // kv_heads
     _attend[(rows, kv_heads, splits)](
@@ -180,7 +219,9 @@ def attend(
     )
     if splits > 1:
         block = triton.next_power_of_2(splits)
-        _join[(rows, heads)](parts, out, positions, splits, heads, head_dim, block, split_pages * page_tokens)
+        _join[(rows, heads)](
+            parts, out, positions, splits, heads, head_dim, block, split_pages * page_tokens
+        )
     return out
 
 
@@ -197,12 +238,15 @@ def _add_norm(
     HAS_DELTA: tl.constexpr,
     WRITES: tl.constexpr,
 ):
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
     inside = columns < width
     at = row * width + columns
     stream = tl.load(hidden + at, mask=inside, other=0.0)
     if HAS_DELTA:
-        stream = (stream.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(stream.dtype)
+        stream = (
+            stream.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        ).to(stream.dtype)
     if WRITES:
         tl.store(total + at, stream, mask=inside)
     numbers = stream.to(tl.float32)
@@ -214,7 +258,8 @@ def _add_norm(
 
 @triton.jit
 def _silu_mul(gate, up, result, width, gate_stride, up_stride, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     given = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0)
     numbers = given.to(tl.float32)
@@ -225,34 +270,66 @@ def _silu_mul(gate, up, result, width, gate_stride, up_stride, BLOCK: tl.constex
 
 @triton.jit
 def _rotated(x, cos, sin, mask, HALF: tl.constexpr, kind: tl.constexpr):
-    """Rotate both halves x and y of heads, which are HALF apart: x cos + y sin and y cos + x sin; see `rotary`."""
+    """Rotate both halves x and y of heads, which are HALF apart: x cos + y sin and y cos + x sin;
+    see `rotary`."""
     first = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x + HALF, mask=mask, other=0.0).to(tl.float32)
-    first_cos, first_sin = tl.load(cos).to(tl.float32), tl.load(sin).to(tl.float32)
-    second_cos, second_sin = tl.load(cos + HALF).to(tl.float32), tl.load(sin + HALF).to(tl.float32)
-    return (first * first_cos + second * first_sin).to(kind), (second * second_cos + first * second_sin).to(kind)
+    first_cos = tl.load(cos).to(tl.float32)
+    first_sin = tl.load(sin).to(tl.float32)
+    second_cos = tl.load(cos + HALF).to(tl.float32)
+    second_sin = tl.load(sin + HALF).to(tl.float32)
+    return (first * first_cos + second * first_sin).to(kind), (
+        second * second_cos + first * second_sin
+    ).to(kind)
 
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, tables, positions, cos, sin, out, scaling, table_width, num_splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT_PAGES: tl.constexpr, IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+    query,
+    key,
+    value,
+    keys,
+    values,
+    tables,
+    positions,
+    cos,
+    sin,
+    out,
+    scaling,
+    table_width,
+    num_splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     HALF: tl.constexpr = HEAD_DIM // 2
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     position = tl.load(positions + row)
     first = split * SPLIT_PAGES
     if first * PAGE > position:
         return
-    low, whole, tokens, heads = tl.arange(0, HALF), tl.arange(0, HEAD_DIM), tl.arange(0, PAGE), tl.arange(0, ROWS)
+    low = tl.arange(0, HALF)
+    whole = tl.arange(0, HEAD_DIM)
+    tokens = tl.arange(0, PAGE)
+    heads = tl.arange(0, ROWS)
     kept = keys.dtype.element_ty
 
-    angle, own = position * HEAD_DIM + low, (row * KV_HEADS + kv_head) * HEAD_DIM
-    is_head, head = (heads < GROUP)[:, None], (row * KV_HEADS + kv_head) * GROUP + heads
+    angle = position * HEAD_DIM + low
+    own = (row * KV_HEADS + kv_head) * HEAD_DIM
+    is_head = (heads < GROUP)[:, None]
+    head = (row * KV_HEADS + kv_head) * GROUP + heads
     of_heads = tl.broadcast_to(angle[None, :], (ROWS, HALF))
     queries = head[:, None] * HEAD_DIM + low[None, :]
-    rotated_1, rotated_2 = _rotated(query + queries, cos + of_heads, sin + of_heads, is_head, HALF, kept)
+    rotated_1, rotated_2 = _rotated(
+        query + queries, cos + of_heads, sin + of_heads, is_head, HALF, kept
+    )
     new_1, new_2 = _rotated(key + own + low, cos + angle, sin + angle, low < HALF, HALF, kept)
     new_value = tl.load(value + own + whole).to(kept)
 
@@ -261,12 +338,21 @@ def _attend(
     mixed = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for number in range(SPLIT_PAGES):
         at = (first + number) * PAGE + tokens
-        page = tl.load(tables + row * table_width + first + number, mask=(first + number) * PAGE <= position, other=0)
+        page = tl.load(
+            tables + row * table_width + first + number,
+            mask=(first + number) * PAGE <= position,
+            other=0,
+        )
         base = (page * KV_HEADS + kv_head) * PAGE * HEAD_DIM
-        is_seen, is_new = at <= position, at == position
+        is_seen = at <= position
+        is_new = at == position
         lie = keys + base + tokens[None, :] * HEAD_DIM + low[:, None]
-        keys_1 = tl.where(is_new[None, :], new_1[:, None], tl.load(lie, mask=is_seen[None, :], other=0.0))
-        keys_2 = tl.where(is_new[None, :], new_2[:, None], tl.load(lie + HALF, mask=is_seen[None, :], other=0.0))
+        keys_1 = tl.where(
+            is_new[None, :], new_1[:, None], tl.load(lie, mask=is_seen[None, :], other=0.0)
+        )
+        keys_2 = tl.where(
+            is_new[None, :], new_2[:, None], tl.load(lie + HALF, mask=is_seen[None, :], other=0.0)
+        )
         scores = tl.dot(rotated_1, keys_1, input_precision=PRECISION)
         scores = tl.dot(rotated_2, keys_2, scores, input_precision=PRECISION) * scaling
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -274,7 +360,9 @@ def _attend(
         weights = tl.exp(scores - above[:, None])
         shrunk = tl.exp(largest - above)
         lie = values + base + tokens[:, None] * HEAD_DIM + whole[None, :]
-        held = tl.where(is_new[:, None], new_value[None, :], tl.load(lie, mask=is_seen[:, None], other=0.0))
+        held = tl.where(
+            is_new[:, None], new_value[None, :], tl.load(lie, mask=is_seen[:, None], other=0.0)
+        )
         mixed = tl.dot(weights.to(kept), held, mixed * shrunk[:, None], input_precision=PRECISION)
         total = total * shrunk + tl.sum(weights, 1)
         largest = above
@@ -306,8 +394,10 @@ def _join(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    splits, whole = tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, BLOCK)
+    whole = tl.arange(0, HEAD_DIM)
     is_there = splits * SPLIT <= tl.load(positions + row)
     part = parts + ((row * HEADS + head) * num_splits + splits) * (HEAD_DIM + 2)
     largest = tl.load(part + HEAD_DIM, mask=is_there, other=float("-inf"))

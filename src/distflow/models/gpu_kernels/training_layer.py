@@ -1,9 +1,10 @@
-"""The operations between the matrix products of a decoder layer on a CUDA device, forward and backward: the functions
-of `cpu_kernels/training_layer.py` by the same names. Each reads its inputs and writes its outputs once.
+"""The operations between the matrix products of a decoder layer on a CUDA device, forward and
+backward: the functions of `cpu_kernels/training_layer.py` by the same names. Each reads its inputs
+and writes its outputs once.
 
-Single operations move a layer's activations some fifty times, which takes more of a small model's update than the
-products. Forward rounds where autocast does, and backward less often. Sums are in float32, always in the same order.
-"""
+Single operations move a layer's activations some fifty times, which takes more of a small model's
+update than the products. Forward rounds where autocast does, and backward less often. Sums are in
+float32, always in the same order."""
 
 from typing import Any
 
@@ -28,23 +29,33 @@ if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
     _CAUSAL["enable_gqa"] = True
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
-    """Causal attention of each sequence to itself: bfloat16 `(tokens, heads, head_dim)`, keys and values with their own
-    number of heads. bounds: int32 `(sequences + 1,)`, their starts and the last end. Returns a tensor like queries."""
-    mixed = varlen_attn(queries, keys, values, bounds, bounds, longest, longest, scale=scale, **_CAUSAL)
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, longest: int, scale: float
+) -> Tensor:
+    """Causal attention of each sequence to itself: bfloat16 `(tokens, heads, head_dim)`, keys and
+    values with their own number of heads. bounds: int32 `(sequences + 1,)`, their starts and the
+    last end. Returns a tensor like queries."""
+    mixed = varlen_attn(
+        queries, keys, values, bounds, bounds, longest, longest, scale=scale, **_CAUSAL
+    )
     assert isinstance(mixed, Tensor)
     return mixed
 
 
-def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: a product, or None
-    for zeros. Differentiable once, like everything here."""
+def add_norm(
+    x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`;
+    added: a product, or None for zeros. Differentiable once, like everything here."""
     return _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
 
 
-def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Normed and rotated queries, rotated keys, and values, `(rows, heads of each, head_dim)`, in the dtype of
-    `projected`, a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
+def split_heads(
+    projected: Tensor, cos: Tensor, sin: Tensor, attention: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed and rotated queries, rotated keys, and values, `(rows, heads of each, head_dim)`, in
+    the dtype of `projected`, a product, `(rows, all heads · head_dim)`, in this order. cos, sin:
+    float32 `(rows, head_dim)`."""
     rows = (projected.contiguous(), cos.contiguous(), sin.contiguous())
     return _SplitHeads.apply(*rows, *heads_and_norms(attention))
 
@@ -57,12 +68,18 @@ def gate(gate_up: Tensor) -> Tensor:
 class _AddNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        epsilon: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         outputs = torch.empty_like(x)
         normed = add_norm_rows(x, added, outputs, weight, epsilon, dtype)
         ctx.save_for_backward(outputs, weight)
-        ctx.epsilon, ctx.added_dtype = epsilon, None if added is None else added.dtype
+        ctx.epsilon = epsilon
+        ctx.added_dtype = None if added is None else added.dtype
         return outputs, normed
 
     @staticmethod
@@ -70,13 +87,18 @@ class _AddNorm(Function):
     def backward(ctx: Any, of_outputs: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
         outputs, weight = ctx.saved_tensors
         rows, width = outputs.shape
-        of_x, instances = torch.empty_like(outputs), min(INSTANCES, rows)
-        of_added = of_x if ctx.added_dtype is None else torch.empty_like(of_x, dtype=ctx.added_dtype)
+        of_x = torch.empty_like(outputs)
+        instances = min(INSTANCES, rows)
+        of_added = (
+            of_x if ctx.added_dtype is None else torch.empty_like(of_x, dtype=ctx.added_dtype)
+        )
         sums = outputs.new_empty(instances, width)
         block = triton.next_power_of_2(width)
         given = (outputs, weight, of_outputs.contiguous(), of_normed.contiguous())
         shape = (rows, instances, ctx.epsilon, width, block, ctx.added_dtype is not None)
-        _add_norm_backward[(instances,)](*given, of_x, of_added, sums, *shape, num_warps=num_warps(block))
+        _add_norm_backward[(instances,)](
+            *given, of_x, of_added, sums, *shape, num_warps=num_warps(block)
+        )
         of_weight = sums.sum(0).to(weight.dtype)
         return of_x, None if ctx.added_dtype is None else of_added, of_weight, None, None
 
@@ -84,27 +106,41 @@ class _AddNorm(Function):
 class _SplitHeads(Function):
     @staticmethod
     def forward(
-        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, num_kv_heads: int, epsilon: float, *norms: Tensor | None
+        ctx: Any,
+        projected: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_kv_heads: int,
+        epsilon: float,
+        *norms: Tensor | None,
     ) -> tuple[Tensor, ...]:
         rows, dim = cos.shape
         num_heads = projected.shape[1] // dim - 2 * num_kv_heads
-        outputs = [projected.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        outputs = [
+            projected.new_empty(rows, heads, dim)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
+        ]
         weights = [cos if norm is None else norm for norm in norms]  # a missing norm is not read
         grid = (triton.cdiv(rows, _TILE), num_heads + 2 * num_kv_heads)
         shape = (rows, epsilon, num_heads, num_kv_heads, dim, _TILE, norms[0] is not None)
         _split_heads[grid](projected, cos, sin, *weights, *outputs, *shape)
         ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
-        ctx.epsilon, ctx.dtype = epsilon, projected.dtype
+        ctx.epsilon = epsilon
+        ctx.dtype = projected.dtype
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         projected, cos, sin, *norms = ctx.saved_tensors
-        (rows, dim), (num_heads, num_kv_heads, _) = cos.shape, (each.shape[1] for each in of_outputs)
+        (rows, dim), (num_heads, num_kv_heads, _) = (
+            cos.shape,
+            (each.shape[1] for each in of_outputs),
+        )
         all_heads = num_heads + 2 * num_kv_heads
         of_projected = cos.new_empty(rows, all_heads * dim, dtype=ctx.dtype)
-        has_norms, instances = norms[0] is not None, min(INSTANCES // 4, triton.cdiv(rows, _TILE))
+        has_norms = norms[0] is not None
+        instances = min(INSTANCES // 4, triton.cdiv(rows, _TILE))
         sums = cos.new_empty(instances, all_heads, dim) if has_norms else cos
         weights = norms if has_norms else [cos, cos]
         given = (
@@ -119,7 +155,9 @@ class _SplitHeads(Function):
         of_norms: list[Tensor | None] = [None, None]
         if has_norms:
             parts = sums.split((num_heads, num_kv_heads, num_kv_heads), 1)
-            of_norms = [part.sum((0, 1)).to(norm.dtype) for part, norm in zip(parts[:2], norms, strict=True)]
+            of_norms = [
+                part.sum((0, 1)).to(norm.dtype) for part, norm in zip(parts[:2], norms, strict=True)
+            ]
         return of_projected, None, None, None, None, *of_norms
 
 
@@ -141,10 +179,22 @@ class _Gate(Function):
 
 @triton.jit
 def _add_norm_backward(
-    outputs, weight, of_outputs, of_normed, of_x, of_added, sums, rows, instances, epsilon, width,
-    BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr
-):  # fmt: skip
-    instance, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    outputs,
+    weight,
+    of_outputs,
+    of_normed,
+    of_x,
+    of_added,
+    sums,
+    rows,
+    instances,
+    epsilon,
+    width,
+    BLOCK: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+):
+    instance = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
     inside = columns < width
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -154,7 +204,8 @@ def _add_norm_backward(
         numbers = tl.load(outputs + at, mask=inside, other=0.0)
         given = tl.load(of_normed + at, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(numbers * numbers, 0) / width + epsilon)
-        unit, scaled = numbers * inverse, given * scale
+        unit = numbers * inverse
+        scaled = given * scale
         total += given * unit
         result = inverse * (scaled - unit * (tl.sum(scaled * unit, 0) / width))
         result += tl.load(of_outputs + at, mask=inside, other=0.0)
@@ -168,29 +219,48 @@ def _add_norm_backward(
 @triton.jit
 def _pair(place, mask, HALF: tl.constexpr):
     """The elements at `place` and HALF after it, in float32."""
-    first, second = tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
+    first = tl.load(place, mask=mask, other=0.0)
+    second = tl.load(place + HALF, mask=mask, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
 def _split_heads(
-    projected, cos, sin, query_norm, key_norm, queries, keys, values, rows, epsilon, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, HAS_NORMS: tl.constexpr
-):  # fmt: skip
+    projected,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    queries,
+    keys,
+    values,
+    rows,
+    epsilon,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
     HALF: tl.constexpr = DIM // 2
-    tile, head = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.program_id(1)
-    low, inside = tl.arange(0, HALF), (tile < rows)[:, None]
+    tile = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    head = tl.program_id(1)
+    low = tl.arange(0, HALF)
+    inside = (tile < rows)[:, None]
     source = projected + (tile * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM + low[None, :]
-    first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + HALF, mask=inside, other=0.0)
     if head >= HEADS + KV_HEADS:
         place = values + (tile * KV_HEADS + head - HEADS - KV_HEADS)[:, None] * DIM + low[None, :]
         tl.store(place, first, mask=inside)
         tl.store(place + HALF, second, mask=inside)
     else:
-        x, y = first.to(tl.float32), second.to(tl.float32)
+        x = first.to(tl.float32)
+        y = second.to(tl.float32)
         if HAS_NORMS:
             inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + epsilon)[:, None]
-            x, y = (x * inverse).to(first.dtype).to(tl.float32), (y * inverse).to(first.dtype).to(tl.float32)
+            x = (x * inverse).to(first.dtype).to(tl.float32)
+            y = (y * inverse).to(first.dtype).to(tl.float32)
             if head < HEADS:
                 x *= tl.load(query_norm + low).to(tl.float32)[None, :]
                 y *= tl.load(query_norm + HALF + low).to(tl.float32)[None, :]
@@ -200,7 +270,8 @@ def _split_heads(
         angle = tile[:, None] * DIM + low[None, :]
         cos_x, cos_y = _pair(cos + angle, inside, HALF)
         sin_x, sin_y = _pair(sin + angle, inside, HALF)
-        turned_x, turned_y = (x * cos_x - y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
+        turned_x = (x * cos_x - y * sin_x).to(first.dtype)
+        turned_y = (y * cos_y + x * sin_y).to(first.dtype)
         if head < HEADS:
             place = queries + (tile * HEADS + head)[:, None] * DIM + low[None, :]
             tl.store(place, turned_x, mask=inside)
@@ -213,39 +284,67 @@ def _split_heads(
 
 @triton.jit
 def _split_heads_backward(
-    projected, cos, sin, query_norm, key_norm, of_queries, of_keys, of_values, of_projected, sums, rows, instances,
-    epsilon, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    HAS_NORMS: tl.constexpr
-):  # fmt: skip
+    projected,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    of_queries,
+    of_keys,
+    of_values,
+    of_projected,
+    sums,
+    rows,
+    instances,
+    epsilon,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
     """The transpose of the rotation, and the norm's gradient."""
     HALF: tl.constexpr = DIM // 2
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
-    instance, head, low = tl.program_id(0), tl.program_id(1), tl.arange(0, HALF)
+    instance = tl.program_id(0)
+    head = tl.program_id(1)
+    low = tl.arange(0, HALF)
     kind = projected.dtype.element_ty
-    total_x, total_y = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    total_x = tl.zeros([HALF], tl.float32)
+    total_y = tl.zeros([HALF], tl.float32)
     start = instance * TILE
     while start < rows:
         tile = start.to(tl.int64) + tl.arange(0, TILE)
         inside = (tile < rows)[:, None]
         at = (tile * ALL + head)[:, None] * DIM + low[None, :]
         if head < HEADS:
-            back_x, back_y = _pair(of_queries + (tile * HEADS + head)[:, None] * DIM + low[None, :], inside, HALF)
+            back_x, back_y = _pair(
+                of_queries + (tile * HEADS + head)[:, None] * DIM + low[None, :], inside, HALF
+            )
         elif head < HEADS + KV_HEADS:
             back_x, back_y = _pair(
-                of_keys + (tile * KV_HEADS + head - HEADS)[:, None] * DIM + low[None, :], inside, HALF
+                of_keys + (tile * KV_HEADS + head - HEADS)[:, None] * DIM + low[None, :],
+                inside,
+                HALF,
             )
         else:
             first = head - HEADS - KV_HEADS
-            back_x, back_y = _pair(of_values + (tile * KV_HEADS + first)[:, None] * DIM + low[None, :], inside, HALF)
+            back_x, back_y = _pair(
+                of_values + (tile * KV_HEADS + first)[:, None] * DIM + low[None, :], inside, HALF
+            )
         if head < HEADS + KV_HEADS:
             angle = tile[:, None] * DIM + low[None, :]
             cos_x, cos_y = _pair(cos + angle, inside, HALF)
             sin_x, sin_y = _pair(sin + angle, inside, HALF)
-            of_x, of_y = back_x * cos_x + back_y * sin_y, back_y * cos_y - back_x * sin_x
+            of_x = back_x * cos_x + back_y * sin_y
+            of_y = back_y * cos_y - back_x * sin_x
             if HAS_NORMS:
                 own_x, own_y = _pair(projected + at, inside, HALF)
-                inverse = tl.rsqrt((tl.sum(own_x * own_x, 1) + tl.sum(own_y * own_y, 1)) / DIM + epsilon)[:, None]
-                unit_x, unit_y = own_x * inverse, own_y * inverse
+                inverse = tl.rsqrt(
+                    (tl.sum(own_x * own_x, 1) + tl.sum(own_y * own_y, 1)) / DIM + epsilon
+                )[:, None]
+                unit_x = own_x * inverse
+                unit_y = own_y * inverse
                 total_x += tl.sum(of_x * unit_x, 0)
                 total_y += tl.sum(of_y * unit_y, 0)
                 if head < HEADS:
@@ -255,8 +354,10 @@ def _split_heads_backward(
                     of_x *= tl.load(key_norm + low).to(tl.float32)[None, :]
                     of_y *= tl.load(key_norm + HALF + low).to(tl.float32)[None, :]
                 mean = ((tl.sum(of_x * unit_x, 1) + tl.sum(of_y * unit_y, 1)) / DIM)[:, None]
-                of_x, of_y = inverse * (of_x - unit_x * mean), inverse * (of_y - unit_y * mean)
-            back_x, back_y = of_x, of_y
+                of_x = inverse * (of_x - unit_x * mean)
+                of_y = inverse * (of_y - unit_y * mean)
+            back_x = of_x
+            back_y = of_y
         tl.store(of_projected + at, back_x.to(kind), mask=inside)
         tl.store(of_projected + at + HALF, back_y.to(kind), mask=inside)
         start += instances * TILE
@@ -268,12 +369,18 @@ def _split_heads_backward(
 
 @triton.jit
 def _gate_backward(gate_up, of_gated, of_gate_up, width, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     at = row * 2 * width + columns
     given = tl.load(gate_up + at, mask=inside, other=0.0)
-    x, up = given.to(tl.float32), tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    x = given.to(tl.float32)
+    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
     back = tl.load(of_gated + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-x))
-    tl.store(of_gate_up + at, (back * up * share * (1.0 + x * (1.0 - share))).to(given.dtype), mask=inside)
+    tl.store(
+        of_gate_up + at,
+        (back * up * share * (1.0 + x * (1.0 - share))).to(given.dtype),
+        mask=inside,
+    )
     tl.store(of_gate_up + at + width, (back * x * share).to(given.dtype), mask=inside)

@@ -19,17 +19,25 @@ from distflow.observe.report import chart_data as charts
 from distflow.observe.report import doctor, doctor_run_rules, domains, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
 from distflow.observe.report.idle_invoice import invoice_json, price_of
-from distflow.observe.report.summary_sentences import Accuracy, EventGroup, Finding, Steps, known_values
+from distflow.observe.report.summary_sentences import (
+    Accuracy,
+    EventGroup,
+    Finding,
+    Steps,
+    known_values,
+)
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import RunFolderError, is_ours
 from distflow.untrusted_files import MAX_YAML_BYTES, read_file
 
 MAX_BYTES = 1_300_000
-"""Size of a usual report: metrics, log and config are always included, and samples fill the rest."""
+"""Size of a usual report: metrics, log and config are always included, and samples fill the
+rest."""
 
 MOST_BYTES = 5_000_000
-"""Size of any report: if a folder holds more than a run writes, long texts and lists are cut until it fits."""
+"""Size of any report: if a folder holds more than a run writes, long texts and lists are cut until
+it fits."""
 
 HEAD = ("model", "data", "batch", "preset", "workers", "machine", "sandbox")
 HIDDEN = ("experiment", "title", "changed", "config", "seal")
@@ -37,32 +45,48 @@ _PAGE_BYTES = 130_000
 _LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
-_MAX_SENTENCES, _MAX_SENTENCE, _MAX_MESSAGE = 100, 2000, 20_000
+_MAX_SENTENCES = 100
+_MAX_SENTENCE = 2000
+_MAX_MESSAGE = 20_000
 _WITH_COLUMNS = ("series", "bars")
 
 _PARTS = (
-    *("dom", "page_data", "summary_and_problems", "curves", "histograms_and_constants", "pipeline_graph", "timeline"),
+    *(
+        "dom",
+        "page_data",
+        "summary_and_problems",
+        "curves",
+        "histograms_and_constants",
+        "pipeline_graph",
+        "timeline",
+    ),
     *("idle_invoice", "domains", "response_remarks", "samples", "config_and_events"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
+    "data:; "
     "base-uri 'none'; form-action 'none'"
 )
 
 
 def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
-    """Write `report.html` into the run's folder and return its path; works during the run and after a crash.
+    """Write `report.html` into the run's folder and return its path; works during the run and after
+    a crash.
 
-    data: the result of `report_data`, if known. The report lists missing files. Raises RunFolderError if there is no
-    such folder, or it is not a run's; UserError for an unreadable file.
+    data: the result of `report_data`, if known. The report lists missing files. Raises
+    RunFolderError if there is no such folder, or it is not a run's; UserError for an unreadable
+    file.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no folder {run_dir}: name the run's folder")
     if not is_ours(run_dir):
-        raise RunFolderError(f"{run_dir} is not a run's folder (no files of distflow); nothing was written")
-    path, content = run_dir / "report.html", page(report_data(run_dir) if data is None else data)
+        raise RunFolderError(
+            f"{run_dir} is not a run's folder (no files of distflow); nothing was written"
+        )
+    path = run_dir / "report.html"
+    content = page(report_data(run_dir) if data is None else data)
     try:
         write_atomically(path, content)
     except OSError as error:
@@ -71,10 +95,18 @@ def write_report(run_dir: Path, data: Mapping[str, Any] | None = None) -> Path:
 
 
 def report_data(run_dir: Path) -> dict[str, Any]:
-    """Everything that the page shows, as JSON data; parts missing in the run's folder are empty. Samples fill the space
-    that the rest leaves."""
+    """Everything that the page shows, as JSON data; parts missing in the run's folder are empty.
+    Samples fill the space that the rest leaves."""
     run = RunPages(run_dir)
-    data = run.top() | run.judged() | run.learned() | run.curves() | run.histograms() | run.time() | run.setup()
+    data = (
+        run.top()
+        | run.judged()
+        | run.learned()
+        | run.curves()
+        | run.histograms()
+        | run.time()
+        | run.setup()
+    )
     _shrink(data, MOST_BYTES - _LEAST_SAMPLES_BYTES - 3 * _PAGE_BYTES)
     room = max(MAX_BYTES - len(encode(data)) - _PAGE_BYTES, _LEAST_SAMPLES_BYTES)
     data["samples"] = samples.thin_samples(run_dir, run.timeline, room)
@@ -82,7 +114,8 @@ def report_data(run_dir: Path) -> dict[str, Any]:
 
 
 class RunPages(doctor_run_rules.RunRecords):
-    """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked for."""
+    """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked
+    for."""
 
     def __init__(self, run_dir: Path, growing: run_reader.GrowingMetrics | None = None) -> None:
         super().__init__(run_dir, growing)
@@ -99,7 +132,9 @@ class RunPages(doctor_run_rules.RunRecords):
     @cached_property
     def problems(self) -> list[EventGroup]:
         failed = summary_sentences.failure(self.events)
-        return summary_sentences.group_events([event for event in self.events if event is not failed])
+        return summary_sentences.group_events(
+            [event for event in self.events if event is not failed]
+        )
 
     @cached_property
     def accuracy(self) -> Accuracy | None:
@@ -128,12 +163,23 @@ class RunPages(doctor_run_rules.RunRecords):
     def judged(self) -> dict[str, Any]:
         """The findings in sentences, and what ended a run that failed."""
         failed = summary_sentences.failure(self.events)
-        found, events, records = self.examination.findings, self.events, self.records
-        planned = [each for each in found if each.rule == doctor_run_rules.PLANNED and each.tone == "unknown"]
+        found = self.examination.findings
+        events = self.events
+        records = self.records
+        planned = [
+            each
+            for each in found
+            if each.rule == doctor_run_rules.PLANNED and each.tone == "unknown"
+        ]
         found = [each for each in found if each not in planned]
-        written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
+        written = max(
+            [event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0
+        )
         known = None if self.growing is None else self.growing.damage
-        damaged = [Finding("flat", f"{sentence}.") for sentence in run_reader.read_damage(self.run_dir, known)]
+        damaged = [
+            Finding("flat", f"{sentence}.")
+            for sentence in run_reader.read_damage(self.run_dir, known)
+        ]
         end = summary_sentences.ending(events, self.steps, self.run.get("total_steps"), written)
         judged = _judgements(end, found, self.accuracy, self.problems, self.steps)
         return {
@@ -153,10 +199,14 @@ class RunPages(doctor_run_rules.RunRecords):
 
     def columns(self, series: Mapping[str, Any]) -> dict[str, Any]:
         axes = charts.axes(series["x"], self.records, _samples_of_a_step(self.run_dir))
-        return {"series": {**series, "axes": axes}, "bars": charts.error_bars(series["y"], self.trials)}
+        return {
+            "series": {**series, "axes": axes},
+            "bars": charts.error_bars(series["y"], self.trials),
+        }
 
     def layout(self, y: Mapping[str, charts.Column]) -> dict[str, Any]:
-        """Which charts there are, and what each metric means. y: the columns, which may be of few points."""
+        """Which charts there are, and what each metric means. y: the columns, which may be of few
+        points."""
         chosen = charts.choose_charts(y, domains.domain_charts(y))
         drawn, others, constants = charts.set_constants_apart(*chosen, y)
         return {
@@ -164,7 +214,8 @@ class RunPages(doctor_run_rules.RunRecords):
             "others": others,
             "constants": constants,
             "units": {name: unit for name in others if (unit := charts.unit_of(name))},
-            "docs": {name: metric.doc for name in y if (metric := find_metric(name))} | domains.domain_docs(y),
+            "docs": {name: metric.doc for name in y if (metric := find_metric(name))}
+            | domains.domain_docs(y),
         }
 
     def histograms(self) -> dict[str, Any]:
@@ -182,8 +233,11 @@ class RunPages(doctor_run_rules.RunRecords):
 
     def setup(self) -> dict[str, Any]:
         """How it was configured, and what happened."""
-        run, log = self.run, [e for e in self.events if e.kind not in summary_sentences.PROBLEM_KINDS]
-        shown = [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]
+        run = self.run
+        log = [e for e in self.events if e.kind not in summary_sentences.PROBLEM_KINDS]
+        shown = [
+            key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")
+        ]
         return {
             "facts": _facts(run, shown),
             "log": [_log_line(event) for event in log][-_MAX_LOG:],
@@ -207,47 +261,73 @@ def _judgements(
     groups: Sequence[EventGroup],
     steps: Steps,
 ) -> list[Finding]:
-    """The findings, most important first: how it ended, obstacles to learning, whether it learned, others, problems."""
+    """The findings, most important first: how it ended, obstacles to learning, whether it learned,
+    others, problems."""
     if not steps:
-        return [each for each in (end, Finding("unknown", "No step has been recorded yet.")) if each.text]
+        return [
+            each
+            for each in (end, Finding("unknown", "No step has been recorded yet."))
+            if each.text
+        ]
     if not max(steps) and accuracy:  # an evaluation, or a run that has only validated so far
-        judged = [end, *found, summary_sentences.describe_accuracy(accuracy), summary_sentences.problems(groups, steps)]
+        judged = [
+            end,
+            *found,
+            summary_sentences.describe_accuracy(accuracy),
+            summary_sentences.problems(groups, steps),
+        ]
         return [finding for finding in judged if finding.text]
     hindered = [finding for finding in found if finding.hinders]
     others = [finding for finding in found if not finding.hinders]
-    # For a reward that never moved, `hindered` says more than "no clear change"; only validation problems add to it.
-    outcome = [summary_sentences.describe_learning(accuracy, steps)] if accuracy or not hindered else []
+    # For a reward that never moved, `hindered` says more than "no clear change"; only validation
+    # problems add to it.
+    outcome = (
+        [summary_sentences.describe_learning(accuracy, steps)] if accuracy or not hindered else []
+    )
     if end.tone == "bad":  # after a failure, checks that passed or did not run do not matter
         outcome = [finding for finding in outcome if finding.tone != "unknown"]
-    problems = [] if end.tone == "bad" and not groups else [summary_sentences.problems(groups, steps)]
+    problems = (
+        [] if end.tone == "bad" and not groups else [summary_sentences.problems(groups, steps)]
+    )
     return [finding for finding in (end, *hindered, *outcome, *others, *problems) if finding.text]
 
 
 def _sentences(
     judged: Sequence[Finding], steps: Steps, events: Sequence[Event], last: Sequence[Finding]
 ) -> list[dict[str, str]]:
-    """The findings, then audits and times, then the last ones: what was predicted, and lost lines."""
+    """The findings, then audits and times, then the last ones: what was predicted, and lost
+    lines."""
     ordered = list(judged)
     if steps and max(steps):
         failed = summary_sentences.status(events)["word"] == "failed"
         ordered += (
-            [] if failed and not summary_sentences.audited(events) else [summary_sentences.describe_audits(events)]
+            []
+            if failed and not summary_sentences.audited(events)
+            else [summary_sentences.describe_audits(events)]
         )
         ordered.append(Finding("unknown", summary_sentences.time_sentence(steps)))
     ordered += last
     return [
-        {"tone": found.tone, "text": found.text[:_MAX_SENTENCE], "advice": found.advice[:_MAX_SENTENCE]}
+        {
+            "tone": found.tone,
+            "text": found.text[:_MAX_SENTENCE],
+            "advice": found.advice[:_MAX_SENTENCE],
+        }
         for found in ordered[:_MAX_SENTENCES]
         if found.text
     ]
 
 
 def _shrink(data: dict[str, Any], max_bytes: int) -> None:
-    """Repeatedly cut the largest part until everything fits, except columns, whose number is bounded."""
+    """Repeatedly cut the largest part until everything fits, except columns, whose number is
+    bounded."""
     sizes = {name: samples.embedded_size(value) for name, value in data.items()}
     limits = dict.fromkeys(sizes, max_bytes)
     while sum(sizes.values()) > max_bytes:
-        name = max((name for name in sizes if name not in _WITH_COLUMNS and limits[name]), key=sizes.__getitem__)
+        name = max(
+            (name for name in sizes if name not in _WITH_COLUMNS and limits[name]),
+            key=sizes.__getitem__,
+        )
         limits[name] //= 2
         data[name] = samples.cut(data[name], limits[name], limits[name])
         sizes[name] = samples.embedded_size(data[name])
@@ -255,13 +335,19 @@ def _shrink(data: dict[str, Any], max_bytes: int) -> None:
 
 def _failure(error: Event) -> dict[str, str]:
     trace = error.fields.get("traceback")
-    message = str(samples.cut(error.message.removeprefix(f"{error.fields.get('raised')}: "), _MAX_MESSAGE))
+    message = str(
+        samples.cut(error.message.removeprefix(f"{error.fields.get('raised')}: "), _MAX_MESSAGE)
+    )
     return {"message": message, "traceback": trace if isinstance(trace, str) else ""}
 
 
 def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
     """The plain values of run.json, as readable text."""
-    shown = {key: value for key in keys if isinstance(value := run.get(key), str | int | float) and value != ""}
+    shown = {
+        key: value
+        for key in keys
+        if isinstance(value := run.get(key), str | int | float) and value != ""
+    }
     return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items()]
 
 
@@ -271,17 +357,29 @@ def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:
     if not isinstance(changed, list):
         return None
     keys = ("key", "before", "now", "where")
-    return [{key: str(change.get(key, ""))[:1000] for key in keys} for change in changed if isinstance(change, dict)]
+    return [
+        {key: str(change.get(key, ""))[:1000] for key in keys}
+        for change in changed
+        if isinstance(change, dict)
+    ]
 
 
 def _log_line(event: Event) -> dict[str, object]:
     message = event.message[:2000]
-    return {"t": event.t, "kind": event.kind, "message": message, "step": event.step, "rolled_back": event.rolled_back}
+    return {
+        "t": event.t,
+        "kind": event.kind,
+        "message": message,
+        "step": event.step,
+        "rolled_back": event.rolled_back,
+    }
 
 
 def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
     try:
-        text = read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES).decode("utf-8", "replace")
+        text = read_file(run_dir / "config.yaml", run_dir, MAX_YAML_BYTES).decode(
+            "utf-8", "replace"
+        )
     except FileNotFoundError:
         text = json.dumps(run["config"], indent=2) if "config" in run else ""
     except OSError as error:
@@ -292,7 +390,9 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
 def page(data: Mapping[str, Any]) -> bytes:
     """The template filled in with the result of `report_data`."""
     words = {"title": data["title"], "kind": "report", "status": data["status"]["word"]}
-    return fill("report.html", SCRIPTS, data, words, sentences="\n".join(_paragraphs(data)), plots=True)
+    return fill(
+        "report.html", SCRIPTS, data, words, sentences="\n".join(_paragraphs(data)), plots=True
+    )
 
 
 def fill(
@@ -303,19 +403,24 @@ def fill(
     sentences: str = "",
     plots: bool = False,
 ) -> bytes:
-    """A page of the templates. words: texts that it names. sentences: markup. plots: with the library of curves. Only
-    the scripts and the style with hashes in the policy may run."""
+    """A page of the templates. words: texts that it names. sentences: markup. plots: with the
+    library of curves. Only the scripts and the style with hashes in the policy may run."""
     static = files("distflow.observe.report") / "static"
 
     def read(name: str) -> str:
         text = (static / name).read_text(encoding="utf-8")
-        assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
+        assert "</script" not in text.lower() and "</style" not in text.lower(), (
+            f"{name} would end its own tag"
+        )
         return text
 
-    scripts = [read("uplot/uPlot.iife.min.js")] * plots + ["\n".join(read(f"{name}.js") for name in scripts)]
+    scripts = [read("uplot/uPlot.iife.min.js")] * plots + [
+        "\n".join(read(f"{name}.js") for name in scripts)
+    ]
     style = (read("uplot/uPlot.min.css") + "\n" if plots else "") + read("report.css")
     policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src "
+        f"{_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     filled = _template(template).substitute(
@@ -331,7 +436,10 @@ def fill(
 
 def _template(name: str) -> Template:
     static = files("distflow.observe.report") / "static"
-    return Template((static / "head.html").read_text(encoding="utf-8") + (static / name).read_text(encoding="utf-8"))
+    return Template(
+        (static / "head.html").read_text(encoding="utf-8")
+        + (static / name).read_text(encoding="utf-8")
+    )
 
 
 def served_files() -> dict[str, bytes]:
@@ -345,12 +453,22 @@ def served_files() -> dict[str, bytes]:
 
 
 def served_page(data: Mapping[str, object], title: str) -> bytes:
-    """The frame of a report whose scripts are served and ask for their data. data: what they start with."""
-    styles = "\n".join(f'<link rel="stylesheet" href="/static/{name}.css">' for name in ("uPlot.min", "report"))
-    scripts = "\n".join(
-        f'<script src="/static/{name}.js"></script>' for name in ("uPlot.iife.min", *_PARTS, "dashboard")
+    """The frame of a report whose scripts are served and ask for their data. data: what they start
+    with."""
+    styles = "\n".join(
+        f'<link rel="stylesheet" href="/static/{name}.css">' for name in ("uPlot.min", "report")
     )
-    words = {"title": _text(title), "kind": "dashboard", "status": "", "sentences": "", "data": embed(data)}
+    scripts = "\n".join(
+        f'<script src="/static/{name}.js"></script>'
+        for name in ("uPlot.iife.min", *_PARTS, "dashboard")
+    )
+    words = {
+        "title": _text(title),
+        "kind": "dashboard",
+        "status": "",
+        "sentences": "",
+        "data": embed(data),
+    }
     words["policy"] = POLICY_OF_SERVED_PAGES
     filled = _template("report.html").substitute(words, styles=styles, scripts=scripts)
     return filled.encode("utf-8", "backslashreplace")
@@ -360,12 +478,18 @@ def _paragraphs(data: Mapping[str, Any]) -> list[str]:
     """The sentences at the top; the full error follows the first, which says how the run ended."""
     found = [
         f'<p class="{sentence["tone"]}">{_text(sentence["text"])}'
-        + (f' <span class="advice">{_text(sentence["advice"])}</span>' if sentence["advice"] else "")
+        + (
+            f' <span class="advice">{_text(sentence["advice"])}</span>'
+            if sentence["advice"]
+            else ""
+        )
         + "</p>"
         for sentence in data["sentences"]
     ]
     if data["failure"]:
-        found.insert(1, f'<div id="failure">{html.escape(escape_control(data["failure"]["message"]))}</div>')
+        found.insert(
+            1, f'<div id="failure">{html.escape(escape_control(data["failure"]["message"]))}</div>'
+        )
     return found
 
 
@@ -396,7 +520,9 @@ def tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
     if speeds := sorted(known_values(steps, "throughput/tokens_per_s")):
         found.append(("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
     if seconds := known_values(steps, "timing_s/step"):
-        found.append(("steps", f"{len(seconds):,}", f"in {summary_sentences.readable_s(sum(seconds))}"))
+        found.append(
+            ("steps", f"{len(seconds):,}", f"in {summary_sentences.readable_s(sum(seconds))}")
+        )
     return [{"label": label, "value": value, "note": note} for label, value, note in found]
 
 

@@ -34,8 +34,8 @@ _MAX_LINES = 8
 
 
 class ChosenChart(TypedDict):
-    """A chart in the page's form, with the metrics that it shows. labels: for names that are not clear enough. colors:
-    by metric, if a line has the same color in several charts."""
+    """A chart in the page's form, with the metrics that it shows. labels: for names that are not
+    clear enough. colors: by metric, if a line has the same color in several charts."""
 
     question: str
     kind: Literal["line", "stack"]
@@ -48,11 +48,13 @@ class ChosenChart(TypedDict):
 _NUM_FIRST = 2
 
 
-def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -> tuple[list[ChosenChart], list[str]]:
+def choose_charts(
+    names: Iterable[str], by_domain: Sequence[ChosenChart] = ()
+) -> tuple[list[ChosenChart], list[str]]:
     """The charts that have data, and the names that no chart shows.
 
-    A metric is in the first chart that accepts it; a chart has at most 8 lines (a stack has all). by_domain: charts
-    already chosen; they come after those of accuracy and reward.
+    A metric is in the first chart that accepts it; a chart has at most 8 lines (a stack has all).
+    by_domain: charts already chosen; they come after those of accuracy and reward.
     """
     in_domain_charts = {name for chart in by_domain for name in chart["names"]}
     remaining = sorted(set(names) - in_domain_charts)
@@ -60,7 +62,12 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
     for position, chart in enumerate(read_table("charts.toml")["charts"]):
         if position == _NUM_FIRST:
             charts += by_domain
-        fitting = (name for pattern in chart["patterns"] for name in remaining if re.fullmatch(pattern, name))
+        fitting = (
+            name
+            for pattern in chart["patterns"]
+            for name in remaining
+            if re.fullmatch(pattern, name)
+        )
         matching = list(dict.fromkeys(fitting))
         if chart["kind"] == "line":
             matching = matching[:_MAX_LINES]
@@ -74,15 +81,19 @@ def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -
 def set_constants_apart(
     charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
 ) -> tuple[list[ChosenChart], list[str], list[dict[str, object]]]:
-    """The charts with varying lines, the other varying metrics, and name, value and unit of those that were constant or
-    measured once: they need no chart.
+    """The charts with varying lines, the other varying metrics, and name, value and unit of those
+    that were constant or measured once: they need no chart.
 
     A stack keeps all of its layers as long as one varies.
     """
     still = {name for name, column in columns.items() if _is_constant(column)}
     moving: list[ChosenChart] = []
     for chart in charts:
-        names = chart["names"] if chart["kind"] == "stack" else [name for name in chart["names"] if name not in still]
+        names = (
+            chart["names"]
+            if chart["kind"] == "stack"
+            else [name for name in chart["names"] if name not in still]
+        )
         if not still.issuperset(names):
             moving.append({**chart, "names": names})
     drawn = {name for chart in moving for name in chart["names"]}
@@ -106,7 +117,9 @@ def _is_constant(column: Sequence[float | str | None]) -> bool:
     numbers = [value for value in known if isinstance(value, float)]
     if len(numbers) < len(known):
         return len(set(known)) == 1
-    return not numbers or max(numbers) - min(numbers) <= 1e-9 * max(abs(max(numbers)), abs(min(numbers)))
+    return not numbers or max(numbers) - min(numbers) <= 1e-9 * max(
+        abs(max(numbers)), abs(min(numbers))
+    )
 
 
 def _known(column: Sequence[float | str | None]) -> list[float | str]:
@@ -114,7 +127,8 @@ def _known(column: Sequence[float | str | None]) -> list[float | str]:
 
 
 def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
-    """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later ones win."""
+    """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later
+    ones win."""
     steps: dict[int, dict[str, float]] = {}
     for record in records:
         steps.setdefault(record.step, {}).update(record.values)
@@ -136,14 +150,20 @@ class Table(NamedTuple):
 def as_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
     import numpy as np
 
-    order, alike = sorted(steps), dict[tuple[str, ...], list[int]]()
+    order = sorted(steps)
+    alike = dict[tuple[str, ...], list[int]]()
     for row, step in enumerate(order):
         alike.setdefault(tuple(steps[step]), []).append(row)
-    places = {name: place for place, name in enumerate(sorted({name for names in alike for name in names}))}
-    values, measured = np.zeros((len(order), len(places))), np.zeros((len(order), len(places)), bool)
+    places = {
+        name: place
+        for place, name in enumerate(sorted({name for names in alike for name in names}))
+    }
+    values = np.zeros((len(order), len(places)))
+    measured = np.zeros((len(order), len(places)), bool)
     for names, rows in alike.items():
         cells = np.ix_(rows, [places[name] for name in names])
-        values[cells], measured[cells] = [[*steps[order[row]].values()] for row in rows], True
+        values[cells] = [[*steps[order[row]].values()] for row in rows]
+        measured[cells] = True
     return Table(order, places, values, measured)
 
 
@@ -154,14 +174,17 @@ def series(
     wanted: Iterable[str] | None = None,
     table: Table | None = None,
 ) -> dict[str, Any]:
-    """Columns for the charts, of at most `MAX_SERIES` metrics: `x`, the steps, and `y` by metric, one point per step.
+    """Columns for the charts, of at most `MAX_SERIES` metrics: `x`, the steps, and `y` by metric,
+    one point per step.
 
-    With more than `max_points` steps (`thinned`), neighbours are merged such that each column keeps its minimum and
-    maximum. None means "not measured at this step"; the strings "NaN", "Infinity", "-Infinity" were measured. left_out:
-    names of the other metrics. wanted: the metrics to take; None for all. table: of the steps, if it is known.
+    With more than `max_points` steps (`thinned`), neighbours are merged such that each column keeps
+    its minimum and maximum. None means "not measured at this step"; the strings "NaN", "Infinity",
+    "-Infinity" were measured. left_out: names of the other metrics. wanted: the metrics to take;
+    None for all. table: of the steps, if it is known.
     """
     names = sorted(set[str]().union(*steps.values()) if wanted is None else wanted)
-    shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
+    shown = names[:MAX_SERIES]
+    left_out = names[MAX_SERIES:]
     max_points = min(max_points, max_values // max(len(shown), 1))
     order = sorted(steps)
     if len(order) <= max_points:
@@ -176,19 +199,25 @@ def series(
 
 
 def _merged(size: int, table: Table, place: int) -> list[float | str | None]:
-    """Two points for each `size` steps: the minimum and the maximum, in order; a single one stays where it is, and a
-    NaN is never hidden."""
+    """Two points for each `size` steps: the minimum and the maximum, in order; a single one stays
+    where it is, and a NaN is never hidden."""
     import numpy as np
 
     blank = -len(table.order) % size
     values = np.pad(table.values[:, place], (0, blank)).reshape(-1, size)
     measured = np.pad(table.measured[:, place], (0, blank)).reshape(-1, size)
     finite = measured & np.isfinite(values)
-    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
-    lowest, highest = low.argmin(1), high.argmax(1)
-    ends = np.stack([np.minimum(lowest, highest), np.maximum(lowest, highest)], 1)  # places in a bucket
-    points: list[float | str | None] = [_point(v) for v in np.take_along_axis(values, ends, 1).ravel().tolist()]
-    number, odd = measured.sum(1), measured & ~finite
+    low = np.where(finite, values, np.inf)
+    high = np.where(finite, values, -np.inf)
+    lowest = low.argmin(1)
+    highest = high.argmax(1)
+    # places in a bucket
+    ends = np.stack([np.minimum(lowest, highest), np.maximum(lowest, highest)], 1)
+    points: list[float | str | None] = [
+        _point(v) for v in np.take_along_axis(values, ends, 1).ravel().tolist()
+    ]
+    number = measured.sum(1)
+    odd = measured & ~finite
     for bucket in np.flatnonzero((number < 2) | odd.any(1)).tolist():
         known = np.flatnonzero(measured[bucket])
         of_bucket: list[float | str | None] = [None, None]
@@ -204,10 +233,14 @@ def _merged(size: int, table: Table, place: int) -> list[float | str | None]:
     return points
 
 
-def axes(x: Sequence[int], records: Sequence[MetricsRecord], samples_of_a_step: int | None) -> dict[str, list[float]]:
-    """What may stand in place of the steps `x`: hours since the first record, tokens and samples trained on so far.
-    None of them decreases."""
-    begin, hours, tokens = min((record.t for record in records), default=0.0), 0.0, 0.0
+def axes(
+    x: Sequence[int], records: Sequence[MetricsRecord], samples_of_a_step: int | None
+) -> dict[str, list[float]]:
+    """What may stand in place of the steps `x`: hours since the first record, tokens and samples
+    trained on so far. None of them decreases."""
+    begin = min((record.t for record in records), default=0.0)
+    hours = 0.0
+    tokens = 0.0
     at: dict[int, tuple[float, float]] = {}
     for record in records:
         hours = max(hours, (record.t - begin) / 3600)
@@ -230,8 +263,8 @@ def _point(value: float | None) -> float | str | None:
 
 
 def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
-    """Histograms of lengths and rewards in training, and of staleness if any response is stale, over the first and the
-    last tenth of the steps, at most 5 each."""
+    """Histograms of lengths and rewards in training, and of staleness if any response is stale,
+    over the first and the last tenth of the steps, at most 5 each."""
     ends = _ends(run_dir, timeline)
     lengths = {name: _numbers(rows, "response_length") for name, rows in ends.items()}
     scored = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
@@ -240,16 +273,23 @@ def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
     questions = (
         ("How long are the responses?", "tokens", lengths),
         ("Which rewards do they get?", "reward", rewards),
-        ("How stale are they when trained on?", "steps", stale if any(map(any, stale.values())) else {}),
+        (
+            "How stale are they when trained on?",
+            "steps",
+            stale if any(map(any, stale.values())) else {},
+        ),
     )
-    return [histogram(title, unit, values) for title, unit, values in questions if any(values.values())]
+    return [
+        histogram(title, unit, values) for title, unit, values in questions if any(values.values())
+    ]
 
 
 def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """A few distinct values have a bin each; more share bins of equal width, at most `MAX_BINS`.
 
-    values: at least one, all finite, by the name of their part, e.g. early and late responses. Returns the bins'
-    labels, and for each part the number of its values and their shares in the bins.
+    values: at least one, all finite, by the name of their part, e.g. early and late responses.
+    Returns the bins' labels, and for each part the number of its values and their shares in the
+    bins.
     """
     different = sorted({value for part in values.values() for value in part})
     if len(different) <= _FEW_VALUES:
@@ -259,7 +299,8 @@ def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> d
         whole = all(value % 1 == 0 for value in different)
         width = _width(different[-1] - different[0], whole)
         place = {value: math.floor(value / width + 1e-9) for value in different}
-        first, last = place[different[0]], place[different[-1]]
+        first = place[different[0]]
+        last = place[different[-1]]
         place = {value: i - first for value, i in place.items()}
         bins = [_range(i * width, width, whole) for i in range(first, last + 1)]
     parts = []
@@ -272,7 +313,8 @@ def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> d
 
 
 def _width(span: float, whole: bool) -> float:
-    """The bin width: 1, 2 or 5 times a power of ten, such that the bins suffice; at least 1 for whole numbers."""
+    """The bin width: 1, 2 or 5 times a power of ten, such that the bins suffice; at least 1 for
+    whole numbers."""
     least = span / (MAX_BINS - 1)
     power = 10.0 ** math.floor(math.log10(least))
     width = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
@@ -286,20 +328,25 @@ def _range(start: float, width: float, whole: bool) -> str:
 
 
 def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]:
-    """The responses of the first and of the last steps, by the name of those steps; of all if there are few."""
+    """The responses of the first and of the last steps, by the name of those steps; of all if there
+    are few."""
     steps = sample_steps(run_dir)
     size = min(max(len(steps) // 10, 1), _MAX_STEPS)
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
     ends = {}
     for part in chosen:
-        rows = [_with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)]
+        rows = []
+        for step in part:
+            for row in read_samples(run_dir, step, "train", timeline):
+                rows.append(_with_staleness(row, step))
         if rows:
             ends[f"step {part[0]}" if len(part) == 1 else f"steps {part[0]} to {part[-1]}"] = rows
     return ends
 
 
 def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
-    """The row with its staleness in steps; a step, counted from 1, trains weights of the version before it."""
+    """The row with its staleness in steps; a step, counted from 1, trains weights of the version
+    before it."""
     versions = row.get("versions")
     known = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
     return {**row, _STALENESS: step - 1 - min(known)} if known else row
@@ -309,12 +356,15 @@ def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
     return [
         float(value)
         for row in rows
-        if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+        if isinstance(value := row.get(key), int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= MAX_NUMBER
     ]
 
 
 def wilson(share: float, number: float) -> tuple[float, float]:
-    """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158, 1927).
+    """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158,
+    1927).
 
     Unlike the normal interval it stays within [0, 1], and has a width at shares of 0 and 1.
     """
@@ -327,9 +377,11 @@ def wilson(share: float, number: float) -> tuple[float, float]:
 def error_bars(
     columns: Mapping[str, Sequence[float | str | None]], trials: Mapping[str, int]
 ) -> dict[str, list[list[float] | None]]:
-    """An interval for each value of the columns `val_correct/DOMAIN/...`, None if there is no share.
+    """An interval for each value of the columns `val_correct/DOMAIN/...`, None if there is no
+    share.
 
-    trials: the number of validation problems by domain and of "all". Several responses to a problem are one trial.
+    trials: the number of validation problems by domain and of "all". Several responses to a problem
+    are one trial.
     """
     bars: dict[str, list[list[float] | None]] = {}
     for name, values in columns.items():

@@ -1,4 +1,5 @@
-"""The doctor of a run: all rules, those over the metrics of steps and those over the whole run, and what they found."""
+"""The doctor of a run: all rules, those over the metrics of steps and those over the whole run, and
+what they found."""
 
 import statistics
 import time
@@ -50,12 +51,13 @@ from distflow.observe.report.summary_sentences import (
 from distflow.observe.run_reader import MAX_BYTES, comparable_validations
 from distflow.observe.sample_files import SAMPLES, sample_file_name
 
-BROKEN, OF_ENTROPY = "policy-broken", {"entropy-collapse", "entropy-explosion"}
+BROKEN = "policy-broken"
+OF_ENTROPY = {"entropy-collapse", "entropy-explosion"}
 
 
 class RunRule(NamedTuple):
-    """needs: a metric, or "groups" or "spans". check: over the whole run. A finding whose tone is good or unknown is
-    no problem."""
+    """needs: a metric, or "groups" or "spans". check: over the whole run. A finding whose tone is
+    good or unknown is no problem."""
 
     name: str
     needs: str
@@ -74,8 +76,8 @@ def read_charges(run_dir: Path, step: int | None = None) -> list[Charge]:
 
 @dataclass(frozen=True)
 class Examination:
-    """findings: most important first. clean: the rules that found nothing. lacking: those without data, and what they
-    need."""
+    """findings: most important first. clean: the rules that found nothing. lacking: those without
+    data, and what they need."""
 
     findings: list[Finding]
     clean: list[str]
@@ -83,7 +85,9 @@ class Examination:
 
     def problems(self) -> list[Finding]:
         """Errors, then warnings, the earliest first."""
-        return sorted((f for f in self.findings if f.level), key=lambda f: (f.level != "error", f.first or 0))
+        return sorted(
+            (f for f in self.findings if f.level), key=lambda f: (f.level != "error", f.first or 0)
+        )
 
 
 def examine(run: RunRecords) -> Examination:
@@ -101,7 +105,11 @@ def examine(run: RunRecords) -> Examination:
             lacking[rule.name] = f"needs {MANY_STEPS} steps"
         if each is not None:
             is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
-            found.append(each._replace(rule=rule.name, level=(each.level or rule.level) if is_problem else ""))
+            found.append(
+                each._replace(
+                    rule=rule.name, level=(each.level or rule.level) if is_problem else ""
+                )
+            )
     known = {each.rule for each in found if each.level}
     if BROKEN in known:
         known |= OF_ENTROPY  # the same, without its cause
@@ -129,25 +137,45 @@ def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Find
 
 
 def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
-    """A run without an end that nobody writes to, or that has done no step for far longer than steps take."""
+    """A run without an end that nobody writes to, or that has done no step for far longer than
+    steps take."""
     if status(run.events)["word"] != NO_END["word"]:
         return None
     if not is_running:
-        text = "The run has no end, and no process on this machine writes to it: it was killed, or runs elsewhere."
+        text = (
+            "The run has no end, and no process on this machine writes to it: it was killed, or "
+            "runs elsewhere."
+        )
         advice = "The same command resumes it."
-        return Finding("flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",))
+        return Finding(
+            "flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",)
+        )
     seconds = known_values(run.steps, "timing_s/step")
     if not seconds or not run.records:
         return None
-    limit, quiet = max(5 * statistics.median(seconds), 60.0), time.time() - run.records[-1].t
+    limit = max(5 * statistics.median(seconds), 60.0)
+    quiet = time.time() - run.records[-1].t
     if quiet <= limit:
         return None
-    last = max((s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None)
+    last = max(
+        (s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None
+    )
     where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}." if last else ""
-    text = f"No step ended for {readable_s(quiet)}; a step takes {readable_s(statistics.median(seconds))}.{where}"
+    text = (
+        f"No step ended for {readable_s(quiet)}; a step takes "
+        f"{readable_s(statistics.median(seconds))}.{where}"
+    )
     numbers = {"seconds without a step": quiet, "limit": limit}
     advice = "Look at stacks.txt and events.jsonl."
-    return Finding("bad", text, advice, rule="stuck", level="error", first=run.records[-1].step, numbers=numbers)
+    return Finding(
+        "bad",
+        text,
+        advice,
+        rule="stuck",
+        level="error",
+        first=run.records[-1].step,
+        numbers=numbers,
+    )
 
 
 def _failed_run(run: RunRecords) -> Finding | None:
@@ -155,21 +183,32 @@ def _failed_run(run: RunRecords) -> Finding | None:
     if error is None:
         return None
     text = f"The run failed: {error.message[:MAX_SHOWN]}"
-    advice, files = "Its traceback is in events.jsonl.", ("events.jsonl",)
-    return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step, files=files)
+    advice = "Its traceback is in events.jsonl."
+    files = ("events.jsonl",)
+    return Finding(
+        "bad", text, advice, rule="run-failed", level="error", first=error.step, files=files
+    )
 
 
 def _no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    return None if constant_reward(steps, config) else no_update(steps, config)  # which is the reason
+    # which is the reason
+    return None if constant_reward(steps, config) else no_update(steps, config)
 
 
 OnSteps = Callable[[Steps, Mapping[str, JSON]], Finding | None]
 
 
-def _unless_broken(check: OnSteps, steps: Steps, whole: Steps, config: Mapping[str, JSON]) -> Finding | None:
-    """What a rule finds in some steps, unless it follows from a policy that came apart. whole: with the first steps."""
+def _unless_broken(
+    check: OnSteps, steps: Steps, whole: Steps, config: Mapping[str, JSON]
+) -> Finding | None:
+    """What a rule finds in some steps, unless it follows from a policy that came apart. whole: with
+    the first steps."""
     found = check(steps, config)
-    if found is None or check is broken_policy or broken_policy(whole, config, abruptly=False) is None:
+    if (
+        found is None
+        or check is broken_policy
+        or broken_policy(whole, config, abruptly=False) is None
+    ):
         return found
     return found if check is constant_reward and check(whole, config) is not None else None
 
@@ -185,7 +224,9 @@ def _equal_groups(run: RunRecords) -> Finding | None:
 def _over_window(check: OnSteps) -> Check:
     def look(history: History) -> Finding | None:
         whole = {**history.begin, **history.window}
-        found = _unless_broken(check, whole if check is broken_policy else history.window, whole, history.config)
+        found = _unless_broken(
+            check, whole if check is broken_policy else history.window, whole, history.config
+        )
         return found if found and found.tone in ("bad", "flat") else None
 
     return look
@@ -204,9 +245,16 @@ for _name, _need, _level, _check in (
 
 RUN_RULES: tuple[RunRule, ...] = (
     RunRule(BROKEN, "actor/entropy", "error", lambda run: broken_policy(run.steps, run.config)),
-    RunRule("reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)),
+    RunRule(
+        "reward-constant", "reward/max", "error", lambda run: constant_reward(run.steps, run.config)
+    ),
     RunRule("nothing-moves", "", "error", lambda run: _no_update(run.steps, run.config)),
-    RunRule("accuracy-counts-nothing", "reward/max", "warning", lambda run: accuracy_counts_nothing(run.steps)),
+    RunRule(
+        "accuracy-counts-nothing",
+        "reward/max",
+        "warning",
+        lambda run: accuracy_counts_nothing(run.steps),
+    ),
     RunRule("length-runaway", "rollout/truncated", "warning", _truncation),
     RunRule("no-signal", "reward/frac_reward_zero_std", "warning", _equal_groups),
     RunRule("reward-errors", "", "", reward_errors),

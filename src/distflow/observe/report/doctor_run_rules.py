@@ -31,38 +31,65 @@ from distflow.observe.run_reader import (
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
 ACCURACY_IN_TRAINING = "reward/accuracy"
-_MANY_SOLVED, _NEARLY_ALL = 0.6, 0.98
-_ENTROPY, _SOME_ENTROPY = "actor/entropy", 0.05
-PLANNED, MISSED = "slower-than-plan", 0.5
+_MANY_SOLVED = 0.6
+_NEARLY_ALL = 0.98
+_ENTROPY = "actor/entropy"
+_SOME_ENTROPY = 0.05
+PLANNED = "slower-than-plan"
+MISSED = 0.5
 """The rule, and the share of what was measured by which a plan may miss it."""
 UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
-MUCH, _LAST_STEPS = 0.2, 20
+MUCH = 0.2
+_LAST_STEPS = 20
 """The share of the last steps above which idleness is reported."""
 _SHORT_S = 0.5
 """Steps that are shorter are mostly overhead."""
 _ADVICE = {
-    invoice.REWARD: "Give the reward functions more processes (reward.num_workers), or a shorter reward.timeout_s.",
-    invoice.GENERATE: "Generation is the slower side: give it more devices, or fewer and shorter responses.",
-    invoice.TAIL: "A few long responses hold up the step: a shorter data.max_response_length, or async.max_staleness.",
-    invoice.LOADER: "Rows are made too slowly: set data.lazy=false, or prepare the data beforehand.",
-    invoice.OF_RANK: "One rank is slower than the others: look at its machine, and at the sizes of its share.",
+    invoice.REWARD: (
+        "Give the reward functions more processes (reward.num_workers), or a shorter "
+        "reward.timeout_s."
+    ),
+    invoice.GENERATE: (
+        "Generation is the slower side: give it more devices, or fewer and shorter responses."
+    ),
+    invoice.TAIL: (
+        "A few long responses hold up the step: a shorter data.max_response_length, or "
+        "async.max_staleness."
+    ),
+    invoice.LOADER: (
+        "Rows are made too slowly: set data.lazy=false, or prepare the data beforehand."
+    ),
+    invoice.OF_RANK: (
+        "One rank is slower than the others: look at its machine, and at the sizes of its share."
+    ),
     "tool ": "Episodes wait for their tools: make these faster, or run more groups.",
     "environment": "Episodes wait for their environment: make it faster, or run more groups.",
     invoice.NODES: "The rollout's own nodes take this time: look at custom nodes and workflows.",
-    invoice.OF_TRAINER: "Training is the slower side: give it more devices, or lower async.max_staleness.",
+    invoice.OF_TRAINER: (
+        "Training is the slower side: give it more devices, or lower async.max_staleness."
+    ),
 }
-MAX_SHOWN, MAX_UIDS, _MAX_FILES, _MAX_NAMED = 300, 5, 10, 5
-_SOME_ERRORS, _MANY_ERRORS = 0.02, 0.1
+MAX_SHOWN = 300
+MAX_UIDS = 5
+_MAX_FILES = 10
+_MAX_NAMED = 5
+_SOME_ERRORS = 0.02
+_MANY_ERRORS = 0.1
 _FEW_DROPPED = 20
 
 
 class RunRecords:
-    """What the rules read of a run's folder. growing: its metrics, if they may have been read before."""
+    """What the rules read of a run's folder. growing: its metrics, if they may have been read
+    before."""
 
     def __init__(self, run_dir: Path, growing: GrowingMetrics | None = None) -> None:
-        self.run_dir, self.timeline, self.growing = run_dir, read_timeline(run_dir), growing
-        self.records = read_metrics(run_dir, self.timeline) if growing is None else growing.read(self.timeline)
+        self.run_dir = run_dir
+        self.timeline = read_timeline(run_dir)
+        self.growing = growing
+        self.records = (
+            read_metrics(run_dir, self.timeline) if growing is None else growing.read(self.timeline)
+        )
         self.events = read_events(run_dir, self.timeline)
 
     @cached_property
@@ -87,21 +114,30 @@ class RunRecords:
 
     def charges_of(self, activity: RunActivity, step: int | None = None) -> list[invoice.Charge]:
         """The idle invoice of what was read of the run, or of one step."""
-        return invoice.charges(invoice.journal_of(activity, self.timeline, self.records, self.events, step))
+        return invoice.charges(
+            invoice.journal_of(activity, self.timeline, self.records, self.events, step)
+        )
 
     def samples(self, step: int, split: str = "train") -> list[dict[str, JSON]]:
         return read_samples(self.run_dir, step, split, self.timeline)
 
 
 def predicted_and_measured(run: RunRecords) -> Finding | None:
-    """A step's time and memory beside the estimate before the start, by the medians of the steps. What the estimate
-    missed by more than half is named if a run calibrated it."""
-    predicted, steps = read_object(run.run_dir / "plan.json", run.run_dir).get("predicted"), run.steps
+    """A step's time and memory beside the estimate before the start, by the medians of the steps.
+    What the estimate missed by more than half is named if a run calibrated it."""
+    predicted = read_object(run.run_dir / "plan.json", run.run_dir).get("predicted")
+    steps = run.steps
     phases = predicted.get("phases") if isinstance(predicted, Mapping) else None
     measured = measured_phases(steps)
-    if not isinstance(predicted, Mapping) or not isinstance(phases, Mapping) or "step" not in measured:
+    if (
+        not isinstance(predicted, Mapping)
+        or not isinstance(phases, Mapping)
+        or "step" not in measured
+    ):
         return None
-    expected = {name: seconds for name, value in phases.items() if (seconds := to_number(value)) is not None}
+    expected = {
+        name: seconds for name, value in phases.items() if (seconds := to_number(value)) is not None
+    }
     if "step" not in expected:
         return None
     others = [name for name in expected if name != "step" and name in measured]
@@ -113,7 +149,8 @@ def predicted_and_measured(run: RunRecords) -> Finding | None:
     ]
     took = f"a step took {measured['step']:.3g} s"
     estimate = f"{expected['step']:.3g} s"
-    peak, used = predicted.get("peak_bytes"), known_values(steps, "memory/process/peak")
+    peak = predicted.get("peak_bytes")
+    used = known_values(steps, "memory/process/peak")
     if isinstance(peak, int | float) and used:  # in GiB, as a report has them
         took += f" and at most {max(used):.3g} GiB of memory"
         estimate += f" and {peak / 2**30:.3g} GiB"
@@ -121,7 +158,11 @@ def predicted_and_measured(run: RunRecords) -> Finding | None:
     source = predicted.get("calibrated_by")
     if not source:
         text = f"The estimate before the start was {estimate}; {took}."
-        return Finding("unknown", text, "To estimate the next run by this one, set trainer.plan_from to its folder.")
+        return Finding(
+            "unknown",
+            text,
+            "To estimate the next run by this one, set trainer.plan_from to its folder.",
+        )
     text = f"The estimate before the start, by {source}, was {estimate}; {took}."
     if not missed:
         return Finding("unknown", text)
@@ -130,14 +171,18 @@ def predicted_and_measured(run: RunRecords) -> Finding | None:
 
 
 def measured_phases(steps: Steps) -> dict[str, float]:
-    """Medians of the steps' times by phase, as a plan has them: without validation and checkpoints, and without the
-    first quarter of the steps."""
+    """Medians of the steps' times by phase, as a plan has them: without validation and checkpoints,
+    and without the first quarter of the steps."""
     timed = [values for _, values in sorted(steps.items()) if "timing_s/step" in values]
     timed = timed[min(len(timed) - 1, max(1, len(timed) // 4)) :]
     names = {name for values in timed for name in values if name.startswith("timing_s/")}
-    found = {n.removeprefix("timing_s/"): statistics.median(values.get(n, 0.0) for values in timed) for n in names}
+    found = {
+        n.removeprefix("timing_s/"): statistics.median(values.get(n, 0.0) for values in timed)
+        for n in names
+    }
     step = [
-        values["timing_s/step"] - sum(values.get(f"timing_s/{name}", 0.0) for name in UNPLANNED) for values in timed
+        values["timing_s/step"] - sum(values.get(f"timing_s/{name}", 0.0) for name in UNPLANNED)
+        for values in timed
     ]
     return {**found, "step": statistics.median(step)} if timed else {}
 
@@ -150,9 +195,11 @@ def _misses(predicted: float, measured: float, step: float) -> bool:
 def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """Responses truncated at the length limit, over the run's last quarter."""
     shares = known_values(steps, "rollout/truncated")
-    if not shares or setting(config, "actor_rollout_ref.rollout.workflow") == "simulator":  # of time, not of tokens
+    # of time, not of tokens
+    if not shares or setting(config, "actor_rollout_ref.rollout.workflow") == "simulator":
         return None
-    late, overall = _mean(_last_quarter(shares)), _mean(shares)
+    late = _mean(_last_quarter(shares))
+    overall = _mean(shares)
     limit = setting(config, "data.max_response_length")
     now, at = (f" (now {limit})", f" at {limit} tokens") if isinstance(limit, int) else ("", "")
     if late >= MANY_CUT:
@@ -166,62 +213,108 @@ def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
             worst="response_length",
         )
     if overall >= MANY_CUT:
-        return Finding("good", f"{shares[0]:.0%} of responses were truncated at first, {late:.0%} {_over(shares)}.")
+        return Finding(
+            "good",
+            f"{shares[0]:.0%} of responses were truncated at first, {late:.0%} {_over(shares)}.",
+        )
     return None
 
 
 def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """A reward that was the same for every response of all these steps."""
-    highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
+    highest = known_values(steps, "reward/max")
+    lowest = known_values(steps, "reward/min")
     if not highest or not lowest or max(highest) - min(lowest) > 1e-9 * max(1.0, abs(max(highest))):
         return None
-    value, right = max(highest), known_values(steps, ACCURACY_IN_TRAINING)
+    value = max(highest)
+    right = known_values(steps, ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
     function = f"the reward function ({path})" if path else "the reward function"
     everything = f"every response of {_which(steps, 'reward/max')}"
-    advice = f"It does not distinguish better responses from worse: check what {function} returns for a few."
+    advice = (
+        f"It does not distinguish better responses from worse: check what {function} returns for a "
+        "few."
+    )
     if max(right, default=value) == 0:
         advice = (
-            "Either the model never solves a prompt: use easier prompts or a stronger model, or fine-tune it first. "
+            "Either the model never solves a prompt: use easier prompts or a stronger model, or "
+            "fine-tune it first. "
             f"Or {function} does not recognise it: compare a few responses with their ground truth."
         )
     elif min(right, default=0.0) == 1:
-        advice = f"Either the model solves every prompt: use harder prompts. Or {function} accepts every response."
+        advice = (
+            f"Either the model solves every prompt: use harder prompts. Or {function} accepts "
+            "every response."
+        )
     text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
     return Finding("bad", text, advice, hinders=True)
 
 
-def broken_policy(steps: Steps, config: Mapping[str, JSON], abruptly: bool = True) -> Finding | None:
-    """A policy whose entropy fell to a tenth, or rose to three times, without a better reward. abruptly: within a few
-    steps; a slow change is judged by other rules."""
-    entropies = {step: value for step, values in sorted(steps.items()) if (value := values.get(_ENTROPY)) is not None}
+def broken_policy(
+    steps: Steps, config: Mapping[str, JSON], abruptly: bool = True
+) -> Finding | None:
+    """A policy whose entropy fell to a tenth, or rose to three times, without a better reward.
+    abruptly: within a few steps; a slow change is judged by other rules."""
+    entropies = {
+        step: value
+        for step, values in sorted(steps.items())
+        if (value := values.get(_ENTROPY)) is not None
+    }
     rewards = known_values(steps, REWARD)
     heads = setting(config, "actor_rollout_ref.rollout.workflow_kwargs.actions.head")
     if len(entropies) < 2 or len(rewards) < 2 or heads not in (None, "action_tokens"):
         return None  # the entropy of a normal distribution passes through 0
-    first, last = next(iter(entropies.values())), _mean(_last_quarter(known_values(steps, _ENTROPY)))
+    first = next(iter(entropies.values()))
+    last = _mean(_last_quarter(known_values(steps, _ENTROPY)))
     gain = _mean(_last_quarter(rewards)) - rewards[0]
-    spread = max(known_values(steps, "reward/max"), default=0) - min(known_values(steps, "reward/min"), default=0)
-    is_low, is_high = last < first / 10 and first > _SOME_ENTROPY, last > max(3 * first, _SOME_ENTROPY)
+    spread = max(known_values(steps, "reward/max"), default=0) - min(
+        known_values(steps, "reward/min"), default=0
+    )
+    is_low = last < first / 10 and first > _SOME_ENTROPY
+    is_high = last > max(3 * first, _SOME_ENTROPY)
     if not (is_low and gain <= 0.1 * spread or is_high and gain < -0.1 * spread):
         return None
     middle = math.sqrt(max(first, 1e-9) * max(last, 1e-9))
-    since = next((step for step, value in entropies.items() if (value < middle if is_low else value > middle)), None)
-    before = [value for step, value in entropies.items() if since is not None and since - 5 <= step < since]
+    since = next(
+        (
+            step
+            for step, value in entropies.items()
+            if (value < middle if is_low else value > middle)
+        ),
+        None,
+    )
+    before = [
+        value
+        for step, value in entropies.items()
+        if since is not None and since - 5 <= step < since
+    ]
     if since is None:
         return None
-    if abruptly and not (before and (before[0] > 2 * middle if is_low else before[0] < middle / 1.5)):
+    if abruptly and not (
+        before and (before[0] > 2 * middle if is_low else before[0] < middle / 1.5)
+    ):
         return None
     rate = setting(config, "actor_rollout_ref.actor.optim.lr")
-    now = f" (actor_rollout_ref.actor.optim.lr, now {rate:g})" if isinstance(rate, int | float) else ""
-    norms = [f"; its gradient's norm was {norm:.3g}" for norm in [steps[since].get("actor/grad_norm")] if norm]
+    now = (
+        f" (actor_rollout_ref.actor.optim.lr, now {rate:g})"
+        if isinstance(rate, int | float)
+        else ""
+    )
+    norms = [
+        f"; its gradient's norm was {norm:.3g}"
+        for norm in [steps[since].get("actor/grad_norm")]
+        if norm
+    ]
     return Finding(
         "bad",
-        f"The policy came apart at step {since}: its entropy went from {first:.3g} to {last:.3g} nats, and the reward "
+        f"The policy came apart at step {since}: its entropy went from {first:.3g} to {last:.3g} "
+        "nats, and the reward "
         f"did not rise{''.join(norms)}.",
         f"Lower the learning rate{now}. What is said of its later responses follows from this.",
         hinders=True,
-        action=f"actor_rollout_ref.actor.optim.lr={rate / 10:g}" if isinstance(rate, int | float) and rate else "",
+        action=f"actor_rollout_ref.actor.optim.lr={rate / 10:g}"
+        if isinstance(rate, int | float) and rate
+        else "",
         first=since,
         numbers={_ENTROPY: last},
     )
@@ -235,22 +328,35 @@ def no_update(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
         if len(rates) > 2 and not any(rates):
             advice = "Raise actor_rollout_ref.actor.optim.lr."
             if setting(config, "actor_rollout_ref.actor.optim.lr"):
-                advice = "The schedule kept it there: see actor_rollout_ref.actor.optim.scheduler and its warm-up."
+                advice = (
+                    "The schedule kept it there: see actor_rollout_ref.actor.optim.scheduler and "
+                    "its warm-up."
+                )
             return Finding("bad", f"{nothing}: the learning rate was 0.", advice, hinders=True)
         if len(norms) > 2 and not any(norms):
-            advice = "Check whether responses to a prompt differ in reward, and which tokens the loss mask keeps."
-            return Finding("bad", f"{nothing}: the gradient was 0.", advice if role == "actor" else "", hinders=True)
+            advice = (
+                "Check whether responses to a prompt differ in reward, and which tokens the loss "
+                "mask keeps."
+            )
+            return Finding(
+                "bad",
+                f"{nothing}: the gradient was 0.",
+                advice if role == "actor" else "",
+                hinders=True,
+            )
     return None
 
 
 def accuracy_counts_nothing(steps: Steps) -> Finding | None:
     """A meaningless accuracy of 0: the rewards tell responses apart, but none is a full 1."""
-    accuracies, highest = known_values(steps, "val_correct/all/mean"), known_values(steps, "reward/max")
+    accuracies = known_values(steps, "val_correct/all/mean")
+    highest = known_values(steps, "reward/max")
     if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < RIGHT:
         return None
     return Finding(
         "flat",
-        'The accuracy was always 0: no response got "acc": 1, or where the reward function returns no "acc", a reward '
+        'The accuracy was always 0: no response got "acc": 1, or where the reward function returns '
+        'no "acc", a reward '
         f"of 1 (the highest was {max(highest):.3g}).",
         'If it misses correct responses, correct "acc", or return {"score": ..., "acc": 0 or 1}.',
     )
@@ -260,13 +366,19 @@ def equal_groups(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     """Groups in which no response was better than another; does not repeat `constant_reward`."""
     shares = known_values(steps, "reward/frac_reward_zero_std")
     late = _mean(_last_quarter(shares)) if shares else 0.0
-    highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
+    highest = known_values(steps, "reward/max")
+    lowest = known_values(steps, "reward/min")
     if late < MANY_EQUAL or not highest or not lowest or max(highest) == min(lowest):
         return None
     reward = _mean(_last_quarter(known_values(steps, REWARD)))
     right = known_values(steps, ACCURACY_IN_TRAINING)
-    # Without an accuracy, the place of the reward in its range says whether the policy solves the prompts.
-    solved = _mean(_last_quarter(right)) if right else (reward - min(lowest)) / (max(highest) - min(lowest))
+    # Without an accuracy, the place of the reward in its range says whether the policy solves the
+    # prompts.
+    solved = (
+        _mean(_last_quarter(right))
+        if right
+        else (reward - min(lowest)) / (max(highest) - min(lowest))
+    )
     prompts = "prompts that it solves sometimes: most are solved always or never"
     if solved > _MANY_SOLVED:
         prompts = "harder prompts"
@@ -280,7 +392,10 @@ def equal_groups(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
         advice = f"Use {prompts}, or let {action} replace them."
     return Finding(
         "flat",
-        f"In {late:.0%} of the groups all responses got the same reward, {_over(shares)}: they carry no gradient.",
+        (
+            f"In {late:.0%} of the groups all responses got the same reward, {_over(shares)}: they "
+            "carry no gradient."
+        ),
         advice,
         action=action,
         first=_first_step(steps, "reward/frac_reward_zero_std", MANY_EQUAL),
@@ -291,7 +406,11 @@ def equal_groups(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
 def reward_errors(run: RunRecords) -> Finding | None:
     """Responses with reward errors, with the most frequent messages."""
     errors = {step: n for step, values in run.steps.items() if (n := _failed(values))}
-    validation = {step: n for step, values in run.steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
+    validation = {
+        step: n
+        for step, values in run.steps.items()
+        if (n := _finite(values.get("val/errors", 0.0)))
+    }
     if not errors and not validation:
         return None
     num_calls = sum(known_values(run.steps, "reward/calls"))
@@ -300,16 +419,36 @@ def reward_errors(run: RunRecords) -> Finding | None:
         messages.update(_messages(run, split, validation))
     of = f" of {num_calls:,.0f}" if num_calls else ""
     end = "," if validation else ""
-    parts = [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"] if errors else []
-    parts += [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"] if validation else []
-    kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in messages.most_common(2)]
+    parts = (
+        [f"on {sum(errors.values()):,.0f}{of} responses in training, which are left out{end}"]
+        if errors
+        else []
+    )
+    parts += (
+        [f"on {sum(validation.values()):,.0f} validation responses, which count as wrong"]
+        if validation
+        else []
+    )
+    kinds = [
+        f"“{message}” ({number:,} times in the samples)"
+        for message, number in messages.most_common(2)
+    ]
     share = sum(errors.values()) / num_calls if num_calls else float(bool(errors))
     first = min(errors, default=None)
-    failed = [] if first is None else [str(row.get("uid")) for row in run.samples(first) if row.get("errors")]
+    failed = (
+        []
+        if first is None
+        else [str(row.get("uid")) for row in run.samples(first) if row.get("errors")]
+    )
     return Finding(
         "bad" if share > 0.05 or validation else "flat",
-        f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
-        level="error" if share > _MANY_ERRORS else "warning" if share > _SOME_ERRORS or validation else "",
+        f"The reward function failed {joined(parts)}."
+        + (f" It said {joined(kinds)}." if kinds else ""),
+        level="error"
+        if share > _MANY_ERRORS
+        else "warning"
+        if share > _SOME_ERRORS or validation
+        else "",
         first=first,
         numbers={"reward/error_rate": share},
         uids=tuple(failed[:MAX_UIDS]),
@@ -321,25 +460,44 @@ def _validations(run: RunRecords) -> list[str]:
 
 
 def _first_step(steps: Steps, name: str, limit: float) -> int | None:
-    """The first step in which a metric reached its limit, of the last ones whose means over ten steps are above it."""
-    known = [(step, value) for step, metrics in sorted(steps.items()) if (value := metrics.get(name)) is not None]
+    """The first step in which a metric reached its limit, of the last ones whose means over ten
+    steps are above it."""
+    known = [
+        (step, value)
+        for step, metrics in sorted(steps.items())
+        if (value := metrics.get(name)) is not None
+    ]
     values = [value for _, value in known]
-    below = (end for end in range(len(values), 0, -1) if _mean(values[max(end - 10, 0) : end]) < limit)
-    return next((step for step, value in known[max(next(below, 0) - 10, 0) :] if value >= limit), None)
+    below = (
+        end for end in range(len(values), 0, -1) if _mean(values[max(end - 10, 0) : end]) < limit
+    )
+    return next(
+        (step for step, value in known[max(next(below, 0) - 10, 0) :] if value >= limit), None
+    )
 
 
 def greedy_and_sampled(run: RunRecords) -> Finding | None:
-    """How often sampled responses are correct compared with greedy ones; if none were sampled, training's are used."""
-    validated = {step: values for step, values in run.steps.items() if "val_correct/all/mean" in values}
+    """How often sampled responses are correct compared with greedy ones; if none were sampled,
+    training's are used."""
+    validated = {
+        step: values for step, values in run.steps.items() if "val_correct/all/mean" in values
+    }
     if not validated:
         return None
     last = max(validated)
     values = validated[last]
-    at_k = {int(name.rpartition("@")[2]): name for name in values if name.startswith("val_correct/all/mean@")}
+    at_k = {
+        int(name.rpartition("@")[2]): name
+        for name in values
+        if name.startswith("val_correct/all/mean@")
+    }
     if at_k:
         k = max(at_k)
         heat = _temperature(run.config, "val_kwargs.")
-        text = f"At step {last}, responses sampled for validation problems{heat} were correct in {values[at_k[k]]:.2f}"
+        text = (
+            f"At step {last}, responses sampled for validation problems{heat} were correct in "
+            f"{values[at_k[k]]:.2f}"
+        )
         rows = [row for split in _validations(run) for row in run.samples(last, split)]
         if any(row.get("kind") == "greedy" for row in rows):
             text = (
@@ -347,18 +505,28 @@ def greedy_and_sampled(run: RunRecords) -> Finding | None:
                 f"{values['val_correct/all/mean']:.2f}, sampled ones{heat} in {values[at_k[k]]:.2f}"
             )
         best = values.get(f"val_correct/all/pass@{k}")
-        among = f"; {best:.2f} of the problems had a correct one among {k}" if best is not None and k > 1 else ""
+        among = (
+            f"; {best:.2f} of the problems had a correct one among {k}"
+            if best is not None and k > 1
+            else ""
+        )
         return Finding("unknown", f"{text}{among}.")
     sampled = [step for step in sample_steps(run.run_dir) if step <= last][-5:]
     rows = [row for step in sampled for row in run.samples(step) if not row.get("errors")]
-    right = [float(accuracy >= RIGHT) for row in rows if isinstance(accuracy := row.get("acc"), int | float)]
+    right = [
+        float(accuracy >= RIGHT)
+        for row in rows
+        if isinstance(accuracy := row.get("acc"), int | float)
+    ]
     if not right or not max(*right, values["val_correct/all/mean"]):
         return None
     heat = _temperature(run.config)
     return Finding(
         "unknown",
-        f"Responses sampled{heat} in training were correct in {_mean(right):.2f} (the {count_of(len(sampled), 'step')} "
-        f"up to {last}), greedy responses to validation problems in {values['val_correct/all/mean']:.2f}.",
+        f"Responses sampled{heat} in training were correct in {_mean(right):.2f} (the "
+        f"{count_of(len(sampled), 'step')} "
+        f"up to {last}), greedy responses to validation problems in "
+        f"{values['val_correct/all/mean']:.2f}.",
     )
 
 
@@ -409,24 +577,41 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def starving(run: RunRecords, is_trainer: bool) -> Finding | None:
-    """Devices that wait for the rollout (for training, if not is_trainer) for more than a fifth of the last steps."""
+    """Devices that wait for the rollout (for training, if not is_trainer) for more than a fifth of
+    the last steps."""
     last = sorted({charge.step for charge in run.charges if charge.step is not None})[-_LAST_STEPS:]
     found = [charge for charge in run.charges if charge.step in last]
-    idle, total = invoice.shares(found)["idle"], sum(charge.seconds for charge in found)
-    own = {cause: s / total for cause, s in idle.items() if cause.startswith(invoice.OF_TRAINER) != is_trainer}
+    idle = invoice.shares(found)["idle"]
+    total = sum(charge.seconds for charge in found)
+    own = {
+        cause: s / total
+        for cause, s in idle.items()
+        if cause.startswith(invoice.OF_TRAINER) != is_trainer
+    }
     is_short = total < _SHORT_S * len(last) * len({charge.device for charge in found})
     if sum(own.values()) <= MUCH or len(last) < MANY_STEPS or is_short:
         return None
-    named = [f"{cause.removeprefix(invoice.OF_TRAINER)} {share:.0%}" for cause, share in own.items() if share >= 0.01]
-    advice = next((text for start, text in _ADVICE.items() if next(iter(own)).startswith(start)), "")
-    text = f"Devices waited for {joined(named[:_MAX_NAMED])} of the time of the last {len(last)} steps."
+    named = [
+        f"{cause.removeprefix(invoice.OF_TRAINER)} {share:.0%}"
+        for cause, share in own.items()
+        if share >= 0.01
+    ]
+    advice = next(
+        (text for start, text in _ADVICE.items() if next(iter(own)).startswith(start)), ""
+    )
+    text = (
+        f"Devices waited for {joined(named[:_MAX_NAMED])} of the time of the last {len(last)} "
+        "steps."
+    )
     return Finding("flat", text, advice, numbers=own, files=("spans/",))
 
 
 def unaccounted(run: RunRecords) -> Finding | None:
     """Time in which it is unknown what a device did."""
     total = sum(charge.seconds for charge in run.charges)
-    unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (total or 1.0)
+    unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (
+        total or 1.0
+    )
     if unknown <= invoice.MOST_UNKNOWN:
         return None
     text = f"Of the devices' time {unknown:.0%} is unaccounted for: no span in spans/ covers it."
@@ -435,12 +620,16 @@ def unaccounted(run: RunRecords) -> Finding | None:
 
 
 def starved_prompts(run: RunRecords) -> Finding | None:
-    """Long groups that are dropped as stale more often than short ones: the policy then learns from short ones."""
+    """Long groups that are dropped as stale more often than short ones: the policy then learns from
+    short ones."""
     sized = sorted(
-        (group for group in run.activity.groups.values() if group.tokens), key=lambda group: group.tokens or 0
+        (group for group in run.activity.groups.values() if group.tokens),
+        key=lambda group: group.tokens or 0,
     )
     quarter = len(sized) // 4
-    short, long = (sum(_is_stale(group) for group in part) for part in (sized[:quarter], sized[-quarter:]))
+    short, long = (
+        sum(_is_stale(group) for group in part) for part in (sized[:quarter], sized[-quarter:])
+    )
     if short + long < _FEW_DROPPED or long <= 2 * short:
         return None
     bound = setting(run.config, "async.max_staleness")
@@ -450,7 +639,10 @@ def starved_prompts(run: RunRecords) -> Finding | None:
     return Finding(
         "flat",
         text,
-        "The policy learns from short responses alone: allow more staleness, or recompute instead of aborting.",
+        (
+            "The policy learns from short responses alone: allow more staleness, or recompute "
+            "instead of aborting."
+        ),
         action=f"async.max_staleness={bound + 1}" if isinstance(bound, int) else "",
         numbers={"longest quarter": long / quarter, "shortest quarter": short / quarter},
         uids=tuple(f"{group.group_id}-0" for group in stale[-MAX_UIDS:]),
@@ -474,15 +666,27 @@ def data_order(run: RunRecords) -> Finding | None:
         text = f"An epoch trained more than once on {rows}, such as row {row} in epoch {epoch}."
         uids = tuple(f"{group_id}-0" for group_id in ids[:MAX_UIDS])
         return Finding(
-            "flat", text, "Look for duplicates in the order of the data.", uids=uids, files=("ledger.jsonl",)
+            "flat",
+            text,
+            "Look for duplicates in the order of the data.",
+            uids=uids,
+            files=("ledger.jsonl",),
         )
     problems = {text for split in _validations(run) for text, _ in _prompts(run, split, 1)}
     shared = {text: uid for text, uid in _prompts(run, "train", _MAX_FILES) if text in problems}
     if not shared:
         return None
-    text = f"The training prompts of up to {_MAX_FILES} steps contain {count_of(len(shared), 'validation problem')}."
+    text = (
+        f"The training prompts of up to {_MAX_FILES} steps contain "
+        f"{count_of(len(shared), 'validation problem')}."
+    )
     uids = tuple(shared.values())[:MAX_UIDS]
-    return Finding("flat", text, "The validation then measures what was trained on: split the data anew.", uids=uids)
+    return Finding(
+        "flat",
+        text,
+        "The validation then measures what was trained on: split the data anew.",
+        uids=uids,
+    )
 
 
 def _prompts(run: RunRecords, split: str, most: int) -> Iterator[tuple[str, str]]:

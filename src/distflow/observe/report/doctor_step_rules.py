@@ -1,10 +1,10 @@
 """Rules on the metrics of a run, step by step: the same while it runs and afterwards.
 
-A rule looks at the history up to a step and returns a sentence if the step is bad. A finding opens after 3 such steps
-(hits) with fewer than 10 good ones between them, and closes after 10 good ones, so that noise opens none. Drifts
-compare the last 20 steps with the 80 before. Neighbouring steps of RL are correlated, so the variance of the mean is
-inflated by (1 + r) / (1 - r), r being the correlation of neighbours: without it, every second healthy run has a false
-alarm.
+A rule looks at the history up to a step and returns a sentence if the step is bad. A finding opens
+after 3 such steps (hits) with fewer than 10 good ones between them, and closes after 10 good ones,
+so that noise opens none. Drifts compare the last 20 steps with the 80 before. Neighbouring steps of
+RL are correlated, so the variance of the mean is inflated by (1 + r) / (1 - r), r being the
+correlation of neighbours: without it, every second healthy run has a false alarm.
 """
 
 import math
@@ -29,19 +29,23 @@ MANY_STEPS = 8
 """Steps before which nothing is judged, and that the rules over a window see."""
 
 CLEAN_STEPS = 10
-_RECENT, _NEW, _FIRST = 100, 20, 20
+_RECENT = 100
+_NEW = 20
+_FIRST = 20
 _MOST_CORRELATED = 0.9
 DRIFT = 6.0
-"""The z value from which a drift counts: at most 1 in 20 healthy runs of 1,000 steps reaches it by chance."""
+"""The z value from which a drift counts: at most 1 in 20 healthy runs of 1,000 steps reaches it by
+chance."""
 
 
 class History:
-    """The metrics of the last steps, and the first values of each. config: as in config.yaml. metrics: of this step.
-    window: of the last 8 steps."""
+    """The metrics of the last steps, and the first values of each. config: as in config.yaml.
+    metrics: of this step. window: of the last 8 steps."""
 
     def __init__(self, config: Mapping[str, JSON]) -> None:
         self.config = config
-        self.step, self.metrics = -1, dict[str, float]()
+        self.step = -1
+        self.metrics = dict[str, float]()
         self.window: dict[int, Mapping[str, float]] = {}
         self.begin: dict[int, Mapping[str, float]] = {}
         """The first step."""
@@ -53,7 +57,8 @@ class History:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         finite |= {"memory/process": max(phases)} if phases else {}
         before = self.metrics if step == self.step else {}
-        self.step, self.metrics = step, {**before, **finite}
+        self.step = step
+        self.metrics = {**before, **finite}
         self.begin = self.begin or {step: self.metrics}
         self.window = {**self.window, step: self.metrics}
         if len(self.window) > MANY_STEPS:
@@ -81,11 +86,13 @@ class History:
         return statistics.fmean(self._first[name]) if name in self._first else math.nan
 
     def drift(self, name: str) -> float:
-        """By how many standard errors the mean of the last 20 values is above that of the 80 before; 0 without 100."""
+        """By how many standard errors the mean of the last 20 values is above that of the 80
+        before; 0 without 100."""
         values = self.last(name)
         if len(values) < _RECENT:
             return 0.0
-        before, after = values[:-_NEW], values[-_NEW:]
+        before = values[:-_NEW]
+        after = values[-_NEW:]
         mean = statistics.fmean(before)
         rest = [value - mean for value in before]
         variance = sum(value * value for value in rest) / len(rest)
@@ -93,7 +100,8 @@ class History:
         if variance <= (1e-9 * abs(mean)) ** 2:
             return math.copysign(math.inf, moved) if abs(moved) > 1e-6 * abs(mean) else 0.0
         r = sum(a * b for a, b in zip(rest, rest[1:], strict=False)) / (variance * len(rest))
-        r = min(max(r + (1 + 4 * r) / len(rest), 0.0), _MOST_CORRELATED)  # a short series underestimates it
+        # a short series underestimates it
+        r = min(max(r + (1 + 4 * r) / len(rest), 0.0), _MOST_CORRELATED)
         return moved / math.sqrt(variance * (1 + r) / (1 - r) * (1 / len(after) + 1 / len(before)))
 
     def setting(self, key: str) -> JSON:
@@ -111,9 +119,10 @@ def setting(config: Mapping[str, JSON], key: str) -> JSON:
 
 @dataclass(frozen=True)
 class StepRule:
-    """needs: metrics, with "*" for any part; without one of them in a step, the rule does not look at the step. enough:
-    values that the first must have. advice: a sentence. action: "key=value", if one change is the remedy, or a function
-    of the history. opens: hits until a finding opens. worst: the key of a sample that it should show, largest first."""
+    """needs: metrics, with "*" for any part; without one of them in a step, the rule does not look
+    at the step. enough: values that the first must have. advice: a sentence. action: "key=value",
+    if one change is the remedy, or a function of the history. opens: hits until a finding opens.
+    worst: the key of a sample that it should show, largest first."""
 
     name: str
     needs: tuple[str, ...]
@@ -127,7 +136,10 @@ class StepRule:
 
     def numbers(self, history: History) -> dict[str, float] | None:
         """The metrics that it needs; None if one is missing, or has too few values."""
-        found = [history.named(need) if "*" in need else [need] * (need in history.metrics) for need in self.needs]
+        found = [
+            history.named(need) if "*" in need else [need] * (need in history.metrics)
+            for need in self.needs
+        ]
         if not all(found) or found and len(history.last(found[0][0])) < min(self.enough, _RECENT):
             return None
         return {name: history.metrics[name] for names in found for name in names}
@@ -145,15 +157,18 @@ STEP_RULES: dict[str, StepRule] = {}
 def register_doctor_rule(
     name: str, needs: Sequence[str], level: Level = "warning", advice: str = "", **options: object
 ) -> Callable[[Check], Check]:
-    """Decorator for a rule: `function(history) -> sentence, Finding or None`. options: `action`, `enough`, `opens` and
-    `worst` of `StepRule`. A rule in a module of `trainer.imports` looks at each step, and in `distflow doctor RUN`.
+    """Decorator for a rule: `function(history) -> sentence, Finding or None`. options: `action`,
+    `enough`, `opens` and `worst` of `StepRule`. A rule in a module of `trainer.imports` looks at
+    each step, and in `distflow doctor RUN`.
 
     Raises UserError for a name that is in use.
     """
 
     def register(check: Check) -> Check:
         if name in STEP_RULES and is_ours(STEP_RULES[name].check):
-            raise UserError(f"there is already a doctor rule '{name}': register yours under another name")
+            raise UserError(
+                f"there is already a doctor rule '{name}': register yours under another name"
+            )
         STEP_RULES[name] = StepRule(name, tuple(needs), check, level, advice, **options)  # type: ignore[arg-type]
         return check
 
@@ -181,12 +196,18 @@ class StepRules:
     def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """The findings that open at this step."""
         self.history.add(step, metrics)
-        return [found for name in self._states if (found := self._look(STEP_RULES[name], self._states[name]))]
+        return [
+            found
+            for name in self._states
+            if (found := self._look(STEP_RULES[name], self._states[name]))
+        ]
 
     def lacking(self) -> dict[str, str]:
         """The rules that saw no step, with what they need; or how they failed."""
         unseen = [STEP_RULES[name] for name, state in self._states.items() if not state.has_looked]
-        return {rule.name: f"needs {rule.enough} steps with {', '.join(rule.needs)}" for rule in unseen} | self.failed
+        return {
+            rule.name: f"needs {rule.enough} steps with {', '.join(rule.needs)}" for rule in unseen
+        } | self.failed
 
     def findings(self) -> list[Finding]:
         return [found for state in self._states.values() for found in state.found]
@@ -205,7 +226,8 @@ class StepRules:
         if not said:
             self._clean(state)
             return None
-        state.clean, state.hits = 0, state.hits + 1
+        state.clean = 0
+        state.hits = state.hits + 1
         step = self.history.step
         state.pending = state.pending or self._finding(rule, said, numbers)
         if state.open is not None:
@@ -221,16 +243,27 @@ class StepRules:
         if state.clean >= CLEAN_STEPS:
             if state.open is not None:
                 state.found[state.open] = state.found[state.open]._replace(is_over=True)
-            state.hits, state.pending, state.open = 0, None, None
+            state.hits = 0
+            state.pending = None
+            state.open = None
 
-    def _finding(self, rule: StepRule, said: str | Finding, numbers: Mapping[str, float]) -> Finding:
+    def _finding(
+        self, rule: StepRule, said: str | Finding, numbers: Mapping[str, float]
+    ) -> Finding:
         action = rule.action(self.history) if callable(rule.action) else rule.action
-        found = Finding("flat", said, rule.advice, action=action, worst=rule.worst) if isinstance(said, str) else said
+        found = (
+            Finding("flat", said, rule.advice, action=action, worst=rule.worst)
+            if isinstance(said, str)
+            else said
+        )
         tone: Tone = "bad" if rule.level == "error" else "flat"
-        return found._replace(tone=tone, rule=rule.name, level=rule.level, first=self.history.step, numbers=numbers)
+        return found._replace(
+            tone=tone, rule=rule.name, level=rule.level, first=self.history.step, numbers=numbers
+        )
 
 
-_LR, _STALENESS = "actor_rollout_ref.actor.optim.lr", "async.max_staleness"
+_LR = "actor_rollout_ref.actor.optim.lr"
+_STALENESS = "async.max_staleness"
 
 
 def _scaled(key: str, factor: float) -> Callable[[History], str]:
@@ -245,7 +278,9 @@ def _scaled(key: str, factor: float) -> Callable[[History], str]:
 
 def _overlong(h: History) -> str:
     longest = h.setting("data.max_response_length")
-    return f"reward.overlong.buffer_tokens={max(longest // 4, 1)}" if isinstance(longest, int) else ""
+    return (
+        f"reward.overlong.buffer_tokens={max(longest // 4, 1)}" if isinstance(longest, int) else ""
+    )
 
 
 def _fresher(h: History) -> str:
@@ -257,17 +292,25 @@ def _fresher(h: History) -> str:
     "rollout-never-updated",
     ("async/version_end", "actor/grad_norm"),
     "error",
-    "The engine does not get the weights: look at the weight syncs in events.jsonl, and at the engine's log.",
+    (
+        "The engine does not get the weights: look at the weight syncs in events.jsonl, and at the "
+        "engine's log."
+    ),
     enough=8,
 )
 def _never_updated(h: History) -> str | None:
-    versions, bound, every = h.last("async/version_end", 4), h.setting(_STALENESS), 1
+    versions = h.last("async/version_end", 4)
+    bound = h.setting(_STALENESS)
+    every = 1
     if isinstance(frequency := h.setting("actor_rollout_ref.actor.model_update_frequency"), int):
         every = frequency
     late = h.step - 1 - versions[-1] - (bound if isinstance(bound, int) else 0) - every
     if late < 1 or len(set(versions)) > 1 or not min(h.last("actor/grad_norm", 3)) > 0:
         return None
-    return f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the policy still changes."
+    return (
+        f"Step {h.step} trained on tokens of version {versions[-1]:.0f} at most, although the "
+        "policy still changes."
+    )
 
 
 @register_doctor_rule(
@@ -278,36 +321,53 @@ def _never_updated(h: History) -> str | None:
     enough=2,
 )
 def _weights_differ(h: History) -> str | None:
-    first, now = h.last("canary/mean_abs")[0], h.now("canary/mean_abs")
+    first = h.last("canary/mean_abs")[0]
+    now = h.now("canary/mean_abs")
     rounding = 1e-3 if h.setting("actor_rollout_ref.model.dtype") == "float32" else 0.05
     if now <= max(5 * first, rounding):
         return None
-    return f"On fixed prompts, engine and trainer differ by {now:.2g} nats a token, at first by {first:.2g}."
+    return (
+        f"On fixed prompts, engine and trainer differ by {now:.2g} nats a token, at first by "
+        f"{first:.2g}."
+    )
 
 
 @register_doctor_rule(
     "mismatch-numerics",
     ("mismatch/same_version/k3", "mismatch/same_version/ess"),
-    advice="Engine and trainer compute different probabilities with the same weights: correct the loss for it.",
+    advice=(
+        "Engine and trainer compute different probabilities with the same weights: correct the "
+        "loss for it."
+    ),
     action="algorithm.rollout_correction.rollout_is=token",
 )
 def _numerics(h: History) -> str | None:
-    k3, ess = h.now("mismatch/same_version/k3"), h.now("mismatch/same_version/ess")
+    k3 = h.now("mismatch/same_version/k3")
+    ess = h.now("mismatch/same_version/ess")
     if k3 <= 1e-3 and k3 <= max(10 * h.first("mismatch/same_version/k3"), 1e-4) and ess >= 0.9:
         return None
-    return f"With the same weights, engine and trainer are k3 = {k3:.2g} nats apart (effective sample size {ess:.2f})."
+    return (
+        f"With the same weights, engine and trainer are k3 = {k3:.2g} nats apart (effective sample "
+        f"size {ess:.2f})."
+    )
 
 
 @register_doctor_rule(
     "mismatch-staleness",
     ("mismatch/older_version/k3", "mismatch/same_version/k3"),
-    advice="Tokens of older weights are far from the policy: use fresher ones, or a decoupled loss.",
+    advice=(
+        "Tokens of older weights are far from the policy: use fresher ones, or a decoupled loss."
+    ),
     action=_fresher,
     enough=8,
 )
 def _stale(h: History) -> str | None:
     apart = h.now("mismatch/older_version/k3") - h.now("mismatch/same_version/k3")
-    return f"Tokens of older weights are k3 = {apart:.2g} nats further from the policy." if apart > 0.02 else None
+    return (
+        f"Tokens of older weights are k3 = {apart:.2g} nats further from the policy."
+        if apart > 0.02
+        else None
+    )
 
 
 @register_doctor_rule(
@@ -318,10 +378,14 @@ def _stale(h: History) -> str | None:
     enough=8,
 )
 def _stale_kv(h: History) -> str | None:
-    kv, other = h.now("mismatch/older_kv/k3"), h.now("mismatch/older_version/k3", 0.0)
+    kv = h.now("mismatch/older_kv/k3")
+    other = h.now("mismatch/older_version/k3", 0.0)
     if kv <= max(0.02, 3 * other):
         return None
-    return f"After a weight sync within a response, tokens are k3 = {kv:.2g} nats from the policy, others {other:.2g}."
+    return (
+        f"After a weight sync within a response, tokens are k3 = {kv:.2g} nats from the policy, "
+        f"others {other:.2g}."
+    )
 
 
 @register_doctor_rule(
@@ -332,16 +396,31 @@ def _stale_kv(h: History) -> str | None:
     worst="score",
 )
 def _hacking(h: History) -> str | None:
-    rewards, accuracies = h.last(REWARD), h.last("val_correct/all/mean", 30)
-    first, last = rewards[:_NEW], rewards[-_NEW:]
-    if statistics.fmean(last) - statistics.fmean(first) > statistics.pstdev(first) and len(accuracies) >= 6:
+    rewards = h.last(REWARD)
+    accuracies = h.last("val_correct/all/mean", 30)
+    first = rewards[:_NEW]
+    last = rewards[-_NEW:]
+    if (
+        statistics.fmean(last) - statistics.fmean(first) > statistics.pstdev(first)
+        and len(accuracies) >= 6
+    ):
         threes = [*zip(accuracies, accuracies[1:], accuracies[2:], strict=False)]
-        means, noise = [statistics.fmean(three) for three in threes], sorted(abs(a - 2 * b + c) for a, b, c in threes)
+        means = [statistics.fmean(three) for three in threes]
+        noise = sorted(abs(a - 2 * b + c) for a, b, c in threes)
         if max(means) - means[-1] > max(0.05, 5 * noise[len(noise) // 4]):
-            return f"The reward rises, while the validation accuracy fell from {max(means):.3f} to {means[-1]:.3f}."
+            return (
+                f"The reward rises, while the validation accuracy fell from {max(means):.3f} to "
+                f"{means[-1]:.3f}."
+            )
     parts = {name: h.drift(name) for name in h.named("reward/*/mean")}
-    if h.drift(REWARD) > 0 and parts and min(parts.values()) < -DRIFT and max(parts.values()) > DRIFT / 2:
-        up, down = max(parts, key=parts.__getitem__), min(parts, key=parts.__getitem__)
+    if (
+        h.drift(REWARD) > 0
+        and parts
+        and min(parts.values()) < -DRIFT
+        and max(parts.values()) > DRIFT / 2
+    ):
+        up = max(parts, key=parts.__getitem__)
+        down = min(parts, key=parts.__getitem__)
         return f"The reward rises by {up}, while {down} falls."
     return None
 
@@ -349,31 +428,46 @@ def _hacking(h: History) -> str | None:
 @register_doctor_rule(
     "entropy-collapse",
     ("actor/entropy",),
-    advice="The policy stops exploring: clip ratios higher up, raise the temperature, or add a KL term.",
+    advice=(
+        "The policy stops exploring: clip ratios higher up, raise the temperature, or add a KL "
+        "term."
+    ),
     action="actor_rollout_ref.actor.clip_ratio_high=0.28",
     enough=30,
 )
 def _collapse(h: History) -> str | None:
-    if h.setting("actor_rollout_ref.rollout.workflow_kwargs.actions.head") not in (None, "action_tokens"):
+    if h.setting("actor_rollout_ref.rollout.workflow_kwargs.actions.head") not in (
+        None,
+        "action_tokens",
+    ):
         return None  # the entropy of a normal distribution passes through 0
-    values, first = h.last("actor/entropy", 20), h.first("actor/entropy")
+    values = h.last("actor/entropy", 20)
+    first = h.first("actor/entropy")
     falls = statistics.fmean(values[10:]) < statistics.fmean(values[:10])
     return (
-        f"The entropy fell from {first:.3g} to {values[-1]:.3g} nats." if values[-1] < 0.2 * first and falls else None
+        f"The entropy fell from {first:.3g} to {values[-1]:.3g} nats."
+        if values[-1] < 0.2 * first and falls
+        else None
     )
 
 
 @register_doctor_rule(
     "entropy-explosion",
     ("actor/entropy", REWARD),
-    advice="The policy comes apart: lower the learning rate, and look at the mismatch of engine and trainer.",
+    advice=(
+        "The policy comes apart: lower the learning rate, and look at the mismatch of engine and "
+        "trainer."
+    ),
     action=_scaled(_LR, 0.5),
     enough=_RECENT,
 )
 def _explosion(h: History) -> str | None:
     if h.drift("actor/entropy") <= DRIFT or h.drift(REWARD) >= -3:
         return None
-    return f"The entropy rose to {h.now('actor/entropy'):.3g} nats, while the reward fell to {h.now(REWARD):.3g}."
+    return (
+        f"The entropy rose to {h.now('actor/entropy'):.3g} nats, while the reward fell to "
+        f"{h.now(REWARD):.3g}."
+    )
 
 
 @register_doctor_rule(
@@ -394,7 +488,10 @@ def _longer(h: History) -> str | None:
 @register_doctor_rule(
     "gradient-spike",
     ("*/grad_norm",),
-    advice="Look at the samples of the step; `distflow replay` repeats an update whose bundle was saved.",
+    advice=(
+        "Look at the samples of the step; `distflow replay` repeats an update whose bundle was "
+        "saved."
+    ),
     enough=50,
     opens=1,
     worst="advantage",
@@ -405,7 +502,10 @@ def _spike(h: History) -> str | None:
         middle = statistics.median(before)
         spread = 1.4826 * statistics.median(abs(value - middle) for value in before)
         if spread > 0 and now - middle > 10 * spread and now > 5 * middle:
-            return f"{name} was {now:.3g} at step {h.step}; its median over the steps before is {middle:.3g}."
+            return (
+                f"{name} was {now:.3g} at step {h.step}; its median over the steps before is "
+                f"{middle:.3g}."
+            )
     return None
 
 
@@ -418,23 +518,32 @@ def _spike(h: History) -> str | None:
 )
 def _skipped(h: History) -> str | None:
     number = sum(value > 0 for value in h.last("actor/skipped", 20))
-    return f"In {number} of the last 20 steps the optimizer skipped an update." if number >= 3 else None
+    return (
+        f"In {number} of the last 20 steps the optimizer skipped an update."
+        if number >= 3
+        else None
+    )
 
 
 @register_doctor_rule(
     "differences-lost",
     ("reward/mean_score",),
-    advice="Scores are too large for their differences: subtract what all of a prompt's scores share, or divide them.",
+    advice=(
+        "Scores are too large for their differences: subtract what all of a prompt's scores share, "
+        "or divide them."
+    ),
     enough=1,
     opens=1,
 )
 def _lost(h: History) -> str | None:
-    groups, samples = h.now("reward/lost_in_float64_frac", 0.0), h.now("reward/lost_in_float32_frac", 0.0)
+    groups = h.now("reward/lost_in_float64_frac", 0.0)
+    samples = h.now("reward/lost_in_float32_frac", 0.0)
     if groups > 0:
         return f"In {groups:.0%} of the groups float64 does not hold the differences of the scores."
     if samples > 0:
         return (
-            f"Of {samples:.0%} of the samples float32 does not hold the advantage: its square is beyond the range, or "
+            f"Of {samples:.0%} of the samples float32 does not hold the advantage: its square is "
+            "beyond the range, or "
             "it equals that of a sample of the group with another score."
         )
     return None
@@ -443,13 +552,21 @@ def _lost(h: History) -> str | None:
 @register_doctor_rule(
     "update-too-large",
     ("actor/pg_clipfrac", "actor/ppo_kl"),
-    advice="One step moves the policy too far: lower the learning rate, or use fewer passes and larger mini-batches.",
+    advice=(
+        "One step moves the policy too far: lower the learning rate, or use fewer passes and "
+        "larger mini-batches."
+    ),
     action=_scaled(_LR, 0.5),
     enough=8,
 )
 def _too_large(h: History) -> str | None:
-    clipped, kl = h.now("actor/pg_clipfrac"), abs(h.now("actor/ppo_kl"))
-    return f"Of the tokens {clipped:.0%} were clipped, and KL is {kl:.2g} nats." if clipped > 0.3 or kl > 0.1 else None
+    clipped = h.now("actor/pg_clipfrac")
+    kl = abs(h.now("actor/ppo_kl"))
+    return (
+        f"Of the tokens {clipped:.0%} were clipped, and KL is {kl:.2g} nats."
+        if clipped > 0.3 or kl > 0.1
+        else None
+    )
 
 
 @register_doctor_rule(
@@ -460,7 +577,8 @@ def _too_large(h: History) -> str | None:
 )
 def _sick(h: History) -> str | None:
     speeds = {name: h.now(name) for name in h.named("rollout_server/*/tokens_per_s")}
-    slowest, middle = min(speeds, key=speeds.__getitem__), statistics.median(speeds.values())
+    slowest = min(speeds, key=speeds.__getitem__)
+    middle = statistics.median(speeds.values())
     if speeds[slowest] >= 0.7 * middle:
         return None
     return f"{slowest} is {speeds[slowest]:.0f}, the median of {len(speeds)} servers {middle:.0f}."
@@ -474,8 +592,11 @@ def _sick(h: History) -> str | None:
 )
 def _grows(h: History) -> str | None:
     values = h.last("memory/process")
-    before, middle, after = (statistics.fmean(values[i : i + _NEW]) for i in (0, 40, _RECENT - _NEW))
-    if after < 1.4 * before or after - middle < 0.7 * (middle - before):  # allocators fill up, ever more slowly
+    before, middle, after = (
+        statistics.fmean(values[i : i + _NEW]) for i in (0, 40, _RECENT - _NEW)
+    )
+    # allocators fill up, ever more slowly
+    if after < 1.4 * before or after - middle < 0.7 * (middle - before):
         return None
     return f"The process's memory grew by {after / before - 1:.0%} in 80 steps."
 

@@ -1,7 +1,7 @@
 """The domains of a run: a row for each, and curves labelled by domain and by part of the reward.
 
-`reward/PART/mean` is a part over all domains, `reward/DOMAIN/PART` that part in one: if a domain has the name of a
-part, only the labels tell them apart.
+`reward/PART/mean` is a part over all domains, `reward/DOMAIN/PART` that part in one: if a domain
+has the name of a part, only the labels tell them apart.
 """
 
 import math
@@ -28,9 +28,10 @@ class _Names(NamedTuple):
 def domain_table(steps: Steps) -> list[dict[str, Any]]:
     """A row for each domain, at most `MAX_ROWS`; empty without at least two.
 
-    share: of all groups that were trained on. reward: over the first and the last tenth of the steps; accuracy, best:
-    at the first and the last validation; `best` is pass@k for the largest k. calls: of reward functions in training;
-    errors, timeouts: of these. dropped: groups by reason. None: not measured.
+    share: of all groups that were trained on. reward: over the first and the last tenth of the
+    steps; accuracy, best: at the first and the last validation; `best` is pass@k for the largest k.
+    calls: of reward functions in training; errors, timeouts: of these. dropped: groups by reason.
+    None: not measured.
     """
     names = _find(set[str]().union(*steps.values()))
     if not names.domains:
@@ -47,7 +48,8 @@ def domain_table(steps: Steps) -> list[dict[str, Any]]:
 
 
 def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
-    """A chart for each question on which domains differ, of at most `MAX_LINES` lines; none without two domains."""
+    """A chart for each question on which domains differ, of at most `MAX_LINES` lines; none without
+    two domains."""
     names = _find(columns)
     domains = names.domains
 
@@ -56,15 +58,34 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
 
     at_k = {name: f"{domain} {k}" for domain in domains for name, k in _at_k(domain, columns)}
     parts = {f"reward/{part}/mean": part for part in names.parts}
-    failed = {f"domains/{domain}/{kind}": f"{domain} {kind}" for domain in domains for kind in ("errors", "timeouts")}
-    dropped = {name: f"{domain}: {reason}" for domain in domains for name, reason in _dropped(domain, columns)}
+    failed = {
+        f"domains/{domain}/{kind}": f"{domain} {kind}"
+        for domain in domains
+        for kind in ("errors", "timeouts")
+    }
+    dropped = {
+        name: f"{domain}: {reason}"
+        for domain in domains
+        for name, reason in _dropped(domain, columns)
+    }
     questions = [
-        ("In which domains does the accuracy rise?", "share correct", of_each("val_correct/{}/mean")),
+        (
+            "In which domains does the accuracy rise?",
+            "share correct",
+            of_each("val_correct/{}/mean"),
+        ),
         ("For how many problems is one of k responses correct?", "pass@k", at_k),
         ("In which domains does the reward rise?", "score", of_each(f"reward/{{}}/{_SCORE}")),
         ("What do the parts of the reward score, over all domains?", "score", parts),
-        *((f"What makes up the reward of {domain}?", "score", _parts_of(domain, names, columns)) for domain in domains),
-        ("How many groups of a step does each domain have?", "groups", of_each("domains/{}/groups")),
+        *(
+            (f"What makes up the reward of {domain}?", "score", _parts_of(domain, names, columns))
+            for domain in domains
+        ),
+        (
+            "How many groups of a step does each domain have?",
+            "groups",
+            of_each("domains/{}/groups"),
+        ),
         ("How many reward errors are there, by domain?", "samples", failed),
         ("Which groups were dropped, by domain?", "groups since the start", dropped),
     ]
@@ -72,9 +93,18 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
     for question, unit, labels in questions:
         shown = [name for name in labels if name in columns][:MAX_LINES]
         if shown:
-            chart: ChosenChart = {"question": question, "kind": "line", "unit": unit, "names": shown}
+            chart: ChosenChart = {
+                "question": question,
+                "kind": "line",
+                "unit": unit,
+                "names": shown,
+            }
             chart["labels"] = {name: labels[name] for name in shown}
-            colors = {name: domains.index(label) for name, label in chart["labels"].items() if label in domains}
+            colors = {
+                name: domains.index(label)
+                for name, label in chart["labels"].items()
+                if label in domains
+            }
             if len(colors) == len(shown):
                 chart["colors"] = colors
             charts.append(chart)
@@ -82,34 +112,52 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
 
 
 def domain_docs(columns: Iterable[str]) -> dict[str, str]:
-    """Descriptions of mean rewards, since names such as `reward/code/code` are ambiguous. Empty without two domains."""
+    """Descriptions of mean rewards, since names such as `reward/code/code` are ambiguous. Empty
+    without two domains."""
     names = _find(columns)
-    docs = {f"reward/{part}/mean": f"mean of the part {part} of the reward, over all domains" for part in names.parts}
+    docs = {
+        f"reward/{part}/mean": f"mean of the part {part} of the reward, over all domains"
+        for part in names.parts
+    }
     for domain, parts in names.of_domain.items():
         docs[f"reward/{domain}/{_SCORE}"] = f"mean reward of the domain {domain}"
-        docs |= {f"reward/{domain}/{part}": f"mean of the part {part} in the domain {domain}" for part in parts}
+        docs |= {
+            f"reward/{domain}/{part}": f"mean of the part {part} in the domain {domain}"
+            for part in parts
+        }
     return docs
 
 
 def _find(names: Iterable[str]) -> _Names:
     """The names in the metrics; empty without two domains."""
     known = sorted(set(names))
-    found = {match[1] for name in known if (match := re.fullmatch(r"(?:domains/(.+)/groups)", name))}
-    found |= {match[1] for name in known if (match := re.fullmatch(r"val_correct/(.+)/mean", name))} - {"all"}
+    found = {
+        match[1] for name in known if (match := re.fullmatch(r"(?:domains/(.+)/groups)", name))
+    }
+    found |= {
+        match[1] for name in known if (match := re.fullmatch(r"val_correct/(.+)/mean", name))
+    } - {"all"}
     domains = sorted(found)
     if len(domains) < 2:
         return _Names([], [], {})
     of_domain: dict[str, list[str]] = {domain: [] for domain in domains}
-    # A part called "mean" is one of all domains too; else DOMAIN/mean is the part with the name of the domain.
+    # A part called "mean" is one of all domains too; else DOMAIN/mean is the part with the name of
+    # the domain.
     tails = {_SCORE, *(() if "reward/mean/mean" in known else ("mean",))}
     longest_first = sorted(domains, key=len, reverse=True)
     in_domains = set()
     for name in known:
-        domain = next((domain for domain in longest_first if name.startswith(f"reward/{domain}/")), None)
+        domain = next(
+            (domain for domain in longest_first if name.startswith(f"reward/{domain}/")), None
+        )
         if domain is not None and (part := name.removeprefix(f"reward/{domain}/")) not in tails:
             of_domain[domain].append(part)
             in_domains.add(name)
-    parts = [m[1] for name in known if name not in in_domains and (m := re.fullmatch(r"reward/(.+)/mean", name))]
+    parts = [
+        m[1]
+        for name in known
+        if name not in in_domains and (m := re.fullmatch(r"reward/(.+)/mean", name))
+    ]
     return _Names(domains, parts, of_domain)
 
 
@@ -125,7 +173,9 @@ def _parts_of(domain: str, names: _Names, columns: Mapping[str, Column]) -> dict
 def _at_k(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
     """Only the largest k, e.g. `pass@8`; pass@1 is the accuracy."""
     found = [
-        (int(m[1]), name) for name in names if (m := re.fullmatch(rf"val_correct/{re.escape(domain)}/pass@(\d+)", name))
+        (int(m[1]), name)
+        for name in names
+        if (m := re.fullmatch(rf"val_correct/{re.escape(domain)}/pass@(\d+)", name))
     ]
     return [(name, f"pass@{k}") for k, name in sorted(found)[-1:] if k > 1]
 
@@ -138,7 +188,8 @@ def _dropped(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
 def _row(domain: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """values: by metric, in the order of the steps."""
     at_k = _at_k(domain, values)
-    calls, groups = values.get(f"domains/{domain}/calls"), values.get(f"domains/{domain}/groups")
+    calls = values.get(f"domains/{domain}/calls")
+    groups = values.get(f"domains/{domain}/groups")
     return {
         "name": domain,
         "groups": round(sum(groups)) if groups else None,
@@ -165,4 +216,8 @@ def _ends(values: Sequence[float]) -> list[float] | None:
 def _tenths(values: Sequence[float]) -> list[float] | None:
     """Means of the first and of the last tenth; only one if there is one value."""
     size = max(len(values) // 10, 1)
-    return _ends([sum(part) / len(part) for part in (values[:size], values[-size:])][: len(values)]) if values else None
+    return (
+        _ends([sum(part) / len(part) for part in (values[:size], values[-size:])][: len(values)])
+        if values
+        else None
+    )

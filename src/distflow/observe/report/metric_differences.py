@@ -1,5 +1,5 @@
-"""The metrics of runs compared, and whether noise explains a difference: over seeds if a side has several runs, else
-over blocks of steps."""
+"""The metrics of runs compared, and whether noise explains a difference: over seeds if a side has
+several runs, else over blocks of steps."""
 
 import math
 from collections.abc import Sequence
@@ -10,23 +10,31 @@ from distflow.observe.report.summary_sentences import Steps
 LAST = 50
 """The values of each run that count."""
 
-_DRAWS, _BLOCKS = 1000, 4
+_DRAWS = 1000
+_BLOCKS = 4
 _WIDTH = 2.447 * math.sqrt(_BLOCKS / (_BLOCKS - 1))
-"""Standard errors of half an interval of 95 %: t of 4 blocks on each side, which estimate the spread themselves."""
+"""Standard errors of half an interval of 95 %: t of 4 blocks on each side, which estimate the
+spread themselves."""
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """The same of Student's t by degrees of freedom."""
 
 
 def compared_metrics(a: Sequence[Steps], b: Sequence[Steps]) -> list[dict[str, Any]]:
-    """The metrics that all runs of two sides have, over their last common steps. differs: None if unknown."""
+    """The metrics that all runs of two sides have, over their last common steps. differs: None if
+    unknown."""
     runs = [*a, *b]
     steps = sorted(set.intersection(*map(set, runs)))
     found = []
-    for name in sorted(set.intersection(*({name for values in run.values() for name in values} for run in runs))):
+    for name in sorted(
+        set.intersection(*({name for values in run.values() for name in values} for run in runs))
+    ):
         values = [_last([run[s][name] for s in steps if name in run[s]]) for run in runs]
         if all(values):
-            first, second = values[: len(a)], values[len(a) :]
-            compared = _over_steps(first[0], second[0]) if len(runs) == 2 else _over_seeds(first, second)
+            first = values[: len(a)]
+            second = values[len(a) :]
+            compared = (
+                _over_steps(first[0], second[0]) if len(runs) == 2 else _over_seeds(first, second)
+            )
             found.append({"metric": name, **compared})
     return found
 
@@ -45,7 +53,8 @@ def _over_steps(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     found["values"] = min(len(a), len(b))
     if found["values"] < 3 * _BLOCKS:
         return {**found, **_interval(moved, None)}
-    means, draw = [], np.random.default_rng(0)
+    means = []
+    draw = np.random.default_rng(0)
     for values in sides:
         block = -(-len(values) // _BLOCKS)
         starts = draw.integers(0, len(values), (_DRAWS, _BLOCKS, 1))
@@ -58,10 +67,17 @@ def _over_seeds(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> d
     sides = [[math.fsum(values) / len(values) for values in side] for side in (a, b)]
     means = [math.fsum(side) / len(side) for side in sides]
     freedom = len(a) + len(b) - 2
-    squares = math.fsum((value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side)
+    squares = math.fsum(
+        (value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side
+    )
     error = math.sqrt(squares / freedom * (1 / len(a) + 1 / len(b)))
     t = _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.72 / freedom
-    found = {"a": means[0], "b": means[1], "difference": means[1] - means[0], "values": min(map(len, (*a, *b)))}
+    found = {
+        "a": means[0],
+        "b": means[1],
+        "difference": means[1] - means[0],
+        "values": min(map(len, (*a, *b))),
+    }
     return {**found, **_interval(found["difference"], t * error)}
 
 

@@ -1,4 +1,5 @@
-"""The samples in the report: responses with long texts cut, thinned by whole groups to fit; validations compared."""
+"""The samples in the report: responses with long texts cut, thinned by whole groups to fit;
+validations compared."""
 
 import io
 import math
@@ -26,17 +27,35 @@ _FAILED_FIRST = 2
 _MAX_IMAGE_BYTES = 64 * 2**10
 _MAX_IMAGES = 8
 """Of a prompt."""
-_MAX_VIDEOS, _MAX_FRAMES, _VIDEO_SIDE, _FRAME_MS, _LAST_MS = 32, 64, 160, 400, 1600
+_MAX_VIDEOS = 32
+_MAX_FRAMES = 64
+_VIDEO_SIDE = 160
+_FRAME_MS = 400
+_LAST_MS = 1600
 _TEXT_KEYS = ("response", "conversation", "errors", "reward_parts")
-_KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
+_KEYS = (
+    "score",
+    "acc",
+    "advantage",
+    "masked",
+    "response_length",
+    "finish_reason",
+    "versions",
+    "kind",
+    "dropped",
+)
 
 
 def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
-    """The keys that the report shows, with long texts cut in the middle (the end holds the final answer).
+    """The keys that the report shows, with long texts cut in the middle (the end holds the final
+    answer).
 
     The score of a reward error and empty values are omitted.
     """
-    shown = {key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
+    shown = {
+        key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200)
+        for key in (*_TEXT_KEYS, *_KEYS)
+    }
     remarks = {name: value for name, value in run_reader.remarks(row).items() if name != "frames"}
     shown |= {"remarks": cut(remarks, max_text), "failure": run_reader.failure(row)}
     if isinstance(versions := row.get("versions"), list):
@@ -51,7 +70,11 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
             shown[key] = float(f"{value:.5g}")
     if not shown["masked"]:
         shown["masked"] = None
-    return {key: value for key, value in shown.items() if value is not None and value != [] and value != {}}
+    return {
+        key: value
+        for key, value in shown.items()
+        if value is not None and value != [] and value != {}
+    }
 
 
 def embedded_size(value: object) -> int:
@@ -61,10 +84,13 @@ def embedded_size(value: object) -> int:
 
 
 def cut(value: object, max_text: int, max_entries: int = 50) -> object:
-    """The value with texts cut to about `max_text` characters, lists and mappings to `max_entries`."""
+    """The value with texts cut to about `max_text` characters, lists and mappings to
+    `max_entries`."""
     if isinstance(value, str) and len(value) > max_text:
         half = max_text // 2
-        return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
+        return (
+            f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
+        )
     if isinstance(value, Mapping):
         kept = list(value.items())[:max_entries]
         return {str(key)[:100]: cut(item, max_text, max_entries) for key, item in kept}
@@ -80,11 +106,14 @@ SampleGroup = dict[str, Any]
 def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -> dict[str, object]:
     """Whole groups of responses, with the numbers of groups and responses in the files read.
 
-    Takes at most `MAX_STEPS` steps of each split, evenly spaced including the first and the last, and of each as many
-    groups as fit into its share of `max_bytes`, cutting the texts of large ones: a few with reward errors, then evenly
-    spaced ones of each domain.
+    Takes at most `MAX_STEPS` steps of each split, evenly spaced including the first and the last,
+    and of each as many groups as fit into its share of `max_bytes`, cutting the texts of large
+    ones: a few with reward errors, then evenly spaced ones of each domain.
     """
-    files = {split: run_reader.sample_steps(run_dir, split) for split in (*run_reader.sample_splits(run_dir), DROPPED)}
+    files = {
+        split: run_reader.sample_steps(run_dir, split)
+        for split in (*run_reader.sample_splits(run_dir), DROPPED)
+    }
     most = min(MAX_STEPS, max(_MAX_FILES // len(files), 1))
     chosen = [(split, step) for split, steps in files.items() for step in evenly(steps, most)]
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
@@ -100,7 +129,9 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
         num_responses += len(rows)
         sizes = [embedded_size(group) for group in groups]
         if max(sizes, default=0) > share:
-            groups = sample_groups(rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT))
+            groups = sample_groups(
+                rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT)
+            )
             sizes = [embedded_size(group) for group in groups]
         fitting = [i for i in _chosen(groups, sizes, share) if sizes[i] <= left_bytes + max_bytes]
         shown += [groups[i] for i in fitting]
@@ -116,8 +147,8 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
 
 
 def add_pictures(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict[str, str]:
-    """Put animations into the groups, and return the images of their prompts, as texts in base 64 by their names. Each
-    kind takes at most half of the bytes."""
+    """Put animations into the groups, and return the images of their prompts, as texts in base 64
+    by their names. Each kind takes at most half of the bytes."""
     store = run_dir / "data" / "images"
     _videos(store, groups, max_bytes // 2)
     return _images(store, groups, max_bytes // 2)
@@ -126,12 +157,17 @@ def add_pictures(run_dir: Path, groups: Sequence[SampleGroup], max_bytes: int) -
 def sample_groups(
     rows: Sequence[Mapping[str, object]], step: int, split: str, max_text: int = MAX_TEXT
 ) -> list[SampleGroup]:
-    """The rows of a file by prompt group according to `uid` ("17-3" is response 3 of group 17), else by prompt."""
+    """The rows of a file by prompt group according to `uid` ("17-3" is response 3 of group 17),
+    else by prompt."""
     groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
     for row in rows:
         name, dash, number = str(row.get("uid", "")).rpartition("-")
         in_group = dash and number.isdigit()
-        key = (str(row.get("set")), name) if in_group else ("", str(row.get("prompt")), str(row.get("ground_truth")))
+        key = (
+            (str(row.get("set")), name)
+            if in_group
+            else ("", str(row.get("prompt")), str(row.get("ground_truth")))
+        )
         groups.setdefault(key, []).append(row)
     return [
         {
@@ -143,7 +179,9 @@ def sample_groups(
             "domain": cut(responses[0].get("domain"), 200),
             "prompt_length": cut(responses[0].get("prompt_length"), 200),
             "images": _names_of_images(responses[0].get("images")),
-            "responses": [cut_response(response, max_text) for response in responses[:_MAX_RESPONSES]],
+            "responses": [
+                cut_response(response, max_text) for response in responses[:_MAX_RESPONSES]
+            ],
             "videos": _acted(responses[:_MAX_RESPONSES]),
         }
         for key, responses in groups.items()
@@ -151,47 +189,69 @@ def sample_groups(
 
 
 def _acted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The frames and the instruction of an episode in a simulator that succeeded, and of one that did not."""
+    """The frames and the instruction of an episode in a simulator that succeeded, and of one that
+    did not."""
     found = dict[bool, dict[str, Any]]()
     for place, row in enumerate(rows):
-        extra, parts = row.get("extra"), row.get("reward_parts")
-        if isinstance(extra, Mapping) and isinstance(parts, Mapping) and isinstance(extra.get("frames"), list):
-            names = [Path(path).name[:100] for path in extra["frames"][:_MAX_FRAMES] if isinstance(path, str)]
-            kept = {"response": place, "frames": names, "instruction": cut(str(extra.get("instruction", "")), 200)}
+        extra = row.get("extra")
+        parts = row.get("reward_parts")
+        if (
+            isinstance(extra, Mapping)
+            and isinstance(parts, Mapping)
+            and isinstance(extra.get("frames"), list)
+        ):
+            names = [
+                Path(path).name[:100]
+                for path in extra["frames"][:_MAX_FRAMES]
+                if isinstance(path, str)
+            ]
+            kept = {
+                "response": place,
+                "frames": names,
+                "instruction": cut(str(extra.get("instruction", "")), 200),
+            }
             found.setdefault(parts.get("success") == 1.0, kept)
     return [*found.values()]
 
 
 def _videos(folder: Path, groups: Sequence[SampleGroup], max_bytes: int) -> None:
-    """Animations of these groups' episodes in place of their frames, WebP as text in base 64, as many as fit: of the
-    last steps first."""
+    """Animations of these groups' episodes in place of their frames, WebP as text in base 64, as
+    many as fit: of the last steps first."""
     left = _MAX_VIDEOS
     for group in sorted(groups, key=lambda group: -int(group["step"])):
         group["videos"], left = group["videos"][:left], left - len(group["videos"][:left])
         for video in group["videos"]:
             content = b""
             with suppress(OSError, UserError, ImportError):
-                content = _animated([folder / name for name in video.pop("frames")]) if max_bytes > 0 else b""
+                content = (
+                    _animated([folder / name for name in video.pop("frames")])
+                    if max_bytes > 0
+                    else b""
+                )
             max_bytes -= len(content) * 4 // 3
             video["webp"] = b64encode(content).decode() if max_bytes >= 0 else ""
         group["videos"] = [video for video in group["videos"] if video.get("webp")]
 
 
 def _animated(paths: Sequence[Path]) -> bytes:
-    """The images one after another, at most `_VIDEO_SIDE` pixels wide and high, small ones enlarged. Raises OSError,
-    UserError, ImportError."""
+    """The images one after another, at most `_VIDEO_SIDE` pixels wide and high, small ones
+    enlarged. Raises OSError, UserError, ImportError."""
     if not paths:
         return b""
     from PIL import Image
 
     frames = [load_image(str(path)) for path in paths]
-    times, most = _VIDEO_SIDE // max(frames[0].size), (_VIDEO_SIDE, _VIDEO_SIDE)
+    times = _VIDEO_SIDE // max(frames[0].size)
+    most = (_VIDEO_SIDE, _VIDEO_SIDE)
     for place, frame in enumerate(frames):
         if times > 1:
-            frames[place] = frame.resize([times * side for side in frame.size], Image.Resampling.NEAREST)
+            frames[place] = frame.resize(
+                [times * side for side in frame.size], Image.Resampling.NEAREST
+            )
         else:
             frame.thumbnail(most)
-    durations, memory = [_FRAME_MS] * (len(frames) - 1) + [_LAST_MS], io.BytesIO()
+    durations = [_FRAME_MS] * (len(frames) - 1) + [_LAST_MS]
+    memory = io.BytesIO()
     more = {"save_all": True, "append_images": frames[1:], "duration": durations, "loop": 0}
     frames[0].save(memory, format="WEBP", lossless=True, **more)
     return memory.getvalue()
@@ -218,9 +278,12 @@ def _images(folder: Path, groups: Sequence[SampleGroup], max_bytes: int) -> dict
 
 
 def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Positions of groups that fit together, ascending: first failures, which are rare, then evenly spaced ones."""
+    """Positions of groups that fit together, ascending: first failures, which are rare, then evenly
+    spaced ones."""
     by_domain = sorted(range(len(groups)), key=lambda i: str(groups[i]["domain"]))
-    failed = [i for i in by_domain if any("failure" in response for response in groups[i]["responses"])][:_FAILED_FIRST]
+    failed = [
+        i for i in by_domain if any("failure" in response for response in groups[i]["responses"])
+    ][:_FAILED_FIRST]
     if sum(sizes[i] for i in failed) > max_bytes // 2:
         failed = []
     others = [i for i in by_domain if i not in failed]
@@ -246,31 +309,56 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
 
 
 def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, object] | None:
-    """The same validation problems at the first and the last validation that kept samples; None without two.
+    """The same validation problems at the first and the last validation that kept samples; None
+    without two.
 
-    Problems are matched by prompt and ground truth, without a ground truth by their rows; a problem with several
-    responses has the mean of their scores; one without a score at either time is neither better nor worse
-    (`num_unscored`). Examples: improved ones first, then worse and unchanged ones, at least one of each if possible.
-    """
+    Problems are matched by prompt and ground truth, without a ground truth by their rows; a problem
+    with several responses has the mean of their scores; one without a score at either time is
+    neither better nor worse (`num_unscored`). Examples: improved ones first, then worse and
+    unchanged ones, at least one of each if possible."""
     splits = [split for split in run_reader.sample_splits(run_dir) if split.startswith("val")]
-    ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _end_steps(run_dir, split, timeline)) > 1]
+    ends = [
+        (split, steps[0], steps[-1])
+        for split in splits
+        if len(steps := _end_steps(run_dir, split, timeline)) > 1
+    ]
     if not ends:
         return None
-    pairs: dict[str, list[dict[str, object]]] = {"better": [], "worse": [], "same": [], "unscored": []}
+    pairs: dict[str, list[dict[str, object]]] = {
+        "better": [],
+        "worse": [],
+        "same": [],
+        "unscored": [],
+    }
     lengths: tuple[list[float], list[float]] = ([], [])
     for split, first, last in ends:
-        old, new = (_by_problem(run_reader.read_samples(run_dir, step, split, timeline)) for step in (first, last))
+        old, new = (
+            _by_problem(run_reader.read_samples(run_dir, step, split, timeline))
+            for step in (first, last)
+        )
         for key in [key for key in old if key in new]:
-            then, now = _mean_score(old[key]), _mean_score(new[key])
+            then = _mean_score(old[key])
+            now = _mean_score(new[key])
             if then is None or now is None:
                 kind = "unscored"
             else:
                 kind = "better" if now > then else "worse" if now < then else "same"
-            pair = {"split": split, "before": _response(old[key], then), "after": _response(new[key], now)}
-            asked = {name: cut(old[key][0].get(name), 1200) for name in ("prompt", "ground_truth", "domain")}
-            pairs[kind].append(pair | {name: value for name, value in asked.items() if value is not None})
+            pair = {
+                "split": split,
+                "before": _response(old[key], then),
+                "after": _response(new[key], now),
+            }
+            asked = {
+                name: cut(old[key][0].get(name), 1200)
+                for name in ("prompt", "ground_truth", "domain")
+            }
+            pairs[kind].append(
+                pair | {name: value for name, value in asked.items() if value is not None}
+            )
             for rows, kept in zip((old[key], new[key]), lengths, strict=True):
-                kept.extend(n for row in rows if (n := to_number(row.get("response_length"))) is not None)
+                kept.extend(
+                    n for row in rows if (n := to_number(row.get("response_length"))) is not None
+                )
     return {
         "first": min(first for _, first, _ in ends),
         "last": max(last for _, _, last in ends),
@@ -281,12 +369,15 @@ def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, 
 
 
 def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]:
-    """The number of distinct problems in the first validation that kept samples: of "all", and of each domain."""
+    """The number of distinct problems in the first validation that kept samples: of "all", and of
+    each domain."""
     counts: Counter[str] = Counter()
     for split in run_reader.sample_splits(run_dir):
         steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
-            problems = _by_problem(run_reader.read_samples(run_dir, steps[0], split, timeline)).values()
+            problems = _by_problem(
+                run_reader.read_samples(run_dir, steps[0], split, timeline)
+            ).values()
             counts.update(str(rows[0].get("domain") or "") for rows in problems)
             counts["all"] += len(problems)
     return dict(counts)
@@ -315,7 +406,8 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
 
 
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
-    """The mean correctness of the responses, without penalties (`acc`), else the mean score. None without a score."""
+    """The mean correctness of the responses, without penalties (`acc`), else the mean score. None
+    without a score."""
     kept = [row for row in rows if not row.get("errors")]
     known = [row.get("score") if row.get("acc") is None else row.get("acc") for row in kept]
     scores = [score for score in known if isinstance(score, float)]
@@ -323,4 +415,8 @@ def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
 
 
 def _response(rows: Sequence[Mapping[str, object]], score: float | None) -> dict[str, object]:
-    return {"response": cut(rows[0].get("response"), 2000), "score": score, "num_responses": len(rows)}
+    return {
+        "response": cut(rows[0].get("response"), 2000),
+        "score": score,
+        "num_responses": len(rows),
+    }

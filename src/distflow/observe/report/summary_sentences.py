@@ -22,11 +22,12 @@ REWARD = "reward/mean_score"
 
 
 class Finding(NamedTuple):
-    """A sentence of the report. advice: what to do about it, or "". hinders: it prevented the run from learning.
+    """A sentence of the report. advice: what to do about it, or "". hinders: it prevented the run
+    from learning.
 
-    Of a rule of the doctor: its name, and "error", "warning" or "" for no problem. action: a "key=value" to try. first,
-    last: the bad steps. is_over: it closed. numbers, uids, files: where to see it. worst: the key of samples to show.
-    """
+    Of a rule of the doctor: its name, and "error", "warning" or "" for no problem. action: a
+    "key=value" to try. first, last: the bad steps. is_over: it closed. numbers, uids, files: where
+    to see it. worst: the key of samples to show."""
 
     tone: Tone
     text: str
@@ -47,7 +48,8 @@ class Finding(NamedTuple):
 class EventGroup(TypedDict):
     """Events of one kind with equal messages, in the page's form.
 
-    first, last: their steps; None if the events had none. fields: of the last one. rolled_back: whether all are.
+    first, last: their steps; None if the events had none. fields: of the last one. rolled_back:
+    whether all are.
     """
 
     kind: str
@@ -63,8 +65,8 @@ class EventGroup(TypedDict):
 class Accuracy:
     """Accuracy on validation problems over the run: (step, value) points.
 
-    before_training: the first point was measured before any update. num_problems: None if unknown. changed_at: the
-    first step if earlier ones were on other problems, and are left out.
+    before_training: the first point was measured before any update. num_problems: None if unknown.
+    changed_at: the first step if earlier ones were on other problems, and are left out.
     """
 
     name: str
@@ -79,7 +81,8 @@ class Accuracy:
         return max(self.points, key=lambda point: (point[1], -point[0]))
 
     def noise(self) -> float | None:
-        """Two standard errors of the change, assuming independent problems; None if their number is unknown."""
+        """Two standard errors of the change, assuming independent problems; None if their number is
+        unknown."""
         ends = (self.points[0][1], self.points[-1][1])
         if not self.num_problems or not all(0 <= value <= 1 for value in ends):
             return None
@@ -94,11 +97,17 @@ def find_accuracy(
     """The overall accuracy on the last validation problems if the run measured it."""
     records, changed_at = comparable_validations(records, events)
     names = [
-        name for name in set[str]().union(*(record.values for record in records)) if name.startswith("val_correct/")
+        name
+        for name in set[str]().union(*(record.values for record in records))
+        if name.startswith("val_correct/")
     ]
     if not names:
         return None
-    name = ACCURACY if ACCURACY in names else min(names, key=lambda name: (not name.endswith("/mean"), name))
+    name = (
+        ACCURACY
+        if ACCURACY in names
+        else min(names, key=lambda name: (not name.endswith("/mean"), name))
+    )
     found = {record.step: record.values[name] for record in records if name in record.values}
     points = tuple((step, value) for step, value in sorted(found.items()) if math.isfinite(value))
     if not points:
@@ -108,9 +117,11 @@ def find_accuracy(
     return Accuracy(name, points, before, num_problems, changed_at)
 
 
-def accuracies(records: Sequence[MetricsRecord], events: Sequence[Event]) -> tuple[float | None, float | None]:
-    """The accuracy before the first step and at the last validation after a step; None if not measured on the rows of
-    the last validation."""
+def accuracies(
+    records: Sequence[MetricsRecord], events: Sequence[Event]
+) -> tuple[float | None, float | None]:
+    """The accuracy before the first step and at the last validation after a step; None if not
+    measured on the rows of the last validation."""
     found = find_accuracy(records, None, events)
     if found is None:
         return None, None
@@ -119,15 +130,22 @@ def accuracies(records: Sequence[MetricsRecord], events: Sequence[Event]) -> tup
 
 
 def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
-    """Whether the run learned, by validation accuracy if there is one, else by the reward, else by the loss."""
+    """Whether the run learned, by validation accuracy if there is one, else by the reward, else by
+    the loss."""
     if accuracy and len(accuracy.points) > 1:
         found = _learned_by_accuracy(accuracy)
         return found._replace(text=f"{found.text}{_of_other_rows(accuracy)}")
     if accuracy and accuracy.changed_at is not None:
         at, value = accuracy.points[-1]
-        text = f"Whether it learned cannot be said by validation: accuracy is {value:.2f} at step {at}."
+        text = (
+            f"Whether it learned cannot be said by validation: accuracy is {value:.2f} at step "
+            f"{at}."
+        )
         return Finding("unknown", f"{text}{_of_other_rows(accuracy)}")
-    for name, word, sign in ((REWARD, "reward", 1), *((name, "loss", -1) for name in ("sft/loss", "rm/loss", "loss"))):
+    for name, word, sign in (
+        (REWARD, "reward", 1),
+        *((name, "loss", -1) for name in ("sft/loss", "rm/loss", "loss")),
+    ):
         values = known_values(steps, name)
         if len(values) >= 4:
             return _learned_by_curve(values, word, sign, steps)
@@ -138,15 +156,22 @@ def _of_other_rows(accuracy: Accuracy) -> str:
     if accuracy.changed_at is None:
         return ""
     return (
-        f" The validation problems before step {accuracy.changed_at} were others, so their accuracies are not compared "
+        f" The validation problems before step {accuracy.changed_at} were others, so their "
+        "accuracies are not compared "
         "with later ones."
     )
 
 
 def describe_accuracy(accuracy: Accuracy) -> Finding:
     """A finding on the accuracy before any training."""
-    problems = f"{accuracy.num_problems:,} validation problems" if accuracy.num_problems else "the validation problems"
-    return Finding("flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing was trained.")
+    problems = (
+        f"{accuracy.num_problems:,} validation problems"
+        if accuracy.num_problems
+        else "the validation problems"
+    )
+    return Finding(
+        "flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing was trained."
+    )
 
 
 def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
@@ -154,7 +179,10 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     noise = accuracy.noise()
     problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
     start = "before RL" if accuracy.before_training else f"at step {first_step}"
-    moved = f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
+    moved = (
+        f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at "
+        f"step {last_step}"
+    )
     if abs(last - first) <= (0.02 if noise is None else noise):
         text = f"No clear change: {moved}"
         if noise is not None:
@@ -163,20 +191,35 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
     if last < first:
         return Finding("bad", f"It got worse: {moved}.")
     best_step, best = accuracy.best
-    peak = f" It was best at step {best_step} with {best:.2f}." if best - last > (noise or 0.02) else ""
+    peak = (
+        f" It was best at step {best_step} with {best:.2f}."
+        if best - last > (noise or 0.02)
+        else ""
+    )
     return Finding("good", f"It learned: {moved}.{peak}")
 
 
 def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Steps) -> Finding:
     """Compares the first and the last tenth of the steps (at least 2), relative to their spread."""
     size = min(max(len(values) // 10, 2), 50)
-    first, last = values[:size], values[-size:]
-    before, after = sum(first) / size, sum(last) / size
+    first = values[:size]
+    last = values[-size:]
+    before = sum(first) / size
+    after = sum(last) / size
     spread = sum((v - before) ** 2 for v in first) + sum((v - after) ** 2 for v in last)
     noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
-    moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
-    has_validation = any(name.startswith("val_correct/") for name in set[str]().union(*steps.values()))
-    caveat = " Nothing was measured on validation problems." if word == "reward" and not has_validation else ""
+    moved = (
+        f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last "
+        f"{size}"
+    )
+    has_validation = any(
+        name.startswith("val_correct/") for name in set[str]().union(*steps.values())
+    )
+    caveat = (
+        " Nothing was measured on validation problems."
+        if word == "reward" and not has_validation
+        else ""
+    )
     if abs(after - before) <= noise:
         return Finding("flat", f"No clear change: {moved}.{caveat}")
     if (after - before) * sign < 0:
@@ -186,17 +229,33 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
 
 def known_values(steps: Steps, name: str) -> list[float]:
     """A metric's finite values in the order of the steps."""
-    return [value for _, values in sorted(steps.items()) if math.isfinite(value := values.get(name, math.nan))]
+    return [
+        value
+        for _, values in sorted(steps.items())
+        if math.isfinite(value := values.get(name, math.nan))
+    ]
 
 
 def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     """Counts of problems. groups: of `group_events`."""
-    numbers = {kind: sum(group["count"] for group in groups if group["kind"] == kind) for kind in PROBLEM_KINDS}
+    numbers = {
+        kind: sum(group["count"] for group in groups if group["kind"] == kind)
+        for kind in PROBLEM_KINDS
+    }
     numbers["skipped update"] = round(sum(known_values(steps, "actor/skipped")))
     counts = [count_of(number, name) for name, number in numbers.items() if number]
-    bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
+    bad = sorted(
+        {
+            name
+            for values in steps.values()
+            for name, value in values.items()
+            if not math.isfinite(value)
+        }
+    )
     if bad:
-        counts.append(f"non-finite values in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
+        counts.append(
+            f"non-finite values in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}"
+        )
     if not counts:
         return Finding("good", "The run recorded no warnings, errors or skipped updates.")
     has_errors = any(group["kind"] == "error" for group in groups)
@@ -205,15 +264,21 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
 
 def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
     """The fields of audits, with their steps, without those of rolled-back steps."""
-    return [{"step": event.step, **event.fields} for event in events if event.kind == "audit" and not event.rolled_back]
+    return [
+        {"step": event.step, **event.fields}
+        for event in events
+        if event.kind == "audit" and not event.rolled_back
+    ]
 
 
 def describe_audits(events: Sequence[Event]) -> Finding:
-    """How much was computed again and agreed with the run, and what could not be, with the reason. A difference would
-    have ended the run. Which checks passed is in the events."""
+    """How much was computed again and agreed with the run, and what could not be, with the reason.
+    A difference would have ended the run. Which checks passed is in the events."""
     audits = audited(events)
     if not audits:
-        text = "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
+        text = (
+            "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
+        )
         return Finding("flat", text)
     passed = set[str]()
     unchecked: dict[str, JSON] = {}
@@ -223,7 +288,10 @@ def describe_audits(events: Sequence[Event]) -> Finding:
         if isinstance(unproven := fields.get("unproven"), dict):
             unchecked.update(unproven)
     num_steps = sum(fields.get("of") != "validation" for fields in audits)
-    text = f"{count_of(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} audited: computed again from the "
+    text = (
+        f"{count_of(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} audited: computed "
+        "again from the "
+    )
     text += f"recorded data, with the same result in {count_of(len(passed), 'check')}"
     looks = [event.fields.get("checks") for event in events if event.kind == "looks"]
     if any(looks):
@@ -242,10 +310,15 @@ def time_sentence(steps: Steps) -> str:
     for values in steps.values():
         for name, seconds in values.items():
             if name.startswith("timing_s/") and name != "timing_s/step" and math.isfinite(seconds):
-                phases[name.removeprefix("timing_s/")] = phases.get(name.removeprefix("timing_s/"), 0.0) + seconds
+                phases[name.removeprefix("timing_s/")] = (
+                    phases.get(name.removeprefix("timing_s/"), 0.0) + seconds
+                )
     if not total or not phases or not math.isfinite(total):
         return ""
-    shares = {name: seconds / total for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])}
+    shares = {
+        name: seconds / total
+        for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])
+    }
     phrases = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
     small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
     if small:
@@ -280,7 +353,8 @@ NO_END = {"word": "no end yet", "detail": "the run is still in progress, or it w
 
 
 def status(events: Sequence[Event]) -> dict[str, str]:
-    """The run's status from its last start and end: a word, and a sentence if there is more to say."""
+    """The run's status from its last start and end: a word, and a sentence if there is more to
+    say."""
     ends = [event for event in events if event.kind in ("start", "end")]
     if not ends:
         return {"word": "unknown", "detail": "the folder has no start event"}
@@ -302,11 +376,16 @@ def failure(events: Sequence[Event]) -> Event | None:
 def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float) -> Finding:
     """How the run ended; "" if it simply finished.
 
-    planned: its steps; None if unknown. written: when it last recorded something, in seconds since the epoch.
+    planned: its steps; None if unknown. written: when it last recorded something, in seconds since
+    the epoch.
     """
     done = max((step for step, values in steps.items() if "timing_s/step" in values), default=0)
     of = f" of {planned:,}" if isinstance(planned, int) else ""
-    after = f"after {done:,}{of} step{'s' if done > 1 or of else ''}" if done else "before its first step was done"
+    after = (
+        f"after {done:,}{of} step{'s' if done > 1 or of else ''}"
+        if done
+        else "before its first step was done"
+    )
     word = status(events)["word"]
     if failed := failure(events):
         is_check = failed.fields.get("raised") == "TrustError"
@@ -314,11 +393,24 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
     if word == "failed":
         return Finding("bad", f"It failed {after}.")
     if word == "stopped":
-        signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
+        signals = [
+            found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))
+        ]
         by = f" by {signals[-1]}" if signals else ""
-        saved = [e.step for e in events if e.kind == "checkpoint" and e.step is not None and not e.rolled_back]
-        then = f"the same command resumes from {'there' if done in saved else f'step {max(saved, default=0):,}'}"
-        then = then if saved else "no checkpoint was saved, so the same command starts from the beginning"
+        saved = [
+            e.step
+            for e in events
+            if e.kind == "checkpoint" and e.step is not None and not e.rolled_back
+        ]
+        then = (
+            "the same command resumes from "
+            f"{'there' if done in saved else f'step {max(saved, default=0):,}'}"
+        )
+        then = (
+            then
+            if saved
+            else "no checkpoint was saved, so the same command starts from the beginning"
+        )
         return Finding("flat", f"It was stopped{by} {after}; {then}.")
     if word == "no end yet":
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))

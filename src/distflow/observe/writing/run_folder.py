@@ -1,5 +1,5 @@
-"""Ownership of a run's folder, which must be new, empty or a run's, and its writer. `run_reader` reads it;
-`docs/observe.md` describes every file.
+"""Ownership of a run's folder, which must be new, empty or a run's, and its writer. `run_reader`
+reads it; `docs/observe.md` describes every file.
 
 Also moves an earlier run in the folder as a whole into `earlier/N`.
 """
@@ -25,31 +25,52 @@ from distflow.observe.sample_files import SAMPLES, SCHEMA_VERSION, SampleWriter,
 from distflow.observe.sanitized_output import escape_control
 
 WRITER: Final = ".writer"
-"""The lock file: byte 0 is locked by the process that started the run, which the file names, byte 1 by those that
-joined. It is not read by its owner, since closing it would release the process's lock."""
+"""The lock file: byte 0 is locked by the process that started the run, which the file names, byte 1
+by those that joined. It is not read by its owner, since closing it would release the process's
+lock."""
 
 MARK: Final = ".distflow-run"
 """Marks the folder as a run's."""
 
 FILES: Final = (
-    *("run.json", "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl", "report.html"),
+    *(
+        "run.json",
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "ledger.jsonl",
+        "report.html",
+    ),
     *("trace.json", "wandb.json", "trackio.json", "mlflow.json", "mlflow.db", "swanlab.json"),
 )
 FOLDERS: Final = (
-    *("checkpoints", SAMPLES, "spans", "tokens", "data", "bundles", "tensorboard", "wandb", "models"),
+    *(
+        "checkpoints",
+        SAMPLES,
+        "spans",
+        "tokens",
+        "data",
+        "bundles",
+        "tensorboard",
+        "wandb",
+        "models",
+    ),
     *("profiles", "huggingface", "mlartifacts", "swanlog", "earlier"),
 )
 _LOCK: Final = "hhqqi4x"
 """`struct flock` of Linux on 64 bits: type, whence, start, length, process."""
 
-_OWNER, _JOINED = 0, 1
+_OWNER = 0
+_JOINED = 1
 _END_WITHIN_S: Final = 20.0
 
 _OTHER: Final = "set trainer.default_local_dir or trainer.experiment_name to another folder"
 
 
 class RunFolderError(UserError):
-    """The run's folder cannot be used: it is not a run's, another run writes to it, or it is not a folder."""
+    """The run's folder cannot be used: it is not a run's, another run writes to it, or it is not a
+    folder."""
 
 
 _locks: dict[Path, int] = {}
@@ -59,11 +80,13 @@ os.register_at_fork(after_in_child=_locks.clear)  # a fork has no lock
 
 @contextmanager
 def claimed(path: Path) -> Iterator[str]:
-    """Hold a lock while writing, since two writers would mix their lines. The system frees it if we are killed. It is a
-    record lock, not `flock`, so that a forked worker that outlives us does not hold it.
+    """Hold a lock while writing, since two writers would mix their lines. The system frees it if we
+    are killed. It is a record lock, not `flock`, so that a forked worker that outlives us does not
+    hold it.
 
-    Claims nest within this process. Files that it creates meanwhile, anywhere, are private to their owner. Yields the
-    claimer's name. Raises RunFolderError, with nothing changed, if another process writes, or it is not a run's.
+    Claims nest within this process. Files that it creates meanwhile, anywhere, are private to their
+    owner. Yields the claimer's name. Raises RunFolderError, with nothing changed, if another
+    process writes, or it is not a run's.
     """
     key = path.absolute()
     if key in _locks:
@@ -81,8 +104,8 @@ def claimed(path: Path) -> Iterator[str]:
 
 
 def join(path: Path, owner: str) -> None:
-    """Write for `owner` until this process ends, or claims the folder itself. Raises RunFolderError if another start
-    owns the folder."""
+    """Write for `owner` until this process ends, or claims the folder itself. Raises RunFolderError
+    if another start owns the folder."""
     if path.absolute() in _locks:
         return
     os.umask(0o077)
@@ -90,11 +113,14 @@ def join(path: Path, owner: str) -> None:
     fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _JOINED)
     _locks[path.absolute()] = fd
     if _owner_in(fd) != owner:  # read after locking; a start writes it before it looks for locks
-        raise RunFolderError(f"another start has taken over the run's folder {path} from this process")
+        raise RunFolderError(
+            f"another start has taken over the run's folder {path} from this process"
+        )
 
 
 def claim_again(path: Path, restart: int) -> str:
-    """For the owner, before it restarts in place: joined processes have ended, and late ones can no longer join."""
+    """For the owner, before it restarts in place: joined processes have ended, and late ones can no
+    longer join."""
     fd = _locks[path.absolute()]
     _write_owner(fd, f", restart {restart}")
     wait_for_joined(path)
@@ -102,11 +128,14 @@ def claim_again(path: Path, restart: int) -> str:
 
 
 def wait_for_joined(path: Path) -> None:
-    """For the owner: wait until all joined processes have ended. Raises RunFolderError if one does not."""
+    """For the owner: wait until all joined processes have ended. Raises RunFolderError if one does
+    not."""
     until = time.monotonic() + _END_WITHIN_S
     while (pid := _locker(_locks[path.absolute()], _JOINED, 1)) is not None:
         if time.monotonic() > until:
-            raise RunFolderError(f"process {pid} of an earlier start still writes to {path}; end it, or {_OTHER}")
+            raise RunFolderError(
+                f"process {pid} of an earlier start still writes to {path}; end it, or {_OTHER}"
+            )
         time.sleep(0.05)
 
 
@@ -119,18 +148,24 @@ def _take(path: Path) -> None:
         _write_owner(fd)
     except BlockingIOError as error:
         who = f"another process ({_owner_in(fd) or 'unknown'})"
-        raise RunFolderError(f"{who} is writing to the run's folder {path}; end it, or {_OTHER}") from error
+        raise RunFolderError(
+            f"{who} is writing to the run's folder {path}; end it, or {_OTHER}"
+        ) from error
     except UserError:
         raise
     except (OSError, ValueError) as error:
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        cause = "a file is in the way" if in_the_way else getattr(error, "strerror", None) or str(error)
-        raise RunFolderError(f"the run's folder {path} cannot be used: {cause}; {_OTHER}") from error
+        cause = (
+            "a file is in the way" if in_the_way else getattr(error, "strerror", None) or str(error)
+        )
+        raise RunFolderError(
+            f"the run's folder {path} cannot be used: {cause}; {_OTHER}"
+        ) from error
 
 
 def writer_of(path: Path) -> int | None:
-    """The process that holds the lock of a run's folder; None if no run writes there. 0: a process that this machine
-    does not see, e.g. another machine's.
+    """The process that holds the lock of a run's folder; None if no run writes there. 0: a process
+    that this machine does not see, e.g. another machine's.
 
     Not for the lock's own process, which would release its lock.
     """
@@ -160,7 +195,8 @@ def _owner_in(fd: int) -> str:
 def _open(path: Path) -> int:
     if not is_ours(path):
         raise RunFolderError(
-            f"{path} contains files not from a distflow run ({_listed(path)}), which a run could overwrite: "
+            f"{path} contains files not from a distflow run ({_listed(path)}), which a run could "
+            "overwrite: "
             f"{_OTHER}, new or empty"
         )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,15 +207,16 @@ def _open(path: Path) -> int:
 def is_ours(path: Path) -> bool:
     """Whether a run may write there: it does not exist, or is an empty folder, or a run's.
 
-    A run's folder has our mark, or our run.json if it was copied without the mark. A start that was killed before that
-    leaves only the lock, which is empty. Raises OSError if it is not a folder.
+    A run's folder has our mark, or our run.json if it was copied without the mark. A start that was
+    killed before that leaves only the lock, which is empty. Raises OSError if it is not a folder.
     """
     if not path.exists():
         return True
     names = {entry.name for entry in path.iterdir()}
     if MARK in names or not names:
         return True
-    lock = path / WRITER  # not empty: another start has just marked the folder, after its names were read
+    # not empty: another start has just marked the folder, after its names were read
+    lock = path / WRITER
     killed = names == {WRITER} and (lock.lstat().st_size == 0 or (path / MARK).exists())
     return killed or "distflow" in read_object(path / "run.json")
 
@@ -189,11 +226,15 @@ def _check_kinds(path: Path) -> None:
     for name in FILES:
         file = path / name
         if file.is_symlink() or file.exists() and not file.is_file():
-            raise RunFolderError(f"{file} is not a file, but a run writes one there: move it away, or {_OTHER}")
+            raise RunFolderError(
+                f"{file} is not a file, but a run writes one there: move it away, or {_OTHER}"
+            )
     for name in FOLDERS:
         folder = path / name
         if os.path.lexists(folder) and not folder.is_dir():
-            raise RunFolderError(f"{folder} is not a folder, but a run needs one there: move it away, or {_OTHER}")
+            raise RunFolderError(
+                f"{folder} is not a folder, but a run needs one there: move it away, or {_OTHER}"
+            )
 
 
 def _listed(path: Path) -> str:
@@ -203,7 +244,8 @@ def _listed(path: Path) -> str:
 
 EARLIER: Final = "earlier"
 _NOT_MOVED: Final = (EARLIER, "data", "models")
-"""Not moved, since the next run may be reading them. Names of files in them are derived from their content."""
+"""Not moved, since the next run may be reading them. Names of files in them are derived from their
+content."""
 
 _MOVING: Final = ".moving"
 
@@ -211,10 +253,14 @@ _MOVING: Final = ".moving"
 def set_aside(run_dir: Path) -> Path | None:
     """Move a run's files to a separate folder, so that another run can start over.
 
-    Returns that folder, which is a run's folder; None if there was no run. For the claimer of `run_dir`. After a kill,
-    `finish_moving` completes it.
+    Returns that folder, which is a run's folder; None if there was no run. For the claimer of
+    `run_dir`. After a kill, `finish_moving` completes it.
     """
-    names = [name for name in (*FILES, *FOLDERS) if name not in _NOT_MOVED and os.path.lexists(run_dir / name)]
+    names = [
+        name
+        for name in (*FILES, *FOLDERS)
+        if name not in _NOT_MOVED and os.path.lexists(run_dir / name)
+    ]
     target = _moving(run_dir) or (_begin_moving(run_dir) if names else None)
     if target is None:
         return None
@@ -237,7 +283,9 @@ def _begin_moving(run_dir: Path) -> Path:
     folder = run_dir / EARLIER
     folder.mkdir(mode=0o700, exist_ok=True)
     numbers = {path.stem for path in folder.iterdir()}
-    target = folder / f"{next(number for number in count(1) if str(number) not in numbers)}{_MOVING}"
+    target = (
+        folder / f"{next(number for number in count(1) if str(number) not in numbers)}{_MOVING}"
+    )
     target.mkdir(mode=0o700)
     os.close(os.open(target / MARK, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
     return target
@@ -245,9 +293,9 @@ def _begin_moving(run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Span:
-    """An activity or wait of an actor, from `start` to `end` (`time.time()`). step: the trainer's at the end of the
-    span, counted from 1. version: of the weights that a group began with, or that decoded. on: who is waited for.
-    restart: the one that wrote it, for readers."""
+    """An activity or wait of an actor, from `start` to `end` (`time.time()`). step: the trainer's
+    at the end of the span, counted from 1. version: of the weights that a group began with, or that
+    decoded. on: who is waited for. restart: the one that wrote it, for readers."""
 
     start: float
     end: float
@@ -261,12 +309,14 @@ class Span:
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """Appends metrics, events and spans, and writes JSON files atomically, and samples in a thread. Thread-safe.
+    """Appends metrics, events and spans, and writes JSON files atomically, and samples in a thread.
+    Thread-safe.
 
-    restart: counts the starts of this run in this folder, from 0. resumed_at: the step of the checkpoint that this
-    restart resumes from (-1: it starts over); readers skip records of earlier restarts about later steps. Without it,
-    the step is derived from the first step written. part: 0 claims the folder. Others do not: their spans and samples
-    are in separate files, and they append whole lines of events.
+    restart: counts the starts of this run in this folder, from 0. resumed_at: the step of the
+    checkpoint that this restart resumes from (-1: it starts over); readers skip records of earlier
+    restarts about later steps. Without it, the step is derived from the first step written. part: 0
+    claims the folder. Others do not: their spans and samples are in separate files, and they append
+    whole lines of events.
 
     Raises RunFolderError if the folder is in use by another process, or is not a run's.
     """
@@ -275,7 +325,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.path = Path(path)
         self.restart = restart
         self._part = part
-        self._lock = threading.Lock()  # lines of two threads would mix, and lines that wait for a flush be lost
+        # lines of two threads would mix, and lines that wait for a flush be lost
+        self._lock = threading.Lock()
         self.sample_writer = SampleWriter(partial(self.event, "warning"))
         self._claim = ExitStack()
         if not part:
@@ -287,7 +338,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if part:
             return
         where = {} if resumed_at is None else {"resumed_at": resumed_at}
-        self.event("start", f"restart {restart} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
+        self.event(
+            "start", f"restart {restart} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where
+        )
 
     def write_json(self, name: str, data: object) -> None:
         """Write `name` (e.g. "run.json") whole or not at all."""
@@ -298,10 +351,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         write_atomically(self._plain(name), text.encode("utf-8", "backslashreplace"))
 
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes everything."""
+        """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes
+        everything."""
         nested = nest({name: float(value) for name, value in values.items()})
         with self._lock:
-            self._metrics.append({"step": step, "t": time.time(), "restart": self.restart, "kind": kind, "m": nested})
+            self._metrics.append(
+                {"step": step, "t": time.time(), "restart": self.restart, "kind": kind, "m": nested}
+            )
         self.flush()
 
     def flush(self) -> None:
@@ -313,19 +369,36 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def event(self, kind: str, message: str, **fields: object) -> None:
         """Append an event: "start", "end", "info", "warning", "error", "finding", "canary", ...
 
-        `step` among the fields places it on the timeline. Without effect after `close`: threads of trackers may outlive
-        it.
+        `step` among the fields places it on the timeline. Without effect after `close`: threads of
+        trackers may outlive it.
         """
-        record = {"t": time.time(), "restart": self.restart, "kind": kind, "message": message, **fields}
+        record = {
+            "t": time.time(),
+            "restart": self.restart,
+            "kind": kind,
+            "message": message,
+            **fields,
+        }
         with self._lock:
             if not self._closed:
                 self._events.append(record)
 
     def span(self, actor: str, span: Span, step: int | None = None) -> None:
         """step: if the span has none."""
-        record = {"t0": span.start, "t1": span.end, "kind": span.kind, "what": span.what, "restart": self.restart}
+        record = {
+            "t0": span.start,
+            "t1": span.end,
+            "kind": span.kind,
+            "what": span.what,
+            "restart": self.restart,
+        }
         step = step if span.step is None else span.step
-        optional = (("step", step), ("group_id", span.group_id), ("version", span.version), ("on", span.on))
+        optional = (
+            ("step", step),
+            ("group_id", span.group_id),
+            ("version", span.version),
+            ("on", span.on),
+        )
         record.update({key: value for key, value in optional if value is not None})
         actor = f"{actor}-{self._part}" if self._part else actor
         with self._lock:
@@ -334,12 +407,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 self._spans[actor] = LineFile(self.path / "spans" / f"{_file_name(actor)}.jsonl")
             self._spans[actor].append(record, flush=False)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train") -> None:
-        """Have all samples of a step written; a second call replaces the first, or adds to it if they were dropped."""
+    def samples(
+        self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train"
+    ) -> None:
+        """Have all samples of a step written; a second call replaces the first, or adds to it if
+        they were dropped."""
         split = _file_name(split)
         path = self.path / SAMPLES / sample_file_name(step, split, self._part)
         now = time.time()
-        self.sample_writer.put(path, [{**row, "t": now, "restart": self.restart} for row in rows], step, split)
+        self.sample_writer.put(
+            path, [{**row, "t": now, "restart": self.restart} for row in rows], step, split
+        )
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""

@@ -1,5 +1,5 @@
-"""Sends metrics to trackers (console, TensorBoard, Weights & Biases and others), which can neither slow nor end a
-run."""
+"""Sends metrics to trackers (console, TensorBoard, Weights & Biases and others), which can neither
+slow nor end a run."""
 
 import contextlib
 import html
@@ -25,10 +25,13 @@ from distflow.observe.metrics import headlines
 # Called once for each failing tracker, with the kind of the event ("warning") and a message.
 OnFailure = Callable[[str, str], None]
 
-_QUEUE_LENGTH, _MOST_FAILURES = 256, 3
+_QUEUE_LENGTH = 256
+_MOST_FAILURES = 3
 _CLOSE_TIMEOUT_S = 30.0
-_MAX_ROWS, _MAX_CHARACTERS = 8, 2000
-_POST_TIMEOUT_S, _RETRY_AFTER_S = 10.0, (1.0, 5.0)
+_MAX_ROWS = 8
+_MAX_CHARACTERS = 2000
+_POST_TIMEOUT_S = 10.0
+_RETRY_AFTER_S = (1.0, 5.0)
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun")
 _JSON = {"Content-Type": "application/json"}
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -40,7 +43,8 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is created for. config: the whole config as JSON. say: shows the user a line."""
+    """The run that a tracker is created for. config: the whole config as JSON. say: shows the user
+    a line."""
 
     run_dir: Path
     project: str
@@ -49,7 +53,8 @@ class TrackedRun:
     say: Callable[[str], None] = lambda line: None
 
     def run_id(self, tracker: str, create: Callable[[], str] = lambda: os.urandom(8).hex()) -> str:
-        """The tracker's run id, the same for every restart: created at the first start, stored in the run's folder."""
+        """The tracker's run id, the same for every restart: created at the first start, stored in
+        the run's folder."""
         file = self.run_dir / f"{tracker}.json"
         if not file.exists():
             write_atomically(file, encode({"id": create()}) + b"\n")
@@ -65,9 +70,9 @@ class TrackedFinding(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`. One may also have
-    `samples(step, rows)`, which takes a table of a few samples of a step (in each row the same columns, as texts), and
-    `finding(found)`, which takes a `TrackedFinding`."""
+    """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`. One
+    may also have `samples(step, rows)`, which takes a table of a few samples of a step (in each row
+    the same columns, as texts), and `finding(found)`, which takes a `TrackedFinding`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
@@ -79,8 +84,8 @@ class Tracker(Protocol):
 class Trackers:
     """All trackers of a run as one.
 
-    Those of `remote` are built and used in one thread each: if one raises, hangs or is slow, only its own copies are
-    lost, and `on_failure` is called once. Those of `local` are called directly.
+    Those of `remote` are built and used in one thread each: if one raises, hangs or is slow, only
+    its own copies are lost, and `on_failure` is called once. Those of `local` are called directly.
     """
 
     def __init__(
@@ -91,12 +96,14 @@ class Trackers:
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ):
         self._local = tuple(local)
-        self._remote = [_TrackerThread(name, build, on_failure) for name, build in (remote or {}).items()]
+        self._remote = [
+            _TrackerThread(name, build, on_failure) for name, build in (remote or {}).items()
+        ]
         self._close_timeout_s = close_timeout_s
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass a copy of the metrics to every tracker, to remote ones also the most important as `overview/...`; never
-        waits for a remote one."""
+        """Pass a copy of the metrics to every tracker, to remote ones also the most important as
+        `overview/...`; never waits for a remote one."""
         copy = {name: float(value) for name, value in values.items()}
         for tracker in self._local:
             tracker.log(step, copy)
@@ -104,7 +111,8 @@ class Trackers:
         self._send("log", step, {**overview, **copy})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Pass some of a step's samples to remote trackers: the best, the worst and those between."""
+        """Pass some of a step's samples to remote trackers: the best, the worst and those
+        between."""
         if self._remote and rows:
             self._send("samples", step, _table(rows))
 
@@ -125,10 +133,13 @@ class Trackers:
 
 
 class _TrackerThread:
-    """Consumes queued calls · waits for the queue · unblocked by the run or its end · makes them."""
+    """Consumes queued calls · waits for the queue · unblocked by the run or its end · makes
+    them."""
 
     def __init__(self, name: str, build: Callable[[], Tracker], on_failure: OnFailure):
-        self._name, self._build, self._on_failure = name, build, on_failure
+        self._name = name
+        self._build = build
+        self._on_failure = on_failure
         self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_QUEUE_LENGTH)
         self._has_failed = self._has_reported = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
@@ -144,7 +155,9 @@ class _TrackerThread:
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=0.0 if self._has_failed else max(deadline - time.monotonic(), 0.0))
+            self._queue.put(
+                None, timeout=0.0 if self._has_failed else max(deadline - time.monotonic(), 0.0)
+            )
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             self._tell("did not finish in time and was abandoned; metrics.jsonl has everything")
@@ -162,10 +175,15 @@ class _TrackerThread:
                     return
                 call(tracker)
                 num_failed = 0
-            except BaseException as error:  # a library's error in its own thread must not end the run
+            # a library's error in its own thread must not end the run
+            except BaseException as error:
                 num_failed += 1
                 self._has_failed = tracker is None or call is None or num_failed == _MOST_FAILURES
-                rest = "is off" if self._has_failed else f"is off after {_MOST_FAILURES} failures in a row"
+                rest = (
+                    "is off"
+                    if self._has_failed
+                    else f"is off after {_MOST_FAILURES} failures in a row"
+                )
                 self._tell(f"failed and {rest} ({type(error).__name__}: {error})")
 
     def _tell(self, what: str) -> None:
@@ -174,15 +192,29 @@ class _TrackerThread:
             self._on_failure("warning", f"tracker {self._name} {what}")
 
 
-_COLUMNS = ("uid", "domain", "prompt", "response", "ground_truth", "score", "response_length", "finish_reason")
+_COLUMNS = (
+    "uid",
+    "domain",
+    "prompt",
+    "response",
+    "ground_truth",
+    "score",
+    "response_length",
+    "finish_reason",
+)
 
 
 def _table(rows: Sequence[Mapping[str, object]]) -> list[dict[str, str]]:
     """Rows with evenly spaced scores, the best first; long texts are cut in the middle."""
-    known = sorted(rows, key=lambda row: -score if isinstance(score := row.get("score"), float) else 0.0)
+    known = sorted(
+        rows, key=lambda row: -score if isinstance(score := row.get("score"), float) else 0.0
+    )
     number = min(len(known), _MAX_ROWS)
     chosen = [known[i * (len(known) - 1) // max(number - 1, 1)] for i in range(number)]
-    return [{name: _cut("" if row.get(name) is None else str(row[name])) for name in _COLUMNS} for row in chosen]
+    return [
+        {name: _cut("" if row.get(name) is None else str(row[name])) for name in _COLUMNS}
+        for row in chosen
+    ]
 
 
 def _cut(text: str) -> str:
@@ -192,30 +224,39 @@ def _cut(text: str) -> str:
 
 
 def _address(webhook: str) -> str:
-    """The address in `trainer.webhook`, or in the environment variable that it names, so that no file of the run has
-    it. Raises TrackerError."""
+    """The address in `trainer.webhook`, or in the environment variable that it names, so that no
+    file of the run has it. Raises TrackerError."""
     parts = urlsplit("")
     with contextlib.suppress(ValueError):  # as of an unclosed bracket
         parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.username
+        or parts.password
+    ):
         raise TrackerError(
-            "trainer.webhook is neither an https address without a password nor the name of an environment variable "
+            "trainer.webhook is neither an https address without a password nor the name of an "
+            "environment variable "
             "that holds one"
         )
     if parts.scheme == "http" and parts.hostname not in _THIS_MACHINE:
-        raise TrackerError(f"trainer.webhook goes to {parts.hostname} without encryption: write https://")
+        raise TrackerError(
+            f"trainer.webhook goes to {parts.hostname} without encryption: write https://"
+        )
     return parts.geturl()
 
 
 def check_trackers(names: Sequence[str], webhook: str | None = None) -> None:
-    """Raises TrackerError for an unknown name in `trainer.logger`, for one whose package is not installed, and for a
-    webhook that is no address."""
+    """Raises TrackerError for an unknown name in `trainer.logger`, for one whose package is not
+    installed, and for a webhook that is no address."""
     if webhook is not None:
         _address(webhook)
     for name in names:
         if name not in TRACKERS:
             raise TrackerError(
-                f"trainer.logger names {name!r}, which is not a tracker (metrics.jsonl is always written)"
+                f"trainer.logger names {name!r}, which is not a tracker (metrics.jsonl is always "
+                "written)"
                 f"{hint(name, TRACKERS)}"
             )
         package = TRACKERS[name].package
@@ -234,15 +275,21 @@ def open_trackers(
     on_failure: OnFailure,
     webhook: str | None = None,
 ) -> Trackers:
-    """The trackers of `trainer.logger`: those of `local`, which the run already has, others from the table, and the
-    webhook.
+    """The trackers of `trainer.logger`: those of `local`, which the run already has, others from
+    the table, and the webhook.
 
     Raises TrackerError as `check_trackers` does.
     """
     check_trackers(names, webhook)
     chosen_names = list(dict.fromkeys(names))
-    targets = {name: TRACKERS[name].target for name in chosen_names if name not in local and TRACKERS[name].target}
-    remote: dict[str, Callable[[], Tracker]] = {name: partial(_build, target, run) for name, target in targets.items()}
+    targets = {
+        name: TRACKERS[name].target
+        for name in chosen_names
+        if name not in local and TRACKERS[name].target
+    }
+    remote: dict[str, Callable[[], Tracker]] = {
+        name: partial(_build, target, run) for name, target in targets.items()
+    }
     if webhook is not None:
         remote["webhook"] = partial(Webhook, _address(webhook), run)
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
@@ -255,7 +302,9 @@ def _build(target: str, run: TrackedRun) -> Tracker:
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     """A table in Markdown, in which no text is markup."""
-    cells = [[html.escape(text, quote=False).translate(_PLAIN) for text in row.values()] for row in rows]
+    cells = [
+        [html.escape(text, quote=False).translate(_PLAIN) for text in row.values()] for row in rows
+    ]
     lines = [list(rows[0]), ["---"] * len(rows[0]), *cells] if rows else []
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -264,8 +313,8 @@ _PLAIN = {ord(sign): f"&#{ord(sign)};" for sign in "|\\`*_[]~"} | {ord("\n"): "<
 
 
 class TensorBoardTracker:
-    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Only the package `tensorboard`
-    writes event files: neither TensorFlow nor torch is loaded."""
+    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them. Only the
+    package `tensorboard` writes event files: neither TensorFlow nor torch is loaded."""
 
     def __init__(self, run: TrackedRun):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -278,7 +327,9 @@ class TensorBoardTracker:
         """Add one event with all scalars, and flush it so that a running TensorBoard sees it."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._add(step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._add(
+            step, [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         self._text(step, "samples", markdown_table(rows))
@@ -295,7 +346,9 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        )
         self._writer.flush()
 
     def close(self) -> None:
@@ -316,10 +369,11 @@ class _TrackerRun:
 
 
 class WandbTracker(_TrackerRun):
-    """One run of Weights & Biases for each run folder, which a resumed run continues; offline, `wandb sync` uploads it.
+    """One run of Weights & Biases for each run folder, which a resumed run continues; offline,
+    `wandb sync` uploads it.
 
-    The environment variable WANDB_MODE decides (`online`, `offline`, `disabled`); without it the run is online if
-    there is an API key and offline otherwise: it never asks for one.
+    The environment variable WANDB_MODE decides (`online`, `offline`, `disabled`); without it the
+    run is online if there is an API key and offline otherwise: it never asks for one.
     """
 
     def __init__(self, run: TrackedRun):
@@ -329,7 +383,10 @@ class WandbTracker(_TrackerRun):
         if mode not in _WANDB_MODES:
             mode = "online" if wandb.login(verify=False, prompt=False) else "offline"
             if mode == "offline":
-                run.say("wandb has no API key (`wandb login`): its run is offline, and `wandb sync` uploads it later")
+                run.say(
+                    "wandb has no API key (`wandb login`): its run is offline, and `wandb sync` "
+                    "uploads it later"
+                )
         self._run = wandb.init(
             dir=str(run.run_dir),
             project=run.project,
@@ -343,13 +400,16 @@ class WandbTracker(_TrackerRun):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all metrics against `step`, which may repeat (training, validation) or go back (a resume)."""
+        """Log all metrics against `step`, which may repeat (training, validation) or go back (a
+        resume)."""
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         import wandb
 
-        table = wandb.Table(columns=list(_COLUMNS), data=[[row[name] for name in _COLUMNS] for row in rows])
+        table = wandb.Table(
+            columns=list(_COLUMNS), data=[[row[name] for name in _COLUMNS] for row in rows]
+        )
         self._run.log({"samples": table, "step": step})
 
     def finding(self, found: TrackedFinding) -> None:
@@ -358,8 +418,8 @@ class WandbTracker(_TrackerRun):
 
 
 class TrackioTracker(_TrackerRun):
-    """One run of Trackio for each run folder, which a resumed run continues. It is on this machine (`trackio show`),
-    unless Trackio's environment variables name a Space or a server."""
+    """One run of Trackio for each run folder, which a resumed run continues. It is on this machine
+    (`trackio show`), unless Trackio's environment variables name a Space or a server."""
 
     def __init__(self, run: TrackedRun):
         import trackio
@@ -376,8 +436,9 @@ class TrackioTracker(_TrackerRun):
 
 
 class MlflowTracker:
-    """One run of MLflow for each run folder, which a resumed run continues. Without MLFLOW_TRACKING_URI it is in the
-    folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
+    """One run of MLflow for each run folder, which a resumed run continues. Without
+    MLFLOW_TRACKING_URI it is in the folder:
+    `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`."""
 
     def __init__(self, run: TrackedRun):
         from mlflow import MlflowClient
@@ -388,7 +449,9 @@ class MlflowTracker:
         def create() -> str:
             found = client.get_experiment_by_name(run.project)
             artifacts = (folder / "mlartifacts").as_uri() if is_local else None
-            experiment = found.experiment_id if found else client.create_experiment(run.project, artifacts)
+            experiment = (
+                found.experiment_id if found else client.create_experiment(run.project, artifacts)
+            )
             created: str = client.create_run(experiment, run_name=run.experiment).info.run_id
             client.log_dict(created, run.config, "config.json")
             return created
@@ -401,7 +464,9 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = time.time_ns() // 10**6
-        metrics = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]
+        metrics = [
+            Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()
+        ]
         for first in range(0, len(metrics), 1000):
             self._client.log_batch(self._id, metrics[first : first + 1000])
 
@@ -411,15 +476,18 @@ class MlflowTracker:
 
     def finding(self, found: TrackedFinding) -> None:
         """Tag the run with its rule and text."""
-        self._client.set_tag(self._id, f"finding.{found.rule}", f"step {found.step}: {found.text}"[:5000])
+        self._client.set_tag(
+            self._id, f"finding.{found.rule}", f"step {found.step}: {found.text}"[:5000]
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
 class SwanlabTracker(_TrackerRun):
-    """One run of SwanLab. Its environment variable SWANLAB_MODE decides where; without it the run is online if there is
-    an API key, where a resumed run continues it, and offline otherwise: it never asks for one."""
+    """One run of SwanLab. Its environment variable SWANLAB_MODE decides where; without it the run
+    is online if there is an API key, where a resumed run continues it, and offline otherwise: it
+    never asks for one."""
 
     def __init__(self, run: TrackedRun):
         import swanlab
@@ -439,11 +507,12 @@ class SwanlabTracker(_TrackerRun):
 
 
 class Webhook:
-    """Posts each finding as a JSON object to an address; chats show its `text`. An answer that is no success is tried
-    again twice, then it fails, as trackers do; no redirect is followed."""
+    """Posts each finding as a JSON object to an address; chats show its `text`. An answer that is
+    no success is tried again twice, then it fails, as trackers do; no redirect is followed."""
 
     def __init__(self, address: str, run: TrackedRun):
-        self._address, self._run = address, run
+        self._address = address
+        self._run = run
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Post nothing."""
@@ -456,7 +525,15 @@ class Webhook:
 
         name = f"{self._run.project}/{self._run.experiment}"
         text = f"{name}, step {found.step}: {found.text} [{found.rule}]"
-        content = encode({"text": text, "run": name, "rule": found.rule, "step": found.step, "message": found.text})
+        content = encode(
+            {
+                "text": text,
+                "run": name,
+                "rule": found.rule,
+                "step": found.step,
+                "message": found.text,
+            }
+        )
         for wait in (*_RETRY_AFTER_S, None):
             try:
                 with httpx.stream(
@@ -469,4 +546,5 @@ class Webhook:
                 why = str(error) or type(error).__name__
             if wait is not None:
                 time.sleep(wait)
-        raise ConnectionError(f"{urlsplit(self._address).hostname}: {why}")  # without the rest, which may be secret
+        # without the rest, which may be secret
+        raise ConnectionError(f"{urlsplit(self._address).hostname}: {why}")

@@ -12,9 +12,21 @@ from distflow.pipelines.nodes.advantages import (
     weigh_samples,
     whiten_rewards,
 )
-from distflow.pipelines.nodes.judges_and_reward_models import add_model_scores, ask_model, score_by_models
-from distflow.pipelines.nodes.log_probs_and_values import compute_old_log_prob, compute_ref_log_prob, compute_value
-from distflow.pipelines.nodes.rollout_correction import correct_drift, correct_mismatch, reject_mismatch
+from distflow.pipelines.nodes.judges_and_reward_models import (
+    add_model_scores,
+    ask_model,
+    score_by_models,
+)
+from distflow.pipelines.nodes.log_probs_and_values import (
+    compute_old_log_prob,
+    compute_ref_log_prob,
+    compute_value,
+)
+from distflow.pipelines.nodes.rollout_correction import (
+    correct_drift,
+    correct_mismatch,
+    reject_mismatch,
+)
 from distflow.pipelines.nodes.rollout_reward_filter import (
     compute_reward,
     dynamic_sampling,
@@ -25,5 +37,10 @@ from distflow.pipelines.nodes.rollout_reward_filter import (
     load_responses,
     take_scores,
 )
-from distflow.pipelines.nodes.updates import train_actor, train_critic, train_reward_model, train_sft
+from distflow.pipelines.nodes.updates import (
+    train_actor,
+    train_critic,
+    train_reward_model,
+    train_sft,
+)
 from distflow.pipelines.nodes.workflow_rollout import run_workflow

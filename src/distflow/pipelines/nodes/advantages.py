@@ -1,5 +1,5 @@
-"""Nodes from scores to advantages: KL penalty, estimator, normalisation and clipping (AReaL, ROLL); and nodes that mask
-samples in the loss, weight them, or select tokens."""
+"""Nodes from scores to advantages: KL penalty, estimator, normalisation and clipping (AReaL, ROLL);
+and nodes that mask samples in the loss, weight them, or select tokens."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,13 @@ from distflow.algorithms.normalization_filters_and_weights import (
     share_right,
     with_mean_one,
 )
-from distflow.algorithms.registry import AdvEstimator, check_options, converted, find_adv_est, find_policy_loss
+from distflow.algorithms.registry import (
+    AdvEstimator,
+    check_options,
+    converted,
+    find_adv_est,
+    find_policy_loss,
+)
 from distflow.builtin_names import ESTIMATORS
 from distflow.config import Config
 from distflow.config.derived_settings import reward_functions
@@ -36,7 +42,12 @@ from distflow.graph import BoundNode, Node, NodeOutput, NodeRole, node, node_fac
 from distflow.graph.bind_to_config import bind_alone
 from distflow.import_target import is_ours, shown_name
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
-from distflow.pipelines.nodes.settings_by_domain import algorithm_node, by_domain, columns_of, masks_samples
+from distflow.pipelines.nodes.settings_by_domain import (
+    algorithm_node,
+    by_domain,
+    columns_of,
+    masks_samples,
+)
 from distflow.rewards.reward_results import RIGHT
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
 from distflow.training.engine import Collective
@@ -44,7 +55,9 @@ from distflow.user_values import LARGEST_NUMBER
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or is_on(algorithm.reward_norm)
+    return (
+        algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or is_on(algorithm.reward_norm)
+    )
 
 
 def weighs_samples(algorithm: AlgorithmConfig) -> bool:
@@ -69,31 +82,51 @@ def mask_samples(
     mask_type: str,
     adv_estimator: str,
 ) -> NodeOutput:
-    """`loss_mask` without the excluded samples, which stay in the baselines and means of their group, unless
-    `mask_type` is "all": then samples left with too few others to compare with are excluded too. `sample_mask/*`: the
-    share of valid samples that are masked.
+    """`loss_mask` without the excluded samples, which stay in the baselines and means of their
+    group, unless `mask_type` is "all": then samples left with too few others to compare with are
+    excluded too. `sample_mask/*`: the share of valid samples that are masked.
 
     mask_long_errors: number of policy tokens from which on incorrect responses are masked (ROLL's
     `error_max_len_threshold`).
     """
     valid = valid.bool()
     cut = truncated.bool() & mask_truncated
-    out_of_turns = torch.tensor([reason == "max_turns" for reason in finish_reason], dtype=torch.bool) & mask_max_turns
+    out_of_turns = (
+        torch.tensor([reason == "max_turns" for reason in finish_reason], dtype=torch.bool)
+        & mask_max_turns
+    )
     lengths = (response_mask > 0).sum(dim=-1)
     longest = torch.inf if mask_long_errors is None else mask_long_errors
     long_errors = (acc < RIGHT) & (lengths >= longest)
     share = share_right(acc, group_index, valid)
-    uneven = is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
-    measured = {"truncated": cut, "max_turns": out_of_turns, "long_errors": long_errors, "difficulty": ~uneven}
+    uneven = (
+        is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
+    )
+    measured = {
+        "truncated": cut,
+        "max_turns": out_of_turns,
+        "long_errors": long_errors,
+        "difficulty": ~uneven,
+    }
     keep = ~cut & ~out_of_turns & ~long_errors & uneven
     in_baselines = valid
     if mask_type == "all":
         num_left = Groups(group_index, valid & keep).size
-        alone = keep & (num_left < num_needed(adv_estimator)) & (num_left < Groups(group_index, valid).size)
-        keep, measured["alone"] = keep & ~alone, alone
+        alone = (
+            keep
+            & (num_left < num_needed(adv_estimator))
+            & (num_left < Groups(group_index, valid).size)
+        )
+        keep = keep & ~alone
+        measured["alone"] = alone
         in_baselines = valid & keep
-    metrics = {f"sample_mask/{name}": _share(left_out, valid) for name, left_out in measured.items()}
-    written = {"loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype), "in_baselines": in_baselines}
+    metrics = {
+        f"sample_mask/{name}": _share(left_out, valid) for name, left_out in measured.items()
+    }
+    written = {
+        "loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype),
+        "in_baselines": in_baselines,
+    }
     return NodeOutput(written, metrics, float(valid.sum()))
 
 
@@ -112,19 +145,27 @@ def normalize_rewards(
     reward_shift: float,
     reward_scale: float,
 ) -> NodeOutput:
-    """Scores shifted, multiplied and normalised: one reward per sample, on its last policy token, float64 `(bs,
-    response_length)`. A KL penalty is subtracted afterwards.
+    """Scores shifted, multiplied and normalised: one reward per sample, on its last policy token,
+    float64 `(bs, response_length)`. A KL penalty is subtracted afterwards.
 
     Running moments are the node's state, so that a resumed run continues with them.
     """
     norm = Normalization(**reward_norm)
-    scores = (sample_scores(token_level_scores, response_mask)[:, None] + reward_shift) * reward_scale
-    moments, metrics = None, dict[str, float]()
+    scores = (
+        sample_scores(token_level_scores, response_mask)[:, None] + reward_shift
+    ) * reward_scale
+    moments = None
+    metrics = dict[str, float]()
     if "running" in (norm.mean_level, norm.std_level):
         moments = Moments(**ctx.state).with_values(scores, valid[:, None], reduce)
         ctx.state.update(asdict(moments))
-        metrics = {"reward_norm/running_mean": moments.mean, "reward_norm/running_std": moments.std(norm.std_unbiased)}
-    rewards = norm(scores, torch.ones_like(scores), group_index, valid, episode_index, reduce, moments)
+        metrics = {
+            "reward_norm/running_mean": moments.mean,
+            "reward_norm/running_std": moments.std(norm.std_unbiased),
+        }
+    rewards = norm(
+        scores, torch.ones_like(scores), group_index, valid, episode_index, reduce, moments
+    )
     return NodeOutput({"token_level_rewards": on_last_token(rewards[:, 0], response_mask)}, metrics)
 
 
@@ -133,10 +174,11 @@ def normalize_rewards(
 def clip_rewards(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, reward_clip: float | None
 ) -> NodeOutput:
-    """One reward per sample within ±`reward_clip`, on its last policy token. `reward_clip/clipped`: the share of valid
-    samples beyond it."""
+    """One reward per sample within ±`reward_clip`, on its last policy token. `reward_clip/clipped`:
+    the share of valid samples beyond it."""
     bound = torch.inf if reward_clip is None else reward_clip
-    rewards, valid = sample_scores(token_level_rewards, response_mask), valid.bool()
+    rewards = sample_scores(token_level_rewards, response_mask)
+    valid = valid.bool()
     clipped = on_last_token(rewards.clamp(-bound, bound), response_mask)
     metrics = {"reward_clip/clipped": _share(rewards.abs() > bound, valid)}
     return NodeOutput({"token_level_rewards": clipped}, metrics, float(valid.sum()))
@@ -156,8 +198,8 @@ def apply_kl_penalty(
     kl_penalty: str,
     kl_ctrl: Mapping[str, Any],
 ) -> NodeOutput:
-    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593). The coefficient is
-    the node's state, so a resumed run continues with it."""
+    """Rewards minus the KL to the reference, with a coefficient that may adapt (arXiv:1909.08593).
+    The coefficient is the node's state, so a resumed run continues with it."""
     coefficient = float(ctx.state.get("value", kl_ctrl["kl_coef"]))
     rewards, kl = penalise(
         token_level_rewards,
@@ -170,9 +212,11 @@ def apply_kl_penalty(
         mean=kl_ctrl["mean"],
         reduce=reduce,
     )
-    num_samples, ctx.state["value"] = int(reduce.sum(float(len(valid)))), coefficient
+    num_samples = int(reduce.sum(float(len(valid))))
+    ctx.state["value"] = coefficient
     if kl_ctrl["type"] == "adaptive":
-        target, horizon = kl_ctrl["target_kl"], kl_ctrl["horizon"]
+        target = kl_ctrl["target_kl"]
+        horizon = kl_ctrl["horizon"]
         ctx.state["value"] = adapted_coefficient(coefficient, kl, num_samples, target, horizon)
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
@@ -180,9 +224,11 @@ def apply_kl_penalty(
 
 @algorithm_node(lambda algorithm: algorithm.whiten_rewards)
 @node(writes="token_level_rewards")
-def whiten_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective) -> Tensor:
-    """float64 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, even masked
-    ones (alibaba/ROLL leaves these out here too); 0 elsewhere."""
+def whiten_rewards(
+    token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective
+) -> Tensor:
+    """float64 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid
+    samples, even masked ones (alibaba/ROLL leaves these out here too); 0 elsewhere."""
     counted = (response_mask > 0) & valid.bool()[:, None]
     return masked_whiten(token_level_rewards, counted, reduce)
 
@@ -191,10 +237,12 @@ def whiten_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Te
 @node(role=NodeRole.ADVANTAGE)
 @by_domain(lambda algorithm: True)
 def compute_advantage(config: Config) -> Callable[..., object]:
-    """The estimator of `algorithm.adv_estimator`. Options that are not keys of `algorithm` come from its kwargs, except
-    `reward_weights`, which come from `reward.functions`, and `whiten`, which is off if `adv_norm` is on.
+    """The estimator of `algorithm.adv_estimator`. Options that are not keys of `algorithm` come
+    from its kwargs, except `reward_weights`, which come from `reward.functions`, and `whiten`,
+    which is off if `adv_norm` is on.
     """
-    settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
+    settings = config.algorithm
+    estimator = find_adv_est(config.algorithm.adv_estimator)
     known = ESTIMATORS.get(config.algorithm.adv_estimator)
     if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
         assert settings.allow_group_of_one, "the config's rules see to it"
@@ -206,7 +254,9 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     if "reward_weights" in estimator.options:
         models = {name: model.weight for name, model in scoring_models(config.reward_model).items()}
         functions = reward_functions(config).items()
-        derived["reward_weights"] = {name: {part.name: part.weight for part in own} | models for name, own in functions}
+        derived["reward_weights"] = {
+            name: {part.name: part.weight for part in own} | models for name, own in functions
+        }
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **converted(what, kwargs, estimator.fn)}
@@ -231,17 +281,24 @@ def _finite(estimator: AdvEstimator) -> Callable[..., object]:
         mask = inspect.signature(estimator.fn).bind(*args, **kwargs).arguments.get("response_mask")
         for tensor in returned if isinstance(returned, tuple) else ():
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                counts = mask > 0 if mask is not None and mask.shape == tensor.shape else torch.ones_like(tensor).bool()
+                counts = (
+                    mask > 0
+                    if mask is not None and mask.shape == tensor.shape
+                    else torch.ones_like(tensor).bool()
+                )
                 if num_bad := int((~(tensor.abs() <= LARGEST_NUMBER) & counts).sum()):
                     raise NotFinite(
                         num_bad == int(counts.sum()),
-                        f"algorithm.adv_estimator={estimator.name} ({shown_name(estimator.fn)}) returned NaN or "
-                        f"infinity for {num_bad:,} of {int(counts.sum()):,} tokens: check its divisions and logarithms "
+                        f"algorithm.adv_estimator={estimator.name} ({shown_name(estimator.fn)}) "
+                        "returned NaN or "
+                        f"infinity for {num_bad:,} of {int(counts.sum()):,} tokens: check its "
+                        "divisions and logarithms "
                         "(the standard deviation of a group with equal rewards is 0)",
                     )
         return returned
 
-    call.func = estimator.fn  # type: ignore[attr-defined]  # by which the audit knows it, as below a partial
+    # by which the audit knows it, as below a partial
+    call.func = estimator.fn  # type: ignore[attr-defined]
     return call
 
 
@@ -264,11 +321,17 @@ def normalize_advantages(
 
 @algorithm_node(lambda algorithm: algorithm.advantage_clip is not None)
 @node(writes="advantages")
-def clip_advantages(advantages: Tensor, response_mask: Tensor, *, advantage_clip: float | None) -> NodeOutput:
-    """Advantages clipped to ±`advantage_clip`. `advantage_clip/clipped`: the share of the policy's tokens beyond it."""
-    bound, counted = torch.inf if advantage_clip is None else advantage_clip, response_mask > 0
+def clip_advantages(
+    advantages: Tensor, response_mask: Tensor, *, advantage_clip: float | None
+) -> NodeOutput:
+    """Advantages clipped to ±`advantage_clip`. `advantage_clip/clipped`: the share of the policy's
+    tokens beyond it."""
+    bound = torch.inf if advantage_clip is None else advantage_clip
+    counted = response_mask > 0
     metrics = {"advantage_clip/clipped": _share(advantages.abs() > bound, counted)}
-    return NodeOutput({"advantages": advantages.clamp(-bound, bound)}, metrics, float(counted.sum()))
+    return NodeOutput(
+        {"advantages": advantages.clamp(-bound, bound)}, metrics, float(counted.sum())
+    )
 
 
 @algorithm_node(weighs_samples)
@@ -284,12 +347,17 @@ def weigh_samples(
     difficulty_weight: Band | None,
     length_weight: Band | None,
 ) -> Tensor:
-    """Advantages times weights with mean 1 over the valid samples: float64 `(bs, response_length)`."""
+    """Advantages times weights with mean 1 over the valid samples: float64
+    `(bs, response_length)`."""
     weights = torch.ones(len(valid), dtype=torch.float64)
     if difficulty_weight is not None:
-        weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty_weight)
+        weights = weights * difficulty_weights(
+            share_right(acc, group_index, valid), difficulty_weight
+        )
     if length_weight is not None:
-        weights = weights * length_weights((response_mask > 0).sum(dim=-1), valid, length_weight, reduce)
+        weights = weights * length_weights(
+            (response_mask > 0).sum(dim=-1), valid, length_weight, reduce
+        )
     return advantages * with_mean_one(weights, valid, reduce)[:, None]
 
 
@@ -309,35 +377,56 @@ def _share(hit: Tensor, counted: Tensor) -> float:
 
 
 def by_agent(estimator: Callable[..., object], config: Config) -> Callable[..., object]:
-    """The estimator if agents have their own rewards (`algorithm.agent_rewards`): it gets a row for each agent of an
-    episode, with that agent's tokens, grouped with the same agent's rows of the group's other episodes."""
-    agents, rewards = config.actor_rollout_ref.rollout.agents, config.algorithm.agent_rewards
+    """The estimator if agents have their own rewards (`algorithm.agent_rewards`): it gets a row for
+    each agent of an episode, with that agent's tokens, grouped with the same agent's rows of the
+    group's other episodes."""
+    agents = config.actor_rollout_ref.rollout.agents
+    rewards = config.algorithm.agent_rewards
     if rewards == "shared":
         return estimator
     part = bind_alone(Node("compute_advantage", estimator), config)
-    reads = dict.fromkeys((*part.contract.reads, "token_level_rewards", "response_mask", "group_index", "valid"))
-    optional = dict.fromkeys(name for name in (*part.contract.optional, "forks") if name not in reads)
+    reads = dict.fromkeys(
+        (*part.contract.reads, "token_level_rewards", "response_mask", "group_index", "valid")
+    )
+    optional = dict.fromkeys(
+        name for name in (*part.contract.optional, "forks") if name not in reads
+    )
     run = partial(of_agents, part=part, agents=[*agents], is_margin=rewards == "margin")
-    return node(reads=(*reads, *(f"?{name}" for name in optional)), writes=part.contract.writes)(run)
+    return node(reads=(*reads, *(f"?{name}" for name in optional)), writes=part.contract.writes)(
+        run
+    )
 
 
 def of_agents(
-    batch: Batch, ctx: NodeContext, reduce: Collective, *, part: BoundNode, agents: Sequence[str], is_margin: bool
+    batch: Batch,
+    ctx: NodeContext,
+    reduce: Collective,
+    *,
+    part: BoundNode,
+    agents: Sequence[str],
+    is_margin: bool,
 ) -> NodeOutput:
-    """is_margin: an agent's reward is its own minus the mean of the others that spoke in the episode."""
-    mask, rewards = batch["response_mask"] > 0, batch["token_level_rewards"].double()
-    speakers, num = batch.pad(batch.speakers(agents), "response"), len(agents)
+    """is_margin: an agent's reward is its own minus the mean of the others that spoke in the
+    episode."""
+    mask = batch["response_mask"] > 0
+    rewards = batch["token_level_rewards"].double()
+    speakers = batch.pad(batch.speakers(agents), "response")
+    num = len(agents)
     is_own = torch.stack([mask & (speakers == agent) for agent in range(num)])
-    own, has_spoken = torch.where(is_own, rewards, 0.0), is_own.any(dim=-1)
+    own = torch.where(is_own, rewards, 0.0)
+    has_spoken = is_own.any(dim=-1)
     if is_margin:
         totals = own.sum(dim=-1)
         others = (totals.sum(dim=0) - totals) / (has_spoken.sum(dim=0) - 1).clamp(min=1)
         own = own - on_last_token(others.flatten(), is_own.flatten(0, 1)).view_as(own)
     rows = batch.select(torch.arange(len(batch)).repeat(num))
-    rows["response_mask"], rows["token_level_rewards"] = is_own.flatten(0, 1), own.flatten(0, 1)
+    rows["response_mask"] = is_own.flatten(0, 1)
+    rows["token_level_rewards"] = own.flatten(0, 1)
     rows["valid"] = (has_spoken & batch["valid"].bool()).flatten()
     rows["group_index"] = torch.cat([batch["group_index"] * num + agent for agent in range(num)])
-    positional, keyword = compile_inputs(part, {"reduce": reduce})(rows, {"batch": rows, "ctx": ctx})
+    positional, keyword = compile_inputs(part, {"reduce": reduce})(
+        rows, {"batch": rows, "ctx": ctx}
+    )
     returned = part.fn(*positional, **keyword)
     output = returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
     columns = {}

@@ -25,10 +25,16 @@ def compute_old_log_prob(config: Config) -> Callable[..., object]:
         return place_proximal
     if takes_rollouts(config):
         return take_rollouts
-    return score_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else score_policy
+    return (
+        score_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else score_policy
+    )
 
 
-@node(writes="old_log_probs", role=NodeRole.ACTOR, reads=("prompt_ids", "response_ids", "?forks", "response_mask"))
+@node(
+    writes="old_log_probs",
+    role=NodeRole.ACTOR,
+    reads=("prompt_ids", "response_ids", "?forks", "response_mask"),
+)
 def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
     """`old_log_probs` from the trainer, and the policy's mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
@@ -41,9 +47,13 @@ def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
     reads=("prompt_ids", "response_ids", "?forks", "response_mask", "rollout_log_probs"),
 )
 def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
-    """`prox_log_probs` from the trainer, beside the rollout engine's log-probs, and the policy's mean entropy."""
+    """`prox_log_probs` from the trainer, beside the rollout engine's log-probs, and the policy's
+    mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
-    written = {"old_log_probs": batch.flat("rollout_log_probs"), "prox_log_probs": scored.flat("log_probs")}
+    written = {
+        "old_log_probs": batch.flat("rollout_log_probs"),
+        "prox_log_probs": scored.flat("log_probs"),
+    }
     return NodeOutput(written, *_entropy(scored, batch))
 
 
@@ -52,8 +62,11 @@ def take_rollouts(rollout_log_probs: Tensor) -> Tensor:
 
 
 @node(writes=("old_log_probs", "prox_alpha"), role=NodeRole.ACTOR)
-def place_proximal(rollout_log_probs: Tensor, versions: Tensor, ctx: NodeContext) -> dict[str, Tensor]:
-    """The rollout engine's log-probs, and the position of the proximal policy between them and the current ones."""
+def place_proximal(
+    rollout_log_probs: Tensor, versions: Tensor, ctx: NodeContext
+) -> dict[str, Tensor]:
+    """The rollout engine's log-probs, and the position of the proximal policy between them and the
+    current ones."""
     return {"old_log_probs": rollout_log_probs, "prox_alpha": proximal_position(versions, ctx.step)}
 
 
@@ -64,7 +77,9 @@ def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
     return {"actor/entropy": float(mean)}, float(mask.sum())
 
 
-@node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids", "?forks"))
+@node(
+    writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids", "?forks")
+)
 def compute_ref_log_prob(batch: Batch, ref: Scorer) -> Tensor:
     """Log-probs of the sampled tokens under the frozen reference."""
     return ref.forward(batch, ("log_probs",)).flat("log_probs")

@@ -1,24 +1,41 @@
 """Builds the losses that an optimizer step minimises from the config."""
 
 from distflow.algorithms.objectives import PolicyObjective, ValueObjective
-from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
+from distflow.algorithms.registry import (
+    PolicyLoss,
+    check_options,
+    find_policy_loss,
+    is_decoupled,
+    takes_weights,
+)
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config
 from distflow.config.compose.unknown_and_unused_keys import plain
-from distflow.config.derived_settings import clip_range, config_of, is_rl, own_losses, trained_policies
+from distflow.config.derived_settings import (
+    clip_range,
+    config_of,
+    is_rl,
+    own_losses,
+    trained_policies,
+)
 
 DRIFT_CORRECTION = Correction("token", 2.0)
 """The weights that are switched on when rollout and trainer drift apart."""
 
 
-def policy_objective(config: Config, derives_old: bool = False, corrected: bool = False) -> PolicyObjective:
-    """The actor's loss. derives_old: its own log-probs serve as the old ones, see `may_derive_old`. corrected: the loss
-    computes importance weights itself, after engine and trainer have drifted apart.
+def policy_objective(
+    config: Config, derives_old: bool = False, corrected: bool = False
+) -> PolicyObjective:
+    """The actor's loss. derives_old: its own log-probs serve as the old ones, see `may_derive_old`.
+    corrected: the loss computes importance weights itself, after engine and trainer have drifted
+    apart.
 
     Raises ValueError for an unknown loss or option.
     """
-    actor, corrects = config.actor_rollout_ref.actor, config.algorithm.rollout_correction.rollout_is is not None
-    loss, interpolates = find_policy_loss(actor.policy_loss), interpolates_prox(config)
+    actor = config.actor_rollout_ref.actor
+    corrects = config.algorithm.rollout_correction.rollout_is is not None
+    loss = find_policy_loss(actor.policy_loss)
+    interpolates = interpolates_prox(config)
     corrects_on_drift = corrects_drift(config)
     has_weights = corrects_on_drift and not derives_old or corrects and not interpolates
     return PolicyObjective(
@@ -33,7 +50,11 @@ def policy_objective(config: Config, derives_old: bool = False, corrected: bool 
         weights_optional=corrects_on_drift,
         interpolates=interpolates,
         derives_old=derives_old,
-        correction=DRIFT_CORRECTION if corrected else correction(config) if corrects and interpolates else None,
+        correction=DRIFT_CORRECTION
+        if corrected
+        else correction(config)
+        if corrects and interpolates
+        else None,
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
         domains=_by_domain(config, derives_old, corrected),
@@ -50,21 +71,29 @@ def _action_dim(config: Config) -> int:
 
 def _by_domain(config: Config, derives_old: bool, corrected: bool) -> dict[str, PolicyObjective]:
     """The objectives of the domains with their own policy loss."""
-    found, run = dict[str, PolicyObjective](), find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    found = dict[str, PolicyObjective]()
+    run = find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
     for domain in own_losses(config):
         try:
-            each = found[domain] = policy_objective(config_of(config, domain), derives_old, corrected)
+            each = found[domain] = policy_objective(
+                config_of(config, domain), derives_old, corrected
+            )
         except ValueError as error:
             raise ValueError(f"algorithm.domains.{domain}: {error}") from error
-        pair, key = (run, each.policy_loss), f"algorithm.domains.{domain}.policy_loss={each.policy_loss.name}"
+        pair = (run, each.policy_loss)
+        key = f"algorithm.domains.{domain}.policy_loss={each.policy_loss.name}"
         if len({is_decoupled(loss.name) for loss in pair}) == 2:
             raise ValueError(
-                f"{key}: a decoupled loss needs log-probs of a proximal policy, which are computed for all rows, so "
+                f"{key}: a decoupled loss needs log-probs of a proximal policy, which are computed "
+                "for all rows, so "
                 f"either all domains have such a loss or none; the run's is {run.name}"
             )
-        if run.name != each.policy_loss.name and (selects := [loss.name for loss in pair if loss.selects]):
+        if run.name != each.policy_loss.name and (
+            selects := [loss.name for loss in pair if loss.selects]
+        ):
             raise ValueError(
-                f"{key}: {selects[0]} selects its tokens over the whole step, not over the rows of a domain; use "
+                f"{key}: {selects[0]} selects its tokens over the whole step, not over the rows of "
+                "a domain; use "
                 "another loss, or one loss for all domains"
             )
     return found
@@ -77,43 +106,58 @@ def interpolates_prox(config: Config) -> bool:
 
 
 def takes_rollouts(config: Config) -> bool:
-    """Whether the old log-probs are the rollout engine's, so that the ratio is to the sampling policy."""
+    """Whether the old log-probs are the rollout engine's, so that the ratio is to the sampling
+    policy."""
     if is_decoupled(config.actor_rollout_ref.actor.policy_loss):
         return False
     return config.algorithm.recompute_old_log_probs == "false"
 
 
 def may_derive_old(config: Config) -> bool:
-    """Whether every optimizer step updates the sampling policy: a step is one mini-batch, of samples of this version.
-    The loss's own log-probs are then the old ones."""
+    """Whether every optimizer step updates the sampling policy: a step is one mini-batch, of
+    samples of this version. The loss's own log-probs are then the old ones."""
     actor = config.actor_rollout_ref.actor
-    if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
+    if (
+        not is_rl(config)
+        or is_decoupled(actor.policy_loss)
+        or config.algorithm.recompute_old_log_probs != "auto"
+    ):
         return False
     if trained_policies(config):
         return False
     waits = config.async_.max_staleness == 0 and actor.model_update_frequency == 1
-    return waits and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    return (
+        waits
+        and actor.ppo_epochs == 1
+        and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    )
 
 
 def is_anchored(config: Config) -> bool:
-    """Whether the ratio of a step's first update is 1, because it is relative to the trainer's own log-probs."""
+    """Whether the ratio of a step's first update is 1, because it is relative to the trainer's own
+    log-probs."""
     return not is_rl(config) or not (interpolates_prox(config) or takes_rollouts(config))
 
 
 def correction(config: Config) -> Correction:
     """The config's importance weights: the trainer's policy over the sampling policy."""
     settings = config.algorithm.rollout_correction
-    return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]  # the config checks them
+    # the config checks them
+    return Correction(settings.rollout_is, settings.rollout_is_threshold)  # type: ignore[arg-type]
 
 
 def corrects_drift(config: Config) -> bool:
-    """Whether weights are switched on when rollout and trainer drift apart: if none are on already, and the loss
-    accepts weights, and so do those of the domains. The decoupled loss has its own weights; a ratio to the rollout
-    policy needs none."""
+    """Whether weights are switched on when rollout and trainer drift apart: if none are on already,
+    and the loss accepts weights, and so do those of the domains. The decoupled loss has its own
+    weights; a ratio to the rollout policy needs none."""
     name = config.actor_rollout_ref.actor.policy_loss
     if not all(corrects_drift(config_of(config, domain)) for domain in own_losses(config)):
         return False
-    if config.algorithm.rollout_correction.rollout_is or is_decoupled(name) or takes_rollouts(config):
+    if (
+        config.algorithm.rollout_correction.rollout_is
+        or is_decoupled(name)
+        or takes_rollouts(config)
+    ):
         return False
     if config.algorithm.logprob_level != "token":  # the weights are of tokens
         return False
@@ -123,7 +167,11 @@ def corrects_drift(config: Config) -> bool:
 def loss_terms(config: Config) -> tuple[str, ...]:
     """Metrics of the actor that show what each term of its loss contributed."""
     actor = config.actor_rollout_ref.actor
-    names = ["pg", *(["entropy"] if actor.entropy_coef else []), *(["kl"] if actor.use_kl_loss else [])]
+    names = [
+        "pg",
+        *(["entropy"] if actor.entropy_coef else []),
+        *(["kl"] if actor.use_kl_loss else []),
+    ]
     return tuple(f"actor/loss_term/{name}" for name in names)
 
 
@@ -139,7 +187,8 @@ def value_objective(config: Config) -> ValueObjective:
 
 
 def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
-    """Options that are keys of the actor's group come from there, the others from `policy_loss_kwargs`."""
+    """Options that are keys of the actor's group come from there, the others from
+    `policy_loss_kwargs`."""
     actor = config.actor_rollout_ref.actor
     names = [name for name in loss.options if name in dir(actor)]
     own: dict[str, object] = {}
@@ -150,7 +199,9 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
         own["behav_imp_weight_mode"] = "disabled"  # the correction provides the weights instead
     if not loss.returns_scalar:
         free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
-        check_options(f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free)
+        check_options(
+            f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free
+        )
         own |= actor.policy_loss_kwargs
     return own
 
@@ -159,4 +210,6 @@ def _scale(config: Config, mode: str, always: bool = False) -> float | None:
     """always: for a loss that may use a mode other than the config's."""
     if mode != "seq-mean-token-sum-norm" and not always:
         return None
-    return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)
+    return config.actor_rollout_ref.actor.loss_scale_factor or float(
+        config.data.max_response_length
+    )

@@ -7,7 +7,11 @@ from torch import Tensor
 
 from distflow.algorithms.mismatch_check import Tolerance, causes
 from distflow.algorithms.registry import is_decoupled
-from distflow.algorithms.rollout_correction import compute_rejection_mask, compute_rollout_weights, mismatch_statistics
+from distflow.algorithms.rollout_correction import (
+    compute_rejection_mask,
+    compute_rollout_weights,
+    mismatch_statistics,
+)
 from distflow.config import Config
 from distflow.config.keys.algorithm import spread
 from distflow.data.batch import Batch
@@ -23,32 +27,48 @@ Compute = Callable[..., tuple[Tensor, dict[str, float]]]
 @node_factory
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_mismatch(config: Config) -> Callable[..., object]:
-    """Importance weights for the mismatch between the rollout engine's policy and the trainer's before the update."""
+    """Importance weights for the mismatch between the rollout engine's policy and the trainer's
+    before the update."""
     normalizes = config.algorithm.rollout_correction.rollout_is_batch_normalize
-    compute = partial(compute_rollout_weights, correction=correction(config), batch_normalize=normalizes)
+    compute = partial(
+        compute_rollout_weights, correction=correction(config), batch_normalize=normalizes
+    )
     return _comparing(config, "rollout_is_weights", "rollout_corr", compute)
 
 
-def _comparing(config: Config, writes: str, metrics: str, compute: Compute) -> Callable[..., object]:
-    """The node function that compares the engine's log-probs with the column `trainer`: those of the trainer before
-    the update, which are the proximal policy's for decoupled PPO."""
-    trainer = "prox_log_probs" if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else "old_log_probs"
+def _comparing(
+    config: Config, writes: str, metrics: str, compute: Compute
+) -> Callable[..., object]:
+    """The node function that compares the engine's log-probs with the column `trainer`: those of
+    the trainer before the update, which are the proximal policy's for decoupled PPO."""
+    trainer = (
+        "prox_log_probs"
+        if is_decoupled(config.actor_rollout_ref.actor.policy_loss)
+        else "old_log_probs"
+    )
     declared = node(writes=writes, reads=(trainer, "rollout_log_probs", "loss_mask"))
-    return declared(partial(compare, trainer=trainer, writes=writes, metrics=metrics, compute=compute))
+    return declared(
+        partial(compare, trainer=trainer, writes=writes, metrics=metrics, compute=compute)
+    )
 
 
 def compare(
     batch: Batch, reduce: Collective, *, trainer: str, writes: str, metrics: str, compute: Compute
 ) -> NodeOutput:
     """The column that `compute` returns, and its statistics, `metrics/...`."""
-    column, statistics = compute(batch[trainer], batch["rollout_log_probs"], batch["loss_mask"], reduce=reduce)
-    return NodeOutput({writes: column}, {f"{metrics}/{name}": value for name, value in statistics.items()})
+    column, statistics = compute(
+        batch[trainer], batch["rollout_log_probs"], batch["loss_mask"], reduce=reduce
+    )
+    return NodeOutput(
+        {writes: column}, {f"{metrics}/{name}": value for name, value in statistics.items()}
+    )
 
 
 @node_factory
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_drift(config: Config) -> Callable[..., object]:
-    """Importance weights from the first step in which rollout engine and trainer have drifted apart."""
+    """Importance weights from the first step in which rollout engine and trainer have drifted
+    apart."""
     exact = config.actor_rollout_ref.model.dtype == "float32"
     return partial(weigh_after_drift, limit=Tolerance.of(exact).mean)
 
@@ -64,9 +84,11 @@ def weigh_after_drift(
     *,
     limit: float,
 ) -> NodeOutput | None:
-    """No weights until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
+    """No weights until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens,
+    truncated at 2.
 
-    Only tokens of the trainer's own version are measured: others differ by staleness, which is not drift.
+    Only tokens of the trainer's own version are measured: others differ by staleness, which is not
+    drift.
     """
     if not ctx.state.get("on"):
         same_version = causes(versions, response_mask, ctx.step)["same_version"]
@@ -77,23 +99,30 @@ def weigh_after_drift(
     return NodeOutput({"rollout_is_weights": weights}, statistics)
 
 
-def has_drifted(trainer: Tensor, rollout: Tensor, mask: Tensor, limit: float, reduce: Collective) -> bool:
-    """Whether the mean |Δ log-prob| of the tokens under the mask is above `limit`, over all ranks."""
+def has_drifted(
+    trainer: Tensor, rollout: Tensor, mask: Tensor, limit: float, reduce: Collective
+) -> bool:
+    """Whether the mean |Δ log-prob| of the tokens under the mask is above `limit`, over all
+    ranks."""
     return mismatch_statistics(trainer, rollout, mask, reduce)["mean_abs"] > limit
 
 
 def drift_weights(
     trainer: Tensor, rollout: Tensor, loss_mask: Tensor, reduce: Collective
 ) -> tuple[Tensor, dict[str, float]]:
-    """The weights that are switched on once the two have drifted apart, and their statistics as metrics."""
-    weights, statistics = compute_rollout_weights(trainer, rollout, loss_mask, DRIFT_CORRECTION, reduce=reduce)
+    """The weights that are switched on once the two have drifted apart, and their statistics as
+    metrics."""
+    weights, statistics = compute_rollout_weights(
+        trainer, rollout, loss_mask, DRIFT_CORRECTION, reduce=reduce
+    )
     return weights, {f"rollout_corr/{k}": v for k, v in statistics.items()}
 
 
 @node_factory
 @node(role=NodeRole.ACTOR, writes="loss_mask")
 def reject_mismatch(config: Config) -> Callable[..., object]:
-    """Exclude tokens and sequences with a large mismatch between rollout engine and trainer from the loss."""
+    """Exclude tokens and sequences with a large mismatch between rollout engine and trainer from
+    the loss."""
     settings = config.algorithm.rollout_correction
     bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
     compute = partial(compute_rejection_mask, rollout_rs=settings.rollout_rs, bounds=bounds)

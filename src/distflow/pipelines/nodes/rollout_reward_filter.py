@@ -1,5 +1,5 @@
-"""Nodes of the rollout loop: they generate a group's responses, or read them from the data set, score them, and drop
-groups that cannot be trained on or have no learning signal."""
+"""Nodes of the rollout loop: they generate a group's responses, or read them from the data set,
+score them, and drop groups that cannot be trained on or have no learning signal."""
 
 import inspect
 import math
@@ -33,15 +33,27 @@ from distflow.runtime.rollout_loop.row_loader import SAMPLES_OF_ROW
 from distflow.scheduling.group_states import PromptGroup
 
 REJECTED = "rejected"
-RESPONSE_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
+RESPONSE_FIELDS = (
+    "responses",
+    "response_ids",
+    "response_mask",
+    "versions",
+    "finish_reason",
+    "truncated",
+    "valid",
+)
 SAMPLED_FIELDS = (*RESPONSE_FIELDS, "rollout_log_probs", "sampling_log_probs")
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
-async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+async def generate(
+    group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
     """Generate responses to the group's prompt: one sample for each index in the group."""
     prompt_ids = tuple(group.row.prompt_ids)
-    request = GenerateRequest(prompt_ids, group.wanted, group.params, group.stream, images=group.row.images)
+    request = GenerateRequest(
+        prompt_ids, group.wanted, group.params, group.stream, images=group.row.images
+    )
     result = await rollout.generate(request)
     return [
         group.sample(
@@ -56,8 +68,10 @@ async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTo
 
 def policy_segment(generation: Generation) -> Segment:
     """The tokens that the engine drew, as a part of a sample."""
-    log_probs, sampling = tuple(generation.rollout_log_probs), tuple(generation.sampling_log_probs)
-    ids, versions = tuple(generation.token_ids), tuple(generation.versions)
+    log_probs = tuple(generation.rollout_log_probs)
+    sampling = tuple(generation.sampling_log_probs)
+    ids = tuple(generation.token_ids)
+    versions = tuple(generation.versions)
     return Segment("policy", ids, log_probs, sampling, versions, values=tuple(generation.values))
 
 
@@ -70,7 +84,9 @@ async def load_responses(group: Group, tokenizer: PreTrainedTokenizerBase) -> li
     return response_of_row(group.prompt_group, group.row, tokenizer)
 
 
-def response_of_row(prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def response_of_row(
+    prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
     assert row.response_ids is not None, "an SFT pipeline's rows have responses"
     text = str(tokenizer.decode(list(row.response_ids), skip_special_tokens=row.turns is None))
     return [sample_of_row(prompt_group, row, 0, row.answer(prompt_group.version), text)]
@@ -82,7 +98,9 @@ async def load_pairs(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[S
     return pair_of_row(group.prompt_group, group.row, tokenizer)
 
 
-def pair_of_row(prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def pair_of_row(
+    prompt_group: PromptGroup, row: PromptRow, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
     samples = list[Sample]()
     for index, ids in enumerate((row.response_ids or (), row.rejected_ids or ())):
         zeros = (0.0,) * len(ids)
@@ -106,8 +124,8 @@ NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
 def compute_reward(config: Config) -> Callable[..., object]:
     """Score each sample as its group completes, with the reward functions of its domain.
 
-    An estimator that compares samples needs two scores; a group with fewer is dropped. So is one with any reward error
-    if `reward.on_error` is drop.
+    An estimator that compares samples needs two scores; a group with fewer is dropped. So is one
+    with any reward error if `reward.on_error` is drop.
     """
     return partial(reward_samples, **_scoring(config))
 
@@ -122,10 +140,14 @@ def take_scores(config: Config) -> Callable[..., object]:
 def _scoring(config: Config) -> dict[str, Any]:
     """How reward errors count: options of the reward nodes."""
     own = {
-        name: (num_needed(algorithm_of(config, name).adv_estimator), on_error_of(config.reward, name))
+        name: (
+            num_needed(algorithm_of(config, name).adv_estimator),
+            on_error_of(config.reward, name),
+        )
         for name in {**config.reward.domains, **config.algorithm.domains}
     }
-    needed, on_error = num_needed(config.algorithm.adv_estimator), config.reward.on_error
+    needed = num_needed(config.algorithm.adv_estimator)
+    on_error = config.reward.on_error
     return {"min_valid": needed, "on_error": on_error, "domains": own}
 
 
@@ -135,7 +157,12 @@ def num_needed(adv_estimator: str) -> int:
     return 2 if estimator and estimator.needs_group else 0
 
 
-@node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain", "ground_truth"))
+@node(
+    writes=SCORED_FIELDS,
+    role=NodeRole.REWARD,
+    scope="group",
+    reads=("responses", "domain", "ground_truth"),
+)
 async def reward_samples(
     samples: Sequence[Sample],
     reward_fn: RewardRouter,
@@ -145,7 +172,8 @@ async def reward_samples(
     on_error: OnError = "mask",
     domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
 ) -> dict[str, list[object]] | Drop:
-    """A sample with a reward error is invalid (never a 0), or has the score that `on_error` assigns.
+    """A sample with a reward error is invalid (never a 0), or has the score that `on_error`
+    assigns.
 
     domains: `min_valid` and `on_error` by domain, where they may differ.
     """
@@ -162,24 +190,31 @@ async def reward_episodes(
     on_error: OnError = "mask",
     domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
 ) -> Mapping[str, Written] | Drop:
-    """As `reward_samples`, for episodes. One that its workflow rejected is invalid, without an error; a group with too
-    few left is dropped as rejected, and another starts."""
+    """As `reward_samples`, for episodes. One that its workflow rejected is invalid, without an
+    error; a group with too few left is dropped as rejected, and another starts."""
     min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
-    outcomes = [each.outcome if isinstance(each.outcome, RewardOutcome) else None for each in samples]
+    outcomes = [
+        each.outcome if isinstance(each.outcome, RewardOutcome) else None for each in samples
+    ]
     num_rejected = sum(sample.rejected for sample in samples)
     if num_rejected and not ctx.validating and len(samples) - num_rejected < max(min_valid, 1):
         return Drop(REJECTED)
     needed = min_valid + num_rejected  # rejected ones count as scored there
-    columns = _scored([outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, needed, on_error)
+    columns = _scored(
+        [outcome or NO_OUTCOME for outcome in outcomes], ctx.validating, needed, on_error
+    )
     if not isinstance(columns, Drop):
-        columns["valid"] = [bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)]
+        columns["valid"] = [
+            bool(v) and not s.rejected for v, s in zip(columns["valid"], samples, strict=True)
+        ]
         scores = cast(list[float], columns["scores"])
         earned = [_earned(sample) for sample in samples]
         step = reward_unit(earned, scores)
         turns = [_by_turn(*each, step) for each in zip(samples, scores, earned, strict=True)]
         tokens = [token for sample in turns for token in sample]
         placed, index, order = (
-            torch.tensor([token[part] for token in tokens], dtype=torch.float64) for part in range(3)
+            torch.tensor([token[part] for token in tokens], dtype=torch.float64)
+            for part in range(3)
         )
         written = {"token_level_scores": placed, "turn_index": index, "turn_order": order}
         return {**columns, **written}
@@ -188,33 +223,44 @@ async def reward_episodes(
 
 
 def _drawn(sample: Sample) -> list[Segment]:
-    return [segment for segment in sample.response_segments if segment.owner == "policy" and segment.token_ids]
+    return [
+        segment
+        for segment in sample.response_segments
+        if segment.owner == "policy" and segment.token_ids
+    ]
 
 
 def _earned(sample: Sample) -> list[float]:
     """The reward of each turn, in the order of the sample; 0 if the episode has no score."""
-    has_score = isinstance(sample.outcome, RewardOutcome) and isinstance(sample.outcome.reward_result, Score)
+    has_score = isinstance(sample.outcome, RewardOutcome) and isinstance(
+        sample.outcome.reward_result, Score
+    )
     return [segment.reward * has_score for segment in _drawn(sample)]
 
 
 def reward_unit(earned: Sequence[Sequence[float]], scores: Sequence[float]) -> float:
-    """The unit of which a group's turn rewards are multiples, so that float64 represents them and their sums exactly
-    and equal scores stay equal. 0 if no turn has a reward."""
+    """The unit of which a group's turn rewards are multiples, so that float64 represents them and
+    their sums exactly and equal scores stay equal. 0 if no turn has a reward."""
     sizes = [math.fsum(map(abs, own)) for own in earned]
     largest = max(size + abs(score) for size, score in zip(sizes, scores, strict=True))
     return math.ldexp(1.0, math.frexp(largest)[1] - 52) if any(sizes) else 0.0
 
 
-def _by_turn(sample: Sample, score: float, earned: Sequence[float], step: float) -> list[tuple[float, int, int]]:
-    """For each response token: its reward, the number of its turn, and that turn's place in time; -1 if it has none. A
-    turn's reward is on its last token, and the rest of the score on that of the last turn in time. step: see
-    `reward_unit`."""
+def _by_turn(
+    sample: Sample, score: float, earned: Sequence[float], step: float
+) -> list[tuple[float, int, int]]:
+    """For each response token: its reward, the number of its turn, and that turn's place in time;
+    -1 if it has none. A turn's reward is on its last token, and the rest of the score on that of
+    the last turn in time. step: see `reward_unit`."""
     score, *earned = (round(value / step) * step if step else value for value in (score, *earned))
     if earned:
         earned[sample.last_turn] += score - math.fsum(earned)
-    in_time = sorted(range(len(earned)), key=[segment.turn for segment in _drawn(sample)].__getitem__)
+    in_time = sorted(
+        range(len(earned)), key=[segment.turn for segment in _drawn(sample)].__getitem__
+    )
     places = {turn: place for place, turn in enumerate(in_time)}
-    tokens, turn = list[tuple[float, int, int]](), 0
+    tokens = list[tuple[float, int, int]]()
+    turn = 0
     for segment in sample.response_segments:
         length = len(segment.token_ids)
         if segment.owner != "policy":
@@ -248,7 +294,8 @@ def _scored(
         "valid": [score is not None or substitute is not None for score in scores],
         "reward_parts": [outcome.scores() for outcome in outcomes],
         "reward_extra": [
-            outcome.remarks() if score is None else score.extra for score, outcome in zip(scores, outcomes, strict=True)
+            outcome.remarks() if score is None else score.extra
+            for score, outcome in zip(scores, outcomes, strict=True)
         ],
         "reward_errors": list(errors),
     }
@@ -265,8 +312,9 @@ async def greedy_baseline(
 ) -> Tensor | Drop:
     """The score of one greedy response to the group's prompt (ReMax, arXiv:2310.10505).
 
-    Not a REWARD node: the advantage needs it, validation does not. wanted: by domain, None for the others, whether its
-    estimator reads it; if not, it is 0 and nothing is generated. None means everywhere.
+    Not a REWARD node: the advantage needs it, validation does not. wanted: by domain, None for the
+    others, whether its estimator reads it; if not, it is 0 and nothing is generated. None means
+    everywhere.
     """
     if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
         return torch.zeros(len(group.samples))
@@ -289,12 +337,13 @@ def dynamic_sampling(
     mean_range: Band | None = None,
     unfiltered: Sequence[str] = (),
 ) -> Drop | None:
-    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right or all wrong has no learning signal and
-    is replaced; so is one whose mean is outside `mean_range`.
+    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right or all wrong has no
+    learning signal and is replaced; so is one whose mean is outside `mean_range`.
 
-    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, including penalties; else a part of the
-    reward. A sample with a reward error counts only with the whole score that `on_error` assigned, and one without the
-    part does not count. unfiltered: domains whose groups are kept.
+    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, including penalties;
+    else a part of the reward. A sample with a reward error counts only with the whole score that
+    `on_error` assigned, and one without the part does not count. unfiltered: domains whose groups
+    are kept.
     """
     if domain and domain[0] in unfiltered:
         return None
@@ -304,7 +353,10 @@ def dynamic_sampling(
         acc = scores
     elif metric != ACC:
         if reward_parts is None:
-            raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
+            raise UserError(
+                f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to "
+                f"{ACC}"
+            )
         acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts], dtype=torch.float64)
         valid = valid & torch.tensor([metric in part for part in reward_parts])
     reason = drop_reason(acc, valid, mean_range)
@@ -314,8 +366,10 @@ def dynamic_sampling(
 @node_factory
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
 def filter_groups(config: Config) -> Callable[..., object]:
-    """The function of `algorithm.filter_groups.should_accept`. Raises UserError for an unusable one."""
-    key, target = "algorithm.filter_groups.should_accept", str(config.algorithm.filter_groups.should_accept)
+    """The function of `algorithm.filter_groups.should_accept`. Raises UserError for an unusable
+    one."""
+    key = "algorithm.filter_groups.should_accept"
+    target = str(config.algorithm.filter_groups.should_accept)
     try:
         function = load_function(target)
     except LoadError as error:

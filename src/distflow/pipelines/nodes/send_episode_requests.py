@@ -10,16 +10,23 @@ from functools import partial
 from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
-from distflow.rollout.engine import ActionHead, GenerateRequest, Generation, RolloutEngine, SamplingParams
+from distflow.rollout.engine import (
+    ActionHead,
+    GenerateRequest,
+    Generation,
+    RolloutEngine,
+    SamplingParams,
+)
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.user_calls import deadline_paused
 
 _SHARES_WITHIN_S = 0.01
-"""How long a group's first request waits for those of its other episodes, with which it shares the prefill."""
+"""How long a group's first request waits for those of its other episodes, with which it shares the
+prefill."""
 
 _NUM_TURNS = 8
-"""How often user code gets a turn before a round without news is sent: a reply passes through tasks to the next
-`ask`."""
+"""How often user code gets a turn before a round without news is sent: a reply passes through tasks
+to the next `ask`."""
 
 _Asked = tuple[str, tuple[int, ...], SamplingParams, int, tuple[str, ...]]
 """Name of the conversation, prompt, parameters, tokens drawn before, images of the prompt."""
@@ -29,12 +36,14 @@ _Waiting = dict[int, asyncio.Future[Generation]]
 
 @dataclass(eq=False)
 class EpisodeRequests:
-    """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their prefill.
+    """Sends the requests of a group's episodes to the engine; equal prompts share one, and so their
+    prefill.
 
-    in_rounds: requests of a round are sent together, when every episode has asked or ended, so decode batches do not
-    depend on timing. A forked episode has asked when one of its conversations has, none waits for a reply, and no
-    reward function scores it. take_turn: returns after what user code was about to do. may_continue: whether an episode
-    may have several turns. policy_of, params_of: policy and sampling of a conversation, by its name. failure: what
+    in_rounds: requests of a round are sent together, when every episode has asked or ended, so
+    decode batches do not depend on timing. A forked episode has asked when one of its conversations
+    has, none waits for a reply, and no reward function scores it. take_turn: returns after what
+    user code was about to do. may_continue: whether an episode may have several turns. policy_of,
+    params_of: policy and sampling of a conversation, by its name. failure: what
     the engine raised.
     """
 
@@ -68,7 +77,8 @@ class EpisodeRequests:
     def connect(self, index: int, chat: Chat) -> None:
         """Connect this episode's chat, or a fork, to these requests."""
         self._has_forked |= bool(chat.name)
-        chat.generate, chat.forked = partial(self.ask, index, chat), partial(self.connect, index)
+        chat.generate = partial(self.ask, index, chat)
+        chat.forked = partial(self.connect, index)
 
     async def ask(
         self,
@@ -88,7 +98,10 @@ class EpisodeRequests:
         texts = (*own.stop, *(text for text in stop if isinstance(text, str)))
         tokens = (*own.stop_token_ids, *(token for token in stop if isinstance(token, int)))
         params = replace(
-            own, max_tokens=max_tokens, stop=tuple(dict.fromkeys(texts)), stop_token_ids=tuple(dict.fromkeys(tokens))
+            own,
+            max_tokens=max_tokens,
+            stop=tuple(dict.fromkeys(texts)),
+            stop_token_ids=tuple(dict.fromkeys(tokens)),
         )
         if chat.head is not None:  # its tokens may be special ones
             params = replace(params, stop_token_ids=(), head=ActionHead(**chat.head))
@@ -162,7 +175,9 @@ class EpisodeRequests:
             return True
         sent = {self._episode_of(index) for waiting in self._sent.values() for index in waiting}
         is_aborting = not all(self._sent.values())  # the engine may still decode
-        return not is_aborting and not any(index in sent or self._scoring[index] for index in self._running)
+        return not is_aborting and not any(
+            index in sent or self._scoring[index] for index in self._running
+        )
 
     async def _settle(self) -> None:
         """Send once no further conversation is about to ask."""
@@ -178,13 +193,16 @@ class EpisodeRequests:
             self._send()
 
     def _send(self) -> None:
-        asked, self._asked = [] if self._closed else [item for item in self._asked.items() if item[1]], {}
+        asked = [] if self._closed else [item for item in self._asked.items() if item[1]]
+        self._asked = {}
         in_order = sorted(asked, key=lambda item: (min(item[1]), item[0][0]))
         for (fork, prompt, params, num_drawn, images), waiting in in_order:
             stream = self.group.stream.fork(fork)
             samples = tuple(sorted(waiting))
             policy = self.policy_of(fork)
-            request = GenerateRequest(prompt, samples, params, stream, num_drawn, self.may_continue, policy, images)
+            request = GenerateRequest(
+                prompt, samples, params, stream, num_drawn, self.may_continue, policy, images
+            )
             if any((fork, index) in self._heard for index in samples):
                 request = replace(request, heard=partial(self._tell, fork))
             task = asyncio.ensure_future(self._generate(request, waiting))
@@ -199,10 +217,18 @@ class EpisodeRequests:
         del self._sent[task]
         self._look()
 
-    async def _generate(self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]) -> None:
+    async def _generate(
+        self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]
+    ) -> None:
         try:
-            made = {each.sample: each for each in (await self.rollout.generate(request)).generations}
-            cached = [each.num_cached_tokens for each in made.values() if each.num_cached_tokens is not None]
+            made = {
+                each.sample: each for each in (await self.rollout.generate(request)).generations
+            }
+            cached = [
+                each.num_cached_tokens
+                for each in made.values()
+                if each.num_cached_tokens is not None
+            ]
             self.num_prompt_tokens += len(request.prompt_ids) * len(cached)
             self.num_cached_tokens += sum(cached)
             for index, future in waiting.items():

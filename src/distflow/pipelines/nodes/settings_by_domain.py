@@ -1,4 +1,5 @@
-"""A node with separate settings for some domains: each runs on its own rows, and results are merged in batch order."""
+"""A node with separate settings for some domains: each runs on its own rows, and results are merged
+in batch order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,11 +24,13 @@ Factory = Callable[[Config], Callable[..., object]]
 
 
 def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], Factory]:
-    """Decorates a factory. If no domain differs and no mask narrows baselines, it returns its function for the config.
-    Otherwise it returns a node function that runs, on the rows of each domain in `algorithm.domains`, the function for
-    its settings, and on all other rows that for the run's; samples outside of `in_baselines` are not valid there.
+    """Decorates a factory. If no domain differs and no mask narrows baselines, it returns its
+    function for the config. Otherwise it returns a node function that runs, on the rows of each
+    domain in `algorithm.domains`, the function for its settings, and on all other rows that for the
+    run's; samples outside of `in_baselines` are not valid there.
 
-    is_on: whether the node has an effect under some settings; otherwise it leaves its columns unchanged.
+    is_on: whether the node has an effect under some settings; otherwise it leaves its columns
+    unchanged.
     """
 
     def decorated(make: Factory) -> Factory:
@@ -41,18 +44,25 @@ def by_domain(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Factory], F
     return decorated
 
 
-def algorithm_node(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Callable[..., object]], Factory]:
-    """Decorates a node function whose keyword-only parameters are keys of `algorithm`; a group of keys is passed as a
-    mapping. Returns the factory that passes their values, in each domain its own. is_on: as in `by_domain`."""
+def algorithm_node(
+    is_on: Callable[[AlgorithmConfig], bool],
+) -> Callable[[Callable[..., object]], Factory]:
+    """Decorates a node function whose keyword-only parameters are keys of `algorithm`; a group of
+    keys is passed as a mapping. Returns the factory that passes their values, in each domain its
+    own. is_on: as in `by_domain`."""
 
     def decorated(function: Callable[..., object]) -> Factory:
         parameters = signature(function).parameters.values()
-        names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        names = [
+            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+        ]
 
         @wraps(function)
         def make(config: Config) -> Callable[..., object]:
             values = {name: getattr(config.algorithm, name) for name in names}
-            options = {name: plain(value) if is_group(value) else value for name, value in values.items()}
+            options = {
+                name: plain(value) if is_group(value) else value for name, value in values.items()
+            }
             return partial(function, **options) if options else function
 
         return node_factory(by_domain(is_on)(make))
@@ -60,7 +70,9 @@ def algorithm_node(is_on: Callable[[AlgorithmConfig], bool]) -> Callable[[Callab
     return decorated
 
 
-def _divided(make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Config) -> Callable[..., object]:
+def _divided(
+    make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Config
+) -> Callable[..., object]:
     parts: dict[str | None, BoundNode | None] = {}
     for domain, algorithm in algorithms(config):
         parts[domain] = None
@@ -69,23 +81,33 @@ def _divided(make: Factory, is_on: Callable[[AlgorithmConfig], bool], config: Co
             parts[domain] = bind_alone(Node(make.__name__, make(own)), own)
     contracts = [part.contract for part in parts.values() if part is not None]
     reads = dict.fromkeys(name for contract in contracts for name in contract.reads)
-    optional = dict.fromkeys(name for contract in contracts for name in contract.optional if name not in reads)
+    optional = dict.fromkeys(
+        name for contract in contracts for name in contract.optional if name not in reads
+    )
     writes = tuple(dict.fromkeys(name for contract in contracts for name in contract.writes))
-    narrowed = ["in_baselines"] if _narrows_baselines(config) and "in_baselines" not in writes else []
+    narrowed = (
+        ["in_baselines"] if _narrows_baselines(config) and "in_baselines" not in writes else []
+    )
     names = (*reads, "domain", *narrowed, *(f"?{name}" for name in optional))
     return node(reads=tuple(dict.fromkeys(names)), writes=writes)(partial(in_domains, parts=parts))
 
 
 def in_domains(
-    batch: Batch, ctx: NodeContext, reduce: Collective, *, parts: Mapping[str | None, BoundNode | None]
+    batch: Batch,
+    ctx: NodeContext,
+    reduce: Collective,
+    *,
+    parts: Mapping[str | None, BoundNode | None],
 ) -> NodeOutput:
-    """parts: the function by domain, None for all others. Every rank runs all, in this order, even without rows: they
-    may sum over the ranks. A part's metrics are over all ranks and end in its domain; it has its own state."""
+    """parts: the function by domain, None for all others. Every rank runs all, in this order, even
+    without rows: they may sum over the ranks. A part's metrics are over all ranks and end in its
+    domain; it has its own state."""
     writes = next(part.contract.writes for part in parts.values() if part is not None)
     rows: dict[str | None, list[int]] = {domain: [] for domain in parts}
     for row, domain in enumerate(batch["domain"]):
         rows[domain if domain in parts else None].append(row)
-    done, metrics = list[Batch](), dict[str, float]()
+    done = list[Batch]()
+    metrics = dict[str, float]()
     for domain, part in parts.items():
         own = batch.select(rows[domain])
         if "in_baselines" in own:
@@ -98,9 +120,12 @@ def in_domains(
             positional, keyword = compile_inputs(part, {"reduce": reduce})(own, call)
             returned = part.fn(*positional, **keyword)
             output = returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
-            end, weight = "" if domain is None else f"/{domain}", output.weight
+            end = "" if domain is None else f"/{domain}"
+            weight = output.weight
             measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
-            metrics |= {f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()}
+            metrics |= {
+                f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()
+            }
             for name, value in columns_of(output.batch, writes).items():
                 own[name] = value
         done.append(own.only(writes))
@@ -110,16 +135,24 @@ def in_domains(
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:
     bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
-    return algorithm.mask_truncated or algorithm.mask_max_turns or any(bound is not None for bound in bounds)
+    return (
+        algorithm.mask_truncated
+        or algorithm.mask_max_turns
+        or any(bound is not None for bound in bounds)
+    )
 
 
 def _narrows_baselines(config: Config) -> bool:
     """Whether masked samples are also excluded from baselines."""
-    return any(masks_samples(algorithm) and algorithm.mask_type == "all" for _, algorithm in algorithms(config))
+    return any(
+        masks_samples(algorithm) and algorithm.mask_type == "all"
+        for _, algorithm in algorithms(config)
+    )
 
 
 def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
-    """The options of the function that runs for the domain. domain: None for all without their own settings."""
+    """The options of the function that runs for the domain. domain: None for all without their own
+    settings."""
     parts = bound.options.get("parts")
     part = parts.get(domain) if isinstance(parts, Mapping) else bound
     return dict(part.options) if part is not None else {}

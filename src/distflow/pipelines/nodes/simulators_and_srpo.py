@@ -1,5 +1,5 @@
-"""Nodes of policies that act in simulators: columns of episodes, the success filter, embeddings and SRPO rewards. No
-other pipeline imports this module."""
+"""Nodes of policies that act in simulators: columns of episodes, the success filter, embeddings and
+SRPO rewards. No other pipeline imports this module."""
 
 import asyncio
 import math
@@ -28,22 +28,42 @@ from distflow.pipelines.nodes.rollout_reward_filter import reward_unit
 from distflow.training.engine import Collective
 from distflow.untrusted_files import load_image
 
-PIXELS, _SIDE, _LONGEST_NAME = "pixels", 8, 60
-_FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError, UserError)
-TOO_EASY, TOO_HARD, TRUNCATED = "success_above_bound", "success_below_bound", "truncated"
+PIXELS = "pixels"
+_SIDE = 8
+_LONGEST_NAME = 60
+_FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    UserError,
+)
+TOO_EASY = "success_above_bound"
+TOO_HARD = "success_below_bound"
+TRUNCATED = "truncated"
 
 register_field("success", "bool", "sample", "the episode reached its goal")
 register_field("env_steps", "int64", "sample", "env steps that were executed")
 register_field("finish_step", "int64", "sample", "the env step that ended the episode, from 1")
 register_field("episode_len", "int64", "sample", "decisions of the policy")
 register_field("embeddings", "object", "object", "an episode's vector, for SRPO; empty without one")
-register_field("srpo_distance", "float64", "sample", "of a failure to the successes of its task, from 0 to 1; else -1")
+register_field(
+    "srpo_distance",
+    "float64",
+    "sample",
+    "of a failure to the successes of its task, from 0 to 1; else -1",
+)
 
 
 @node(writes=("success", "env_steps", "finish_step", "episode_len"), scope="group")
-def simulator_columns(reward_parts: list[Mapping[str, float]], reward_extra: list[Mapping[str, Any]]) -> NodeOutput:
-    """What the workflow `simulator` counted, as columns; 0 for episodes without a score. The group has one start
-    state."""
+def simulator_columns(
+    reward_parts: list[Mapping[str, float]], reward_extra: list[Mapping[str, Any]]
+) -> NodeOutput:
+    """What the workflow `simulator` counted, as columns; 0 for episodes without a score. The group
+    has one start state."""
     steps = torch.tensor([int(parts.get("env_steps", 0)) for parts in reward_parts])
     columns = {
         "success": torch.tensor([parts.get("success", 0.0) == 1.0 for parts in reward_parts]),
@@ -51,19 +71,29 @@ def simulator_columns(reward_parts: list[Mapping[str, float]], reward_extra: lis
         "finish_step": steps,
         "episode_len": torch.tensor([int(parts.get("episode_len", 0)) for parts in reward_parts]),
     }
-    return NodeOutput(columns, {"acting/env_steps": float(steps.sum()), **_successes(reward_parts, reward_extra)})
+    return NodeOutput(
+        columns, {"acting/env_steps": float(steps.sum()), **_successes(reward_parts, reward_extra)}
+    )
 
 
-def _successes(parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _successes(
+    parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
     """Of a group: its share of successes by task, and whether it succeeds from its start state."""
     won = defaultdict[str, list[float]](list)
     for own, told in zip(parts, extra, strict=True):
         if "success" in own:
-            task = re.sub(r"[^\w ,.()-]+", " ", str(told.get("instruction", ""))).strip()[:_LONGEST_NAME]
+            task = re.sub(r"[^\w ,.()-]+", " ", str(told.get("instruction", ""))).strip()[
+                :_LONGEST_NAME
+            ]
             won[task].append(own["success"])
     found = {f"acting/success/{task}": sum(each) / len(each) for task, each in won.items()}
     if every := [each for task in won.values() for each in task]:
-        kinds = {"always": all(every), "never": not any(every), "sometimes": 0 < sum(every) < len(every)}
+        kinds = {
+            "always": all(every),
+            "never": not any(every),
+            "sometimes": 0 < sum(every) < len(every),
+        }
         found |= {f"acting/start_states/{name}": float(value) for name, value in kinds.items()}
     return found
 
@@ -83,12 +113,19 @@ def place_rewards(config: Config) -> Callable[..., object]:
 
 
 def reward_steps(
-    scores: Tensor, reward_extra: list[Mapping[str, Any]], turn_index: Tensor, response_mask: Tensor, *, dim: int | None
+    scores: Tensor,
+    reward_extra: list[Mapping[str, Any]],
+    turn_index: Tensor,
+    response_mask: Tensor,
+    *,
+    dim: int | None,
 ) -> Tensor:
-    """Each env step's part of the score on the last token of its action, which has `dim` tokens, or of its chunk if
-    `dim` is None. The rest of the score is on the policy's last token."""
+    """Each env step's part of the score on the last token of its action, which has `dim` tokens, or
+    of its chunk if `dim` is None. The rest of the score is on the policy's last token."""
     parts = [extra.get("step_rewards", ()) for extra in reward_extra]
-    unit = reward_unit([[each for own in steps for each in own] for steps in parts], scores.tolist())
+    unit = reward_unit(
+        [[each for own in steps for each in own] for steps in parts], scores.tolist()
+    )
     placed = torch.zeros(turn_index.shape, dtype=torch.float64)
     drawn = torch.where(response_mask > 0, turn_index, -1)
     for row, (score, steps, turns) in enumerate(zip(scores.tolist(), parts, drawn, strict=True)):
@@ -107,15 +144,17 @@ def reward_steps(
 def embodied_sampling(config: Config) -> Callable[..., object]:
     """The filter of groups by `embodied_sampling`."""
     own = config.embodied_sampling
-    bounds = (own.accuracy_lower_bound, own.accuracy_upper_bound) if own.filter_accuracy else (0.0, 1.0)
+    bounds = (
+        (own.accuracy_lower_bound, own.accuracy_upper_bound) if own.filter_accuracy else (0.0, 1.0)
+    )
     return partial(keep_group, bounds=bounds, filter_truncated=own.filter_truncated)
 
 
 def keep_group(
     success: Tensor, truncated: Tensor, valid: Tensor, *, bounds: Band, filter_truncated: bool
 ) -> Drop | None:
-    """A group whose share of successes is out of bounds, or that has a truncated episode, is replaced. Episodes with a
-    reward error do not count."""
+    """A group whose share of successes is out of bounds, or that has a truncated episode, is
+    replaced. Episodes with a reward error do not count."""
     valid = valid.bool()
     share = float(success[valid].double().mean()) if bool(valid.any()) else 0.0
     if not bounds[0] <= share <= bounds[1]:
@@ -127,7 +166,12 @@ def pixels(frames: NDArray[np.uint8]) -> list[float]:
     """The last frame `(H, W, 3)`, averaged to at most 8 x 8 cells, from 0 to 1."""
     last = frames[-1].astype(np.float64) / 255
     rows, columns = (np.array_split(np.arange(size), min(size, _SIDE)) for size in last.shape[:2])
-    return [float(each) for row in rows for column in columns for each in last[np.ix_(row, column)].mean(axis=(0, 1))]
+    found: list[float] = []
+    for row in rows:
+        for column in columns:
+            for each in last[np.ix_(row, column)].mean(axis=(0, 1)):
+                found.append(float(each))
+    return found
 
 
 @node_factory
@@ -151,22 +195,32 @@ async def embed_episodes(
 ) -> NodeOutput:
     """A vector of each episode's frames. An episode without a finite one has a reward error."""
     started = time.perf_counter()
-    vectors, errors = list[list[float]](), list[str | None](reward_errors)
+    vectors = list[list[float]]()
+    errors = list[str | None](reward_errors)
     for place, (extra, is_valid) in enumerate(zip(reward_extra, valid.tolist(), strict=True)):
         vector, error = (
-            await asyncio.to_thread(_embedding_of, extra.get("frames", ()), embedder) if is_valid else ([], "")
+            await asyncio.to_thread(_embedding_of, extra.get("frames", ()), embedder)
+            if is_valid
+            else ([], "")
         )
         vectors.append(vector)
         errors[place] = error or errors[place]
     dimensions = {len(vector) for vector in vectors if vector}
     if len(dimensions) > 1:
-        raise UserError(f"srpo.embedder returned vectors of {sorted(dimensions)} numbers: return as many for all")
-    is_left = [bool(was) and bool(vector) for was, vector in zip(valid.tolist(), vectors, strict=True)]
+        raise UserError(
+            f"srpo.embedder returned vectors of {sorted(dimensions)} numbers: return as many for "
+            "all"
+        )
+    is_left = [
+        bool(was) and bool(vector) for was, vector in zip(valid.tolist(), vectors, strict=True)
+    ]
     columns = {"embeddings": vectors, "valid": torch.tensor(is_left), "reward_errors": errors}
     return NodeOutput(columns, {"acting/embedding_ms": 1000 * (time.perf_counter() - started)})
 
 
-def _embedding_of(paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], object]) -> tuple[list[float], str]:
+def _embedding_of(
+    paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], object]
+) -> tuple[list[float], str]:
     """The vector, or an empty one and why there is none."""
     if not paths:
         return [], "srpo.embedder: the episode has no frames: the simulator shows no images"
@@ -176,7 +230,10 @@ def _embedding_of(paths: Sequence[str], embedder: Callable[[NDArray[np.uint8]], 
     except _FAILURES as error:
         return [], f"srpo.embedder: {type(error).__name__}: {error}"[:500]
     if not vector or not all(map(math.isfinite, vector)):
-        return [], "srpo.embedder returned a vector that is empty, or has a number that is not finite"
+        return (
+            [],
+            "srpo.embedder returned a vector that is empty, or has a number that is not finite",
+        )
     return vector, ""
 
 
@@ -204,14 +261,18 @@ def shape_rewards(
     *,
     settings: SrpoSettings,
 ) -> NodeOutput:
-    """SRPO's rewards, by the episodes of all ranks in the order of their ids: the same for any number of ranks."""
+    """SRPO's rewards, by the episodes of all ranks in the order of their ids: the same for any
+    number of ranks."""
     tasks = [task_of(*each) for each in zip(domain, reward_extra, strict=True)]
     columns = zip(uid, tasks, success.tolist(), embeddings, valid.tolist(), strict=True)
     own = [(name, task, won, vector) for name, task, won, vector, is_valid in columns if is_valid]
     everyone = sorted(each for part in reduce.gather(own) for each in part)
     names = [each[0] for each in everyone]
     shaped = srpo_rewards(
-        [each[1] for each in everyone], [each[2] for each in everyone], [each[3] for each in everyone], settings
+        [each[1] for each in everyone],
+        [each[2] for each in everyone],
+        [each[3] for each in everyone],
+        settings,
     )
     by_name = dict(zip(names, shaped, strict=True))
     found = [by_name.get(name, SrpoReward(0.0, -1.0, 0, False)) for name in uid]
@@ -225,7 +286,9 @@ def shape_rewards(
         for parts, each in zip(reward_parts, found, strict=True)
     ]
     distances = torch.tensor([each.distance for each in found], dtype=torch.float64)
-    rewards = on_last_token(torch.tensor([each.reward for each in found], dtype=torch.float64), response_mask)
+    rewards = on_last_token(
+        torch.tensor([each.reward for each in found], dtype=torch.float64), response_mask
+    )
     written = {"token_level_rewards": rewards, "srpo_distance": distances, "reward_parts": parts}
     return NodeOutput(written, _metrics(shaped, everyone))
 
@@ -235,7 +298,9 @@ def task_of(domain: str, extra: Mapping[str, Any]) -> str:
     return f"{domain}: {extra.get('instruction', '')}"
 
 
-def _metrics(shaped: Sequence[SrpoReward], everyone: Sequence[tuple[str, str, bool, list[float]]]) -> dict[str, float]:
+def _metrics(
+    shaped: Sequence[SrpoReward], everyone: Sequence[tuple[str, str, bool, list[float]]]
+) -> dict[str, float]:
     lost = [each for each in shaped if each.distance >= 0]
     tasks = {task: each for (_, task, _, _), each in zip(everyone, shaped, strict=True)}
     return {

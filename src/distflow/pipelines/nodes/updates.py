@@ -29,7 +29,10 @@ from distflow.training.multi_policy_engine import MultiPolicyTrainer
 
 register_field(
     "trainer_log_probs",
-    doc="by the trainer, in the forward pass of this step's first update; NaN in samples that it did not see",
+    doc=(
+        "by the trainer, in the forward pass of this step's first update; NaN in samples that it "
+        "did not see"
+    ),
 )
 
 _READS = ("prompt_ids", "response_ids", "?forks")
@@ -41,7 +44,8 @@ COUNTED = {"skipped", "empty"}
 @node(role=NodeRole.ACTOR)
 def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy with the config's loss, once the critic has warmed up."""
-    actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
+    actor = config.actor_rollout_ref.actor
+    objective = policy_objective(config)
     records = "trainer_log_probs" if interpolates_prox(config) or takes_rollouts(config) else None
     closed = partial(
         update_policies,
@@ -52,15 +56,17 @@ def train_actor(config: Config) -> Callable[..., object]:
         warmup=config.trainer.critic_warmup,
     )
     if not trained_policies(config):
-        closed = partial(update, **closed.keywords, records=records, sample_level=config.algorithm.sample_level)
+        closed = partial(
+            update, **closed.keywords, records=records, sample_level=config.algorithm.sample_level
+        )
     return _declared(_columns(objective), closed, records or ())
 
 
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_unscored_actor(config: Config) -> Callable[..., object]:
-    """`train_actor` if a step has one optimizer step, of the sampling policy, and no node computes old log-probs: the
-    ratio is 1 by construction, so the loss's log-probs are also the old ones."""
+    """`train_actor` if a step has one optimizer step, of the sampling policy, and no node computes
+    old log-probs: the ratio is 1 by construction, so the loss's log-probs are also the old ones."""
     objective = policy_objective(config, derives_old=True)
     closed = partial(
         update,
@@ -69,7 +75,9 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
         num_prompts=config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=config.trainer.critic_warmup,
         records="old_log_probs",
-        corrected=policy_objective(config, derives_old=True, corrected=True) if corrects_drift(config) else None,
+        corrected=policy_objective(config, derives_old=True, corrected=True)
+        if corrects_drift(config)
+        else None,
         limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
         sample_level=config.algorithm.sample_level,
     )
@@ -81,14 +89,20 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
 @node(role=NodeRole.CRITIC)
 def train_critic(config: Config) -> Callable[..., object]:
     """Update the critic towards the returns, for domains whose estimator reads values."""
-    critic, objective = config.critic, value_objective(config)
-    trains = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
+    critic = config.critic
+    objective = value_objective(config)
+    trains = (
+        {domain: takes_values(each) for domain, each in algorithms(config)}
+        if config.algorithm.domains
+        else None
+    )
     closed = partial(
         update,
         name="critic",
         objective=objective,
         epochs=critic.ppo_epochs,
-        num_prompts=critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        num_prompts=critic.ppo_mini_batch_size
+        or config.actor_rollout_ref.actor.ppo_mini_batch_size,
         warmup=0,
         trains=trains,
         sample_level=config.algorithm.sample_level,
@@ -100,16 +114,22 @@ def train_critic(config: Config) -> Callable[..., object]:
 @node(role=NodeRole.ACTOR)
 def train_sft(config: Config) -> Callable[..., object]:
     """Update the policy towards the data set's responses."""
-    objective, num_prompts = SFTObjective(), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return _declared(objective.reads, partial(update, name="sft", objective=objective, num_prompts=num_prompts))
+    objective = SFTObjective()
+    num_prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return _declared(
+        objective.reads, partial(update, name="sft", objective=objective, num_prompts=num_prompts)
+    )
 
 
 @node_factory
 @node(role=NodeRole.ACTOR)
 def train_reward_model(config: Config) -> Callable[..., object]:
     """Update a reward model towards higher scores of chosen responses than of rejected ones."""
-    objective, num_prompts = PairObjective(), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return _declared(objective.reads, partial(update, name="rm", objective=objective, num_prompts=num_prompts))
+    objective = PairObjective()
+    num_prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return _declared(
+        objective.reads, partial(update, name="rm", objective=objective, num_prompts=num_prompts)
+    )
 
 
 def _columns(objective: PolicyObjective) -> tuple[str, ...]:
@@ -117,7 +137,9 @@ def _columns(objective: PolicyObjective) -> tuple[str, ...]:
     return (*objective.reads, *(f"?{name}" for name in objective.optional))
 
 
-def _declared(reads: Sequence[str], closed: "partial[NodeOutput]", writes: Names = ()) -> Callable[..., object]:
+def _declared(
+    reads: Sequence[str], closed: "partial[NodeOutput]", writes: Names = ()
+) -> Callable[..., object]:
     """The update as a node function that reads and writes these columns."""
     turns = ("turn_index",) if closed.keywords.get("sample_level") == "decision" else ()
     return node(writes=writes, reads=tuple(dict.fromkeys((*_READS, *reads, *turns))))(closed)
@@ -140,23 +162,31 @@ def update(
     limit: float = torch.inf,
     sample_level: str = "episode",
 ) -> NodeOutput:
-    """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
+    """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step
+    `warmup` on.
 
-    Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped` and `empty` are
-    numbers of mini-batches. records: the column for the log-probs of the first update, NaN in other samples. trains: by
-    domain, None for the others, whether it trains on these samples; None for all. corrected: the loss from the step
-    after engine and trainer have drifted apart by more than `limit`, measured on the recorded log-probs; None for no
-    weights then. sample_level: episode, or decision: mini-batches then have a sample for each decision of an episode.
-    """
+    Metrics are means over the mini-batches with a token that counts, named `name/...`; `skipped`
+    and `empty` are numbers of mini-batches. records: the column for the log-probs of the first
+    update, NaN in other samples. trains: by domain, None for the others, whether it trains on these
+    samples; None for all. corrected: the loss from the step after engine and trainer have drifted
+    apart by more than `limit`, measured on the recorded log-probs; None for no weights then.
+    sample_level: episode, or decision: mini-batches then have a sample for each decision of an
+    episode."""
     if trains is not None:
-        batch = batch.select([row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])])
+        batch = batch.select(
+            [row for row, each in enumerate(batch["domain"]) if trains.get(each, trains[None])]
+        )
     samples, places = batch.by_decision() if sample_level == "decision" else (batch, None)
     loss_fn = corrected if corrected is not None and ctx.state.get("on") else objective
-    updates, unmoved, rows = list[dict[str, float]](), True, dict[str, Tensor]()
+    updates = list[dict[str, float]]()
+    unmoved = True
+    rows = dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(samples, num_prompts, epoch):
             loss = ctx.before_update(engine, mini_batch, loss_fn)
-            metrics = engine.train_step(mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss)
+            metrics = engine.train_step(
+                mini_batch, RecordingLoss(loss, rows) if records and unmoved else loss
+            )
             ctx.after_update(engine, mini_batch, metrics, unmoved)
             updates.append(metrics)
             unmoved = unmoved and bool(metrics.get("empty"))
@@ -170,11 +200,15 @@ def update(
     scored[records] = own
     if corrected is None:
         return NodeOutput(scored, measured)
-    own, rollout = scored[records], scored["rollout_log_probs"]
+    own = scored[records]
+    rollout = scored["rollout_log_probs"]
     if loss_fn is corrected:
         weights, statistics = drift_weights(own, rollout, scored["loss_mask"], reduce)
-        scored["rollout_is_weights"], measured = weights, measured | statistics
-    ctx.state["on"] = loss_fn is corrected or has_drifted(own, rollout, scored["response_mask"], limit, reduce)
+        scored["rollout_is_weights"] = weights
+        measured = measured | statistics
+    ctx.state["on"] = loss_fn is corrected or has_drifted(
+        own, rollout, scored["response_mask"], limit, reduce
+    )
     return NodeOutput(scored, measured | {"rollout_corr/on": float(ctx.state["on"])})
 
 
@@ -190,8 +224,8 @@ def update_policies(
     epochs: int,
     warmup: int,
 ) -> NodeOutput:
-    """`update` of each policy of the agents, on its own tokens, with its own means. The first one's metrics are named
-    as in a run with one policy, those of the others `policies/POLICY/...`."""
+    """`update` of each policy of the agents, on its own tokens, with its own means. The first one's
+    metrics are named as in a run with one policy, those of the others `policies/POLICY/...`."""
     measured, (first, *_) = dict[str, float](), engine.engines
     for policy, own in engine.engines.items():
         names = name if policy == first else f"policies/{policy}"
@@ -204,26 +238,41 @@ class RecordingLoss:
     """A loss function that records its log-probs in `rows` by the samples' names."""
 
     def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
-        self.outputs, self._loss, self._rows = loss.outputs, loss, rows
-        self.counts, self.finish = loss.counts, loss.finish
+        self.outputs = loss.outputs
+        self._loss = loss
+        self._rows = rows
+        self.counts = loss.counts
+        self.finish = loss.finish
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts
+    ) -> tuple[Tensor, Sums]:
         log_probs = outputs["log_probs"].detach()
-        for name, row, length in zip(micro.row_names, log_probs, micro.lengths("response").tolist(), strict=True):
+        for name, row, length in zip(
+            micro.row_names, log_probs, micro.lengths("response").tolist(), strict=True
+        ):
             self._rows[name] = row[:length]
         return self._loss(outputs, micro, counts)
 
 
-def _first_log_probs(batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool) -> Tensor:
-    """Log-probs under the weights before the update, all samples one after another on the CPU: recorded by the update
-    (NaN for samples that it did not see), or computed now if it moved nothing."""
+def _first_log_probs(
+    batch: Batch, engine: TrainEngine, rows: Mapping[str, Tensor], unmoved: bool
+) -> Tensor:
+    """Log-probs under the weights before the update, all samples one after another on the CPU:
+    recorded by the update (NaN for samples that it did not see), or computed now if it moved
+    nothing."""
     if unmoved:
         return engine.forward(batch, ("log_probs",)).flat("log_probs")
     if not len(batch):  # other ranks have all samples of the step
         return torch.empty(0)
     device = next((row.device for row in rows.values()), None)
-    missing = [torch.full((length,), torch.nan, device=device) for length in batch.lengths("response").tolist()]
-    return torch.cat([rows.get(name, nothing) for name, nothing in zip(batch.row_names, missing, strict=True)]).cpu()
+    missing = [
+        torch.full((length,), torch.nan, device=device)
+        for length in batch.lengths("response").tolist()
+    ]
+    return torch.cat(
+        [rows.get(name, nothing) for name, nothing in zip(batch.row_names, missing, strict=True)]
+    ).cpu()
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -232,5 +281,8 @@ def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for update in [update for update in updates if not update.get("empty")] or updates:
         for metric, value in update.items():
             rows[metric].append(value)
-    totals = {metric: sum(update.get(metric, 0.0) for update in updates) for metric in rows.keys() & COUNTED}
+    totals = {
+        metric: sum(update.get(metric, 0.0) for update in updates)
+        for metric in rows.keys() & COUNTED
+    }
     return {metric: sum(values) / len(values) for metric, values in rows.items()} | totals

@@ -1,5 +1,6 @@
-"""Runs one episode of a user's workflow with canned replies before a model is loaded, so that a mistake in it is found
-in a second instead of after the first prompt groups. Describes what the chat template does between its turns."""
+"""Runs one episode of a user's workflow with canned replies before a model is loaded, so that a
+mistake in it is found in a second instead of after the first prompt groups. Describes what the chat
+template does between its turns."""
 
 import asyncio
 import os
@@ -38,20 +39,25 @@ _MISTAKES = (NameError, AttributeError, ImportError, TypeError)
 class WorkflowTrial:
     """An episode of the user's workflow on the first row, in another process.
 
-    That process has loaded the user's code itself. What it started there (pools, threads, connections) is no part of
-    this process, where a lock that it held when it was killed would stay locked.
+    That process has loaded the user's code itself. What it started there (pools, threads,
+    connections) is no part of this process, where a lock that it held when it was killed would stay
+    locked.
     """
 
     def __init__(self, spec: Spec, tokenizer: Callable[[], Any]) -> None:
         """Begin the episode, if there is one to try: skipped like the trial of reward functions."""
         self._child: Child | None = None
-        trainer, workflow = spec.config.trainer, _workflow_of(spec)
+        trainer = spec.config.trainer
+        workflow = _workflow_of(spec)
         if workflow is None or not workflow.is_tried or trainer.worker_env or trainer.worker_roles:
             return
         row = next(iter(spec.rows[:1]), None)
         if row is None:
             return
-        self._what = f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply {REPLY!r}"
+        self._what = (
+            f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply "
+            f"{REPLY!r}"
+        )
         self._said = TemporaryFile()  # noqa: SIM115  closed with the process
         with TemporaryFile() as given:  # which no other user can read
             given.write(pickle.dumps((spec, row, tokenizer)))
@@ -64,12 +70,16 @@ class WorkflowTrial:
             )
 
     def notes(self) -> list[str]:
-        """Wait for the episode's end. Raises UserError for a mistake that does not depend on the reply."""
+        """Wait for the episode's end. Raises UserError for a mistake that does not depend on the
+        reply."""
         if self._child is None:
             return []
         kind, _, said = self._wait().partition(" ")
         if kind == "fault":
-            raise UserError(f"{KEY}: {self._what}: {said}. Correct it; trust.check_rewards=false skips this trial")
+            raise UserError(
+                f"{KEY}: {self._what}: {said}. Correct it; trust.check_rewards=false skips this "
+                "trial"
+            )
         return [] if kind == "fine" else [f"note: {self._what}: {said}"]
 
     def close(self) -> None:
@@ -114,7 +124,8 @@ def main() -> None:
     os.set_inheritable(out, False)
     try:
         spec, row, tokenizer = pickle.load(sys.stdin.buffer)
-        workflow, loaded = _workflow_of(spec), tokenizer()
+        workflow = _workflow_of(spec)
+        loaded = tokenizer()
         assert workflow is not None, "it was found in the process that started this one"
     except Exception as error:  # of the user's code
         outcome = f"note it was not tried, as it cannot be loaded in another process: {error}"
@@ -126,7 +137,9 @@ def main() -> None:
 
 
 def _workflow_of(spec: Spec) -> Workflow | None:
-    found = (getattr(node.fn, "keywords", {}).get("workflow") for node in spec.pipeline().rollout_nodes)
+    found = (
+        getattr(node.fn, "keywords", {}).get("workflow") for node in spec.pipeline().rollout_nodes
+    )
     return next((each for each in found if isinstance(each, Workflow)), None)
 
 
@@ -136,8 +149,11 @@ def _outcome(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> 
         asyncio.run(_episode(spec, workflow, row, tokenizer))
     except BaseException as error:  # the boundary to user code
         place = f" (at {found})" if (found := users_place(error)) else ""
-        depends = "'NoneType'" in str(error) or not place  # such as the match of a pattern in the reply
-        is_fault = isinstance(error, ChatError | _Wrong) or isinstance(error, _MISTAKES) and not depends
+        # such as the match of a pattern in the reply
+        depends = "'NoneType'" in str(error) or not place
+        is_fault = (
+            isinstance(error, ChatError | _Wrong) or isinstance(error, _MISTAKES) and not depends
+        )
         hint = ": is `await` missing?" if "coroutine" in str(error) else ""
         shown = str(error) if isinstance(error, _Wrong) else f"{type(error).__name__}: {error}"
         return f"{'fault' if is_fault else 'note'} {shown[:1000]}{hint}{place}"
@@ -150,16 +166,22 @@ class _Wrong(Exception):
 
 async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: Any) -> None:
     """Raises what the workflow raises, or _Wrong."""
-    config, longest = spec.config, spec.sampling.max_tokens
+    config = spec.config
+    longest = spec.sampling.max_tokens
     reply = tuple(tokenizer.encode(REPLY, add_special_tokens=False))
 
-    async def generate(prompt: object, most: int, stop: object, num_drawn: int) -> tuple[Segment, str]:
+    async def generate(
+        prompt: object, most: int, stop: object, num_drawn: int
+    ) -> tuple[Segment, str]:
         await asyncio.sleep(0)
-        ids, nothing = reply[:most], (0.0,) * len(reply[:most])
+        ids = reply[:most]
+        nothing = (0.0,) * len(reply[:most])
         return Segment("policy", ids, nothing, nothing, (0,) * len(ids)), "stop"
 
     told = row_of(row, config.data.prompt_key, config.data.answer_key)
-    tokens = TurnTokens(tokenizer, spec.sampling.stop_token_ids, template_kwargs(config, row.domain))
+    tokens = TurnTokens(
+        tokenizer, spec.sampling.stop_token_ids, template_kwargs(config, row.domain)
+    )
     limits = Limits(longest, config.data.max_prompt_length + longest)
     templated = bool(told.prompt.messages)
     chats = [Chat(tokens, generate, limits, templated) for _ in range(workflow.num_rows)]
@@ -167,7 +189,9 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
     async def reward(reply: object = None) -> RewardOutcome:
         return RewardOutcome(Score(0.0), {}, 0.0)
 
-    returned = await workflow(workflow.chats(chats, config.actor_rollout_ref.rollout.agents), told, reward)
+    returned = await workflow(
+        workflow.chats(chats, config.actor_rollout_ref.rollout.agents), told, reward
+    )
     for chat, result in zip(chats, workflow.results(returned), strict=True):
         try:
             outcome = read_outcome(result)
@@ -177,11 +201,18 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
             raise _Wrong("its episode ended without a token of the policy: it must await chat.ask")
 
 
-def describe_turns(config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[str]:
-    """What the chat template does between turns, in sentences. Raises UserError if it, or its tools, cannot be used."""
+def describe_turns(
+    config: Config, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
+) -> list[str]:
+    """What the chat template does between turns, in sentences. Raises UserError if it, or its
+    tools, cannot be used."""
     tokens = TurnTokens(tokenizer, stop_ids, template_kwargs(config, ""))
     settings = config.actor_rollout_ref.rollout
     if settings.workflow in ("tools", "harbor"):
-        template, format = tokens.tool_template([{}]), settings.workflow_kwargs.get("format")
-        return [*tokens.describe(), f"tool calls are read in the format {format or format_of(template)}"]
+        template = tokens.tool_template([{}])
+        format = settings.workflow_kwargs.get("format")
+        return [
+            *tokens.describe(),
+            f"tool calls are read in the format {format or format_of(template)}",
+        ]
     return tokens.describe()

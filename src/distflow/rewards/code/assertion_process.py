@@ -1,9 +1,11 @@
-"""Runs assertions in the sandbox, in a process without the program. This file is sent there as text.
+"""Runs assertions in the sandbox, in a process without the program. This file is sent there as
+text.
 
-A call without a known result ends the run of the assertion, which is rerun from its start when the result has arrived,
-so that nothing waits in the sandbox. Its random numbers are the same each time. Its code is changed so that equality
-includes types, a bool of the program is not a number, NaN has no order, and an error of the program must reach a
-handler of the assertion. For this, operators become calls of a module `operator` whose functions have these rules.
+A call without a known result ends the run of the assertion, which is rerun from its start when the
+result has arrived, so that nothing waits in the sandbox. Its random numbers are the same each time.
+Its code is changed so that equality includes types, a bool of the program is not a number, NaN has
+no order, and an error of the program must reach a handler of the assertion. For this, operators
+become calls of a module `operator` whose functions have these rules.
 """
 
 import ast
@@ -22,7 +24,8 @@ from typing import Any
 
 
 class Near(float):
-    """A float that equals another one up to rounding, since the order of operations changes the last digits."""
+    """A float that equals another one up to rounding, since the order of operations changes the
+    last digits."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not Near:
@@ -40,7 +43,8 @@ _KEYS, _VALUES, _ITEMS = type(_TABLE.keys()), type(_TABLE.values()), type(_TABLE
 
 
 def typed(value: Any) -> Any:
-    """A value that equals another's only if their types agree: True is not 1, 3+0j is not 3; but 3.0 is 3."""
+    """A value that equals another's only if their types agree: True is not 1, 3+0j is not 3; but
+    3.0 is 3."""
     kind = type(value)
     if kind in (bool, complex):
         return kind, value
@@ -61,7 +65,10 @@ def _has_bool(value: Any) -> bool:
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return any(map(_has_bool, value))
-    return not isinstance(value, int | float | complex | str | bytes | bytearray | range) or type(value) is bool
+    return (
+        not isinstance(value, int | float | complex | str | bytes | bytearray | range)
+        or type(value) is bool
+    )
 
 
 def _refuse(why: str) -> None:
@@ -97,12 +104,25 @@ def _item(owner: Any, key: Any) -> Any:
 
 
 _OPERATORS: dict[type[ast.AST], str] = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv", ast.FloorDiv: "floordiv", ast.Mod: "mod",
-    ast.Pow: "pow", ast.LShift: "lshift", ast.RShift: "rshift", ast.USub: "neg", ast.UAdd: "pos", ast.Invert: "invert",
-    ast.BitAnd: "and_", ast.BitOr: "or_", ast.BitXor: "xor",
-}  # fmt: skip
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "truediv",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.Pow: "pow",
+    ast.LShift: "lshift",
+    ast.RShift: "rshift",
+    ast.USub: "neg",
+    ast.UAdd: "pos",
+    ast.Invert: "invert",
+    ast.BitAnd: "and_",
+    ast.BitOr: "or_",
+    ast.BitXor: "xor",
+}
 """By operator in the assertion's code: the function of `operator` that replaces it."""
-_COMPARED, _ORDERED = ("eq", "contains", "countOf", "indexOf"), ("lt", "le", "gt", "ge")
+_COMPARED = ("eq", "contains", "countOf", "indexOf")
+_ORDERED = ("lt", "le", "gt", "ge")
 
 
 def _guarded(name: str) -> Any:
@@ -115,7 +135,8 @@ def _guarded(name: str) -> Any:
         if name in _ORDERED:
             return compute(*map(_ordered, terms))
         is_format = name in ("mod", "imod") and isinstance(terms[0], str)
-        is_logic = name.strip("i_") in ("and", "or", "xor") and type(terms[0]) is type(terms[1])  # of two bools
+        # of two bools
+        is_logic = name.strip("i_") in ("and", "or", "xor") and type(terms[0]) is type(terms[1])
         return compute(*terms if is_format or is_logic else map(_term, terms))
 
     return call
@@ -136,7 +157,9 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
 
 
 def _operation(name: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(ast.Name("__operator__", ast.Load()), name, ast.Load()), list(args), [])
+    return ast.Call(
+        ast.Attribute(ast.Name("__operator__", ast.Load()), name, ast.Load()), list(args), []
+    )
 
 
 class Asked(BaseException):
@@ -144,20 +167,38 @@ class Asked(BaseException):
 
 
 _NUMERIC = dict.fromkeys(
-    ("abs", "round", "divmod", "pow", "range", "chr", "bin", "hex", "oct", "assertAlmostEqual", *dir(math)), "__term__"
+    (
+        "abs",
+        "round",
+        "divmod",
+        "pow",
+        "range",
+        "chr",
+        "bin",
+        "hex",
+        "oct",
+        "assertAlmostEqual",
+        *dir(math),
+    ),
+    "__term__",
 )
-_WRAPPED = {**_NUMERIC, **dict.fromkeys(("assertEqual", "assertListEqual", "assertIn", "count", "index"), "__typed__")}
+_WRAPPED = {
+    **_NUMERIC,
+    **dict.fromkeys(("assertEqual", "assertListEqual", "assertIn", "count", "index"), "__typed__"),
+}
 """By function or method called in an assertion: the wrapper of its arguments."""
 
 
 class Guard(ast.NodeTransformer):
-    """Inserts calls of the functions of `Run.scope` where an assertion compares, computes and handles errors."""
+    """Inserts calls of the functions of `Run.scope` where an assertion compares, computes and
+    handles errors."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
         if [*map(type, node.ops)] == [ast.NotEq]:
             return _operation("ne", node.left, *node.comparators)
-        operands, kinds = [node.left, *node.comparators], list[list[str]]()
+        operands = [node.left, *node.comparators]
+        kinds = list[list[str]]()
         for op in node.ops:
             is_order = isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
             is_equality = isinstance(op, ast.Eq | ast.NotEq | ast.In)
@@ -184,21 +225,32 @@ class Guard(ast.NodeTransformer):
         name = _OPERATORS.get(type(node.op))
         if name is None or not isinstance(node.target, ast.Name):
             return node
-        changed = _operation(f"i{name.strip('_')}", ast.Name(node.target.id, ast.Load()), node.value)
+        changed = _operation(
+            f"i{name.strip('_')}", ast.Name(node.target.id, ast.Load()), node.value
+        )
         return ast.Assign([node.target], changed)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
-        return _operation("getitem", node.value, node.slice) if isinstance(node.ctx, ast.Load) else node
+        return (
+            _operation("getitem", node.value, node.slice)
+            if isinstance(node.ctx, ast.Load)
+            else node
+        )
 
     def visit_Slice(self, node: ast.Slice) -> ast.expr:
         self.generic_visit(node)
-        return _call("__slice__", *(bound or ast.Constant(None) for bound in (node.lower, node.upper, node.step)))
+        return _call(
+            "__slice__",
+            *(bound or ast.Constant(None) for bound in (node.lower, node.upper, node.step)),
+        )
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
         if passed := _WRAPPED.get(getattr(node.func, "id", getattr(node.func, "attr", ""))):
-            node.args = [each if isinstance(each, ast.Starred) else _call(passed, each) for each in node.args]
+            node.args = [
+                each if isinstance(each, ast.Starred) else _call(passed, each) for each in node.args
+            ]
             if isinstance(node.func, ast.Attribute) and node.func.attr in ("count", "index"):
                 node.func.value = _call(passed, node.func.value)
         return node
@@ -216,14 +268,19 @@ class Guard(ast.NodeTransformer):
 
 
 class Run:
-    """An assertion, and the program's answers so far. asked: the call without an answer. unseen: errors of the program
-    that no handler received. refused: why a value cannot be what the assertion means. has_bool: whether the program has
-    returned any."""
+    """An assertion, and the program's answers so far. asked: the call without an answer. unseen:
+    errors of the program that no handler received. refused: why a value cannot be what the
+    assertion means. has_bool: whether the program has returned any."""
 
     def __init__(self, code: str, names: list[str]) -> None:
         tree = ast.fix_missing_locations(Guard().visit(ast.parse(code)))
-        self.code, self.names, self.answers = compile(tree, "tests.py", "exec"), names, list[Any]()
-        self.count, self.asked, self.unseen, self.refused = 0, list[Any](), list[Exception](), ""
+        self.code = compile(tree, "tests.py", "exec")
+        self.names = names
+        self.answers = list[Any]()
+        self.count = 0
+        self.asked = list[Any]()
+        self.unseen = list[Exception]()
+        self.refused = ""
         self.has_bool = False
 
     def scope(self) -> dict[str, Any]:
@@ -254,7 +311,10 @@ class Run:
         if isinstance(error, type) and issubclass(error, Exception):
             with suppress(TypeError):  # of an error that needs more than a text
                 raised = error(content[1])
-        if not any(frame.f_code.co_name.startswith("assertRaises") for frame, _ in walk_stack(None)):  # of unittest
+        # of unittest
+        if not any(
+            frame.f_code.co_name.startswith("assertRaises") for frame, _ in walk_stack(None)
+        ):
             self.unseen.append(raised)
         raise raised
 
@@ -266,7 +326,10 @@ class Run:
 
     def step(self) -> list[Any]:
         """["call", name, args, kwargs], ["failed", type, text] or ["passed"]."""
-        self.count, self.asked, self.unseen, self.refused = 0, [], [], ""
+        self.count = 0
+        self.asked = []
+        self.unseen = []
+        self.refused = ""
         random.seed(0)
         failure = list[str]()
         try:
@@ -276,7 +339,10 @@ class Run:
         if self.asked:
             return ["call", *self.asked]
         if self.refused or self.unseen:
-            failure = failure or ["AssertionError", self.refused or "no handler in the test caught its error"]
+            failure = failure or [
+                "AssertionError",
+                self.refused or "no handler in the test caught its error",
+            ]
         return ["failed", *failure] if failure else ["passed"]
 
 

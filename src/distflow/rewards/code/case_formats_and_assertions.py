@@ -1,11 +1,13 @@
-"""Reads the tests of a row in the formats of APPS, TACO, LiveCodeBench, HumanEval, MBPP and similar data sets.
+"""Reads the tests of a row in the formats of APPS, TACO, LiveCodeBench, HumanEval, MBPP and similar
+data sets.
 
 Splits a data set's assertions into test cases, which run separately from the tested program.
 
-Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, have only literals and one call, which can
-be read without running them. The others run in a separate sandbox without the program: names that they do not define
-are functions of the program. Calls of these are passed to the program's process, with only plain arguments, and the
-assertion gets the returned plain value."""
+Most assertions of MBPP and HumanEval, like `assert f([1, 2], x=3) == (4,)`, have only literals and
+one call, which can be read without running them. The others run in a separate sandbox without the
+program: names that they do not define are functions of the program. Calls of these are passed to
+the program's process, with only plain arguments, and the assertion gets the returned plain
+value."""
 
 import ast
 import builtins
@@ -26,7 +28,11 @@ _SHORT = 200
 _KINDS = ("inputs", "input_output", "test_list", "test")
 # A statement of Python at the start of a line, with the lines that belong to it.
 _BLOCK = re.compile(
-    r"^(?:@.*\n)*(?:async def |def |class |import |from |[A-Za-z_]\w* = ).*(?:\n(?:[ \t)\]}].*|(?=\n)))*", re.M
+    (
+        r"^(?:@.*\n)*(?:async def |def |class |import |from |[A-Za-z_]\w* = ).*(?:\n(?:[ "
+        r"\t)\]}].*|(?=\n)))*"
+    ),
+    re.M,
 )
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
@@ -42,7 +48,8 @@ class StreamTests:
 
 @dataclass(frozen=True)
 class CallTests:
-    """Arguments of a function (or a method of `Solution`), and the results that it must return, as JSON values."""
+    """Arguments of a function (or a method of `Solution`), and the results that it must return, as
+    JSON values."""
 
     name: str
     inputs: tuple[list[Any], ...]
@@ -50,15 +57,18 @@ class CallTests:
 
     @cached_property
     def may_be_wrapped(self) -> bool:
-        """Whether each result may be the only entry of its list, as in APPS: all are lists of one entry, and some
-        entry is a value, unlike in `[[]]` or `[None]`."""
-        entries = [output[0] for output in self.outputs if isinstance(output, list) and len(output) == 1]
+        """Whether each result may be the only entry of its list, as in APPS: all are lists of one
+        entry, and some entry is a value, unlike in `[[]]` or `[None]`."""
+        entries = [
+            output[0] for output in self.outputs if isinstance(output, list) and len(output) == 1
+        ]
         return len(entries) == len(self.outputs) and any(entry not in _EMPTY for entry in entries)
 
 
 @dataclass(frozen=True)
 class AssertTests:
-    """Python code with assertions. entry: the function of the program to pass to HumanEval's `check`, or empty.
+    """Python code with assertions. entry: the function of the program to pass to HumanEval's
+    `check`, or empty.
 
     prompt: code that the response continues or redefines; empty if there is none.
     """
@@ -73,12 +83,17 @@ Tests = StreamTests | CallTests | AssertTests
 
 
 def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
-    """The tests in the row's ground truth, else in its columns. Raises ValueError if they cannot be read."""
+    """The tests in the row's ground truth, else in its columns. Raises ValueError if they cannot be
+    read."""
     tests = decoded(ground_truth)
-    if isinstance(tests, list) and tests and all(isinstance(entry, Mapping) for entry in tests):  # as LiveCodeBench
+    # as LiveCodeBench
+    if isinstance(tests, list) and tests and all(isinstance(entry, Mapping) for entry in tests):
         if not all("input" in pair and "output" in pair for pair in tests):
             raise ValueError("a list of mappings as tests: each needs 'input' and 'output'")
-        tests = {"inputs": [pair["input"] for pair in tests], "outputs": [pair["output"] for pair in tests]}
+        tests = {
+            "inputs": [pair["input"] for pair in tests],
+            "outputs": [pair["output"] for pair in tests],
+        }
     elif isinstance(tests, list):
         tests = {"test_list": tests}
     elif isinstance(tests, str) and "assert" in tests:  # else it may be a solution
@@ -90,7 +105,8 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
         nested = decoded(columns[kind])
         if not isinstance(nested, Mapping):
             raise ValueError(f"'input_output' is {_short(nested)}, not a mapping")
-        columns, kind = {**columns, **nested}, "inputs"
+        columns = {**columns, **nested}
+        kind = "inputs"
     if kind == "inputs":
         return _read_pairs(columns)
     if kind == "test_list":
@@ -98,13 +114,15 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
     if kind == "test":
         return _read_check(columns)
     raise ValueError(
-        "'code' needs tests in the row's ground truth or columns: 'inputs' and 'outputs' (and 'fn_name'), a list of "
+        "'code' needs tests in the row's ground truth or columns: 'inputs' and 'outputs' (and "
+        "'fn_name'), a list of "
         "assertions 'test_list', or 'test' with 'entry_point'"
     )
 
 
 def _read_pairs(columns: Mapping[str, object]) -> StreamTests | CallTests:
-    inputs, outputs = decoded(columns["inputs"]), decoded(columns.get("outputs"))
+    inputs = decoded(columns["inputs"])
+    outputs = decoded(columns.get("outputs"))
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("'inputs' and 'outputs' must be lists")
     if len(inputs) != len(outputs) or not inputs:
@@ -171,7 +189,9 @@ def _lines(name: str, value: object) -> list[str]:
 
 
 def _read_check(columns: Mapping[str, object]) -> AssertTests:
-    test, entry, prompt = columns["test"], columns.get("entry_point"), columns.get("prompt")
+    test = columns["test"]
+    entry = columns.get("entry_point")
+    prompt = columns.get("prompt")
     if not isinstance(test, str):
         raise ValueError(f"'test' is {_short(test)}, not a str")
     if entry is None or entry == "":
@@ -180,15 +200,18 @@ def _read_check(columns: Mapping[str, object]) -> AssertTests:
     continued = isinstance(prompt, str) and re.search(rf"^(?:async )?def {name}\b", prompt, re.M)
     asked = columns.get(PROMPT_MESSAGES)
     shown = asked[-1]["content"] if not continued and isinstance(asked, list) and asked else prompt
-    return AssertTests(test, _helpers(str(shown), name, test), name, str(prompt) if continued else "")
+    return AssertTests(
+        test, _helpers(str(shown), name, test), name, str(prompt) if continued else ""
+    )
 
 
 def _helpers(prompt: str, entry: str, test: str) -> str:
-    """Definitions in the prompt's code besides the requested function, if the tests use any: a program must not replace
-    them."""
+    """Definitions in the prompt's code besides the requested function, if the tests use any: a
+    program must not replace them."""
     defined: list[ast.stmt] = []
     for block in _BLOCK.findall(prompt):
-        with suppress(SyntaxError, ValueError, RecursionError):  # prose, e.g. a line that begins with "from"
+        # prose, e.g. a line that begins with "from"
+        with suppress(SyntaxError, ValueError, RecursionError):
             defined += ast.parse(block).body
     defined = [each for each in defined if getattr(each, "name", "") != entry]
     scope = symtable.symtable(code := ast.unparse(ast.Module(defined, [])), "prompt", "exec")
@@ -217,8 +240,8 @@ class Literal(NamedTuple):
 
 
 def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Literal | None:
-    """Read a case's statements, the last of which is its assertion; None if they must be run. names: name in the tests
-    → function of the program."""
+    """Read a case's statements, the last of which is its assertion; None if they must be run.
+    names: name in the tests → function of the program."""
     try:
         for statement in statements[:-1]:
             match statement:
@@ -228,11 +251,18 @@ def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Li
                     return None
         match statements[-1]:
             case ast.Assert(
-                ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq()], [wanted]), None | ast.Constant()
+                ast.Compare(ast.Call(ast.Name(name), args, keywords), [ast.Eq()], [wanted]),
+                None | ast.Constant(),
             ) if name in names and all(keyword.arg for keyword in keywords):
                 kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
-                return Literal(names[name], [ast.literal_eval(each) for each in args], kwargs, ast.literal_eval(wanted))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # raised by `literal_eval`
+                return Literal(
+                    names[name],
+                    [ast.literal_eval(each) for each in args],
+                    kwargs,
+                    ast.literal_eval(wanted),
+                )
+    # raised by `literal_eval`
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         pass
     return None
 
@@ -241,15 +271,18 @@ _SHOWN = 200
 _CANDIDATE = "candidate"
 
 # Code that asks for values that nearly all tests mean to exclude: NaN, infinities, complex numbers.
-_SPECIAL = re.compile(r"\b(?:is)?(?:nan|inf|infinity|finite)\b|\b1e309|\b(?:complex|cmath)\b|\dj\b", re.IGNORECASE)
+_SPECIAL = re.compile(
+    r"\b(?:is)?(?:nan|inf|infinity|finite)\b|\b1e309|\b(?:complex|cmath)\b|\dj\b", re.IGNORECASE
+)
 
 
 class Assertions(NamedTuple):
-    """cases: whole modules, each with the statements before its assertion. shown: the assertions, for messages.
+    """cases: whole modules, each with the statements before its assertion. shown: the assertions,
+    for messages.
 
     names: name in the tests → function of the program.
-    literals: of each case that holds only literals; None for those that must be run. any_number: whether they may mean
-    NaN, infinities or complex numbers.
+    literals: of each case that holds only literals; None for those that must be run. any_number:
+    whether they may mean NaN, infinities or complex numbers.
     """
 
     cases: tuple[str, ...]
@@ -261,19 +294,25 @@ class Assertions(NamedTuple):
 
 @lru_cache(maxsize=64)  # the responses to a prompt have the same tests
 def split_assertions(tests: AssertTests) -> Assertions:
-    """Each assertion at the top level (or at that of HumanEval's `check`) is a case, with everything before it except
-    the other assertions. If some are in loops or other blocks, all are one case. Raises ValueError for tests that are
-    not Python, or test nothing.
+    """Each assertion at the top level (or at that of HumanEval's `check`) is a case, with
+    everything before it except the other assertions. If some are in loops or other blocks, all are
+    one case. Raises ValueError for tests that are not Python, or test nothing.
     """
-    setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
+    setup = parse(tests.setup, "their setup")
+    module = parse(tests.code, "their code")
     check = _check_of(module) if tests.entry else None
     body = check.body if check else module.body
-    split, before = _split(body), list(setup.body)
+    split = _split(body)
+    before = list(setup.body)
     if check:
-        before += [each for each in module.body if each is not check and not _is_call_of(each, check.name)]
+        before += [
+            each for each in module.body if each is not check and not _is_call_of(each, check.name)
+        ]
     parts = [_call_with(check, part) if check else part for part in split]
     whole = ast.unparse(ast.Module([*setup.body, *module.body], []))
-    modules = [ast.Import([ast.alias(name)]) for name in _modules(module, _names(whole, tests.entry))]
+    modules = [
+        ast.Import([ast.alias(name)]) for name in _modules(module, _names(whole, tests.entry))
+    ]
     cases = tuple(ast.unparse(ast.Module([*modules, *before, *part], [])) for part in parts)
     names = {name: name for case in cases for name in _names(case, tests.entry)}
     if not names:
@@ -283,8 +322,12 @@ def split_assertions(tests: AssertTests) -> Assertions:
         names = {name: tests.entry if name == _CANDIDATE else name for name in names}
         called = {**names, check.args.args[0].arg: tests.entry}
     literals = tuple(read_literal([*before, *part], called) for part in split)
-    shown = tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in split)
-    return Assertions(cases, shown, names, literals, bool(_SPECIAL.search(whole)) or _asks_for_nan(module))
+    shown = tuple(
+        "all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in split
+    )
+    return Assertions(
+        cases, shown, names, literals, bool(_SPECIAL.search(whole)) or _asks_for_nan(module)
+    )
 
 
 def _asks_for_nan(tests: ast.Module) -> bool:
@@ -297,7 +340,9 @@ def _asks_for_nan(tests: ast.Module) -> bool:
 
 
 def _check_of(module: ast.Module) -> ast.FunctionDef | None:
-    found = [each for each in module.body if isinstance(each, ast.FunctionDef) and each.name == "check"]
+    found = [
+        each for each in module.body if isinstance(each, ast.FunctionDef) and each.name == "check"
+    ]
     return found[-1] if found and len(found[-1].args.args) == 1 else None
 
 
@@ -318,7 +363,8 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
     blocks = [each for each in body if not isinstance(each, ast.Assert)]
     if any(isinstance(node, ast.Assert) for block in blocks for node in ast.walk(block)):
         return [body]
-    parts, before = [], list[ast.stmt]()
+    parts = []
+    before = list[ast.stmt]()
     for statement in body:
         if not isinstance(statement, ast.Assert):
             before.append(statement)
@@ -328,15 +374,19 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
 
 
 def _names(case: str, entry: str) -> list[str]:
-    """Names that the code reads but does not define. A built-in counts only if there are no others: a program that
-    defines `abs` must not change its meaning in the tests."""
+    """Names that the code reads but does not define. A built-in counts only if there are no others:
+    a program that defines `abs` must not change its meaning in the tests."""
     try:
         table = symtable.symtable(case, "tests.py", "exec")
     except SyntaxError as error:
         raise ValueError(f"the tests are broken: {error}") from error
-    bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+    bound = {
+        each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()
+    }
     everywhere = [each for scope in _scopes(table) for each in scope.get_symbols()]
-    bound |= {"__name__"} | {each.get_name() for each in everywhere if each.is_declared_global() and each.is_assigned()}
+    bound |= {"__name__"} | {
+        each.get_name() for each in everywhere if each.is_declared_global() and each.is_assigned()
+    }
     read = {each.get_name() for each in everywhere if each.is_global()}
     read |= {each.get_name() for each in table.get_symbols() if each.is_referenced()}
     free = sorted(read - bound)
@@ -345,8 +395,10 @@ def _names(case: str, entry: str) -> list[str]:
 
 
 def _modules(tests: ast.Module, names: list[str]) -> list[str]:
-    """Modules of the standard library that the tests use by attribute, but leave to the program to import."""
-    owners, called = set[str](), set[str]()
+    """Modules of the standard library that the tests use by attribute, but leave to the program to
+    import."""
+    owners = set[str]()
+    called = set[str]()
     for node in ast.walk(tests):
         match node:
             case ast.Attribute(ast.Name(name)):

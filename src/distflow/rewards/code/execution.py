@@ -1,9 +1,10 @@
-"""Runs a program's test cases one by one in the sandbox, and compares its output or result with the expected one.
+"""Runs a program's test cases one by one in the sandbox, and compares its output or result with the
+expected one.
 
-Expected values stay outside of the sandbox: a program gets only its input or arguments. Each case runs in a new
-process, or, if there are at least `SHUFFLED_FROM`, all run shuffled in one, so that memorising the order of answers is
-useless. If one of a few cases calls the program often, e.g. in a loop, its first `SHUFFLED_FROM` calls each go to a new
-process, and the rest to one."""
+Expected values stay outside of the sandbox: a program gets only its input or arguments. Each case
+runs in a new process, or, if there are at least `SHUFFLED_FROM`, all run shuffled in one, so that
+memorising the order of answers is useless. If one of a few cases calls the program often, e.g. in a
+loop, its first `SHUFFLED_FROM` calls each go to a new process, and the rest to one."""
 
 import inspect
 import math
@@ -23,7 +24,8 @@ from distflow.sandbox.inside.program_messages import MAX_YIELDED, NotPlain, Valu
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 
 TOLERANCE, NEAR_ZERO = Fraction(1, 10**6), Fraction(1, 10**9)
-"""Tolerance for a wanted number with a decimal point or exponent: relative; absolute if it is zero."""
+"""Tolerance for a wanted number with a decimal point or exponent: relative; absolute if it is
+zero."""
 _NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]\d{1,3})?", re.ASCII)
 """A number as programs print it; `007` and `1e3` are text."""
 _DIGITS = re.compile(r"(?<!\S)0\d+(?!\S)", re.ASCII)
@@ -31,10 +33,12 @@ _MAX_NUMBER_CHARACTERS = 400
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Compare lines word by word, without white space at their ends and empty lines at the end; numbers by value:
-    `2.50` is `2.5`, and within `TOLERANCE` if the wanted number is not an integer. If a wanted word has leading zeros,
-    digits are text."""
-    found, expected = ([line.split() for line in text.strip().split("\n")] for text in (printed, wanted))
+    """Compare lines word by word, without white space at their ends and empty lines at the end;
+    numbers by value: `2.50` is `2.5`, and within `TOLERANCE` if the wanted number is not an
+    integer. If a wanted word has leading zeros, digits are text."""
+    found, expected = (
+        [line.split() for line in text.strip().split("\n")] for text in (printed, wanted)
+    )
     if [*map(len, found)] != [*map(len, expected)]:
         return False
     are_digits = _DIGITS.search(wanted) is not None
@@ -46,17 +50,23 @@ def same_output(printed: str, wanted: str) -> bool:
 
 
 def same_value(returned: Any, wanted: Any) -> bool:
-    """Equal by type and value (`typed`), after conversion to JSON: a sequence, a view or an iterator is a list, a key
-    of a dict is a str."""
+    """Equal by type and value (`typed`), after conversion to JSON: a sequence, a view or an
+    iterator is a list, a key of a dict is a str."""
     return bool(typed(_as_json(returned)) == typed(wanted))
 
 
 def _same_number(word: str, wanted: str) -> bool:
-    if not all(len(each) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(each) for each in (word, wanted)):
+    if not all(
+        len(each) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(each) for each in (word, wanted)
+    ):
         return False
-    found, expected = Fraction(word), Fraction(wanted)  # exact: large integers differ where floats do not
+    # exact: large integers differ where floats do not
+    found = Fraction(word)
+    expected = Fraction(wanted)
     is_whole = wanted.lstrip("-").isdigit()
-    return found == expected or (not is_whole and abs(found - expected) <= (TOLERANCE * abs(expected) or NEAR_ZERO))
+    return found == expected or (
+        not is_whole and abs(found - expected) <= (TOLERANCE * abs(expected) or NEAR_ZERO)
+    )
 
 
 def _as_json(value: Any) -> Any:
@@ -81,7 +91,11 @@ def _is_special(value: Any) -> bool:
         return any(map(_is_special, (*value, *value.values())))
     if isinstance(value, Values):
         return any(map(_is_special, value.items))
-    return isinstance(value, Collection) and not isinstance(value, _WITHOUT) and any(map(_is_special, value))
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, _WITHOUT)
+        and any(map(_is_special, value))
+    )
 
 
 SHUFFLED_FROM = 8
@@ -102,7 +116,8 @@ class Outcome(NamedTuple):
 
 
 class Stopped(Exception):
-    """No further case can be run: the program cannot be loaded, or the program or the scoring has no time left."""
+    """No further case can be run: the program cannot be loaded, or the program or the scoring has
+    no time left."""
 
 
 class TimedSandbox:
@@ -125,12 +140,16 @@ class TimedSandbox:
     def run(self, code: str, stdin: str) -> RunResult:
         """Run a program and keep all of its output. Raises what `_bounded` raises."""
         limits = self._sandbox.limits
-        return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
+        return self._sandbox.run(
+            code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes))
+        )
 
     @contextmanager
     def used_by_program(self) -> Iterator[None]:
-        """Inside, time counts as used by the program under test, except for the start of its process."""
-        began, waited_s = time.monotonic(), self._sandbox.waited_s
+        """Inside, time counts as used by the program under test, except for the start of its
+        process."""
+        began = time.monotonic()
+        waited_s = self._sandbox.waited_s
         try:
             yield
         finally:
@@ -138,11 +157,15 @@ class TimedSandbox:
             self._used_s += max(time.monotonic() - began - waited_s - _START_S, 0.0)
 
     def _bounded(self, limits: Limits) -> Limits:
-        """Limits with at most the remaining time. Raises Stopped if there is none, or TimeoutError if the program used
-        less than half of the elapsed time, so that it is not the program's fault."""
+        """Limits with at most the remaining time. Raises Stopped if there is none, or TimeoutError
+        if the program used less than half of the elapsed time, so that it is not the program's
+        fault."""
         now = time.monotonic()
         if now >= self._end and 2 * self._used_s < now - self._began:
-            raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
+            raise TimeoutError(
+                f"{now - self._began:.1f} s were too short for its cases here: raise "
+                "reward.timeout_s"
+            )
         if now >= self._end:
             raise Stopped("there was no time left to run it")
         return limits._replace(wall_s=min(limits.wall_s, self._end - now))
@@ -152,15 +175,16 @@ class ProgramUnderTest:
     """The program under test: a process that starts at the first call, and again after it broke."""
 
     def __init__(self, box: TimedSandbox, code: str) -> None:
-        self._box, self.code = box, code
+        self._box = box
+        self.code = code
         self._session: AnySession | None = None
         self._num_answers = 0
         self._printed = ""
         self.was_asked = False
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function. Raises Raised, Broken, Stopped. A process that breaks after earlier calls may have exhausted
-        its limits, so the call is repeated in a new one."""
+        """Call a function. Raises Raised, Broken, Stopped. A process that breaks after earlier
+        calls may have exhausted its limits, so the call is repeated in a new one."""
         self.was_asked = True
         while True:
             session = self._process()
@@ -192,7 +216,8 @@ class ProgramUnderTest:
         """End the process: the next call goes to a new one."""
         if self._session:
             self._session.close()
-        self._session, self._num_answers = None, 0
+        self._session = None
+        self._num_answers = 0
 
     def _process(self) -> AnySession:
         if self._session is None:
@@ -228,14 +253,18 @@ def run_calls(program: ProgramUnderTest, tests: CallTests) -> Iterator[Outcome]:
     for i in _order(program, len(tests.inputs)):
         wanted = tests.outputs[i]
         value, why = _returned(program, tests.name, tests.inputs[i], {})
-        is_same = same_value(value, wanted) or (tests.may_be_wrapped and same_value(value, wanted[0]))
+        is_same = same_value(value, wanted) or (
+            tests.may_be_wrapped and same_value(value, wanted[0])
+        )
         if not why and not is_same:
             why = f"it returned {_short(value)}, expected {_short(wanted)}"
         shown = f"{tests.name}({', '.join(map(_short, tests.inputs[i]))})"[:_SHOWN]
         yield Outcome(shown, why, program.printed() if why else "")
 
 
-def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertions) -> Iterator[Outcome]:
+def run_assertions(
+    box: TimedSandbox, program: ProgramUnderTest, tests: Assertions
+) -> Iterator[Outcome]:
     """Raises Stopped if the rest is not run; ValueError if the tests are at fault."""
     with closing(AssertionRunner(box)) as runner:
         for i in _order(program, len(tests.cases)):
@@ -248,7 +277,9 @@ def run_assertions(box: TimedSandbox, program: ProgramUnderTest, tests: Assertio
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
 
 
-def _returned(program: ProgramUnderTest, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+def _returned(
+    program: ProgramUnderTest, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, str]:
     """The result of a call, and why there is none; empty if there is one."""
     try:
         return program.call(name, args, kwargs), ""
@@ -291,7 +322,9 @@ def _order(program: ProgramUnderTest, num_cases: int) -> Iterator[int]:
         yield i
 
 
-def _why_fails(runner: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> str:
+def _why_fails(
+    runner: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int
+) -> str:
     """Why the case fails; empty if it passes."""
     step = _first_step(runner, program, tests, i)
     num_fresh = SHUFFLED_FROM if len(tests.cases) < SHUFFLED_FROM else 0
@@ -301,11 +334,13 @@ def _why_fails(runner: AssertionRunner, program: ProgramUnderTest, tests: Assert
             program.end_process()
         try:
             value = program.call(tests.names[name], args, kwargs)
-            result, answer = f"it returned {_short(value)}", ["value", value]
+            result = f"it returned {_short(value)}"
+            answer = ["value", value]
             if not tests.any_number and _is_special(value):
                 return result
         except Raised as error:
-            result, answer = f"it raised {error}", ["raised", error.type, error.text]
+            result = f"it raised {error}"
+            answer = ["raised", error.type, error.text]
         except Broken as error:
             return error.reason
         try:
@@ -324,8 +359,11 @@ def _why_fails(runner: AssertionRunner, program: ProgramUnderTest, tests: Assert
     return f"the test called it more than {MAX_CALLS} times"
 
 
-def _first_step(runner: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int) -> list[Any]:
-    """The first call of the program. Raises ValueError for an error before it, which is the tests' fault."""
+def _first_step(
+    runner: AssertionRunner, program: ProgramUnderTest, tests: Assertions, i: int
+) -> list[Any]:
+    """The first call of the program. Raises ValueError for an error before it, which is the tests'
+    fault."""
     try:
         step = runner.step("begin", tests.cases[i], list(tests.names))
         if step[0] == "call":

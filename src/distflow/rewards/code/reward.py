@@ -1,4 +1,5 @@
-"""`code`: does the program in the response pass the row's tests? It runs in the sandbox (docs/sandbox.md).
+"""`code`: does the program in the response pass the row's tests? It runs in the sandbox
+(docs/sandbox.md).
 
 Finding the program takes linear time, since the policy writes the response.
 """
@@ -44,7 +45,8 @@ _SHOWN = 500
 # Imports that graders of function-call tasks add to a program, because their prompts assume them.
 _IMPORTS = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
-    "from typing import *; from bisect import *; from collections import *; from functools import *; "
+    "from typing import *; from bisect import *; from collections import *; from functools import "
+    "*; "
     "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
 )
 _TYPING = "from typing import *\n"
@@ -56,10 +58,18 @@ if "{0}" not in globals() and "Solution" in globals():
 
 _ADD = "```python\ndef add(a, b):\n    return a {} b\n```"
 CASES = (
-    Case(_ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True),
-    Case(_ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False),
+    Case(
+        _ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True
+    ),
+    Case(
+        _ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False
+    ),
     Case(_ADD.format("+"), {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, True),
-    Case("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}, True),
+    Case(
+        "```python\nprint(int(input()) + 1)\n```",
+        {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]},
+        True,
+    ),
     Case("```python\nprint(2)\n```", {"inputs": ["1\n"], "outputs": ["3\n"]}, False),
     Case("I do not know.", {"inputs": ["1\n"], "outputs": ["2\n"]}, False),
 )
@@ -87,25 +97,30 @@ _THOUGHT_END = "</think>"
 def find_program(response: str, names: Sequence[str] = ()) -> str | None:
     """The program, or None if the response shows only code of other languages.
 
-    Text before the last `</think>` does not count. Fenced blocks marked as Python count or, if there are none, unmarked
-    ones; the last of them that defines one of `names` is the program, else the last one. Other blocks that only define
-    what it needs come before it. An unclosed block ends with the response. A response without a fence is a program as a
-    whole.
+    Text before the last `</think>` does not count. Fenced blocks marked as Python count or, if
+    there are none, unmarked ones; the last of them that defines one of `names` is the program, else
+    the last one. Other blocks that only define what it needs come before it. An unclosed block ends
+    with the response. A response without a fence is a program as a whole.
     """
     text = response.rpartition(_THOUGHT_END)[2]
     blocks = _fenced(text)
     if not blocks:
         return text
-    candidates = [body for mark, body in blocks if mark in _PYTHON] or [body for mark, body in blocks if not mark]
+    candidates = [body for mark, body in blocks if mark in _PYTHON] or [
+        body for mark, body in blocks if not mark
+    ]
     if not candidates:
         return None
-    defining = [i for i, body in enumerate(candidates) if any(defines(body, name) for name in names)]
+    defining = [
+        i for i, body in enumerate(candidates) if any(defines(body, name) for name in names)
+    ]
     chosen = candidates.pop(defining[-1] if defining else -1)
     return "\n".join([*_helpers(candidates, chosen, names), chosen])
 
 
 def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]:
-    """The blocks that define what the program uses and does not define itself; no drafts and examples."""
+    """The blocks that define what the program uses and does not define itself; no drafts and
+    examples."""
     if "__future__" in program:  # such an import must come first
         return []
     functions = set(_FUNCTION.findall(program))
@@ -135,7 +150,8 @@ def _defined(program: str) -> set[str]:
 
 
 def _bound(program: str) -> set[str]:
-    """Names that it defines at its top level, or anywhere as a function, a parameter or a variable."""
+    """Names that it defines at its top level, or anywhere as a function, a parameter or a
+    variable."""
     names = _defined(program)
     for match in _BINDING.finditer(program):
         names.update(_FIRST_WORD.findall(match[0]))
@@ -146,7 +162,8 @@ def _fenced(text: str) -> list[tuple[str, str]]:
     """(language, code) of each block."""
     blocks: list[tuple[str, str]] = []
     lines = text.split("\n")
-    position, num_searches = 0, 4
+    position = 0
+    num_searches = 4
     while position < len(lines):
         opening = _FENCE.fullmatch(lines[position].rstrip())
         position += 1
@@ -158,12 +175,15 @@ def _fenced(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _block_end(lines: list[str], start: int, opening: re.Match[str], is_careful: bool) -> tuple[int, bool]:
-    """The line of the fence that ends the block, else the number of lines; and whether no search to the end was needed.
+def _block_end(
+    lines: list[str], start: int, opening: re.Match[str], is_careful: bool
+) -> tuple[int, bool]:
+    """The line of the fence that ends the block, else the number of lines; and whether no search to
+    the end was needed.
 
-    is_careful: a fence in a string of the program, or indented by four more spaces than the first (CommonMark), ends it
-    only if there is no other. This search to the end is made for the first blocks only, so that it takes linear time.
-    """
+    is_careful: a fence in a string of the program, or indented by four more spaces than the first
+    (CommonMark), ends it only if there is no other. This search to the end is made for the first
+    blocks only, so that it takes linear time."""
     quotes = ""
     quoted = indented = len(lines)
     for i in range(start, len(lines)):
@@ -193,9 +213,15 @@ def _quotes_after(line: str, quotes: str) -> str:
 
 
 def defines(program: str, name: str) -> bool:
-    """Whether a line of it defines a function, a class, or at the top level a variable of that name."""
+    """Whether a line of it defines a function, a class, or at the top level a variable of that
+    name."""
     name = re.escape(name)
-    return re.search(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*=", program, re.M) is not None
+    return (
+        re.search(
+            rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*=", program, re.M
+        )
+        is not None
+    )
 
 
 def compute_score(
@@ -207,10 +233,10 @@ def compute_score(
 ) -> dict[str, JSON]:
     """1.0 if the program passes all tests, else 0.0.
 
-    In the result, `share` is the part of the tests that it passes, `failed` the first failure with its reason and
-    output; `program` is the code that ran, `seconds` the time that it took. sandbox: the URL of one on another machine
-    (`distflow sandbox serve`). Raises ValueError if the tests are broken, UserError if nothing would confine a program,
-    SandboxFault.
+    In the result, `share` is the part of the tests that it passes, `failed` the first failure with
+    its reason and output; `program` is the code that ran, `seconds` the time that it took. sandbox:
+    the URL of one on another machine (`distflow sandbox serve`). Raises ValueError if the tests are
+    broken, UserError if nothing would confine a program, SandboxFault.
     """
     return score_program(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
 
@@ -222,25 +248,29 @@ def compute_share(
     extra_info: Mapping[str, object] | None = None,
     sandbox: str = "",
 ) -> dict[str, JSON]:
-    """As `compute_score`, but the score is the share of passed tests; only a program that passes all is right
-    (`acc`)."""
+    """As `compute_score`, but the score is the share of passed tests; only a program that passes
+    all is right (`acc`)."""
     reward_result = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
     return {**reward_result, "score": reward_result["share"]}
 
 
 def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
-    """Raises ValueError if the row's tests are broken, so that no program can be scored. Runs none of them."""
+    """Raises ValueError if the row's tests are broken, so that no program can be scored. Runs none
+    of them."""
     tests = read_tests(ground_truth, extra_info)
     if isinstance(tests, AssertTests):
         split_assertions(tests)
 
 
-def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+def score_program(
+    sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]
+) -> dict[str, JSON]:
     """As `compute_score`, in the caller's sandbox, which is not used by others meanwhile."""
     tests = read_tests(ground_truth, row)
     plan = split_assertions(tests) if isinstance(tests, AssertTests) else tests
     box = TimedSandbox(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
-    outcomes, stopped = list[Outcome](), ""
+    outcomes = list[Outcome]()
+    stopped = ""
     program = find_program(answer, _names(plan))
     if program is None:
         stopped = "the response has no program in Python"
@@ -250,14 +280,23 @@ def score_program(sandbox: AnySandbox, answer: str, ground_truth: object, row: M
                 outcomes.append(outcome)
         except Stopped as reason:
             stopped = str(reason)
-    summary = _summary(outcomes, stopped, len(plan.cases if isinstance(plan, Assertions) else plan.inputs))
-    summary |= {"program": program and shortened(program), "sandbox": sandbox.level.name, "seconds": box.seconds()}
+    summary = _summary(
+        outcomes, stopped, len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
+    )
+    summary |= {
+        "program": program and shortened(program),
+        "sandbox": sandbox.level.name,
+        "seconds": box.seconds(),
+    }
     return summary
 
 
 def isolation_of(parts: Iterable[RewardPart]) -> str | None:
-    """The isolation of code that reward functions run on this machine, None if they run none here."""
-    executing = (part for part in parts if part.name in REWARDS and REWARDS[part.name].executes_response)
+    """The isolation of code that reward functions run on this machine, None if they run none
+    here."""
+    executing = (
+        part for part in parts if part.name in REWARDS and REWARDS[part.name].executes_response
+    )
     return None if all(part.options.get("sandbox") for part in executing) else probe().name
 
 
@@ -288,7 +327,9 @@ def _whole(program: str, tests: Tests, plan: Plan) -> str:
     if not tests.entry:
         return program
     if tests.prompt and not any(defines(program, name) for name in _names(plan)):
-        program = program if program.lstrip("\r\n")[:1].isspace() else textwrap.indent(program, "    ")
+        program = (
+            program if program.lstrip("\r\n")[:1].isspace() else textwrap.indent(program, "    ")
+        )
     return (tests.prompt or _TYPING) + "\n" + program + methods
 
 
@@ -298,7 +339,11 @@ def _outcomes(box: TimedSandbox, code: str, plan: Plan) -> Iterator[Outcome]:
         return
     program = ProgramUnderTest(box, code)
     try:
-        yield from run_calls(program, plan) if isinstance(plan, CallTests) else run_assertions(box, program, plan)
+        yield from (
+            run_calls(program, plan)
+            if isinstance(plan, CallTests)
+            else run_assertions(box, program, plan)
+        )
     finally:
         program.end_process()
 
@@ -309,7 +354,9 @@ def _summary(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str,
         failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})
     if stopped:
         rest = num_cases - len(outcomes)
-        failed.append({"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""})
+        failed.append(
+            {"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""}
+        )
     num_passed = sum(not outcome.why for outcome in outcomes)
     right = float(num_passed == num_cases)
     share = num_passed / num_cases

@@ -1,8 +1,8 @@
 r"""`math`: is the final answer mathematically equal to the ground truth?
 
-The answer is the last box, else the text after `####`, else the part called the answer, else the last formula or
-number. Every response gets a score: an answer that is too costly to compare, or makes the comparison raise, is wrong.
-Only a full memory and a full stack are reward errors.
+The answer is the last box, else the text after `####`, else the part called the answer, else the
+last formula or number. Every response gets a score: an answer that is too costly to compare, or
+makes the comparison raise, is wrong. Only a full memory and a full stack are reward errors.
 """
 
 import math
@@ -47,35 +47,47 @@ CASES = (
 )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
+) -> float:
     """1.0 if the answer equals the ground truth (or one of them, if it is a list), else 0.0.
 
     Raises ValueError if there is no ground truth.
     """
-    return 1.0 if compute_result(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
+    return (
+        1.0 if compute_result(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
+    )
 
 
 def compute_result(
     data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
 ) -> dict[str, JSON]:
-    """As `compute_score`, with what was compared: `extracted` from the response, None if it has no answer, and
-    `wanted`, the ground truth that it equals, else all of them."""
+    """As `compute_score`, with what was compared: `extracted` from the response, None if it has no
+    answer, and `wanted`, the ground truth that it equals, else all of them."""
     alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     golds = [gold_answer(gold) for gold in alternatives]
     if not golds:
         raise ValueError("the ground truth is an empty list")
     marked = marked_answer(solution_str)
     for gold in golds:
-        answer = marked if marked is not None else _unmarked(solution_str, is_text=words(gold) is not None)
+        answer = (
+            marked
+            if marked is not None
+            else _unmarked(solution_str, is_text=words(gold) is not None)
+        )
         if answer is not None and is_equal(gold, answer):
             return {"score": 1.0, "extracted": answer, "wanted": gold}
     return {"score": 0.0, "extracted": answer, "wanted": golds[0] if len(golds) == 1 else [*golds]}
 
 
 def gold_answer(ground_truth: object) -> str:
-    """The bare answer of a data set's row, which is a number, LaTeX, or a worked solution with a marked answer."""
+    """The bare answer of a data set's row, which is a number, LaTeX, or a worked solution with a
+    marked answer."""
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, int | float | str):
-        raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a str (data.answer_key)")
+        raise ValueError(
+            f"the ground truth is {ground_truth!r}: 'math' needs a number or a str "
+            "(data.answer_key)"
+        )
     if isinstance(ground_truth, float) and ground_truth.is_integer():
         ground_truth = int(ground_truth)
     if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
@@ -92,8 +104,9 @@ def gold_answer(ground_truth: object) -> str:
 def is_equal(gold: str, answer: str) -> bool:
     """gold: from `gold_answer`. answer: the text in the box or after the mark.
 
-    An answer that takes too long or has numbers beyond Python's is wrong: with a reward error a policy could avoid a
-    score of 0. A bug (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are raised.
+    An answer that takes too long or has numbers beyond Python's is wrong: with a reward error a
+    policy could avoid a score of 0. A bug (TypeError, ...), a full memory (MemoryError) and a full
+    stack (RecursionError) are raised.
     """
     try:
         with limited_time():
@@ -103,7 +116,8 @@ def is_equal(gold: str, answer: str) -> bool:
 
 
 def _unmarked(text: str, is_text: bool) -> str | None:
-    """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula or number."""
+    """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula
+    or number."""
     phrase = phrased_answer(text)
     if phrase is not None:
         phrase = _plain(phrase)
@@ -111,7 +125,9 @@ def _unmarked(text: str, is_text: bool) -> str | None:
             return phrase if len(phrase) <= _MAX_PHRASE else None
         if is_mathematics(phrase):
             return phrase
-        if found := last_mathematics(_CURRENCY_MARK.sub("", phrase).replace(r"\$", ""), is_answer=True):
+        if found := last_mathematics(
+            _CURRENCY_MARK.sub("", phrase).replace(r"\$", ""), is_answer=True
+        ):
             return _with_unit(*found)
     text = _plain(text)
     if is_text:

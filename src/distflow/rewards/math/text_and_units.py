@@ -1,8 +1,9 @@
-r"""Answers as text: normalisation of notations, and splitting of lists at the top level; and units after a number:
+r"""Answers as text: normalisation of notations, and splitting of lists at the top level; and units
+after a number:
 `5 \text{ cm}`, `5 cm^2`, `5 km/h`, `50\%`, `5 apples`.
 
-Answers in different units are different, unless the quantities are equal: 100 cm = 1 m. A number without a unit equals
-the same number with any unit.
+Answers in different units are different, unless the quantities are equal: 100 cm = 1 m. A number
+without a unit equals the same number with any unit.
 """
 
 import re
@@ -18,19 +19,23 @@ MAX_RAW_CHARACTERS = 2_000
 
 _TABLE = tomllib.loads(Path(__file__).with_name("notation.toml").read_text("utf-8"))
 _SCALES, _PARTS = _TABLE["scales"], {**_TABLE["parts"], "SCALES": "|".join(_TABLE["scales"])}
-_TEXT, _SUPERSCRIPTS = _PARTS["TEXT"], _PARTS["SUPERSCRIPTS"]
+_TEXT = _PARTS["TEXT"]
+_SUPERSCRIPTS = _PARTS["SUPERSCRIPTS"]
 _FULL_WIDTH = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # as beside Chinese
 _SYMBOLS = str.maketrans(_TABLE["symbols"] | _FULL_WIDTH)
 _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS, "0123456789-")
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """A number without thousands separators, unless there are brackets, in which commas may separate items."""
+    """A number without thousands separators, unless there are brackets, in which commas may
+    separate items."""
     return match[0] if re.search(r"[(\[]|\\\{", match.string) else match[0].replace(",", "")
 
 
 def _as_fraction(match: re.Match[str]) -> str:
-    whole, fixed, repeating = match[1] or "0", match[2], match[3] or match[4]
+    whole = match[1] or "0"
+    fixed = match[2]
+    repeating = match[3] or match[4]
     without = int(whole + fixed)
     denominator = 10 ** len(fixed) * (10 ** len(repeating) - 1)
     return rf"\frac{{{without * (10 ** len(repeating) - 1) + int(repeating)}}}{{{denominator}}}"
@@ -56,7 +61,10 @@ _REWRITES: dict[str, Callable[[re.Match[str]], str]] = {
 }
 _PART = re.compile(f"<({'|'.join(_PARTS)})>")
 _RULES = [
-    (re.compile(_PART.sub(lambda name: _PARTS[name[1]], pattern), re.ASCII), _REWRITES.get(replacement, replacement))
+    (
+        re.compile(_PART.sub(lambda name: _PARTS[name[1]], pattern), re.ASCII),
+        _REWRITES.get(replacement, replacement),
+    )
     for pattern, replacement in _TABLE["rules"]
 ]
 TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
@@ -64,13 +72,17 @@ _REMARK = re.compile(r"(?<=[\d%})\]$°π])(?:\s|\\[ ,;:])+([(\[])([^()\[\]\n]*)[
 _FORMULA = re.compile(r"\s*([=≈~]?)\s*([\d\s.+*/×÷%^=-]*\d[\d\s.+*/×÷%^=-]*)")
 _WORDS = re.compile(r"(?<![A-Za-z\\])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}")
 _NO_REMARK = re.compile(
-    r"(?:in )?base\b|mod|(?:or|and|to|no)\b|not(?!\s+\$?-?\d)|wrong|incorrect|false|may|perhaps|plus|minus|times|over",
+    (
+        r"(?:in "
+        r")?base\b|mod|(?:or|and|to|no)\b|not(?!\s+\$?-?\d)|wrong|incorrect|false|may|perhaps|plus|minus|times|over"
+    ),
     re.I,
 )
 _LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _PUNCTUATION = re.compile(r"""[\s()\[\].,;:!?'"~-]+""")
 _WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
-_OPENED, _CLOSED = ("(", "[", r"\{", r"\langle"), (")", "]", r"\}", r"\rangle")
+_OPENED = ("(", "[", r"\{", r"\langle")
+_CLOSED = (")", "]", r"\}", r"\rangle")
 _TOP_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 _AND_OR = re.compile(
     rf",?\s*(?:{_TEXT}\s*\{{\s*(?:and|or)\s*\}}|\b(?:and|or)\b|\\(?:lor|vee|land|wedge)(?![A-Za-z]))\s*"
@@ -78,7 +90,8 @@ _AND_OR = re.compile(
 
 
 def normalise(answer: str) -> str:
-    """Without delimiters, currency signs, trailing punctuation and thin spaces in numbers; `1e2` as a power of ten.
+    """Without delimiters, currency signs, trailing punctuation and thin spaces in numbers; `1e2` as
+    a power of ten.
 
     A text of more than `MAX_RAW_CHARACTERS` is not an answer and is returned unchanged.
     """
@@ -92,13 +105,14 @@ def normalise(answer: str) -> str:
 
 
 def without_remarks(text: str) -> str:
-    """The text without a remark in brackets after a value, like `7 (seven)` or `18 (9 + 9)`. A unit there is kept, and
-    so is what changes or doubts the value."""
+    """The text without a remark in brackets after a value, like `7 (seven)` or `18 (9 + 9)`. A unit
+    there is kept, and so is what changes or doubts the value."""
     return _REMARK.sub(lambda match: "" if _FORMULA.fullmatch(match[2]) else _remark(match), text)
 
 
 def _remark(match: re.Match[str]) -> str:
-    """The remark in an answer: a formula must have the same value, so that `18 (9 + 9)` becomes `18 = 9 + 9`."""
+    """The remark in an answer: a formula must have the same value, so that `18 (9 + 9)` becomes
+    `18 = 9 + 9`."""
     remark = match[2].strip()
     if found := _FORMULA.fullmatch(remark):
         return f" {found[1] or '='} {found[2]}"
@@ -110,13 +124,15 @@ def _remark(match: re.Match[str]) -> str:
 
 
 def words(text: str) -> str | None:
-    r"""The letters in lower case, if the text has only letters and punctuation: `\text{(A)}` is `a`; else None."""
+    r"""The letters in lower case, if the text has only letters and punctuation: `\text{(A)}` is
+    `a`; else None."""
     plain = _PUNCTUATION.sub(" ", TEXT.sub(r" \1 ", text)).strip()
     return plain.casefold() if _LETTERS.fullmatch(plain) else None
 
 
 def is_prose(text: str) -> bool:
-    r"""True for `\text{...}` and words, in which the order of letters matters, unlike in a product of variables."""
+    r"""True for `\text{...}` and words, in which the order of letters matters, unlike in a product
+    of variables."""
     return bool(TEXT.search(text) or _WORD.search(text))
 
 
@@ -127,7 +143,8 @@ def unwrap(text: str) -> str:
 
 def split_top(text: str, separator: str) -> list[str]:
     """The parts between separators that are outside of brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for token in _TOP_TOKEN.findall(text):
         depth += (token in _OPENED or token == "{") - (token in _CLOSED or token == "}")
         if depth == 0 and token in separator:
@@ -138,7 +155,8 @@ def split_top(text: str, separator: str) -> list[str]:
 
 
 def listed(text: str) -> tuple[str, str, list[str]] | None:
-    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items); None for other text."""
+    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items);
+    None for other text."""
     opening = next((bracket for bracket in _OPENED if text.startswith(bracket)), "")
     closing = next((bracket for bracket in _CLOSED if text.endswith(bracket)), "")
     inner = text[len(opening) : len(text) - len(closing)]
@@ -150,7 +168,8 @@ def listed(text: str) -> tuple[str, str, list[str]] | None:
 
 
 def _is_balanced(text: str) -> bool:
-    """Whether no bracket is closed before it is opened; any kind may close any other, as in the interval `[2,5)`."""
+    """Whether no bracket is closed before it is opened; any kind may close any other, as in the
+    interval `[2,5)`."""
     depth = 0
     for token in _TOP_TOKEN.findall(text):
         depth += (token in _OPENED) - (token in _CLOSED)
@@ -174,15 +193,20 @@ _TAIL = re.compile(
     + r"|\\[,;: ]|\\?%|\\cdot(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{?-?\d\}?|[A-Za-z/\s~.])+)"
 )
 _UNIT_PART = re.compile(r"(/)?\s*([A-Za-z]+)\s*(?:\^\s*\{?(-?\d)\}?)?\s*")
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lim|operatorname|text)(?![A-Za-z])")
-_PLAIN_VALUE = re.compile(r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|^[A-Za-z]\s*=)+")
+_FUNCTION = re.compile(
+    r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lim|operatorname|text)(?![A-Za-z])"
+)
+_PLAIN_VALUE = re.compile(
+    r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|^[A-Za-z]\s*=)+"
+)
 _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of up to two letters
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Powers of dimensions by name, and the size in base units, except for the factor 180/π of a radian. is_plain: it
-    is known or a plural word, so a number with it may be compared with a bare number."""
+    """Powers of dimensions by name, and the size in base units, except for the factor 180/π of a
+    radian. is_plain: it is known or a plural word, so a number with it may be compared with a bare
+    number."""
 
     dimensions: tuple[tuple[str, int], ...]
     size: Fraction
@@ -198,37 +222,54 @@ UNCHANGED = r"\frac{1}{1}"
 def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
     """The value and its unit; the text and None if it has no unit at its end.
 
-    is_measured: the text is compared with a number or a quantity, so that a letter right after a number is a unit:
-    `5m`. Otherwise it may be a variable.
+    is_measured: the text is compared with a number or a quantity, so that a letter right after a
+    number is a unit: `5m`. Otherwise it may be a variable.
     """
     found = _TAIL.fullmatch(text)
     if found is None:
         return text, None
-    value, tail = found["value"].strip(), found["tail"]
+    value = found["value"].strip()
+    tail = found["tail"]
     is_apart = TEXT.search(tail) is not None or tail[0].isspace()
     spelled = _spelled(tail)
-    unit = _unit(spelled, may_be_unknown=is_apart and bool(TEXT.search(tail) or _PLAIN_VALUE.fullmatch(value)))
+    unit = _unit(
+        spelled,
+        may_be_unknown=is_apart and bool(TEXT.search(tail) or _PLAIN_VALUE.fullmatch(value)),
+    )
     if unit is None or _FUNCTION.search(value):
         return text, None
-    is_short = any(len(name) < 3 and name.lower() not in _NEVER_VARIABLES for name in re.findall("[A-Za-z]+", spelled))
-    if is_short and not TEXT.search(tail) and not (_PLAIN_VALUE.fullmatch(value) and (is_apart or is_measured)):
+    is_short = any(
+        len(name) < 3 and name.lower() not in _NEVER_VARIABLES
+        for name in re.findall("[A-Za-z]+", spelled)
+    )
+    if (
+        is_short
+        and not TEXT.search(tail)
+        and not (_PLAIN_VALUE.fullmatch(value) and (is_apart or is_measured))
+    ):
         return text, None
     return value, unit
 
 
 def conversion(gold: Unit, unit: Unit) -> str | None:
-    """The factor, in LaTeX, that converts a value in `unit` to `gold`; None if their dimensions differ."""
+    """The factor, in LaTeX, that converts a value in `unit` to `gold`; None if their dimensions
+    differ."""
     if gold.dimensions != unit.dimensions:
         return None
     ratio = unit.size / gold.size
     pi = {(False, True): r" \cdot \frac{180}{\pi}", (True, False): r" \cdot \frac{\pi}{180}"}
-    return rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}" + pi.get((gold.is_radian, unit.is_radian), "")
+    return rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}}" + pi.get(
+        (gold.is_radian, unit.is_radian), ""
+    )
 
 
 def is_unit(word: str) -> bool:
-    """Whether a word or sign after a number is a known unit, or changes the number's value as "thousand" does."""
+    """Whether a word or sign after a number is a known unit, or changes the number's value as
+    "thousand" does."""
     parts = _UNIT_PART.findall(_spelled(word))
-    return word.strip().lower() in _MULTIPLES or (bool(parts) and all(_known(name) for _, name, _ in parts))
+    return word.strip().lower() in _MULTIPLES or (
+        bool(parts) and all(_known(name) for _, name, _ in parts)
+    )
 
 
 def _spelled(tail: str) -> str:
@@ -244,20 +285,26 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
     if not parts or sum(len(part.group()) for part in parts) != len(spelled):
         return None
     powers: dict[str, int] = {}
-    size, is_radian, is_below = Fraction(1), False, False
+    size = Fraction(1)
+    is_radian = False
+    is_below = False
     unknown = [part[2].lower() for part in parts if _known(part[2]) is None]
     is_plain = not unknown or any(name in _PLURALS or name.endswith("s") for name in unknown)
     for slash, name, power in (part.groups() for part in parts):
         is_below = is_below or bool(slash)
         exponent = int(power or 1) * (-1 if is_below else 1)
         dimension, factor = _known(name) or (name.lower().removesuffix("s"), "")
-        is_word = len(name) > 2 and _NO_UNITS.isdisjoint((name.lower(), name.lower().removesuffix("s")))
+        is_word = len(name) > 2 and _NO_UNITS.isdisjoint(
+            (name.lower(), name.lower().removesuffix("s"))
+        )
         if not factor and not (may_be_unknown and is_word):
             return None
         is_radian = is_radian or "pi" in factor
         size *= Fraction(1 if "pi" in factor else factor or 1) ** exponent
         powers[dimension] = powers.get(dimension, 0) + exponent
-    dimensions = sorted((name, power) for name, power in powers.items() if power and name != "number")
+    dimensions = sorted(
+        (name, power) for name, power in powers.items() if power and name != "number"
+    )
     return Unit(tuple(dimensions), size, is_radian, is_plain)
 
 
@@ -265,5 +312,13 @@ def _known(name: str) -> tuple[str, str] | None:
     if len(name) == 1:
         return _NAMES.get(name.lower()) if name in "mgshlLJWNCVA" else None
     name = name.lower()
-    singulars = (name, name.removesuffix("s"), name.removesuffix("es"), name.removesuffix("ies") + "y")
-    return next((_NAMES[singular] for singular in singulars if len(singular) > 1 and singular in _NAMES), None)
+    singulars = (
+        name,
+        name.removesuffix("s"),
+        name.removesuffix("es"),
+        name.removesuffix("ies") + "y",
+    )
+    return next(
+        (_NAMES[singular] for singular in singulars if len(singular) > 1 and singular in _NAMES),
+        None,
+    )

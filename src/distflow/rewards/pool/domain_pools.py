@@ -1,4 +1,5 @@
-"""A pool of reward workers per domain, so that a hang in one does not block another, and their settings.
+"""A pool of reward workers per domain, so that a hang in one does not block another, and their
+settings.
 
 Pools can be started early: then their processes load functions while the run imports torch.
 """
@@ -36,8 +37,8 @@ StartPool = Callable[[PoolSettings], Pool]
 class Patience(NamedTuple):
     """Time, workers and retries of a domain's reward functions.
 
-    timeout_s: of one call. num_workers: processes. retries: of a failed call; backoff_s: the wait before the first
-    retry, doubled before each further one. give_up_after: see `Pool.score_group`.
+    timeout_s: of one call. num_workers: processes. retries: of a failed call; backoff_s: the wait
+    before the first retry, doubled before each further one. give_up_after: see `Pool.score_group`.
     """
 
     timeout_s: float
@@ -52,16 +53,17 @@ def functions_of(functions: Functions, domain: str) -> Sequence[RewardPart]:
     parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
     if parts is None:
         raise UserError(
-            f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
+            f"no reward function for the domain '{domain}': add it to reward.functions, or a "
+            f"'{DEFAULT_DOMAIN}' "
             f"entry, or see data.domain_key{hint(domain, functions)}"
         )
     return parts
 
 
 class RewardSettings(NamedTuple):
-    """Reward functions of a run; those of the domain "default" are for domains that are not listed. patience: of
-    domains without another in `domains`. custom: (path, name) of the user's function. memory_bytes: of one process.
-    answer_keys: columns of the ground truth, by domain."""
+    """Reward functions of a run; those of the domain "default" are for domains that are not listed.
+    patience: of domains without another in `domains`. custom: (path, name) of the user's function.
+    memory_bytes: of one process. answer_keys: columns of the ground truth, by domain."""
 
     functions: Functions
     patience: Patience
@@ -73,8 +75,14 @@ class RewardSettings(NamedTuple):
     @staticmethod
     def of(config: Config) -> "RewardSettings":
         """The settings of a config; loads neither functions nor torch."""
-        reward, custom, functions = config.reward, config.custom_reward_function, reward_functions(config)
-        own = {name: data.answer_key for name, data in config.data.domains.items() if data.answer_key is not None}
+        reward = config.reward
+        custom = config.custom_reward_function
+        functions = reward_functions(config)
+        own = {
+            name: data.answer_key
+            for name, data in config.data.domains.items()
+            if data.answer_key is not None
+        }
         return RewardSettings(
             functions,
             Patience(**patience_of(reward, "")),
@@ -84,10 +92,13 @@ class RewardSettings(NamedTuple):
         )
 
     def patience_by_domain(self) -> dict[str, Patience]:
-        return {name: self.domains.get(name, self.patience) for name in (*self.functions, *self.domains)}
+        return {
+            name: self.domains.get(name, self.patience) for name in (*self.functions, *self.domains)
+        }
 
     def targets(self, domain: str) -> dict[str, str]:
-        """The targets that the domain's pool loads, by name. Raises UserError for an unknown name."""
+        """The targets that the domain's pool loads, by name. Raises UserError for an unknown
+        name."""
         parts = functions_of(self.functions, domain)
         targets = {part.name: self._target(part, domain) for part in parts}
         return {**targets, FAILS: FAILS_TARGET}
@@ -100,8 +111,8 @@ class RewardSettings(NamedTuple):
 
 
 def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
-    """The pools to start, by domain, or by target for a function that is too large to load twice. Raises UserError for
-    an unknown name."""
+    """The pools to start, by domain, or by target for a function that is too large to load twice.
+    Raises UserError for an unknown name."""
     pools: dict[str, PoolSettings] = {}
     for domain, patience in settings.patience_by_domain().items():
         targets = settings.targets(domain)
@@ -109,7 +120,9 @@ def pool_settings(settings: RewardSettings) -> dict[str, PoolSettings]:
             target = targets.pop(name)
             pools[target] = alone(name, target, settings.patience.timeout_s)
         if set(targets) > {FAILS}:
-            pools[domain] = PoolSettings(targets, patience.num_workers, patience.timeout_s, settings.memory_bytes)
+            pools[domain] = PoolSettings(
+                targets, patience.num_workers, patience.timeout_s, settings.memory_bytes
+            )
     return pools
 
 
@@ -125,8 +138,8 @@ def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
 
 @contextmanager
 def borrowed(settings: PoolSettings, name: str) -> Iterator[RewardPool]:
-    """The pool with these settings that was started early, which stays for the run; else one with only that function,
-    inside the context. Raises UserError if a function cannot be loaded."""
+    """The pool with these settings that was started early, which stays for the run; else one with
+    only that function, inside the context. Raises UserError if a function cannot be loaded."""
     for started, pool in _started:
         if started == settings:
             yield pool.result()
@@ -143,7 +156,8 @@ _started: list[tuple[PoolSettings, "Future[RewardPool]"]] = []
 
 @contextmanager
 def started_early(settings: PoolSettings) -> Iterator[None]:
-    """Start that pool in the background for the first `take_pool` inside; if not taken, it is closed."""
+    """Start that pool in the background for the first `take_pool` inside; if not taken, it is
+    closed."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-early")
     _started.append((settings, thread.submit(RewardPool, settings)))
     try:
@@ -170,17 +184,19 @@ def _take_started(settings: PoolSettings) -> RewardPool | None:
     _started.remove(entry)
     try:
         return entry[1].result()
-    except UserError:  # an import may have registered the function since; else the next attempt raises the same
+    # an import may have registered the function since; else the next attempt raises the same
+    except UserError:
         return None
 
 
 class Pools:
-    """One `RewardPool` for each entry of `functions`, and for each domain with its own `Patience`; other domains share
-    the pool of "default". A function that is too large to load twice has one pool for all domains."""
+    """One `RewardPool` for each entry of `functions`, and for each domain with its own `Patience`;
+    other domains share the pool of "default". A function that is too large to load twice has one
+    pool for all domains."""
 
     def __init__(self, settings: RewardSettings, start: StartPool = take_pool) -> None:
-        """start: starts pools of functions that may be loaded twice. Waits for the first process of each. Raises
-        UserError if a function is unknown or cannot be loaded."""
+        """start: starts pools of functions that may be loaded twice. Waits for the first process of
+        each. Raises UserError if a function is unknown or cannot be loaded."""
         self._patience = settings.patience_by_domain()
         pools = pool_settings(settings)
         self._targets = {
@@ -194,9 +210,12 @@ class Pools:
         # All at once, since each waits for a process that loads its functions.
         with ThreadPoolExecutor(len(pools), thread_name_prefix="distflow-pools") as threads:
             starting = {
-                name: threads.submit(take_pool if name in large else start, each) for name, each in pools.items()
+                name: threads.submit(take_pool if name in large else start, each)
+                for name, each in pools.items()
             }
-        self._pools = {name: each.result() for name, each in starting.items() if each.exception() is None}
+        self._pools = {
+            name: each.result() for name, each in starting.items() if each.exception() is None
+        }
         failure = next((error for each in starting.values() if (error := each.exception())), None)
         if failure is not None:
             self.close()
@@ -210,8 +229,8 @@ class Pools:
         return self._patience[self._place(domain)]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
-        """Call function `name` once, in the pool of the domain `data_source`, or, if that has no such function, in any
-        other pool that has it."""
+        """Call function `name` once, in the pool of the domain `data_source`, or, if that has no
+        such function, in any other pool that has it."""
         key = self._key(str(arguments["data_source"]), name)
         if name not in self._functions.get(key, ()):
             key = next(other for other, names in self._functions.items() if name in names)
@@ -232,7 +251,9 @@ class Pools:
         return frozenset[str]().union(*(pool.takes_conversations for pool in self._pools.values()))
 
     def close(self) -> None:
-        with ThreadPoolExecutor(max(len(self._pools), 1), thread_name_prefix="distflow-pools") as threads:
+        with ThreadPoolExecutor(
+            max(len(self._pools), 1), thread_name_prefix="distflow-pools"
+        ) as threads:
             list(threads.map(lambda pool: pool.close(), self._pools.values()))
 
     def _place(self, domain: str) -> str:

@@ -1,5 +1,6 @@
-"""Reward functions that test workers and other reward functions: one fails in the way that it is told to or returns a
-number from its arguments, one calls another function and also returns the texts in its source."""
+"""Reward functions that test workers and other reward functions: one fails in the way that it is
+told to or returns a number from its arguments, one calls another function and also returns the
+texts in its source."""
 
 import hashlib
 import inspect
@@ -13,7 +14,13 @@ from functools import cache
 from typing import cast
 
 from distflow.import_target import innermost
-from distflow.rewards.load_and_call_reward_functions import PROMPT, call_arguments, load_reward, texts_in, with_options
+from distflow.rewards.load_and_call_reward_functions import (
+    PROMPT,
+    call_arguments,
+    load_reward,
+    texts_in,
+    with_options,
+)
 from distflow.rewards.reward_results import left_s
 
 ECHO = "(echo)"
@@ -22,8 +29,8 @@ NO_NETWORK = "a reward function is tried without a network"
 
 
 def probe_target(target: str, network: bool) -> str:
-    """Target of a function that returns `target`'s result and the texts in its source. network: whether it may use
-    one."""
+    """Target of a function that returns `target`'s result and the texts in its source. network:
+    whether it may use one."""
     return with_options(f"{__name__}:probe", {"target": target, "network": network})
 
 
@@ -40,7 +47,10 @@ def probe(
     from distflow.rewards.pool.worker import score_all  # no other probe needs it
 
     function, texts = _load(target, network)
-    asked = {PROMPT: prompt, **call_arguments(data_source, solution_str, ground_truth, extra_info or {})}
+    asked = {
+        PROMPT: prompt,
+        **call_arguments(data_source, solution_str, ground_truth, extra_info or {}),
+    }
     (answer,) = score_all(target, function, [asked], left_s())
     if "score" not in answer:
         raise ValueError(answer.get("error", "it timed out"))
@@ -63,7 +73,8 @@ def _load(target: str, network: bool) -> tuple[Callable[..., object], list[str]]
 
 
 def fail(solution_str: str, ground_truth: object = None, extra_info: object = None) -> object:
-    """Fail in the way that the response names; by a ValueError if it names none. With `ECHO` in it, return `echo`."""
+    """Fail in the way that the response names; by a ValueError if it names none. With `ECHO` in it,
+    return `echo`."""
     match solution_str:
         case text if ECHO in text:
             return echo(text, ground_truth, extra_info)

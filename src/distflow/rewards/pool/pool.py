@@ -1,4 +1,5 @@
-"""Reward functions in processes that can be killed: a hang, a crash or a full memory costs one score, never the run."""
+"""Reward functions in processes that can be killed: a hang, a crash or a full memory costs one
+score, never the run."""
 
 import asyncio
 import queue
@@ -12,7 +13,14 @@ from typing import NamedTuple
 
 from distflow.errors import UserError
 from distflow.rewards.load_and_call_reward_functions import PROMPT, without_options
-from distflow.rewards.pool.process import PeerGone, Request, RewardProcess, StartFailed, encode, take
+from distflow.rewards.pool.process import (
+    PeerGone,
+    Request,
+    RewardProcess,
+    StartFailed,
+    encode,
+    take,
+)
 from distflow.rewards.reward_results import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
@@ -31,8 +39,8 @@ class GivenUp(UserError):
 
 
 class PoolSettings(NamedTuple):
-    """functions: name → "module:function" or "file.py:function". num_workers: processes. memory_bytes: of each process,
-    0 for no limit."""
+    """functions: name → "module:function" or "file.py:function". num_workers: processes.
+    memory_bytes: of each process, 0 for no limit."""
 
     functions: Mapping[str, str]
     num_workers: int
@@ -44,9 +52,9 @@ class PoolSettings(NamedTuple):
 class Pool(ABC):
     """Reward workers, in processes of this machine (`RewardPool`) or in Ray actors.
 
-    takes_groups: functions that score several responses in one call (batched or async). takes_batches: the batched
-    ones. takes_conversations: those that see a whole episode. on_result: called with every result, on the caller's
-    event loop. closed: there will be no further results.
+    takes_groups: functions that score several responses in one call (batched or async).
+    takes_batches: the batched ones. takes_conversations: those that see a whole episode. on_result:
+    called with every result, on the caller's event loop. closed: there will be no further results.
     """
 
     takes_groups = frozenset[str]()
@@ -63,9 +71,10 @@ class Pool(ABC):
         on_repeat: OnRepeat = lambda number: None,
         give_up_after: int = 0,
     ) -> list[RewardResult]:
-        """Call function `name` for each of these arguments (by their names in `reward_functions.PARAMETERS`; plain JSON
-        values). timeout_s: of each. give_up_after: raises GivenUp once that many calls timed out and none with such a
-        limit has returned; 0 means never."""
+        """Call function `name` for each of these arguments (by their names in
+        `reward_functions.PARAMETERS`; plain JSON values). timeout_s: of each. give_up_after: raises
+        GivenUp once that many calls timed out and none with such a limit has returned; 0 means
+        never."""
         on_result = None if self.closed else self.on_result
         reward_results = await self._score_group(name, asked, timeout_s, on_repeat, give_up_after)
         if on_result is not None:
@@ -75,10 +84,17 @@ class Pool(ABC):
 
     @abstractmethod
     async def _score_group(
-        self, name: str, asked: Calls, timeout_s: float | None, on_repeat: OnRepeat, give_up_after: int
+        self,
+        name: str,
+        asked: Calls,
+        timeout_s: float | None,
+        on_repeat: OnRepeat,
+        give_up_after: int,
     ) -> list[RewardResult]: ...
 
-    async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> RewardResult:
+    async def call(
+        self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None
+    ) -> RewardResult:
         """`score_group` for one response."""
         (reward_result,) = await self.score_group(name, [arguments], timeout_s)
         return reward_result
@@ -88,13 +104,13 @@ class Pool(ABC):
 
 
 class RewardPool(Pool):
-    """`num_workers` processes, each with the same functions loaded. A process scores one response at a time, or several
-    by a function in `takes_groups`.
+    """`num_workers` processes, each with the same functions loaded. A process scores one response
+    at a time, or several by a function in `takes_groups`.
 
-    The deadline of a call runs from when its process takes it, not while it queues: n hangs cost at most (1 + n /
-    num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the call repeated once; one
-    that missed its deadline is replaced and the result is a `Timeout`. Responses that are scored in one call share its
-    fate and the sum of their deadlines.
+    The deadline of a call runs from when its process takes it, not while it queues: n hangs cost at
+    most (1 + n / num_workers) · timeout_s. A process that crashed or ran out of memory is replaced
+    and the call repeated once; one that missed its deadline is replaced and the result is a
+    `Timeout`. Responses that are scored in one call share its fate and the sum of their deadlines.
     """
 
     def __init__(self, settings: PoolSettings) -> None:
@@ -102,14 +118,22 @@ class RewardPool(Pool):
         assert settings.num_workers > 0 and settings.timeout_s > 0 and settings.functions
         self.timeout_s = settings.timeout_s
         self._settings = settings
-        # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
-        self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="distflow-reward")
-        self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()  # running processes come first
-        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are atomic.
+        # Processes are started by these threads only: Linux kills a child when the thread that
+        # started it ends.
+        self._threads = ThreadPoolExecutor(
+            settings.num_workers, thread_name_prefix="distflow-reward"
+        )
+        # running processes come first
+        self._idle: queue.LifoQueue[RewardProcess | None] = queue.LifoQueue()
+        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are
+        # atomic.
         self._living: set[RewardProcess] = set()
-        # Functions that may be given up: those of which a call has returned, and the numbers of calls that timed out.
-        self._returned, self._num_hung = set[str](), Counter[str]()
-        self._hung: dict[str, Mapping[str, object]] = {}  # the arguments of the first timed-out call
+        # Functions that may be given up: those of which a call has returned, and the numbers of
+        # calls that timed out.
+        self._returned = set[str]()
+        self._num_hung = Counter[str]()
+        # the arguments of the first timed-out call
+        self._hung: dict[str, Mapping[str, object]] = {}
         for _ in range(settings.num_workers - 1):
             self._idle.put(None)  # a slot; its process is started when it is first needed
         with ExitStack() as on_failure:
@@ -118,7 +142,12 @@ class RewardPool(Pool):
             on_failure.pop_all()
 
     async def _score_group(
-        self, name: str, asked: Calls, timeout_s: float | None, on_repeat: OnRepeat, give_up_after: int
+        self,
+        name: str,
+        asked: Calls,
+        timeout_s: float | None,
+        on_repeat: OnRepeat,
+        give_up_after: int,
     ) -> list[RewardResult]:
         if self.closed:
             return [Error(_CLOSING)] * len(asked)
@@ -137,7 +166,11 @@ class RewardPool(Pool):
                     done, serving = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
                     for ended in done:
                         ended.result()
-                if give_up_after and self._num_hung[name] >= give_up_after and name not in self._returned:
+                if (
+                    give_up_after
+                    and self._num_hung[name] >= give_up_after
+                    and name not in self._returned
+                ):
                     raise GivenUp(self._why_given_up(name, timeout_s))
         finally:
             pending.clear()  # the caller may have been cancelled
@@ -155,8 +188,11 @@ class RewardPool(Pool):
         for process in list(self._living):
             self._retire(process)
 
-    def _add_threads(self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float) -> None:
-        """Add as many threads as there are free slots and requests; none once the pool is closed."""
+    def _add_threads(
+        self, serving: set[asyncio.Future[None]], pending: deque[Request], timeout_s: float
+    ) -> None:
+        """Add as many threads as there are free slots and requests; none once the pool is
+        closed."""
         loop = asyncio.get_running_loop()
         try:
             for _ in range(min(self._settings.num_workers - len(serving), len(pending))):
@@ -169,7 +205,8 @@ class RewardPool(Pool):
                 self._fail(active.popleft(), None, pending)
 
     def _serve(self, pending: deque[Request], timeout_s: float) -> None:
-        """Send requests that no other thread takes to one process, while it lives. The rest stay for all threads."""
+        """Send requests that no other thread takes to one process, while it lives. The rest stay
+        for all threads."""
         active: deque[Request] = deque()
         if not take(pending, active):
             return
@@ -198,8 +235,11 @@ class RewardPool(Pool):
             self._fail(active.popleft(), failure, pending)
             pending.extendleft(reversed(active))  # requests that were sent ahead did not cause it
 
-    def _fail(self, request: Request, failure: RewardResult | None, pending: deque[Request]) -> None:
-        """failure: None repeats the request in a new process. A failure while the pool closes is due to the closing."""
+    def _fail(
+        self, request: Request, failure: RewardResult | None, pending: deque[Request]
+    ) -> None:
+        """failure: None repeats the request in a new process. A failure while the pool closes is
+        due to the closing."""
         if self.closed:
             failure = Error(_CLOSING)
         if failure is None:
@@ -207,7 +247,9 @@ class RewardPool(Pool):
         else:
             request.end([failure] * request.num_asked)
 
-    def _count_hangs(self, name: str, arguments: Mapping[str, object], reward_results: Sequence[RewardResult]) -> None:
+    def _count_hangs(
+        self, name: str, arguments: Mapping[str, object], reward_results: Sequence[RewardResult]
+    ) -> None:
         num_hung = sum(isinstance(each, Timeout) for each in reward_results)
         if num_hung < len(reward_results):
             self._returned.add(name)
@@ -216,12 +258,16 @@ class RewardPool(Pool):
             self._num_hung[name] += 1
 
     def _why_given_up(self, name: str, timeout_s: float) -> str:
-        first, target = self._hung[name], without_options(self._settings.functions[name])
+        first = self._hung[name]
+        target = without_options(self._settings.functions[name])
         return (
-            f"the reward function '{name}' ({target}) hangs, or is slow: none of its first {self._num_hung[name]} "
+            f"the reward function '{name}' ({target}) hangs, or is slow: none of its first "
+            f"{self._num_hung[name]} "
             f"calls returned within {timeout_s:g} s (reward.timeout_s), e.g. for the response "
-            f"{first['solution_str']!r:.200} to the prompt {first.get(PROMPT)!r:.200} (ground truth "
-            f"{first['ground_truth']!r:.80}). Correct it, and test it with `distflow reward check`; if it is slow, "
+            f"{first['solution_str']!r:.200} to the prompt {first.get(PROMPT)!r:.200} (ground "
+            "truth "
+            f"{first['ground_truth']!r:.80}). Correct it, and test it with `distflow reward "
+            "check`; if it is slow, "
             "raise reward.timeout_s; reward.max_error_rate=1 never stops"
         )
 
@@ -230,7 +276,9 @@ class RewardPool(Pool):
             process = self._start(None)
         except StartFailed as error:
             functions = self._settings.functions.items()
-            loaded = [without_options(target) for name, target in functions if not name.startswith("(")]
+            loaded = [
+                without_options(target) for name, target in functions if not name.startswith("(")
+            ]
             raise UserError(
                 f"the reward functions ({', '.join(loaded)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
@@ -264,7 +312,17 @@ class RewardPool(Pool):
 def _request(name: str, asked: Calls, timeout_s: float) -> Request:
     """A request; if it cannot be sent, it already has its result."""
     try:
-        frame = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})
+        frame = encode(
+            {
+                "name": name,
+                "asked": [dict(arguments) for arguments in asked],
+                "timeout_s": timeout_s,
+            }
+        )
     except (TypeError, ValueError) as error:
-        return Request(b"", len(asked), [Error(f"the sample cannot be sent to a reward worker: {error}")] * len(asked))
+        return Request(
+            b"",
+            len(asked),
+            [Error(f"the sample cannot be sent to a reward worker: {error}")] * len(asked),
+        )
     return Request(frame, len(asked))

@@ -1,7 +1,7 @@
 """One reward worker process, and our end of its socket.
 
-Messages between the run and its reward workers are JSON: 4 bytes of length, then UTF-8. No pickle; sizes are capped.
-"""
+Messages between the run and its reward workers are JSON: 4 bytes of length, then UTF-8. No pickle;
+sizes are capped."""
 
 import json
 import os
@@ -31,10 +31,13 @@ class PeerGone(Exception):
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Raises TypeError for values that JSON lacks, ValueError for a message beyond `MAX_FRAME_BYTES`."""
+    """Raises TypeError for values that JSON lacks, ValueError for a message beyond
+    `MAX_FRAME_BYTES`."""
     body = json.dumps(dict(message)).encode()
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body):,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}")
+        raise ValueError(
+            f"a message of {len(body):,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}"
+        )
     return _HEADER.pack(len(body)) + body
 
 
@@ -43,8 +46,8 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        # Bytes after the last message: one recv may return several. Each recv releases the interpreter lock, which
-        # takes up to 5 ms to get back while another thread computes.
+        # Bytes after the last message: one recv may return several. Each recv releases the
+        # interpreter lock, which takes up to 5 ms to get back while another thread computes.
         self._received = bytearray()
 
     def close(self) -> None:
@@ -61,14 +64,18 @@ class Channel:
             raise PeerGone(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, JSON]:
-        """The next message. Raises TimeoutError unless it arrived whole in time, PeerGone, ValueError if invalid.
+        """The next message. Raises TimeoutError unless it arrived whole in time, PeerGone,
+        ValueError if invalid.
 
-        Data that has arrived is read even after the deadline: this process may have been stopped or starved.
+        Data that has arrived is read even after the deadline: this process may have been stopped or
+        starved.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (size,) = _HEADER.unpack(self._take(_HEADER.size, deadline))
         if size > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}")
+            raise ValueError(
+                f"a message of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}"
+            )
         message = json.loads(self._take(size, deadline))
         if not isinstance(message, dict):
             raise ValueError(f"expected a JSON object, got {type(message).__name__}")
@@ -76,7 +83,9 @@ class Channel:
 
     def _take(self, num_bytes: int, deadline: float | None) -> bytes:
         while (missing := num_bytes - len(self._received)) > 0:
-            self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            self._socket.settimeout(
+                None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            )
             try:
                 part = self._socket.recv(max(missing, _READ_BYTES))
             except (TimeoutError, BlockingIOError):
@@ -92,8 +101,11 @@ class Channel:
 
 
 _SHOWN_STDERR_BYTES = 300
-_QUICK_S = 0.005  # faster calls are sent ahead: waking a process takes about 0.1 ms, like most calls
-_MOST_AHEAD, _AHEAD_BYTES = 8, 2**13  # they fit into a socket together: nobody waits for the process to read
+# faster calls are sent ahead: waking a process takes about 0.1 ms, like most calls
+_QUICK_S = 0.005
+# they fit into a socket together: nobody waits for the process to read
+_MOST_AHEAD = 8
+_AHEAD_BYTES = 2**13
 
 
 class StartFailed(Exception):
@@ -102,8 +114,8 @@ class StartFailed(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """Calls that one process gets at once, and their results once available. crashes: how many processes crashed while
-    serving it. on_results: called with the results."""
+    """Calls that one process gets at once, and their results once available. crashes: how many
+    processes crashed while serving it. on_results: called with the results."""
 
     frame: bytes
     num_asked: int
@@ -130,7 +142,8 @@ class RewardProcess:
     def __init__(self, memory_bytes: int) -> None:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
-        self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  lives as long as the process, closed by discard
+        # lives as long as the process, closed by discard
+        self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         with theirs:
             self._child = Child(
                 python_command("distflow.rewards.pool.worker", theirs.fileno(), memory_bytes),
@@ -143,8 +156,8 @@ class RewardProcess:
         self._is_quick = False
 
     def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], ...]:
-        """Load functions; returns those that take groups, those of them that are batched, and those that take
-        conversations."""
+        """Load functions; returns those that take groups, those of them that are batched, and those
+        that take conversations."""
         due = time.monotonic() + timeout_s
         try:
             self._channel.send(encode({"functions": dict(functions)}), timeout_s)
@@ -155,20 +168,24 @@ class RewardProcess:
             raise StartFailed(self.cause_of_death()) from None
         if "error" in answer:
             raise StartFailed(str(answer["error"]))
-        return tuple(frozenset(cast(list[str], answer[name])) for name in ("ready", "batched", "told"))
+        return tuple(
+            frozenset(cast(list[str], answer[name])) for name in ("ready", "batched", "told")
+        )
 
     def answer(self, active: deque[Request], pending: deque[Request], timeout_s: float) -> None:
-        """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from the end of the
-        previous one.
+        """Serve the request in `active`, and then the pending ones. timeout_s: of each call, from
+        the end of the previous one.
 
-        Raises TimeoutError, PeerGone, and ValueError for an invalid reply, all about the first in `active`; others may
-        have been sent ahead. The process is then out of sync and must be discarded.
+        Raises TimeoutError, PeerGone, and ValueError for an invalid reply, all about the first in
+        `active`; others may have been sent ahead. The process is then out of sync and must be
+        discarded.
         """
         self.in_step = False
         self._stderr.truncate(0)
         self._channel.send(active[0].frame, timeout_s * active[0].num_asked)
         while active:
-            request, began = active[0], time.monotonic()
+            request = active[0]
+            began = time.monotonic()
             due = began + timeout_s * request.num_asked
             self._send_ahead(active, pending, due)
             answers = self._channel.receive(_left_s(due)).get("answers")
@@ -182,9 +199,10 @@ class RewardProcess:
         self.in_step = True
 
     def _send_ahead(self, active: deque[Request], pending: deque[Request], due: float) -> None:
-        """due: deadline of the first in `active`. A process that has ended by now may have answered it: the first
-        request without an answer killed it."""
-        before, ahead = len(active), bytearray()
+        """due: deadline of the first in `active`. A process that has ended by now may have answered
+        it: the first request without an answer killed it."""
+        before = len(active)
+        ahead = bytearray()
         while self._is_quick and len(active) <= _MOST_AHEAD and take(pending, active):
             if len(active[-1].frame) > _AHEAD_BYTES:
                 pending.appendleft(active.pop())
@@ -201,7 +219,8 @@ class RewardProcess:
         return self._child.status() is None
 
     def cause_of_death(self) -> str:
-        """How it ended, with the end of its stderr. Waits for it, as its socket is already closed."""
+        """How it ended, with the end of its stderr. Waits for it, as its socket is already
+        closed."""
         status = self._child.wait(5)
         if status == EXIT_OUT_OF_MEMORY:
             return "the reward worker ran out of memory"
@@ -213,7 +232,8 @@ class RewardProcess:
         return f"the reward worker {how}" + (f" ({text})" if text else "")
 
     def kill(self) -> None:
-        """End the process and its children. Idempotent; a thread that waits for its answer gets PeerGone."""
+        """End the process and its children. Idempotent; a thread that waits for its answer gets
+        PeerGone."""
         self._child.kill()
 
     def discard(self) -> None:
@@ -230,7 +250,8 @@ def _left_s(due: float) -> float:
 def _read_answer(answer: JSON, timeout_s: float) -> RewardResult:
     """The result of an answer. Raises ValueError for an invalid one."""
     if isinstance(answer, dict):
-        score, extra = answer.get("score"), answer.get("extra")
+        score = answer.get("score")
+        extra = answer.get("extra")
         if "error" in answer:
             return Error(str(answer["error"]))
         if "timeout" in answer:

@@ -1,7 +1,9 @@
-"""The process that runs reward functions: it reads one request at a time from its socket and answers it. A request has
-one response, or several for a function that is async or batched. It does not import torch itself.
+"""The process that runs reward functions: it reads one request at a time from its socket and
+answers it. A request has one response, or several for a function that is async or batched. It does
+not import torch itself.
 
-`process.py` starts it below a keeper, with the number of a descriptor and the limit of its memory as arguments.
+`process.py` starts it below a keeper, with the number of a descriptor and the limit of its memory
+as arguments.
 """
 
 import inspect
@@ -40,8 +42,11 @@ Answer: TypeAlias = dict[str, JSON]
 """`score`, `extra` and `as_text`, or `error`, or `timeout`."""
 
 
-def score_all(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
-    """An answer for each call in `asked`. Raises MemoryError, after which this process's heap cannot be trusted."""
+def score_all(
+    name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
+) -> list[Answer]:
+    """An answer for each call in `asked`. Raises MemoryError, after which this process's heap
+    cannot be trusted."""
     try:
         with due_within(timeout_s * len(asked)):
             if is_batched(function):
@@ -50,7 +55,10 @@ def score_all(name: str, function: Callable[..., object], asked: Sequence[Argume
                 return _answers(function, returned, len(asked))
             if is_async(function):
                 return _event_loop().run(_score_concurrently(name, function, asked, timeout_s))
-            return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
+            return [
+                _answer(_called(partial(call, function, each), name, sorted(each.items())))
+                for each in asked
+            ]
     except Exception as error:  # the user's code may raise anything
         return [_failure(error)] * len(asked)
 
@@ -58,7 +66,11 @@ def score_all(name: str, function: Callable[..., object], asked: Sequence[Argume
 def describe(error: Exception) -> str:
     """The type, the message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
+    last = (
+        f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+        if frames
+        else "unknown place"
+    )
     place = users_place(error) or last
     return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
 
@@ -77,7 +89,8 @@ def _call_batched(function: Callable[..., object], asked: Sequence[Arguments]) -
 async def _score_concurrently(
     name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
 ) -> list[Answer]:
-    """Each call has its own deadline; one that computes without awaiting blocks the others until it is killed."""
+    """Each call has its own deadline; one that computes without awaiting blocks the others until it
+    is killed."""
     import asyncio
 
     deadlines = [asyncio.timeout(timeout_s) for _ in asked]
@@ -103,7 +116,8 @@ async def _score_concurrently(
 
 @cache
 def _event_loop() -> "asyncio.Runner":
-    """One event loop for all calls, since connections that an async function keeps open belong to it."""
+    """One event loop for all calls, since connections that an async function keeps open belong to
+    it."""
     import asyncio  # a third of a process's start; few functions need it
 
     return asyncio.Runner()
@@ -142,7 +156,8 @@ def _answer(returned: object) -> Answer:
 def main() -> None:
     """Process requests until the run closes its end of the socket."""
     descriptor, memory_bytes = (int(argument) for argument in sys.argv[1:3])
-    if memory_bytes > 0:  # heap and private mappings: a limit of the address space would count reserved memory
+    # heap and private mappings: a limit of the address space would count reserved memory
+    if memory_bytes > 0:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connected = socket.socket(fileno=descriptor)
@@ -157,8 +172,8 @@ def main() -> None:
 
 
 def serve(channel: Channel) -> None:
-    """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s}); `asked` has the
-    arguments of each call, and the reply an answer for each."""
+    """Receive the functions to load ({name: target}), then requests ({name, asked, timeout_s});
+    `asked` has the arguments of each call, and the reply an answer for each."""
     try:
         targets = cast(dict[str, str], channel.receive()["functions"])
         functions = {name: load_reward(target) for name, target in targets.items()}
@@ -171,7 +186,8 @@ def serve(channel: Channel) -> None:
     channel.send(encode({"ready": ready, "batched": batched, "told": told}))
     while True:
         request = channel.receive()
-        name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])
+        name = str(request["name"])
+        asked = cast(list[Mapping[str, object]], request["asked"])
         timeout_s = cast(float, request["timeout_s"])
         answers = score_all(name, functions[name], asked, timeout_s)
         try:

@@ -29,8 +29,9 @@ class _LaunchedStep:
 class CudaRequestLane:
     """A `RequestLane` that reads the tokens of a step `AsyncSteps.lag` steps after launching it.
 
-    The host learns late that a sequence has ended, so up to `lag` surplus tokens of it are computed, and dropped when
-    read. A sequence at its maximum length is not launched again, so no token is written after its last page.
+    The host learns late that a sequence has ended, so up to `lag` surplus tokens of it are
+    computed, and dropped when read. A sequence at its maximum length is not launched again, so no
+    token is written after its last page.
     """
 
     name: str
@@ -47,7 +48,8 @@ class CudaRequestLane:
         self.scheduler.num_cached = lambda sequence: size * len(self._found(sequence))
 
     def leave(self, gone: list[Sequence], moves: list[Move]) -> None:
-        """Forget sequences that left the scheduler. No memory moves; the leases of those that ran are freed."""
+        """Forget sequences that left the scheduler. No memory moves; the leases of those that ran
+        are freed."""
         for sequence in gone:
             if (lease := self._leases.pop(sequence, None)) is not None:
                 self.steps.free(lease)
@@ -56,8 +58,8 @@ class CudaRequestLane:
             self.prompts.clear()
 
     def forget_kv(self) -> None:
-        """Return running sequences to the head of the queue. Launched steps must be read first, or they would be
-        lost."""
+        """Return running sequences to the head of the queue. Launched steps must be read first, or
+        they would be lost."""
         assert not self._launched, "steps are in flight"
         self.scheduler.preempt()
         self.prompts.clear()
@@ -70,22 +72,28 @@ class CudaRequestLane:
         self.steps.forget_prefixes()
 
     def keep(self, finished: list[Sequence]) -> None:
-        """See `RequestLane`. No launched step writes to a kept page: it holds tokens that were read before the sequence
-        ended."""
+        """See `RequestLane`. No launched step writes to a kept page: it holds tokens that were read
+        before the sequence ended."""
         for sequence in finished:
             if sequence.may_continue and sequence.weights == self._root[-1]:
                 self.steps.keep(self._root, sequence, self._leases[sequence])
 
     def _found(self, sequence: Sequence) -> list[int]:
-        return self.steps.prefixes.find(self._root, sequence.context[:-1]) if sequence.may_continue else []
+        return (
+            self.steps.prefixes.find(self._root, sequence.context[:-1])
+            if sequence.may_continue
+            else []
+        )
 
     def step(self, weights: object) -> StepTokens | None:
-        """Launch the next step, if any, and read the step launched before the last `lag` steps, if any. weights:
-        identifies the decoder's weights."""
+        """Launch the next step, if any, and read the step launched before the last `lag` steps, if
+        any. weights: identifies the decoder's weights."""
         self._root = (self.name, weights)
         if self.scheduler.can_prefill():
             self._prefill(self.scheduler.do_prefill(), weights)
-        elif unfinished := [s for s in self.scheduler.running if self._leases[s].num_drawn < s.params.max_tokens]:
+        elif unfinished := [
+            s for s in self.scheduler.running if self._leases[s].num_drawn < s.params.max_tokens
+        ]:
             leases = [self._leases[sequence] for sequence in unfinished]
             self._launch(unfinished, leases, self.steps.decode(unfinished, leases))
         elif self._launched:
@@ -93,8 +101,8 @@ class CudaRequestLane:
         return self.read() if len(self._launched) > self.steps.lag else None
 
     def read(self) -> StepTokens | None:
-        """Wait for the tokens of the oldest unread step, without sequences that ended before. None if there is no such
-        step.
+        """Wait for the tokens of the oldest unread step, without sequences that ended before. None
+        if there is no such step.
 
         Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
         """
@@ -104,12 +112,19 @@ class CudaRequestLane:
         if launched.done is not None:
             launched.done.synchronize()
         pairs = zip(launched.sequences, launched.leases, strict=True)
-        rows = [row for row, (sequence, lease) in enumerate(pairs) if self._leases.get(sequence) is lease]
+        rows = [
+            row
+            for row, (sequence, lease) in enumerate(pairs)
+            if self._leases.get(sequence) is lease
+        ]
         tokens, rollout, sampling, finite = launched.copied[:, rows].tolist()
         if not all(finite):
             raise FloatingPointError(NOT_FINITE)
         return StepTokens(
-            [launched.sequences[row] for row in rows], [int(token) for token in tokens], rollout, sampling
+            [launched.sequences[row] for row in rows],
+            [int(token) for token in tokens],
+            rollout,
+            sampling,
         )
 
     def _prefill(self, work: Work, weights: object) -> None:
@@ -120,7 +135,8 @@ class CudaRequestLane:
             sequence.weights = weights
         for prefill in work.prefills:
             found = [self._found(starts[0]) for starts in prefill.values()]
-            self.steps.pages.share(page for pages in found for page in pages)  # until the leases take over
+            # until the leases take over
+            self.steps.pages.share(page for pages in found for page in pages)
             places = self._places(prefill, found, weights)
             for (forward, row), starts, pages in zip(places, prefill.values(), found, strict=True):
                 leased, parts = self.steps.lease(row, starts, pages)
@@ -129,25 +145,36 @@ class CudaRequestLane:
                 hidden.append(forward.hidden[row].expand(len(starts), -1))
             self.steps.pages.give_back(page for pages in found for page in pages)
         self._leases.update(zip(work.sequences, leases, strict=True))
-        self._launch(work.sequences, leases, self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases))
+        self._launch(
+            work.sequences,
+            leases,
+            self.steps.first_draw(fills, torch.cat(hidden), work.sequences, leases),
+        )
 
-    def _places(self, prefill: Prefill, found: list[list[int]], weights: object) -> list[tuple[PromptKV, int]]:
+    def _places(
+        self, prefill: Prefill, found: list[list[int]], weights: object
+    ) -> list[tuple[PromptKV, int]]:
         """Forward and row of each context. found: pages that hold the start of each."""
         if not any(found):
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
         for pages, starts in zip(found, prefill.values(), strict=True):
             for sequence in starts:
                 sequence.num_cached = self.steps.prefixes.block_tokens * len(pages)
-        forward = self.decoder.prefill_after(list(prefill), [self.steps.gathered(pages) for pages in found])
+        forward = self.decoder.prefill_after(
+            list(prefill), [self.steps.gathered(pages) for pages in found]
+        )
         return [(forward, row) for row in range(len(prefill))]
 
     def _launch(self, sequences: Rows[Sequence], leases: list[Lease], drawn: Tensor) -> None:
-        """Have the draws copied to the host after the step, and count one more token for each lease."""
+        """Have the draws copied to the host after the step, and count one more token for each
+        lease."""
         for lease in leases:
             lease.num_drawn += 1
         done = None
         if drawn.device.type != "cpu":
-            copied = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
+            copied = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(
+                drawn, non_blocking=True
+            )
             done = torch.Event(drawn.device)
             done.record()
         else:

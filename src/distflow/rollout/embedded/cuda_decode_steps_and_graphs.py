@@ -1,5 +1,6 @@
-"""Asynchronous decode steps: each reads its input from the device, where the previous step left it, so the host need
-not wait. A CUDA graph records a step of some shape the second time it runs, and then replays it with one launch.
+"""Asynchronous decode steps: each reads its input from the device, where the previous step left it,
+so the host need not wait. A CUDA graph records a step of some shape the second time it runs, and
+then replays it with one launch.
 """
 
 import logging
@@ -32,10 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """Records and replays steps, which must read and write tensors at fixed addresses, and not wait for the host.
+    """Records and replays steps, which must read and write tensors at fixed addresses, and not wait
+    for the host.
 
-    The first step of a shape runs unrecorded, so that libraries initialise outside of a recording. If a recording
-    fails, this and all later steps run unrecorded, with a warning that says why.
+    The first step of a shape runs unrecorded, so that libraries initialise outside of a recording.
+    If a recording fails, this and all later steps run unrecorded, with a warning that says why.
     """
 
     def __init__(self, model: nn.Module, enabled: bool) -> None:
@@ -47,7 +49,8 @@ class CudaGraphs:
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step; a replayed step returns the same tensor each time, so read it before the next step."""
+        """Run a step; a replayed step returns the same tensor each time, so read it before the next
+        step."""
         if not self.enabled:
             return step()
         if shape not in self._seen:
@@ -60,7 +63,8 @@ class CudaGraphs:
         return result
 
     def drop_if_moved(self) -> None:
-        """Drop all recordings if weights have new addresses (after the trainer moved them to the host and back)."""
+        """Drop all recordings if weights have new addresses (after the trainer moved them to the
+        host and back)."""
         if self.enabled and (addresses := self._weights()) != self._addresses:
             self._addresses = addresses
             self.clear()
@@ -71,17 +75,23 @@ class CudaGraphs:
         self._recorded.clear()
 
     def _weights(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._model.parameters()] if self.enabled else []
+        return (
+            [parameter.data_ptr() for parameter in self._model.parameters()] if self.enabled else []
+        )
 
     def _record(self, shape: Hashable, step: Callable[[], Tensor]) -> bool:
         """Record without computing. The trainer's thread may allocate meanwhile, hence the mode."""
         try:
             graph = torch.cuda.CUDAGraph()
-            pool = next((other.pool() for other, _ in self._recorded.values()), None)  # recordings share memory
+            # recordings share memory
+            pool = next((other.pool() for other, _ in self._recorded.values()), None)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 result = step()
         except RuntimeError as error:
-            _log.warning("CUDA graphs are off, so each kernel of a decode step is launched separately: %s", error)
+            _log.warning(
+                "CUDA graphs are off, so each kernel of a decode step is launched separately: %s",
+                error,
+            )
             self.enabled = False
             self.clear()
             return False
@@ -91,13 +101,15 @@ class CudaGraphs:
 
 
 MEMORY_SHARE = 0.5
-"""The share used of the device memory that is free when keys and values are first needed; the rest is the trainer's."""
+"""The share used of the device memory that is free when keys and values are first needed; the rest
+is the trainer's."""
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """lag: decode steps that run while the host reads earlier tokens. page_tokens: per page of keys and values.
-    num_pages: None for as many as memory holds. graphs: use CUDA graphs on a CUDA device."""
+    """lag: decode steps that run while the host reads earlier tokens. page_tokens: per page of keys
+    and values. num_pages: None for as many as memory holds. graphs: use CUDA graphs on a CUDA
+    device."""
 
     lag: int = 1
     page_tokens: int = 64
@@ -108,12 +120,15 @@ class DeviceOptions:
 class AsyncSteps:
     """Decode steps of all lanes of an engine.
 
-    A sequence has one slot, and all pages that it may need, from its first step to its last, so nothing moves or grows,
-    and no step needs the host. Sequences that start from one prompt share its full pages. Steps are padded to one of a
-    few numbers of rows, and tables to one of a few widths.
+    A sequence has one slot, and all pages that it may need, from its first step to its last, so
+    nothing moves or grows, and no step needs the host. Sequences that start from one prompt share
+    its full pages. Steps are padded to one of a few numbers of rows, and tables to one of a few
+    widths.
     """
 
-    def __init__(self, decoder: DecoderView, model: nn.Module, num_slots: int, options: DeviceOptions) -> None:
+    def __init__(
+        self, decoder: DecoderView, model: nn.Module, num_slots: int, options: DeviceOptions
+    ) -> None:
         """num_slots: of all lanes together."""
         self.lag = options.lag
         self.graphs = CudaGraphs(model, options.graphs and decoder.device.type == "cuda")
@@ -122,14 +137,16 @@ class AsyncSteps:
         self._num_slots = num_slots
         self._most_pages = pages_for(decoder.max_positions, options.page_tokens)
         self._memory: PageMemory | None = None
-        self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots written in the tensor
+        # by size: the slots written in the tensor
+        self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}
         self._laws: tuple[tuple[SamplingLaw, ...], Laws] = ((), [])
         self.prefixes: PrefixCache[int] = PrefixCache(options.page_tokens)
         self.pages = PagePool(0, self.prefixes.pop_oldest)
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
 
     def release(self) -> None:
-        """Drop all memory; no sequence may have a lease. It is allocated again with the next one."""
+        """Drop all memory; no sequence may have a lease. It is allocated again with the next
+        one."""
         self.graphs.clear()
         self.forget_prefixes()
         self._memory = None
@@ -141,15 +158,18 @@ class AsyncSteps:
         room = self._open().keys.shape[1] - 1
         if self._num_needed(sequence) > room:
             raise UserError(
-                f"a prompt of {len(sequence.prompt_ids)} tokens with up to {sequence.params.max_tokens} new ones: the "
-                f"device has memory for keys and values of {room * self._options.page_tokens} tokens; lower "
+                f"a prompt of {len(sequence.prompt_ids)} tokens with up to "
+                f"{sequence.params.max_tokens} new ones: the "
+                f"device has memory for keys and values of {room * self._options.page_tokens} "
+                "tokens; lower "
                 "data.max_prompt_length or data.max_response_length"
             )
 
     def num_fitting(self, waiting: Iterable[Sequence], most: int) -> int:
         """How many of the first waiting sequences can get slot and pages, at most `most`."""
         self._open()
-        free, count = self.pages.num_free, 0
+        free = self.pages.num_free
+        count = 0
         for sequence in islice(waiting, most):
             free -= self._num_needed(sequence)
             if free < 0:
@@ -157,10 +177,13 @@ class AsyncSteps:
             count += 1
         return count
 
-    def lease(self, row: int, sequences: Rows[Sequence], found: list[int]) -> tuple[list[Lease], list[PageCopy]]:
-        """Leases for sequences with one context, which was prefilled as that row, and the copies to make for them.
-        found: pages that hold the start of the context."""
-        size, length = self._options.page_tokens, len(sequences[0].context)
+    def lease(
+        self, row: int, sequences: Rows[Sequence], found: list[int]
+    ) -> tuple[list[Lease], list[PageCopy]]:
+        """Leases for sequences with one context, which was prefilled as that row, and the copies to
+        make for them. found: pages that hold the start of the context."""
+        size = self._options.page_tokens
+        length = len(sequences[0].context)
         leases: list[Lease] = []
         parts: list[PageCopy] = []
         common = found
@@ -173,18 +196,24 @@ class AsyncSteps:
         return leases, parts
 
     def free(self, lease: Lease) -> None:
-        """Free slot and pages. Launched steps may still write to them, but the next owner's steps run later."""
+        """Free slot and pages. Launched steps may still write to them, but the next owner's steps
+        run later."""
         self._state.free.append(lease.slot)
         self.pages.give_back(lease.pages)
 
     def keep(self, root: tuple[object, ...], sequence: Sequence, lease: Lease) -> None:
         """Keep the sequence's full pages findable until they are needed for something else."""
-        self.prefixes.add(root, sequence.context[:-1], lambda index: self.pages.keep(lease.pages[index]))
+        self.prefixes.add(
+            root, sequence.context[:-1], lambda index: self.pages.keep(lease.pages[index])
+        )
 
     def gathered(self, pages: list[int]) -> tuple[Tensor, Tensor]:
         """Keys and values, `(layers, kv_heads, tokens, head_dim)`."""
-        memory, index = self._open(), send(torch.tensor(pages, dtype=torch.int64), self._decoder.device)
-        keys, values = (each[:, index].transpose(1, 2).flatten(2, 3) for each in (memory.keys, memory.values))
+        memory = self._open()
+        index = send(torch.tensor(pages, dtype=torch.int64), self._decoder.device)
+        keys, values = (
+            each[:, index].transpose(1, 2).flatten(2, 3) for each in (memory.keys, memory.values)
+        )
         return keys, values
 
     def forget_prefixes(self) -> None:
@@ -200,34 +229,45 @@ class AsyncSteps:
         sequences: Rows[Sequence],
         leases: Rows[Lease],
     ) -> Tensor:
-        """Fill the pages of new leases, and draw after the last tokens of their contexts. hidden: `(rows, hidden)`."""
+        """Fill the pages of new leases, and draw after the last tokens of their contexts. hidden:
+        `(rows, hidden)`."""
         memory = self._open()
         for forward, parts in fills:
             memory.fill(forward, parts)
         self._state.begin(sequences, leases)
         slots = send(torch.tensor([lease.slot for lease in leases]), self._decoder.device)
-        return self._state.draw(self._decoder.logits(hidden), slots, self._laws_of(sequences, len(sequences)))
+        return self._state.draw(
+            self._decoder.logits(hidden), slots, self._laws_of(sequences, len(sequences))
+        )
 
     def decode(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> Tensor:
         size = padded(len(leases), self._num_slots)
         longest = max(
-            len(sequence.prompt_ids) + lease.num_drawn for sequence, lease in zip(sequences, leases, strict=True)
+            len(sequence.prompt_ids) + lease.num_drawn
+            for sequence, lease in zip(sequences, leases, strict=True)
         )
         width = min(rounded(pages_for(longest, self._options.page_tokens)), self._most_pages)
         slots, laws = self._slots_of(leases, size), self._laws_of(sequences, size)
         forward = partial(self._logits, slots, width)
         if len(laws) == 1:  # the only law covers all rows
-            return self.graphs.run((size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws))
+            return self.graphs.run(
+                (size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws)
+            )
         return self._state.draw(self.graphs.run((size, width, None), forward), slots, laws)
 
     def _logits(self, slots: Tensor, width: int) -> Tensor:
-        state, memory = self._state, self._open()
-        positions, tables = state.position[slots], state.tables[:, :width][slots]
-        hidden = self._decoder.decode_paged(state.token[slots], positions, memory.keys, memory.values, tables)
+        state = self._state
+        memory = self._open()
+        positions = state.position[slots]
+        tables = state.tables[:, :width][slots]
+        hidden = self._decoder.decode_paged(
+            state.token[slots], positions, memory.keys, memory.values, tables
+        )
         return self._decoder.logits(hidden)
 
     def _slots_of(self, leases: Rows[Lease], size: int) -> Tensor:
-        """The slots as a tensor, always the same one for a size, rewritten if it holds other slots."""
+        """The slots as a tensor, always the same one for a size, rewritten if it holds other
+        slots."""
         wanted = tuple(lease.slot for lease in leases) + (self._state.trash,) * (size - len(leases))
         has, tensor = self._rows.get(size, ((), None))
         if tensor is None:
@@ -239,40 +279,61 @@ class AsyncSteps:
 
     def _laws_of(self, sequences: Rows[Sequence], size: int) -> Laws:
         """Rows without a sequence have the sampling parameters of the first."""
-        laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
+        laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (
+            size - len(sequences)
+        )
         if self._laws[0] != laws:
-            groups = [(law, send(torch.tensor(rows), self._decoder.device)) for law, rows in rows_by_law(laws).items()]
+            groups = [
+                (law, send(torch.tensor(rows), self._decoder.device))
+                for law, rows in rows_by_law(laws).items()
+            ]
             self._laws = (laws, groups)
         return self._laws[1]
 
     # Memory.
 
     def _num_needed(self, sequence: Sequence) -> int:
-        return pages_for(len(sequence.prompt_ids) + sequence.params.max_tokens, self._options.page_tokens)
+        return pages_for(
+            len(sequence.prompt_ids) + sequence.params.max_tokens, self._options.page_tokens
+        )
 
     @torch.inference_mode()
     def _open(self) -> PageMemory:
         if self._memory is None:
-            decoder, options = self._decoder, self._options
+            decoder = self._decoder
+            options = self._options
             num_pages = options.num_pages
             if num_pages is None:
-                # As many as all slots could need, or fit into the share of free memory, plus `TRASH`.
+                # As many as all slots could need, or fit into the share of free memory, plus
+                # `TRASH`.
                 num_pages = self._num_slots * self._most_pages
                 if (device := decoder.device).type != "cpu":
-                    numbers = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * options.page_tokens
+                    numbers = (
+                        2
+                        * decoder.num_layers
+                        * decoder.num_kv_heads
+                        * decoder.head_dim
+                        * options.page_tokens
+                    )
                     num_pages = min(
-                        num_pages, int(MEMORY_SHARE * free_bytes(device)) // (numbers * decoder.dtype.itemsize)
+                        num_pages,
+                        int(MEMORY_SHARE * free_bytes(device))
+                        // (numbers * decoder.dtype.itemsize),
                     )
                 num_pages += 1
             self._memory = PageMemory(decoder, num_pages, options.page_tokens)
             self.pages = PagePool(num_pages, self.prefixes.pop_oldest)
-            self._state = DecodeState(self._num_slots, self._most_pages, decoder.vocab_size, decoder.device)
+            self._state = DecodeState(
+                self._num_slots, self._most_pages, decoder.vocab_size, decoder.device
+            )
         return self._memory
 
 
 def padded(num_rows: int, most: int) -> int:
     """The next power of two up to 32, then the next multiple of 32; at most `most`."""
-    return min(1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32, most)
+    return min(
+        1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32, most
+    )
 
 
 def rounded(num_pages: int) -> int:

@@ -1,4 +1,5 @@
-"""The embedded rollout engine: continuous batching over key-value slots, in a thread of this process."""
+"""The embedded rollout engine: continuous batching over key-value slots, in a thread of this
+process."""
 
 import asyncio
 import itertools
@@ -18,7 +19,11 @@ from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
 from distflow.rollout.embedded.cuda_batch_asynchronous import CudaRequestLane
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
-from distflow.rollout.embedded.host_batch_plain_or_invariant import RequestLane, TiledLane, tile_size
+from distflow.rollout.embedded.host_batch_plain_or_invariant import (
+    RequestLane,
+    TiledLane,
+    tile_size,
+)
 from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
 from distflow.rollout.engine import (
@@ -51,22 +56,26 @@ class _Pending:
 class EmbeddedEngine:
     """A `RolloutEngine` over the trainer's module, or a copy of it.
 
-    Each draw is determined by the request's stream, the sample index and the number of tokens drawn before it. If a
-    row's rounding depends on its batch, bit-equality needs the same batches. All slots and cached prompts are dropped
-    when no request is left, so the same requests, submitted in the same order during a pause and then resumed, give the
-    same bits, whatever ran before. With requests that `may_continue`, whose keys and values stay until the next
-    `load_weights`, everything since that load must be the same too.
+    Each draw is determined by the request's stream, the sample index and the number of tokens drawn
+    before it. If a row's rounding depends on its batch, bit-equality needs the same batches. All
+    slots and cached prompts are dropped when no request is left, so the same requests, submitted in
+    the same order during a pause and then resumed, give the same bits, whatever ran before. With
+    requests that `may_continue`, whose keys and values stay until the next `load_weights`,
+    everything since that load must be the same too.
 
-    Requests of the stream "train" have one lane, all others a second one, which has priority: during an evaluation,
-    training sequences wait in their slots, and their batches are the same as without it.
+    Requests of the stream "train" have one lane, all others a second one, which has priority:
+    during an evaluation, training sequences wait in their slots, and their batches are the same as
+    without it.
 
-    tokenizer: for stop strings. max_num_seqs: sequences of a lane that are decoded together. shares_weights: `model` is
-    the trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences continue with the
-    old keys and values, recompute them, or end (finish reason "abort"). num_threads: of torch, if the engine computes
-    on its own thread; None leaves the number unchanged. batch_invariant: see `host_batch_plain_or_invariant.py`.
-    max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane keeps while there is
-    work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see `DecoderView`. on_device: run decode
-    steps asynchronously on the device (`cuda_decode_steps_and_graphs.py`); None: unless it is a CPU or the engine is
+    tokenizer: for stop strings. max_num_seqs: sequences of a lane that are decoded together.
+    shares_weights: `model` is the trainer's, so `load_weights` copies nothing. kv_on_update: with
+    new weights, begun sequences continue with the old keys and values, recompute them, or end
+    (finish reason "abort"). num_threads: of torch, if the engine computes on its own thread; None
+    leaves the number unchanged. batch_invariant: see `host_batch_plain_or_invariant.py`.
+    max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane
+    keeps while there is work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see
+    `DecoderView`. on_device: run decode steps asynchronously on the device
+    (`cuda_decode_steps_and_graphs.py`); None: unless it is a CPU or the engine is
     `batch_invariant`. Raises UserError for a model that `DecoderView` cannot run.
     """
 
@@ -94,26 +103,36 @@ class EmbeddedEngine:
         if not self.shares_weights:
             prepack(self.model)
         on_cpu = next(self.model.parameters()).device.type == "cpu"
-        by_torch = self.batch_invariant or self.enforce_eager or (on_cpu and self.on_device is not None)
+        by_torch = (
+            self.batch_invariant or self.enforce_eager or (on_cpu and self.on_device is not None)
+        )
         self._decoder = DecoderView(
-            self.model, in_blocks=self.batch_invariant, native=not by_torch, compute_dtype=self.compute_dtype
+            self.model,
+            in_blocks=self.batch_invariant,
+            native=not by_torch,
+            compute_dtype=self.compute_dtype,
         )
         self._activity = ActivityLog()
-        # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts commands. Only
-        # asyncio's thread draws request numbers.
+        # Only the step loop's thread uses the fields down to `_pending`; asyncio's thread posts
+        # commands. Only asyncio's thread draws request numbers.
         self._weights = EngineWeights(self.model, self.shares_weights)
-        self._loaded = self.version  # when the weights were loaded; the version may change without a load
+        # when the weights were loaded; the version may change without a load
+        self._loaded = self.version
         device = self.on_device
         if device is None and self._decoder.device.type != "cpu" and not self.batch_invariant:
             device = DeviceOptions(graphs=not self.enforce_eager)
         self._steps: AsyncSteps | None = None
         if device is not None:
             self._steps = AsyncSteps(self._decoder, self.model, 2 * self.max_num_seqs, device)
-        self._tile_size = tile_size(self._decoder) if self.batch_invariant and device is None else None
+        self._tile_size = (
+            tile_size(self._decoder) if self.batch_invariant and device is None else None
+        )
         self._other, self._train = self._lanes = self._make_lane("eval"), self._make_lane("train")
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, self.num_threads, on_cpu)
+        self._loop = StepLoop(
+            "embedded-rollout", self.step, self._has_work, self._fail, self.num_threads, on_cpu
+        )
 
     def _make_lane(self, name: str) -> Lane:
         num_fitting = None if self._steps is None else self._steps.num_fitting
@@ -121,7 +140,9 @@ class EmbeddedEngine:
         parts = (name, scheduler, PromptCache(self.prompt_cache_tokens), self._decoder)
         if self._steps is not None:
             return CudaRequestLane(*parts, self._steps)
-        return RequestLane(*parts) if self._tile_size is None else TiledLane(*parts, self._tile_size)
+        return (
+            RequestLane(*parts) if self._tile_size is None else TiledLane(*parts, self._tile_size)
+        )
 
     @property
     def num_graphs(self) -> int:
@@ -143,12 +164,15 @@ class EmbeddedEngine:
         """
         sizes = (self._decoder.vocab_size, self._decoder.max_positions)
         check_request(request.prompt_ids, request.samples, request.params, *sizes)
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        future = asyncio.get_running_loop().create_future()
         lane = self._train if request.stream.name.partition("/")[0] == TRAIN else self._other
         sequences = sequences_of(
             number, replace(request, may_continue=request.may_continue and not self.batch_invariant)
         )
-        self._loop.post(partial(self._submit, number, _Pending(future, lane, sequences, request.heard)))
+        self._loop.post(
+            partial(self._submit, number, _Pending(future, lane, sequences, request.heard))
+        )
         try:
             await future
             return GenerateResult(tuple(sequence.generation() for sequence in sequences))
@@ -158,8 +182,8 @@ class EmbeddedEngine:
             raise
 
     async def pause(self, release: bool = False) -> None:
-        """Returns when no step runs. release: drop all keys and values, which are recomputed after `resume`, and the
-        engine's own weights, which must be loaded before `resume`."""
+        """Returns when no step runs. release: drop all keys and values, which are recomputed after
+        `resume`, and the engine's own weights, which must be loaded before `resume`."""
 
         def pause() -> None:
             self._loop.paused = True
@@ -187,11 +211,13 @@ class EmbeddedEngine:
         """See `RolloutEngine`."""
         return await self._loop.call(self._weights.hashes)
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Load weights between two steps, all or nothing; no pause is needed. Cached prompts are dropped;
-        `kv_on_update` decides about begun sequences. None: only the version changes; only the prefix cache is dropped,
-        so that its hits do not depend on how many versions ran in this process. Raises ValueError as
-        `EngineWeights.load`.
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
+        """Load weights between two steps, all or nothing; no pause is needed. Cached prompts are
+        dropped; `kv_on_update` decides about begun sequences. None: only the version changes; only
+        the prefix cache is dropped, so that its hits do not depend on how many versions ran in this
+        process. Raises ValueError as `EngineWeights.load`.
         """
         return await self._loop.call(partial(self._load_weights, version, weights))
 
@@ -207,14 +233,18 @@ class EmbeddedEngine:
         if self.model.training:
             self.model.eval()
         # A lane may have to wait for memory used by the other.
-        lane = next(each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill())
+        lane = next(
+            each for each in self._lanes if each.scheduler.running or each.scheduler.can_prefill()
+        )
         step_tokens = lane.step(self._loaded)
-        if step_tokens is not None and step_tokens.sequences:  # all sequences may have ended meanwhile
+        # all sequences may have ended meanwhile
+        if step_tokens is not None and step_tokens.sequences:
             self._take(lane, step_tokens, t0)
 
     def _take(self, lane: Lane, step_tokens: StepTokens, t0: float) -> None:
         """Give each sequence its token, and finish those that end with it."""
-        finished, version = [], self.version.step
+        finished = []
+        version = self.version.step
         heard = {
             number: (pending.future.get_loop(), pending.heard)
             for number, pending in self._pending.items()
@@ -222,7 +252,9 @@ class EmbeddedEngine:
         }
         for sequence, token, rollout, sampling in zip(*step_tokens, strict=True):
             sequence.append(token, rollout, sampling, version)
-            if (reason := finish_reason(sequence.token_ids, sequence.params, self.tokenizer)) is not None:
+            if (
+                reason := finish_reason(sequence.token_ids, sequence.params, self.tokenizer)
+            ) is not None:
                 sequence.finish_reason = reason
                 finished.append(sequence)
             if sequence.request in heard:
@@ -232,12 +264,14 @@ class EmbeddedEngine:
         self.num_generated_tokens += len(step_tokens.sequences)
         if lane is self._train:
             self.num_tokens_of_version[self.version.step] += len(step_tokens.sequences)
-        self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences))
+        self._activity.decoded(
+            t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences)
+        )
         self._finish(lane, finished)
 
     def _settle(self) -> None:
-        """Read the tokens of all launched steps, before a change of weights or memory. Failed steps are detected here
-        at the latest: every waiting request gets the error."""
+        """Read the tokens of all launched steps, before a change of weights or memory. Failed steps
+        are detected here at the latest: every waiting request gets the error."""
 
         def read() -> None:
             for lane in self._lanes:
@@ -250,10 +284,13 @@ class EmbeddedEngine:
         return any(lane.scheduler.has_work for lane in self._lanes)
 
     def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
-        """Free the slots of finished sequences, and return requests without further ones, in order of submission."""
+        """Free the slots of finished sequences, and return requests without further ones, in order
+        of submission."""
         self._leave(lane, finished)
         for number in sorted({sequence.request for sequence in finished}):
-            if all(sequence.finish_reason is not None for sequence in self._pending[number].sequences):
+            if all(
+                sequence.finish_reason is not None for sequence in self._pending[number].sequences
+            ):
                 settle(self._pending.pop(number).future, None)
 
     def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
@@ -272,14 +309,16 @@ class EmbeddedEngine:
         pending.lane.scheduler.add(pending.sequences)
 
     def _abort(self, number: int) -> None:
-        """Abort a request; does nothing if it finished or failed before the cancellation arrived."""
+        """Abort a request; does nothing if it finished or failed before the cancellation
+        arrived."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             self._leave(pending.lane, pending.sequences)
 
     def _fail(self, error: Exception) -> None:
         """Fail all waiting requests with `error`, and reset: later requests run normally."""
-        pending, self._pending = list(self._pending.values()), {}
+        pending = list(self._pending.values())
+        self._pending = {}
         for lane in self._lanes:
             self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
             lane.forget_prefixes()
@@ -288,7 +327,9 @@ class EmbeddedEngine:
         for waiting in pending:
             settle(waiting.future, error)
 
-    def _load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    def _load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         self._settle()
         receipt = self._weights.load(self.version, version, weights)
         self.version = version

@@ -1,4 +1,5 @@
-"""Key-value memory: slots of running sequences, a bounded cache of prefilled prompts, and a prefix cache."""
+"""Key-value memory: slots of running sequences, a bounded cache of prefilled prompts, and a prefix
+cache."""
 
 import itertools
 from collections import OrderedDict
@@ -20,15 +21,17 @@ _Name = tuple[Hashable, tuple[int, ...]]
 class PrefixCache(Generic[T]):
     """Keys and values of finished requests, found again by the tokens that a prompt begins with.
 
-    Blocks have equally many tokens; only the last one of a row may have fewer, if partial blocks are kept. A block is
-    identified by its tokens and the block before it, as in vLLM's and nano-vllm's prefix caching, which compare hashes;
-    here the tokens themselves are compared. The first block of a prompt follows a root, which names the weights, so
-    keys and values from other weights are never found. The least recently used blocks come first; using a block also
-    uses those before it.
+    Blocks have equally many tokens; only the last one of a row may have fewer, if partial blocks
+    are kept. A block is identified by its tokens and the block before it, as in vLLM's and
+    nano-vllm's prefix caching, which compare hashes; here the tokens themselves are compared. The
+    first block of a prompt follows a root, which names the weights, so keys and values from other
+    weights are never found. The least recently used blocks come first; using a block also uses
+    those before it.
     """
 
     def __init__(self, block_tokens: int, keeps_ends: bool = False) -> None:
-        self.block_tokens, self._keeps_ends = block_tokens, keeps_ends
+        self.block_tokens = block_tokens
+        self._keeps_ends = keeps_ends
         self._blocks: OrderedDict[_Name, tuple[int, T]] = OrderedDict()
         self._numbers = itertools.count()
 
@@ -47,8 +50,11 @@ class PrefixCache(Generic[T]):
         self._use(names)
         return [self._blocks[name][1] for name in names]
 
-    def add(self, root: tuple[Hashable, ...], tokens: tuple[int, ...], content: Callable[[int], T]) -> None:
-        """Keep the blocks of `tokens`. content: makes the content of a new block from its number in the row."""
+    def add(
+        self, root: tuple[Hashable, ...], tokens: tuple[int, ...], content: Callable[[int], T]
+    ) -> None:
+        """Keep the blocks of `tokens`. content: makes the content of a new block from its number in
+        the row."""
         names = self._known(root, tokens)
         while (rest := self._next(root, names, tokens))[1]:
             if len(rest[1]) < self.block_tokens and not self._keeps_ends:
@@ -68,17 +74,22 @@ class PrefixCache(Generic[T]):
     def _known(self, root: Hashable, tokens: tuple[int, ...]) -> list[_Name]:
         """The known blocks at the start of `tokens`, without a partial one."""
         names: list[_Name] = []
-        while (name := self._next(root, names, tokens)) in self._blocks and len(name[1]) == self.block_tokens:
+        while (name := self._next(root, names, tokens)) in self._blocks and len(
+            name[1]
+        ) == self.block_tokens:
             names.append(name)
         return names
 
     def _next(self, root: Hashable, names: list[_Name], tokens: tuple[int, ...]) -> _Name:
         """The name of the block after these."""
         start = len(names) * self.block_tokens
-        return self._blocks[names[-1]][0] if names else root, tokens[start : start + self.block_tokens]
+        return self._blocks[names[-1]][0] if names else root, tokens[
+            start : start + self.block_tokens
+        ]
 
     def _use(self, names: list[_Name]) -> None:
-        for name in reversed(names):  # no block is older than those after it, which cannot be found without it
+        # no block is older than those after it, which cannot be found without it
+        for name in reversed(names):
             self._blocks.move_to_end(name)
 
 
@@ -86,16 +97,18 @@ KeysValues = tuple[Tensor, Tensor]
 """Keys and values of some tokens of a sequence, `(layers, kv_heads, tokens, head_dim)`."""
 
 EXTENT_BLOCK = 32
-FIRST_EXTENT = 128  # initial extent, if sequences may need it: growing costs more than unused memory
+# initial extent, if sequences may need it: growing costs more than unused memory
+FIRST_EXTENT = 128
 
 
 class KVSlots:
     """`keys`, `values`: `(layers, slots, kv_heads, extent, head_dim)`.
 
-    The tensors have the extent of the longest sequence, and slots for running and waiting sequences, so that attention
-    reads contiguous memory. They grow as needed, drop unused slots, and shrink to nothing at `reset`. Memory that was
-    never written is zero: attention masks it, but a NaN in it would still spread. Inference tensors may be written only
-    in inference mode, and aborts move slots outside of steps: hence the decorators.
+    The tensors have the extent of the longest sequence, and slots for running and waiting
+    sequences, so that attention reads contiguous memory. They grow as needed, drop unused slots,
+    and shrink to nothing at `reset`. Memory that was never written is zero: attention masks it, but
+    a NaN in it would still spread. Inference tensors may be written only in inference mode, and
+    aborts move slots outside of steps: hence the decorators.
     """
 
     def __init__(self) -> None:
@@ -107,18 +120,26 @@ class KVSlots:
 
     @torch.inference_mode()
     def fill(
-        self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int, num_tokens_at_most: int = 0
+        self,
+        prompts: PromptKV,
+        rows: list[int],
+        first_slot: int,
+        num_wanted: int,
+        num_tokens_at_most: int = 0,
     ) -> None:
-        """Copy the prompts' rows into consecutive slots. num_wanted: slots known to be needed soon. num_tokens_at_most:
-        the most tokens that one of these sequences may reach."""
-        longest, end = prompts.keys.shape[-2], first_slot + len(rows)
+        """Copy the prompts' rows into consecutive slots. num_wanted: slots known to be needed soon.
+        num_tokens_at_most: the most tokens that one of these sequences may reach."""
+        longest = prompts.keys.shape[-2]
+        end = first_slot + len(rows)
         if self.keys.numel() == 0:
             num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
             self.keys, self.values = (
-                memory.new_empty(num_layers, 0, num_kv_heads, 0, head_dim) for memory in (prompts.keys, prompts.values)
+                memory.new_empty(num_layers, 0, num_kv_heads, 0, head_dim)
+                for memory in (prompts.keys, prompts.values)
             )
         self._least = max(self._least, min(num_tokens_at_most, FIRST_EXTENT))
-        self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # other sequences may be longer
+        # other sequences may be longer
+        self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)
         index: slice | Tensor = slice(rows[0], rows[-1] + 1)  # without a copy
         if rows != list(range(rows[0], rows[-1] + 1)):
             index = torch.tensor(rows, device=prompts.keys.device)
@@ -133,14 +154,16 @@ class KVSlots:
             self.values[:, destination] = self.values[:, source]
 
     def blocks(self, slot: int, length: int, size: int) -> Callable[[int], KeysValues]:
-        """Gives a copy of each block of `size` tokens of a sequence of this length, by its number. All tokens from the
-        first block asked for are copied at once, into memory that their blocks share."""
+        """Gives a copy of each block of `size` tokens of a sequence of this length, by its number.
+        All tokens from the first block asked for are copied at once, into memory that their blocks
+        share."""
         copies: dict[int, KeysValues] = {}
 
         def block(index: int) -> KeysValues:
             if not copies:
                 keys, values = (
-                    memory[:, slot, :, index * size : length].clone() for memory in (self.keys, self.values)
+                    memory[:, slot, :, index * size : length].clone()
+                    for memory in (self.keys, self.values)
                 )
                 both = zip(keys.unsafe_split(size, -2), values.unsafe_split(size, -2), strict=True)
                 copies.update(enumerate(both, index))
@@ -159,9 +182,11 @@ class KVSlots:
         return self.keys[:, :num_slots], self.values[:, :num_slots]
 
     def _fit(self, num_slots: int, extent: int, num_wanted: int) -> None:
-        """Make room for the first slots, and for `num_wanted` if more are needed. The extent grows by at least an
-        eighth, so that copies stay rare, and shrinks if more than a quarter would be read in vain."""
-        has_slots, has_extent = self.keys.shape[1], self.keys.shape[-2]
+        """Make room for the first slots, and for `num_wanted` if more are needed. The extent grows
+        by at least an eighth, so that copies stay rare, and shrinks if more than a quarter would be
+        read in vain."""
+        has_slots = self.keys.shape[1]
+        has_extent = self.keys.shape[-2]
         rounded = -(-max(extent, self._least) // EXTENT_BLOCK) * EXTENT_BLOCK
         if extent > has_extent:
             rounded = max(rounded, -(-has_extent * 9 // (8 * EXTENT_BLOCK)) * EXTENT_BLOCK)
@@ -170,7 +195,8 @@ class KVSlots:
         if num_slots > has_slots or rounded != has_extent:
             region = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
             shape = (max(num_slots, num_wanted), rounded)
-            self.keys, self.values = _moved(self.keys, region, shape), _moved(self.values, region, shape)
+            self.keys = _moved(self.keys, region, shape)
+            self.values = _moved(self.values, region, shape)
 
 
 def num_tokens(blocks: Sequence[KeysValues]) -> int:
@@ -184,15 +210,19 @@ def joined_blocks(blocks: Sequence[KeysValues]) -> KeysValues:
 
 
 class PromptCache:
-    """Prefilled prompts by (weight version, tokens); when it is full, the oldest forwards are dropped.
+    """Prefilled prompts by (weight version, tokens); when it is full, the oldest forwards are
+    dropped.
 
-    The unit is a whole forward, because its prompts share storage: dropping a single one would free nothing.
+    The unit is a whole forward, because its prompts share storage: dropping a single one would free
+    nothing.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._rows: dict[tuple[object, tuple[int, ...]], tuple[PromptKV, int]] = {}
-        self._forwards: OrderedDict[int, tuple[int, list[tuple[object, tuple[int, ...]]]]] = OrderedDict()
+        self._forwards: OrderedDict[int, tuple[int, list[tuple[object, tuple[int, ...]]]]] = (
+            OrderedDict()
+        )
         self._num_tokens = 0
 
     def __len__(self) -> int:
@@ -204,7 +234,10 @@ class PromptCache:
         self._num_tokens = 0
 
     def rows(
-        self, version: object, contexts: list[tuple[int, ...]], prefill: Callable[[list[tuple[int, ...]]], PromptKV]
+        self,
+        version: object,
+        contexts: list[tuple[int, ...]],
+        prefill: Callable[[list[tuple[int, ...]]], PromptKV],
     ) -> list[tuple[PromptKV, int]]:
         """The place of each context; missing ones are prefilled together and kept."""
         found = {context: self._rows.get((version, context)) for context in contexts}
@@ -230,7 +263,8 @@ class PromptCache:
 
 
 def _moved(memory: Tensor, region: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
-    """A copy with another shape (slots and extent). region: the part to keep, of slots, kv heads and extent."""
+    """A copy with another shape (slots and extent). region: the part to keep, of slots, kv heads
+    and extent."""
     new = memory.new_zeros(memory.shape[0], shape[0], memory.shape[2], shape[1], memory.shape[4])
     new[:, *region] = memory[:, *region]
     return new

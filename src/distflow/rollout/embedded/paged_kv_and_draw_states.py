@@ -1,8 +1,10 @@
-"""The device state of decode steps: paged key-value memory, and each sequence's state with its random numbers.
+"""The device state of decode steps: paged key-value memory, and each sequence's state with its
+random numbers.
 
-The uniform numbers are those of `rollout/stops_and_draws.py`, bit for bit. A slot keeps the state of SplitMix64 at its
-next draw, computed from key and position, as an int64 with the bits of the uint64, because torch has few operations on
-uint64: two's-complement sums and products wrap identically, and a mask removes the sign bits from a shift.
+The uniform numbers are those of `rollout/stops_and_draws.py`, bit for bit. A slot keeps the state
+of SplitMix64 at its next draw, computed from key and position, as an int64 with the bits of the
+uint64, because torch has few operations on uint64: two's-complement sums and products wrap
+identically, and a mask removes the sign bits from a shift.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +24,8 @@ TRASH = 0
 """The page that rows without a sequence write to."""
 
 PageCopy = tuple[int, int, int, Rows[int]]
-"""Row of a prefill, first and end of the positions to copy, and the sequence's pages from its first token on."""
+"""Row of a prefill, first and end of the positions to copy, and the sequence's pages from its first
+token on."""
 
 _BITS = 1 << 64
 _WEYL = 0x9E3779B97F4A7C15
@@ -37,8 +40,9 @@ def pages_for(num_tokens: int, page_tokens: int) -> int:
 
 
 class PagePool:
-    """Tracks free pages. A shared page is free when its last sequence returned it. A kept page holds its content until
-    it is needed for something else, and counts as free when no sequence uses it."""
+    """Tracks free pages. A shared page is free when its last sequence returned it. A kept page
+    holds its content until it is needed for something else, and counts as free when no sequence
+    uses it."""
 
     def __init__(self, num_pages: int, oldest_kept: Callable[[], int]) -> None:
         """num_pages: including `TRASH`. oldest_kept: forgets a kept page and returns it."""
@@ -85,8 +89,8 @@ class PagePool:
 
 
 class PageMemory:
-    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, initially zero: attention masks unwritten
-    memory, but a NaN in it would still spread."""
+    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, initially zero:
+    attention masks unwritten memory, but a NaN in it would still spread."""
 
     def __init__(self, decoder: DecoderView, num_pages: int, page_tokens: int) -> None:
         shape = (decoder.num_layers, num_pages, decoder.num_kv_heads, page_tokens, decoder.head_dim)
@@ -96,13 +100,17 @@ class PageMemory:
 
     def fill(self, prompts: PromptKV, parts: Iterable[PageCopy]) -> None:
         """Copy tokens of prefilled prompts to pages."""
-        rows, positions, pages = [], [], []
+        rows = []
+        positions = []
+        pages = []
         for row, first, end, own in parts:
             position = np.arange(first, end)
             rows.append(np.full(len(position), row))
             positions.append(position)
             pages.append(np.asarray(own, dtype=np.int64)[position // self.page_tokens])
-        stacked = torch.from_numpy(np.stack([np.concatenate(each) for each in (rows, positions, pages)]))
+        stacked = torch.from_numpy(
+            np.stack([np.concatenate(each) for each in (rows, positions, pages)])
+        )
         row, position, page = send(stacked, self.keys.device)
         offset = position % self.page_tokens
         self.keys[:, page, :, offset] = prompts.keys[:, row, :, position]
@@ -110,7 +118,8 @@ class PageMemory:
 
 
 def state_of(key: int, position: int) -> int:
-    """The generator's state, as a signed number, for a 64-bit key. position: how many numbers were drawn before."""
+    """The generator's state, as a signed number, for a 64-bit key. position: how many numbers were
+    drawn before."""
     state = (key + (position + 1) * _WEYL) % _BITS
     return state - _BITS if state >= _BITS // 2 else state
 
@@ -134,7 +143,8 @@ Laws = list[tuple[SamplingLaw, Tensor]]
 
 @dataclass(eq=False)
 class Lease:
-    """The slot and pages of a running request. num_drawn: its tokens, including those that the host has not read."""
+    """The slot and pages of a running request. num_drawn: its tokens, including those that the host
+    has not read."""
 
     slot: int
     pages: list[int]
@@ -142,22 +152,32 @@ class Lease:
 
 
 class DecodeState:
-    """State by slot: `token`, the last one, to be fed next, at `position`; `random`, the generator's state at the next
-    draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot after the last is for padding
-    rows: token and position 0, in the page `TRASH`.
+    """State by slot: `token`, the last one, to be fed next, at `position`; `random`, the
+    generator's state at the next draw; `tables`, the pages, `(slots, most pages of a sequence)`.
+    All int64. The slot after the last is for padding rows: token and position 0, in the page
+    `TRASH`.
     """
 
-    def __init__(self, num_slots: int, most_pages: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, most_pages: int, vocab_size: int, device: torch.device
+    ) -> None:
         self.trash = num_slots
-        self.token, self.position, self.random = torch.zeros(3, num_slots + 1, dtype=torch.int64, device=device)
-        self.tables = torch.full((num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device)
+        self.token, self.position, self.random = torch.zeros(
+            3, num_slots + 1, dtype=torch.int64, device=device
+        )
+        self.tables = torch.full(
+            (num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device
+        )
         self._vocab_size = vocab_size
-        self._seen: Tensor | None = None  # bool (slots, vocab), allocated when a penalty is first used
-        self._true = torch.ones((), dtype=torch.bool, device=device)  # a Python `True` would be copied from the host
+        # bool (slots, vocab), allocated when a penalty is first used
+        self._seen: Tensor | None = None
+        # a Python `True` would be copied from the host
+        self._true = torch.ones((), dtype=torch.bool, device=device)
         self.free = list(range(num_slots - 1, -1, -1))
 
     def begin(self, sequences: Rows[Sequence], leases: Rows[Lease]) -> None:
-        """Write each sequence's state for the first draw, after the last token of its prefilled context."""
+        """Write each sequence's state for the first draw, after the last token of its prefilled
+        context."""
         width = max(len(lease.pages) for lease in leases)
         rows = []
         for sequence, lease in zip(sequences, leases, strict=True):
@@ -166,12 +186,15 @@ class DecodeState:
             rows.append([lease.slot, sequence.position, state, *pages])
         written = send(torch.tensor(rows), self.token.device)
         slots = written[:, 0]
-        self.position[slots], self.random[slots] = written[:, 1], written[:, 2]
+        self.position[slots] = written[:, 1]
+        self.random[slots] = written[:, 2]
         self.tables[slots, :width] = written[:, 3:]
         if all(sequence.law.repetition_penalty == 1.0 for sequence in sequences):
             return
         if self._seen is None:
-            self._seen = torch.zeros(self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device)
+            self._seen = torch.zeros(
+                self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device
+            )
         occurred = [
             (lease.slot, token)
             for sequence, lease in zip(sequences, leases, strict=True)
@@ -184,16 +207,22 @@ class DecodeState:
     def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
         """Draw one token per row from logits `(rows, vocab)`, and advance `slots` by it.
 
-        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were finite. Does not
-        wait.
+        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were
+        finite. Does not wait.
         """
-        logits, uniform = logits.float(), uniforms(self.random[slots])
+        logits = logits.float()
+        uniform = uniforms(self.random[slots])
         parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in laws]
         if len(laws) == 1:
             draws, finite = parts[0]
         else:
             back = torch.cat([rows for _, rows in laws]).argsort()
-            draws = Draws(*(torch.cat(column)[back] for column in zip(*(part for part, _ in parts), strict=True)))
+            draws = Draws(
+                *(
+                    torch.cat(column)[back]
+                    for column in zip(*(part for part, _ in parts), strict=True)
+                )
+            )
             finite = torch.cat([each for _, each in parts])[back]
         nobody = slots == self.trash
         self.token[slots] = draws.token_ids.masked_fill(nobody, 0)
@@ -208,7 +237,9 @@ class DecodeState:
     ) -> tuple[Draws, Tensor]:
         """rows: those of the law; if as many as all rows, they are all rows in order."""
         if len(rows) != len(slots):
-            logits, slots, uniform = logits[rows], slots[rows], uniform[rows]
+            logits = logits[rows]
+            slots = slots[rows]
+            uniform = uniform[rows]
         policy = policy_of(logits, law)
         penalised = law.repetition_penalty != 1.0 and self._seen is not None
         seen = self._seen[slots] if penalised and self._seen is not None else None

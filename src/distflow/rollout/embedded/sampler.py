@@ -1,7 +1,8 @@
-"""Draws tokens by inverse CDF in vocabulary order, with log-probs before and after truncations and penalties.
+"""Draws tokens by inverse CDF in vocabulary order, with log-probs before and after truncations and
+penalties.
 
-Every row is computed separately, with a uniform number from its own counter, so draws do not depend on the batch.
-Top-k, top-p and min-p only mask; nothing is reordered.
+Every row is computed separately, with a uniform number from its own counter, so draws do not depend
+on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,13 @@ from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import draw
 from distflow.rollout.embedded.scheduler import DrawInputs, SamplingLaw
 
-BLOCK = 256  # the CDF is first searched in blocks of this many tokens; float64 is needed only for one block per row
-TILE_NUMBERS = 2**18  # numbers in rows drawn together on a CPU: intermediate results stay in its cache
-TOP_P_CANDIDATES = 1024  # the nucleus is searched among this many tokens before the whole vocabulary is sorted
+# the CDF is first searched in blocks of this many tokens; float64 is needed only for one block per
+# row
+BLOCK = 256
+# numbers in rows drawn together on a CPU: intermediate results stay in its cache
+TILE_NUMBERS = 2**18
+# the nucleus is searched among this many tokens before the whole vocabulary is sorted
+TOP_P_CANDIDATES = 1024
 
 NOT_FINITE = "the model's logits are not finite: its weights contain NaN or inf, or it overflowed"
 
@@ -31,7 +36,8 @@ class Draws(NamedTuple):
 
 
 class Distribution:
-    """The softmax of float32 scores `(rows, vocab)`, as unnormalised masses whose sums are accurate to float64."""
+    """The softmax of float32 scores `(rows, vocab)`, as unnormalised masses whose sums are accurate
+    to float64."""
 
     def __init__(self, scores: Tensor) -> None:
         self.scores = scores
@@ -39,7 +45,9 @@ class Distribution:
         self.masses = torch.exp(scores - self.top)
         width = min(BLOCK, scores.shape[-1])
         missing = -scores.shape[-1] % width
-        self.blocks = (pad(self.masses, (0, missing)) if missing else self.masses).unflatten(-1, (-1, width))
+        self.blocks = (pad(self.masses, (0, missing)) if missing else self.masses).unflatten(
+            -1, (-1, width)
+        )
         self.block_masses = self.blocks.sum(dim=-1, dtype=torch.float64)
         self.total = self.block_masses.sum(dim=-1)
 
@@ -48,11 +56,14 @@ class Distribution:
         return chosen.squeeze(-1) - self.total.log()
 
     def draw(self, uniform: Tensor) -> Tensor:
-        """The first token whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total."""
+        """The first token whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of
+        the total."""
         cumulative = self.block_masses.cumsum(dim=-1)
         target = _below(uniform[:, None] * cumulative[:, -1:], cumulative[:, -1:])
         # Searching a NaN sum ends after the last block, hence the bounds.
-        block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
+        block = torch.searchsorted(cumulative, target, right=True).clamp_(
+            max=cumulative.shape[-1] - 1
+        )
         before = pad(cumulative, (1, 0)).gather(-1, block)
         rows = torch.arange(len(block), device=block.device)
         inside = self.blocks[rows, block.squeeze(-1)].double().cumsum(dim=-1)
@@ -63,7 +74,8 @@ class Distribution:
 
 def rows_by_law(laws: Sequence[SamplingLaw]) -> dict[SamplingLaw, list[int]]:
     """The rows of a batch that are drawn together."""
-    if laws and laws.count(laws[0]) == len(laws):  # compared without their hashes, which take most of this function
+    # compared without their hashes, which take most of this function
+    if laws and laws.count(laws[0]) == len(laws):
         return {laws[0]: list(range(len(laws)))}
     rows: dict[SamplingLaw, list[int]] = {}
     for row, law in enumerate(laws):
@@ -80,7 +92,8 @@ def sample(logits: Tensor, inputs: DrawInputs) -> Draws:
     if len(groups) == 1:
         return _draw_tiles(logits, inputs)
     parts = [
-        _draw_tiles(logits[torch.tensor(rows, device=logits.device)], inputs.take(rows)) for rows in groups.values()
+        _draw_tiles(logits[torch.tensor(rows, device=logits.device)], inputs.take(rows))
+        for rows in groups.values()
     ]
     return joined(parts, [row for rows in groups.values() for row in rows])
 
@@ -92,18 +105,25 @@ def joined(parts: Sequence[Draws], rows: list[int]) -> Draws:
 
 
 def _draw_tiles(logits: Tensor, inputs: DrawInputs) -> Draws:
-    """Draw rows with the same sampling parameters, in batch tiles if the vocabulary is large: five times as fast at
-    151,936."""
-    law, uniform = inputs.laws[0], torch.from_numpy(inputs.uniforms).to(logits.device)
+    """Draw rows with the same sampling parameters, in batch tiles if the vocabulary is large: five
+    times as fast at 151,936."""
+    law = inputs.laws[0]
+    uniform = torch.from_numpy(inputs.uniforms).to(logits.device)
     size = max(1, TILE_NUMBERS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
     tiles = [slice(first, first + size) for first in range(0, len(logits), size)]
-    drawn = [_draw_rows(logits[tile].float(), law, uniform[tile], inputs.contexts[tile]) for tile in tiles]
+    drawn = [
+        _draw_rows(logits[tile].float(), law, uniform[tile], inputs.contexts[tile])
+        for tile in tiles
+    ]
     return Draws(*(torch.cat(column) for column in zip(*drawn, strict=True)))
 
 
-def _draw_rows(logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list[tuple[int, ...]]) -> Draws:
+def _draw_rows(
+    logits: Tensor, law: SamplingLaw, uniform: Tensor, contexts: list[tuple[int, ...]]
+) -> Draws:
     truncates = 0 < law.top_k < logits.shape[-1] or law.top_p < 1.0 or law.min_p > 0.0
-    is_plain = not (law.greedy or truncates or law.repetition_penalty != 1.0)  # drawn directly from the policy
+    # drawn directly from the policy
+    is_plain = not (law.greedy or truncates or law.repetition_penalty != 1.0)
     if is_plain and logits.device.type == "cpu" and native.is_there():
         drawn = draw(logits, law.temperature, uniform)
         if drawn is None:
@@ -134,22 +154,28 @@ def draw_by_law(
     seen: Tensor | None,
     candidates: tuple[int, ...],
 ) -> Draws:
-    """One token per row. seen: bool `(rows, vocab)`, tokens in prompt or response, if they are penalised; candidates:
-    the numbers of tokens among which the nucleus is searched, one after the other. With a single number nothing waits
-    for the device, and every index is in bounds, whatever the logits are (even NaN)."""
+    """One token per row. seen: bool `(rows, vocab)`, tokens in prompt or response, if they are
+    penalised; candidates: the numbers of tokens among which the nucleus is searched, one after the
+    other. With a single number nothing waits for the device, and every index is in bounds, whatever
+    the logits are (even NaN)."""
     drawn_from = policy
     if seen is not None:
         # Positive logits are divided by the penalty, others multiplied (CTRL, 2019).
-        penalised = torch.where(logits > 0, logits / law.repetition_penalty, logits * law.repetition_penalty)
+        penalised = torch.where(
+            logits > 0, logits / law.repetition_penalty, logits * law.repetition_penalty
+        )
         drawn_from = Distribution(torch.where(seen, penalised, logits) / law.temperature)
     drawn_from = _truncated(drawn_from, law, candidates)
     token_ids = drawn_from.scores.argmax(dim=-1) if law.greedy else drawn_from.draw(uniform)
     log_probs = policy.log_probs(token_ids)
-    return Draws(token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids))
+    return Draws(
+        token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids)
+    )
 
 
 def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]) -> Distribution:
-    """Top-k, then top-p of the rest, then min-p; tokens tied with the last one kept are kept too."""
+    """Top-k, then top-p of the rest, then min-p; tokens tied with the last one kept are kept
+    too."""
     current = full
     if 0 < law.top_k < full.scores.shape[-1]:
         least = current.scores.topk(law.top_k, dim=-1).values[:, -1:]
@@ -158,12 +184,15 @@ def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]
         least = _nucleus_edge(current, law.top_p, candidates)
         current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
     if law.min_p > 0.0:
-        current = Distribution(current.scores.masked_fill(current.masses < law.min_p, float("-inf")))
+        current = Distribution(
+            current.scores.masked_fill(current.masses < law.min_p, float("-inf"))
+        )
     return current
 
 
 def _nucleus_edge(current: Distribution, top_p: float, candidates: tuple[int, ...]) -> Tensor:
-    """The score, `(rows, 1)`, of the last token of the smallest set of likeliest tokens with mass `top_p`."""
+    """The score, `(rows, 1)`, of the last token of the smallest set of likeliest tokens with mass
+    `top_p`."""
     vocab_size = current.scores.shape[-1]
     wanted = top_p * current.total[:, None]
     for num_candidates in candidates:

@@ -1,8 +1,9 @@
-"""The scheduler of a request lane: decides, without tensors, which waiting and running sequences run next.
+"""The scheduler of a request lane: decides, without tensors, which waiting and running sequences
+run next.
 
-A step either prefills or decodes. Running sequence number i sits in slot i, so the slots in use are always the first
-ones and a decode step computes nothing for an empty slot; when a sequence leaves, the last ones move into the gaps.
-"""
+A step either prefills or decodes. Running sequence number i sits in slot i, so the slots in use are
+always the first ones and a decode step computes nothing for an empty slot; when a sequence leaves,
+the last ones move into the gaps."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -17,7 +18,8 @@ from distflow.rollout.stops_and_draws import sample_key, uniforms
 
 
 class SamplingLaw(NamedTuple):
-    """The `SamplingParams` that shape the distribution: rows with equal parameters are drawn together."""
+    """The `SamplingParams` that shape the distribution: rows with equal parameters are drawn
+    together."""
 
     temperature: float
     top_p: float
@@ -29,9 +31,10 @@ class SamplingLaw(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence, compared by identity. key: of its random stream, from which it drew `num_drawn` numbers in earlier
-    turns; request: the call of `generate` that it belongs to. weights: identifies the weights of its first keys and
-    values; num_cached: tokens of its prompt found in the prefix cache."""
+    """A sequence, compared by identity. key: of its random stream, from which it drew `num_drawn`
+    numbers in earlier turns; request: the call of `generate` that it belongs to. weights:
+    identifies the weights of its first keys and values; num_cached: tokens of its prompt found in
+    the prefix cache."""
 
     request: int
     sample: int
@@ -60,12 +63,16 @@ class Sequence:
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
     def input_at(self, index: int) -> tuple[int, int]:
-        """Drawn token number `index`, or the last one, and its position. A sequence without drawn tokens gives one that
-        its first will overwrite."""
+        """Drawn token number `index`, or the last one, and its position. A sequence without drawn
+        tokens gives one that its first will overwrite."""
         number = min(index, len(self.token_ids) - 1)
-        return (self.token_ids[number] if self.token_ids else 0), len(self.prompt_ids) + max(number, 0)
+        return (self.token_ids[number] if self.token_ids else 0), len(self.prompt_ids) + max(
+            number, 0
+        )
 
-    def append(self, token_id: int, rollout_log_prob: float, sampling_log_prob: float, version: int) -> None:
+    def append(
+        self, token_id: int, rollout_log_prob: float, sampling_log_prob: float, version: int
+    ) -> None:
         self.token_ids.append(token_id)
         self.rollout_log_probs.append(rollout_log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
@@ -89,28 +96,40 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
     law = SamplingLaw(*(getattr(request.params, name) for name in SamplingLaw._fields))
     common = (request.prompt_ids, request.params, law)
     return [
-        Sequence(number, sample, *common, sample_key(request.stream, sample), request.num_drawn, request.may_continue)
+        Sequence(
+            number,
+            sample,
+            *common,
+            sample_key(request.stream, sample),
+            request.num_drawn,
+            request.may_continue,
+        )
         for sample in request.samples
     ]
 
 
 class DrawInputs(NamedTuple):
-    """Inputs of each row's next draw. uniforms: float64 `(rows,)`, in [0, 1). contexts: tokens in prompt or response;
-    empty in rows without a penalty for them."""
+    """Inputs of each row's next draw. uniforms: float64 `(rows,)`, in [0, 1). contexts: tokens in
+    prompt or response; empty in rows without a penalty for them."""
 
     laws: list[SamplingLaw]
     uniforms: NDArray[np.float64]
     contexts: list[tuple[int, ...]]
 
     def take(self, rows: list[int]) -> "DrawInputs":
-        laws, contexts = [self.laws[row] for row in rows], [self.contexts[row] for row in rows]
+        laws = [self.laws[row] for row in rows]
+        contexts = [self.contexts[row] for row in rows]
         return DrawInputs(laws, self.uniforms[rows], contexts)
 
 
 def draw_inputs(sequences: list[Sequence]) -> DrawInputs:
     keys = np.array([sequence.key for sequence in sequences], dtype=np.uint64)
-    positions = np.array([sequence.num_drawn + len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
-    contexts = [sequence.context if sequence.law.repetition_penalty != 1.0 else () for sequence in sequences]
+    positions = np.array(
+        [sequence.num_drawn + len(sequence.token_ids) for sequence in sequences], dtype=np.int64
+    )
+    contexts = [
+        sequence.context if sequence.law.repetition_penalty != 1.0 else () for sequence in sequences
+    ]
     return DrawInputs([sequence.law for sequence in sequences], uniforms(keys, positions), contexts)
 
 
@@ -126,17 +145,19 @@ class StepTokens(NamedTuple):
 Move = tuple[int, int]
 """(from slot, to slot)"""
 
-REFILL_FRACTION = 1 / 16  # a prefill for fewer slots than this costs more than leaving them empty for a while
+# a prefill for fewer slots than this costs more than leaving them empty for a while
+REFILL_FRACTION = 1 / 16
 
 
 Prefill = dict[tuple[int, ...], list[Sequence]]
-"""Distinct contexts of similar lengths to run in one forward, each with the sequences that start from it. Either all or
-none of them begin with a cached prefix."""
+"""Distinct contexts of similar lengths to run in one forward, each with the sequences that start
+from it. Either all or none of them begin with a cached prefix."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One step. sequences: those that get a token, in the order of their slots, starting at `first_slot`."""
+    """One step. sequences: those that get a token, in the order of their slots, starting at
+    `first_slot`."""
 
     prefills: list[Prefill]
     sequences: list[Sequence]
@@ -147,9 +168,9 @@ class Work:
 class Scheduler:
     """Assigns slots in the order of submission.
 
-    max_prefill_tokens: the most prompt tokens per step (a longer prompt runs alone). num_fitting: how many of the first
-    of these sequences fit into memory now, at most the number; None: all. num_cached: tokens at the start of a
-    sequence's context that need no prefill.
+    max_prefill_tokens: the most prompt tokens per step (a longer prompt runs alone). num_fitting:
+    how many of the first of these sequences fit into memory now, at most the number; None: all.
+    num_cached: tokens at the start of a sequence's context that need no prefill.
     """
 
     max_num_seqs: int
@@ -179,7 +200,8 @@ class Scheduler:
         return Work([], list(self.running), 0)
 
     def can_prefill(self) -> bool:
-        """Whether enough slots are free to be worth a forward: a fraction of all, or one per waiting sequence."""
+        """Whether enough slots are free to be worth a forward: a fraction of all, or one per
+        waiting sequence."""
         if not self.waiting:
             return False
         free = self._num_free()
@@ -190,7 +212,8 @@ class Scheduler:
         """Admit waiting sequences in order; those with the same context share its prefill."""
         starts: Prefill = {}
         rests: dict[tuple[int, ...], int] = {}
-        num_tokens, free = 0, self._num_free()
+        num_tokens = 0
+        free = self._num_free()
         while self.waiting and free > 0:
             context = self.waiting[0].context
             if context not in starts:
@@ -240,6 +263,7 @@ class Scheduler:
         return [seq for seq in (*self.running, *self.waiting) if seq.token_ids]
 
     def preempt(self) -> None:
-        """Return all running sequences to the head of the queue; their context is prefilled again."""
+        """Return all running sequences to the head of the queue; their context is prefilled
+        again."""
         self.waiting.extendleft(reversed(self.running))
         self.running = []

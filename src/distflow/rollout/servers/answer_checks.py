@@ -17,7 +17,8 @@ _ROUNDING: Final = 1e-5
 
 @dataclass(frozen=True)
 class Answer:
-    """An unchecked answer: the fields of `Generation`, with versions as labels. Values are as they came."""
+    """An unchecked answer: the fields of `Generation`, with versions as labels. Values are as they
+    came."""
 
     token_ids: Sequence[int]
     rollout_log_probs: Sequence[float]
@@ -37,7 +38,8 @@ def lie(who: str, what: str) -> TrustError:
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """who: the server. first, last: the oldest and the newest version that can have generated a part."""
+    """who: the server. first, last: the oldest and the newest version that can have generated a
+    part."""
 
     who: str
     tokenizer: PreTrainedTokenizerBase
@@ -46,19 +48,30 @@ class AnswerCheck:
     last: Version
 
     def generation(self, sample: int, params: SamplingParams, answer: Answer) -> Generation:
-        """The answer as a generation. Raises TrustError for an invalid answer, TypeError for one of another form."""
-        said = (answer.token_ids, answer.rollout_log_probs, answer.sampling_log_probs, answer.versions)
+        """The answer as a generation. Raises TrustError for an invalid answer, TypeError for one of
+        another form."""
+        said = (
+            answer.token_ids,
+            answer.rollout_log_probs,
+            answer.sampling_log_probs,
+            answer.versions,
+        )
         if len({len(each) for each in said}) > 1:
             counts = f"{len(said[1])} and {len(said[2])} log-probs, and {len(said[3])} versions"
             raise lie(self.who, f"{len(said[0])} tokens with {counts}")
         if len(said[0]) > params.max_tokens:
-            raise lie(self.who, f"{len(said[0])} tokens where at most {params.max_tokens} were asked for")
+            raise lie(
+                self.who, f"{len(said[0])} tokens where at most {params.max_tokens} were asked for"
+            )
         end, reason = self._end(list(answer.token_ids), params, answer.finish_reason)
         ids = list(answer.token_ids)[:end]
         rollout, sampling = (self._log_probs(each)[:end] for each in said[1:3])
         steps = self._steps(answer.versions)[:end]
         if reason is None:
-            ends = f"that a response ends by '{answer.finish_reason}' after {end} of {params.max_tokens} tokens"
+            ends = (
+                f"that a response ends by '{answer.finish_reason}' after {end} of "
+                f"{params.max_tokens} tokens"
+            )
             raise lie(self.who, ends)
         return Generation(sample, ids, rollout, sampling, steps, reason)
 
@@ -67,7 +80,8 @@ class AnswerCheck:
         for value in given:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"a log-prob is {value!r:.40}")
-            # An integer may have more digits than a float holds; comparing it is exact. NaN compares with nothing.
+            # An integer may have more digits than a float holds; comparing it is exact. NaN
+            # compares with nothing.
             if not _LEAST_LOG_PROB < value <= _ROUNDING:
                 bounds = f"each is above {_LEAST_LOG_PROB:g} and at most 0"
                 raise lie(self.who, f"with invalid log-probs, such as {value!r:.40} ({bounds})")
@@ -76,27 +90,38 @@ class AnswerCheck:
 
     def _steps(self, labels: Sequence[object]) -> list[int]:
         """The step of the weights of each token."""
-        first, last = self.first, self.last
-        steps = {label_of(Version(first.restart, step)): step for step in range(first.step, last.step + 1)}
+        first = self.first
+        last = self.last
+        steps = {
+            label_of(Version(first.restart, step)): step
+            for step in range(first.step, last.step + 1)
+        }
         steps[label_of(last)] = last.step
         found = list[int]()
         for label in labels:
             if not isinstance(label, str) or label not in steps:
-                raise lie(self.who, f"with tokens of weights '{label!s:.40}' instead of '{label_of(last)}'")
+                raise lie(
+                    self.who,
+                    f"with tokens of weights '{label!s:.40}' instead of '{label_of(last)}'",
+                )
             if found and steps[label] < found[-1]:
                 raise lie(self.who, f"with a token of weights '{label}' after one of newer weights")
             found.append(steps[label])
         return found
 
-    def _end(self, ids: list[int], params: SamplingParams, said: str) -> tuple[int, FinishReason | None]:
-        """Where a response ends, and why; None if no condition of the request is met. Servers detect a stop string at
-        different places, so anything after it is cut off here."""
+    def _end(
+        self, ids: list[int], params: SamplingParams, said: str
+    ) -> tuple[int, FinishReason | None]:
+        """Where a response ends, and why; None if no condition of the request is met. Servers
+        detect a stop string at different places, so anything after it is cut off here."""
         for token in ids:
             is_number = isinstance(token, int) and not isinstance(token, bool)
             if not (is_number and 0 <= token < self.vocab_size):
                 raise lie(self.who, f"with a token {token!r:.40}, which the model does not have")
         ends_early = not set(params.stop_token_ids).isdisjoint(ids[:-1])
-        if ends_early or (params.stop and any(text in self.tokenizer.decode(ids) for text in params.stop)):
+        if ends_early or (
+            params.stop and any(text in self.tokenizer.decode(ids) for text in params.stop)
+        ):
             for end in range(1, len(ids)):
                 if finish_reason(ids[:end], params, self.tokenizer) == "stop":
                     return end, "stop"

@@ -1,12 +1,21 @@
-"""Several servers as one rollout engine: requests go to the server expected to finish first. If a server dies, hangs or
-is late, its requests move to others, and it is restarted with the current weights."""
+"""Several servers as one rollout engine: requests go to the server expected to finish first. If a
+server dies, hangs or is late, its requests move to others, and it is restarted with the current
+weights."""
 
 import asyncio
 import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +25,23 @@ import httpx
 from torch import Tensor
 
 from distflow.errors import TrustError
-from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, RequestLog, Stream, WeightReceipt
+from distflow.rollout.engine import (
+    Activity,
+    GenerateRequest,
+    GenerateResult,
+    RequestLog,
+    Stream,
+    WeightReceipt,
+)
 from distflow.rollout.engine_weights import check_version, stripe_hashes
 from distflow.rollout.servers import http_engine
-from distflow.rollout.servers.http_engine import MOST_SERVERS, HttpEngine, ServerFailed, ServerLost, cancel
+from distflow.rollout.servers.http_engine import (
+    MOST_SERVERS,
+    HttpEngine,
+    ServerFailed,
+    ServerLost,
+    cancel,
+)
 from distflow.rollout.servers.server_process import WeightFiles
 from distflow.scheduling.group_states import Version
 
@@ -42,8 +64,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Server:
-    """outstanding: tokens that it may still have to generate. tokens, seconds: of samples and their requests, decayed
-    over time. failures: consecutive failed restarts."""
+    """outstanding: tokens that it may still have to generate. tokens, seconds: of samples and their
+    requests, decayed over time. failures: consecutive failed restarts."""
 
     engine: HttpEngine
     number: int
@@ -60,7 +82,8 @@ class _Server:
     task: "asyncio.Task[None] | None" = None
 
     def measure(self, tokens: int, seconds: float) -> None:
-        self.tokens, self.seconds = _DECAY * self.tokens + tokens, _DECAY * self.seconds + seconds
+        self.tokens = _DECAY * self.tokens + tokens
+        self.seconds = _DECAY * self.seconds + seconds
         self.measured = time.monotonic()
 
     @property
@@ -70,9 +93,10 @@ class _Server:
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
-    """A `RolloutEngine`. A single server answers a whole request; if that server is lost, the whole request is sent to
-    another, and the draws depend only on the request. Only servers with the newest weights get new requests, since the
-    staleness bound counts from the version that the fleet reports.
+    """A `RolloutEngine`. A single server answers a whole request; if that server is lost, the whole
+    request is sent to another, and the draws depend only on the request. Only servers with the
+    newest weights get new requests, since the staleness bound counts from the version that the
+    fleet reports.
     """
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
@@ -89,7 +113,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._activity = RequestLog()
 
     async def __aenter__(self) -> "Fleet":
-        self._updating, self._changed = asyncio.Lock(), asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._changed = asyncio.Event()
         async with AsyncExitStack() as entered:
             begun = (entered.enter_async_context(each.engine) for each in self._servers)
             found = await asyncio.gather(*begun, return_exceptions=True)
@@ -128,8 +153,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     # Requests.
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """See `HttpEngine.generate`. Raises ServerFailed if several servers failed at it, or none is available."""
-        refused, why = set[_Server](), ""
+        """See `HttpEngine.generate`. Raises ServerFailed if several servers failed at it, or none
+        is available."""
+        refused = set[_Server]()
+        why = ""
         with self._activity.busy():
             for _ in range(MOST_SERVERS + len(self._servers) - 1):
                 server = await self._choose(request, refused)
@@ -144,16 +171,23 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 else:
                     self._activity.responded(request, result.generations)
                     return result
-        raise ServerFailed(f"{len(refused)} servers of the fleet have failed on one request. The last: {why}")
+        raise ServerFailed(
+            f"{len(refused)} servers of the fleet have failed on one request. The last: {why}"
+        )
 
     async def _choose(self, request: GenerateRequest, refused: set[_Server]) -> _Server:
-        """The server that had its group or earlier turns, if healthy, else the one expected to finish first."""
+        """The server that had its group or earlier turns, if healthy, else the one expected to
+        finish first."""
         await self._until(lambda: any(map(self._is_current, self._servers)))
         able = [each for each in self._servers if self._is_current(each)]
         able = [each for each in able if each not in refused] or able
         home = self._homes.get(request.stream)
         cost = _cost(request)
-        chosen = home if home in able else min(able, key=lambda each: (each.outstanding + cost) / self._speed(each))
+        chosen = (
+            home
+            if home in able
+            else min(able, key=lambda each: (each.outstanding + cost) / self._speed(each))
+        )
         self._homes[request.stream] = chosen
         self._homes.move_to_end(request.stream)
         if len(self._homes) > _MOST_HOMES:
@@ -161,7 +195,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return chosen
 
     async def _ask(self, server: _Server, request: GenerateRequest) -> GenerateResult:
-        number, began, cost = server.engine.number_of_server, time.monotonic(), _cost(request)
+        number = server.engine.number_of_server
+        began = time.monotonic()
+        cost = _cost(request)
         server.outstanding += cost
         try:
             async with self._deadline(server, request):
@@ -171,19 +207,26 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             if isinstance(err, ServerLost) and number == server.engine.number_of_server:
                 self._lose(server, str(err))
             if isinstance(err, TimeoutError):
-                raise ServerFailed(f"{server.engine.who} is far slower than before, or does not answer") from None
+                raise ServerFailed(
+                    f"{server.engine.who} is far slower than before, or does not answer"
+                ) from None
             raise
         finally:
             server.outstanding -= cost
-        server.measure(max(len(each.token_ids) for each in result.generations), time.monotonic() - began)
+        server.measure(
+            max(len(each.token_ids) for each in result.generations), time.monotonic() - began
+        )
         return result
 
     @asynccontextmanager
     async def _deadline(self, server: _Server, request: GenerateRequest) -> AsyncIterator[None]:
-        """Raises TimeoutError at the deadline; the clock stops during a pause, and restarts with new weights."""
+        """Raises TimeoutError at the deadline; the clock stops during a pause, and restarts with
+        new weights."""
         limit = http_engine.CALL_S
         if server.speed is not None:
-            limit = max(LEAST_DEADLINE_S, DEADLINE_FACTOR * request.params.max_tokens / server.speed)
+            limit = max(
+                LEAST_DEADLINE_S, DEADLINE_FACTOR * request.params.max_tokens / server.speed
+            )
         async with asyncio.timeout(None) as clock:
             self._clocks[clock] = limit
             self._wind_clocks({clock: limit})
@@ -199,10 +242,15 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 clock.reschedule(None if self._paused else now + limit)
 
     def _speed(self, server: _Server) -> float:
-        """The measured speed, forgotten after some time, since only servers with requests are measured."""
+        """The measured speed, forgotten after some time, since only servers with requests are
+        measured."""
         speeds = [speed for each in self._servers if (speed := each.speed) is not None]
         mean = sum(speeds) / len(speeds) if speeds else 1.0
-        forgotten = min((time.monotonic() - server.measured) / _FORGET_S, 1.0) if not server.outstanding else 0.0
+        forgotten = (
+            min((time.monotonic() - server.measured) / _FORGET_S, 1.0)
+            if not server.outstanding
+            else 0.0
+        )
         return mean * forgotten + (server.speed or mean) * (1 - forgotten)
 
     # Servers.
@@ -219,7 +267,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         while not holds() and (left := due - time.monotonic()) > 0:
             if all(each.failures >= MOST_SERVERS for each in self._servers):
                 whys = "\n".join(f"  server {each.number}: {each.why}" for each in self._servers)
-                raise ServerFailed(f"no server of the fleet is available after {MOST_SERVERS} attempts each:\n{whys}")
+                raise ServerFailed(
+                    f"no server of the fleet is available after {MOST_SERVERS} attempts each:\n"
+                    f"{whys}"
+                )
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if left == math.inf else left):
                     await self._changed.wait()
@@ -232,7 +283,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def _lose(self, server: _Server, why: str) -> None:
         """Move the server's requests elsewhere, and restart it."""
         if not server.is_lost:
-            server.is_lost, server.why = True, why
+            server.is_lost = True
+            server.why = why
             server.engine.abandon()
             self._note()
         self._bring_back(server)
@@ -242,7 +294,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             server.task = asyncio.create_task(self._until_current(server))
 
     async def _until_current(self, server: _Server) -> None:
-        """Restart the server if it is lost, and load the newest weights. Retries forever: someone may repair it."""
+        """Restart the server if it is lost, and load the newest weights. Retries forever: someone
+        may repair it."""
         while server.is_lost or self._is_behind(server):
             server.reads = self._files.folder if self._files is not None else None
             try:
@@ -251,28 +304,35 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             except _FAILURES as err:
                 server.failures += 1
                 self._lose(server, f"{type(err).__name__}: {err}")
-                _log.warning("server %d of the fleet (%s): %s", server.number, server.engine.who, server.why)
+                _log.warning(
+                    "server %d of the fleet (%s): %s", server.number, server.engine.who, server.why
+                )
                 self._note()
-                await asyncio.sleep(min(http_engine.BACK_OFF_S * 2**server.failures, _MOST_BACK_OFF_S))
+                await asyncio.sleep(
+                    min(http_engine.BACK_OFF_S * 2**server.failures, _MOST_BACK_OFF_S)
+                )
             finally:
                 server.reads = None
                 self._drop_old()
             self._note()
 
     async def _step_towards(self, server: _Server) -> None:
-        engine, files = server.engine, self._files
+        engine = server.engine
+        files = self._files
         if server.is_lost:
             await engine.restart(files, server.why)
             server.tokens = server.seconds = 0.0
             server.restarts += 1
             server.is_lost = False
-            await (engine.pause() if self._paused else engine.resume())  # the server may have missed it
+            # the server may have missed it
+            await (engine.pause() if self._paused else engine.resume())
             if files is None:
                 await engine.load_weights(self.version, None)
         elif files is not None:
             await engine.load_files(files)
         if files is not None and files == self._files:
-            self._served, self.version = files, files.version
+            self._served = files
+            self.version = files.version
 
     async def _all(self, work: Callable[[HttpEngine], Awaitable[T]]) -> list[T]:
         """Run `work` on all healthy servers; those that fail are lost."""
@@ -319,8 +379,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _hashes_of(self, engine: HttpEngine) -> dict[str, str]:
         return await engine.hashes() if engine.holds(self._served) else {}
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """See `RolloutEngine`. One server must have loaded them; other healthy ones get as much time again."""
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
+        """See `RolloutEngine`. One server must have loaded them; other healthy ones get as much
+        time again."""
         check_version(self.version, version)
         async with self._updating:
             if weights is not None:
@@ -336,7 +399,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 self._bring_back(server)
             await self._until(lambda: self._served == self._files)
             due = time.monotonic() + (time.monotonic() - began) + http_engine.SILENT_S
-            await self._until(lambda: not any(self._is_behind(each) for each in self._servers if not each.is_lost), due)
+            await self._until(
+                lambda: (
+                    not any(self._is_behind(each) for each in self._servers if not each.is_lost)
+                ),
+                due,
+            )
             self._wind_clocks(self._clocks)
         if weights is None or self._files is None:
             return WeightReceipt(version, version_only=True)
@@ -355,7 +423,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     def _drop_old(self) -> None:
         """Drop folders of weights that no server reads."""
-        used = {each.reads for each in self._servers} | {self._files.folder if self._files is not None else None}
+        used = {each.reads for each in self._servers} | {
+            self._files.folder if self._files is not None else None
+        }
         for folder in self._folders - used:
             self._servers[0].engine.folder.drop(folder)
             self._folders.discard(folder)

@@ -1,5 +1,5 @@
-"""Common code of engines behind an HTTP server for token ids: requests are sent again if a server dies or hangs,
-answers are checked before use, and weights are passed as files.
+"""Common code of engines behind an HTTP server for token ids: requests are sent again if a server
+dies or hangs, answers are checked before use, and weights are passed as files.
 """
 
 import asyncio
@@ -19,7 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import plain_name, unwrapped
-from distflow.rollout.engine import Activity, GenerateRequest, GenerateResult, Generation, RequestLog, WeightReceipt
+from distflow.rollout.engine import (
+    Activity,
+    GenerateRequest,
+    GenerateResult,
+    Generation,
+    RequestLog,
+    WeightReceipt,
+)
 from distflow.rollout.engine_weights import check_version, checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
@@ -40,10 +47,13 @@ MOST_SERVERS: Final = 3  # tried for one request
 RETRIES: Final = 4  # after a server error
 BACK_OFF_S: Final = 0.25  # doubled on each retry
 _CONNECT_S: Final = 10.0
-UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)  # for responses: `_watch` detects a hung server
+# for responses: `_watch` detects a hung server
+UNLIMITED: Final = httpx.Timeout(None, connect=_CONNECT_S)
 _START_LOOKS_EVERY_S: Final = 0.2
 _AT_SOCKET: Final = "http://server"
-_NO_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
+_NO_LIMITS: Final = httpx.Limits(
+    max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0
+)
 MALFORMED: Final = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that reading an answer of another form raises."""
 
@@ -62,11 +72,12 @@ class ServerLost(ServerFailed):
 class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     """A `RolloutEngine`; subclasses implement the server's interface.
 
-    model: only its config and the names and shapes of its weights matter. url: of a running server; None starts one
-    with `python`, the interpreter of the environment that has it (None for this one), and further options
-    `engine_kwargs`, by the server's names. kv_on_update, max_num_seqs: the keys' values. free_cache_engine:
-    `pause(release=True)` also frees the weights. longest: the most tokens of a prompt with its response. A server that
-    dies is restarted with the current weights, and its requests are sent again.
+    model: only its config and the names and shapes of its weights matter. url: of a running server;
+    None starts one with `python`, the interpreter of the environment that has it (None for this
+    one), and further options `engine_kwargs`, by the server's names. kv_on_update, max_num_seqs:
+    the keys' values. free_cache_engine: `pause(release=True)` also frees the weights. longest: the
+    most tokens of a prompt with its response. A server that dies is restarted with the current
+    weights, and its requests are sent again.
     """
 
     model: nn.Module
@@ -87,7 +98,8 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     in_fleet = False
     """Whether a fleet takes over the requests of a lost server, and calls `restart`."""
     is_shared = False
-    """Whether other workers use the same server, which is then watched even while this one has no requests."""
+    """Whether other workers use the same server, which is then watched even while this one has no
+    requests."""
 
     def __post_init__(self) -> None:
         assert not self.shares_weights, "a server has memory of its own"
@@ -100,10 +112,13 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         self._held: WeightFiles | None = None
         self._process: ServerProcess | None = None
         self.number_of_server = 0
-        self._silent_server, self._last_lines = -1, ""
+        self._silent_server = -1
+        self._last_lines = ""
         self._paused = self._is_released = False
         self._moved = time.monotonic()
-        self.own_url, self.headers = _AT_SOCKET, dict[str, str]()  # for our own server, at its socket
+        # for our own server, at its socket
+        self.own_url = _AT_SOCKET
+        self.headers = dict[str, str]()
         self.max_positions = int(getattr(self.config, "max_position_embeddings", 0)) or 2**31
         self.longest = min(self.longest, self.max_positions)
 
@@ -115,15 +130,18 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     @abstractmethod
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """The command that starts a server, and its environment variables; it listens at `self.socket`."""
+        """The command that starts a server, and its environment variables; it listens at
+        `self.socket`."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """Query what a server runs. Raises UserError if it is not usable, httpx.TransportError while it is not up."""
+        """Query what a server runs. Raises UserError if it is not usable, httpx.TransportError
+        while it is not up."""
 
     @abstractmethod
     async def ask(self, request: GenerateRequest) -> list[Answer]:
-        """Generate the samples of a request, in order. A cancelled request is aborted on the server."""
+        """Generate the samples of a request, in order. A cancelled request is aborted on the
+        server."""
 
     @abstractmethod
     async def halt(self) -> None:
@@ -160,16 +178,20 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
 
     @abstractmethod
     async def count_tokens(self) -> int:
-        """The number of tokens generated by this server; asks its computing process, and sets `_progress`."""
+        """The number of tokens generated by this server; asks its computing process, and sets
+        `_progress`."""
 
     # The protocol of engines.
 
     async def __aenter__(self) -> "HttpEngine":
         self.folder = PrivateFolder("distflow-server-")
         self.socket = self.folder.path / "socket"
-        self._changing, self._updating = asyncio.Lock(), asyncio.Lock()
+        self._changing = asyncio.Lock()
+        self._updating = asyncio.Lock()
         at_socket = (self.url or self.own_url) == _AT_SOCKET
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if at_socket else None
+        transport = (
+            httpx.AsyncHTTPTransport(uds=str(self.socket), limits=_NO_LIMITS) if at_socket else None
+        )
         self.client = httpx.AsyncClient(
             base_url=self.url or self.own_url,
             headers=self.headers,
@@ -198,18 +220,22 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await self.client.aclose()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate all requested samples; cancelling aborts them. Raises UserError for an impossible request,
-        TrustError for an invalid answer."""
+        """Generate all requested samples; cancelling aborts them. Raises UserError for an
+        impossible request, TrustError for an invalid answer."""
         vocab_size = self.config.vocab_size
-        check_request(request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions)
-        first, self._moved = self.version, time.monotonic()
+        check_request(
+            request.prompt_ids, request.samples, request.params, vocab_size, self.max_positions
+        )
+        first = self.version
+        self._moved = time.monotonic()
         with self._activity.busy():
             generations = await self._call(partial(self._generations, request, first))
             self._activity.responded(request, generations)
         return GenerateResult(generations)
 
     async def pause(self, release: bool = False) -> None:
-        """See `RolloutEngine`. release: drops cached keys and values; the server's class decides what else."""
+        """See `RolloutEngine`. release: drops cached keys and values; the server's class decides
+        what else."""
         async with self._updating:
             self._paused = True
             await self._call(self._release if release else self.halt)
@@ -224,15 +250,18 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def hashes(self) -> dict[str, str]:
         return await self._call(self.held_hashes)
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """See `RolloutEngine`. Generation is halted only while the server reads complete files. Raises ValueError, with
-        nothing changed, if weights do not fit."""
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
+        """See `RolloutEngine`. Generation is halted only while the server reads complete files.
+        Raises ValueError, with nothing changed, if weights do not fit."""
         check_version(self.version, version)
         if weights is None:
             async with self._updating:
                 await self._call(partial(self._rename, version))
             return WeightReceipt(version, version_only=True)
-        folder, before = await asyncio.get_running_loop().run_in_executor(None, self.write, weights), self._held
+        folder = await asyncio.get_running_loop().run_in_executor(None, self.write, weights)
+        before = self._held
         await self.load_files(WeightFiles(version, folder))
         if before is not None:
             self.folder.drop(before.folder)
@@ -240,15 +269,20 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return WeightReceipt(version, dict(self._held.hashes))
 
     async def load_files(self, files: WeightFiles) -> None:
-        """Load weights from files, which the caller keeps. If the server has them already, only the version changes."""
+        """Load weights from files, which the caller keeps. If the server has them already, only the
+        version changes."""
         is_there = self._held is not None and files.folder == self._held.folder
         async with self._updating:
-            await self._call(partial(self._rename, files.version) if is_there else partial(self._update, files))
+            await self._call(
+                partial(self._rename, files.version) if is_there else partial(self._update, files)
+            )
 
     def holds(self, files: WeightFiles | None) -> bool:
         """Whether the server has these weights; None stands for its initial ones."""
         mine = self._held
-        return files is None or (mine is not None and (mine.version, mine.folder) == (files.version, files.folder))
+        return files is None or (
+            mine is not None and (mine.version, mine.folder) == (files.version, files.folder)
+        )
 
     def take_activity(self) -> list[Activity]:
         """Its activity since the last call; callable from any thread."""
@@ -257,19 +291,33 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     # Requests.
 
     async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout: httpx.Timeout | None = None, **params: str
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout: httpx.Timeout | None = None,
+        **params: str,
     ) -> Any:
-        """The server's answer, with retries after server errors. timeout: None for the client's. Raises ServerFailed,
-        TrustError for an answer that is not JSON, httpx.TransportError."""
+        """The server's answer, with retries after server errors. timeout: None for the client's.
+        Raises ServerFailed, TrustError for an answer that is not JSON, httpx.TransportError."""
         for number in range(RETRIES):
-            answer = await self.client.post(path, json=body, params=params, timeout=timeout or self.client.timeout)
+            answer = await self.client.post(
+                path, json=body, params=params, timeout=timeout or self.client.timeout
+            )
             if answer.status_code < 500:
                 break
             await asyncio.sleep(BACK_OFF_S * 2**number)
-        if answer.status_code >= 500 and (await self.client.get("/health")).status_code != httpx.codes.OK:
-            raise httpx.RemoteProtocolError(f"it answered {path} with {answer.status_code}, and is not well")
+        if (
+            answer.status_code >= 500
+            and (await self.client.get("/health")).status_code != httpx.codes.OK
+        ):
+            raise httpx.RemoteProtocolError(
+                f"it answered {path} with {answer.status_code}, and is not well"
+            )
         if answer.status_code != httpx.codes.OK:
-            raise ServerFailed(f"{self.who} answered {path} with {answer.status_code}: {answer.text[:500]}")
+            raise ServerFailed(
+                f"{self.who} answered {path} with {answer.status_code}: {answer.text[:500]}"
+            )
         return self.read(answer)
 
     def read(self, answer: httpx.Response) -> Any:
@@ -285,11 +333,15 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
         return await self.ask(request)
 
-    async def _generations(self, request: GenerateRequest, first: Version) -> tuple[Generation, ...]:
+    async def _generations(
+        self, request: GenerateRequest, first: Version
+    ) -> tuple[Generation, ...]:
         """The checked answers. first: the version at the start of the request."""
         answers = await self._answers(request)
         if len(answers) != len(request.samples):
-            raise lie(self.who, f"{len(answers)} responses where {len(request.samples)} were asked for")
+            raise lie(
+                self.who, f"{len(answers)} responses where {len(request.samples)} were asked for"
+            )
         last = max(self.version, self._newest)
         check = AnswerCheck(self.who, self.tokenizer, self.config.vocab_size, first, last)
         given = zip(request.samples, answers, strict=True)
@@ -306,9 +358,11 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             raise lie(self.who, f"in a form that its interface does not define ({what})") from err
 
     async def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work`, again with the next server if this one is lost. Raises ServerFailed if none is available."""
+        """Run `work`, again with the next server if this one is lost. Raises ServerFailed if none
+        is available."""
         for number in range(1, MOST_SERVERS + 1):
-            server, task = self.number_of_server, asyncio.create_task(self._reading(work))
+            server = self.number_of_server
+            task = asyncio.create_task(self._reading(work))
             self._running.add(task)
             try:
                 return await task
@@ -326,16 +380,21 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                     continue
                 raise ServerLost(f"{self.who} is lost ({why}){self._log_end()}")
             async with self._changing:
-                if server == self.number_of_server and (server == self._silent_server or not await self._is_well()):
+                if server == self.number_of_server and (
+                    server == self._silent_server or not await self._is_well()
+                ):
                     self._last_lines = self._log_end()
                     if number < MOST_SERVERS:
                         await self._replace(why)
-        raise ServerFailed(f"{self.who} was lost {number} times at the same request: {why}{self._last_lines}")
+        raise ServerFailed(
+            f"{self.who} was lost {number} times at the same request: {why}{self._last_lines}"
+        )
 
     # The server.
 
     async def restart(self, files: WeightFiles | None, why: str) -> None:
-        """Start another server with these weights, for a fleet; for a given url, attach to whatever runs there now."""
+        """Start another server with these weights, for a fleet; for a given url, attach to whatever
+        runs there now."""
         async with self._changing:
             self._held = files
             await self._replace(why)
@@ -347,9 +406,12 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             task.cancel()
 
     async def _is_well(self) -> bool:
-        """Whether only a connection was lost: an idle one that the server closed, or one to a predecessor."""
+        """Whether only a connection was lost: an idle one that the server closed, or one to a
+        predecessor."""
         try:
-            return (await self.client.get("/health", timeout=SILENT_S)).status_code == httpx.codes.OK
+            return (
+                await self.client.get("/health", timeout=SILENT_S)
+            ).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 
@@ -379,8 +441,10 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             await asyncio.sleep(_START_LOOKS_EVERY_S)
         if self.longest > self.max_positions:
             raise UserError(
-                f"{self.who} has a context of {self.max_positions} tokens, but data.max_prompt_length and "
-                f"data.max_response_length make {self.longest}: lower them, or start the server with a longer context"
+                f"{self.who} has a context of {self.max_positions} tokens, but "
+                "data.max_prompt_length and "
+                f"data.max_response_length make {self.longest}: lower them, or start the server "
+                "with a longer context"
             )
         if self._held is not None:
             await self._update(self._held)
@@ -391,24 +455,37 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     def _check_starting(self, err: httpx.TransportError, due: float) -> None:
         if self._process is not None and not self._process.is_running():
             options = "check actor_rollout_ref.rollout.engine_kwargs and the model's size"
-            raise ServerFailed(f"{self.who} ended before it was ready: {options}{self._log_end()}") from err
+            raise ServerFailed(
+                f"{self.who} ended before it was ready: {options}{self._log_end()}"
+            ) from err
         if time.monotonic() > due:
             if self.url is not None:
-                raise UserError(f"actor_rollout_ref.rollout.url={self.url}: no server answers there ({err})") from err
-            raise ServerFailed(f"{self.who} was not ready within {START_S:g} s{self._log_end()}") from err
+                raise UserError(
+                    f"actor_rollout_ref.rollout.url={self.url}: no server answers there ({err})"
+                ) from err
+            raise ServerFailed(
+                f"{self.who} was not ready within {START_S:g} s{self._log_end()}"
+            ) from err
 
     def _log_end(self) -> str:
-        return f". The end of its log:\n{self._process.last_lines()}" if self._process is not None else ""
+        return (
+            f". The end of its log:\n{self._process.last_lines()}"
+            if self._process is not None
+            else ""
+        )
 
     async def _watch(self) -> None:
-        """Treat a server that neither answers nor computes as lost, and cancel its requests; also one that answers, but
-        generates nothing for its requests."""
+        """Treat a server that neither answers nor computes as lost, and cancel its requests; also
+        one that answers, but generates nothing for its requests."""
         while True:
             await asyncio.sleep(LOOKS_EVERY_S)
             if not (self._running or self.is_shared) or self._changing.locked():
                 continue
-            server, ticks = self.number_of_server, self._process.cpu_ticks() if self._process is not None else -1
-            if not await self._is_silent(SILENT_S if self.in_fleet or self._process is not None else ATTACH_S):
+            server = self.number_of_server
+            ticks = self._process.cpu_ticks() if self._process is not None else -1
+            if not await self._is_silent(
+                SILENT_S if self.in_fleet or self._process is not None else ATTACH_S
+            ):
                 if self._is_stuck():
                     self.abandon()
                 continue
@@ -420,8 +497,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
                         await self._replace("it did not respond")
 
     async def _is_silent(self, limit: float) -> bool:
-        """Whether the server gives no answer for so many seconds. They are counted in polls, since a server may answer
-        in time while this process, on an overloaded machine, is late to read it."""
+        """Whether the server gives no answer for so many seconds. They are counted in polls, since
+        a server may answer in time while this process, on an overloaded machine, is late to read
+        it."""
         look = asyncio.create_task(self._hear())
         try:
             for _ in range(_POLLS):
@@ -447,9 +525,14 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         return is_waiting and time.monotonic() - self._moved > STUCK_S
 
     async def _count(self) -> None:
-        before, earlier = (self.num_generated_tokens, self._progress), self._tokens_of_earlier
+        before = (self.num_generated_tokens, self._progress)
+        earlier = self._tokens_of_earlier
         self.num_generated_tokens = earlier + await self.count_tokens()
-        if (self.num_generated_tokens, self._progress) != before or self._paused or self._updating.locked():
+        if (
+            (self.num_generated_tokens, self._progress) != before
+            or self._paused
+            or self._updating.locked()
+        ):
             self._moved = time.monotonic()
 
     # Weights.
@@ -473,7 +556,9 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         if files.hashes and hashes != files.hashes:
             raise lie(self.who, "with hashes of weights other than those that were sent")
         await self.set_label(label_of(files.version))
-        self.version, self._held = files.version, replace(files, hashes=hashes)  # before its first token
+        # before its first token
+        self.version = files.version
+        self._held = replace(files, hashes=hashes)
         if not self._paused:
             await self.go_on()
 

@@ -1,7 +1,9 @@
-"""Our extension of vLLM's workers (`--worker-extension-cls`): weights and an adapter from files, with hashes of
+"""Our extension of vLLM's workers (`--worker-extension-cls`): weights and an adapter from files,
+with hashes of
 what was read, and the same draws as in our own engines, with log-probs before and after truncation.
 
-The server finds it by PYTHONPATH in its own environment, where nothing else of distflow is importable.
+The server finds it by PYTHONPATH in its own environment, where nothing else of distflow is
+importable.
 """
 
 import hashlib
@@ -31,8 +33,11 @@ INTERFACE = 4
 ADAPTER = 1  # the number that vLLM's server gives to the first adapter
 STRIPE_LENGTH = 1024
 BLOCK = 256  # the CDF is searched in blocks of this many tokens, then in one of them
-MOST_KEPT = 2**14  # samples whose log-probs nobody takes, because their client is gone, are kept until then
-_WEYL, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# samples whose log-probs nobody takes, because their client is gone, are kept until then
+MOST_KEPT = 2**14
+_WEYL, _MIX_1, _MIX_2 = (
+    np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 class Extension:
@@ -46,7 +51,9 @@ class Extension:
         config = self.model_runner.model_config
         if not isinstance(self.model_runner.sampler, DrawingSampler):
             if type(self.model_runner.sampler) is not Sampler:
-                raise RuntimeError(f"this vLLM has an unknown sampler, {type(self.model_runner.sampler)}")
+                raise RuntimeError(
+                    f"this vLLM has an unknown sampler, {type(self.model_runner.sampler)}"
+                )
             self.model_runner.sampler = DrawingSampler(self.model_runner)
             self.distflow_held = {}
         return {
@@ -58,18 +65,28 @@ class Extension:
             "held": bool(self.distflow_held),
         }
 
-    def distflow_load(self, paths: list[str], adapter: dict[str, Any] | None = None) -> dict[str, str]:
-        """Load weights from safetensors files. adapter: PEFT's config of the adapter among them, which is applied
-        unmerged; the weights below it are loaded only if they have changed. Returns the hash of each tensor as read."""
+    def distflow_load(
+        self, paths: list[str], adapter: dict[str, Any] | None = None
+    ) -> dict[str, str]:
+        """Load weights from safetensors files. adapter: PEFT's config of the adapter among them,
+        which is applied unmerged; the weights below it are loaded only if they have changed.
+        Returns the hash of each tensor as read."""
         self.distflow_describe()  # a server that was started anew has our sampler only then
-        before, self.distflow_held = self.distflow_held, {}
+        before = self.distflow_held
+        self.distflow_held = {}
         names = {name for path in paths for name in _names_in(path)}
         of_adapter = {name for name in names if ".lora_" in name} if adapter else set[str]()
-        hashes, tensors = dict[str, str](), dict[str, Tensor]()
+        hashes = dict[str, str]()
+        tensors = dict[str, Tensor]()
         for name, tensor in _read(paths, of_adapter):
-            tensors[name], hashes[name] = tensor, stripe_hash(tensor)
+            tensors[name] = tensor
+            hashes[name] = stripe_hash(tensor)
         base = names - of_adapter
-        same = {name: stripe_hash(tensor) for name, tensor in _read(paths, base)} if adapter and before else {}
+        same = (
+            {name: stripe_hash(tensor) for name, tensor in _read(paths, base)}
+            if adapter and before
+            else {}
+        )
         if not same or any(before.get(name) != own for name, own in same.items()):
             same = self._load_base(paths, base)
         if adapter:
@@ -84,7 +101,8 @@ class Extension:
     def _load_base(self, paths: list[str], names: set[str]) -> dict[str, str]:
         """Load the model's own weights. Returns their hashes."""
         hashes = dict[str, str]()
-        model, published = self.model_runner.get_model(), self._to_published_names(names)
+        model = self.model_runner.get_model()
+        published = self._to_published_names(names)
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in _read(paths, names):
@@ -101,34 +119,56 @@ class Extension:
         if current_platform.is_cpu():
             _forget_kernels_of_experts(model)
         try:
-            with set_current_vllm_config(self.model_runner.vllm_config):  # layers of some families read it
-                self.model_runner.reload_weights(weights_iterator=weights(), is_checkpoint_format=True)
+            # layers of some families read it
+            with set_current_vllm_config(self.model_runner.vllm_config):
+                self.model_runner.reload_weights(
+                    weights_iterator=weights(), is_checkpoint_format=True
+                )
         finally:
             del model.load_weights
-        if current_platform.is_cpu():  # the head has a packed copy, which keeps old weights if it is tied
-            for head in (module for module in model.modules() if isinstance(module, ParallelLMHead)):
+        # the head has a packed copy, which keeps old weights if it is tied
+        if current_platform.is_cpu():
+            for head in (
+                module for module in model.modules() if isinstance(module, ParallelLMHead)
+            ):
                 head.quant_method.process_weights_after_loading(head)
         modules = model.named_modules()  # others have been derived from them
-        built = {f"{path}.{name}" for path, each in modules for name in get_layerwise_info(each).restore_metadata[0]}
+        built = {
+            f"{path}.{name}"
+            for path, each in modules
+            for name in get_layerwise_info(each).restore_metadata[0]
+        }
         expected = (name for name, _ in model.named_parameters() if name in built)
         missing = {name.replace(".base_layer.", ".") for name in expected} - loaded
         if missing:
-            raise RuntimeError(f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all")
+            raise RuntimeError(
+                f"no weights came for {sorted(missing)[:5]}, {len(missing)} parameters in all"
+            )
         return hashes
 
-    def _to_published_names(self, names: set[str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-        """Renames a weight as in checkpoints, which vLLM reads: transformers joins the weights of all experts."""
+    def _to_published_names(
+        self, names: set[str]
+    ) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+        """Renames a weight as in checkpoints, which vLLM reads: transformers joins the weights of
+        all experts."""
         if not any(".experts." in name for name in names):
             return lambda weights: weights
         with torch.device("meta"):
-            of_transformers = AutoModelForCausalLM.from_config(self.model_runner.model_config.hf_config)
+            of_transformers = AutoModelForCausalLM.from_config(
+                self.model_runner.model_config.hf_config
+            )
         return partial(revert_weight_conversion, of_transformers)
 
     def _serve(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Replace the adapter of running and later requests. tensors: by the names that `peft` gives them."""
-        manager, model = self.model_runner.lora_manager, self.model_runner.get_model()
+        """Replace the adapter of running and later requests. tensors: by the names that `peft`
+        gives them."""
+        manager = self.model_runner.lora_manager
+        model = self.model_runner.get_model()
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
+        named = {
+            f"base_model.model.{name.replace('.default.', '.')}": tensor
+            for name, tensor in tensors.items()
+        }
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER,
             named,
@@ -143,12 +183,16 @@ class Extension:
         layers.activate_adapter(ADAPTER)
 
     def distflow_take_drawn(self, ended: dict[str, int], abandoned: list[str]) -> list[list[str]]:
-        """What was drawn for the samples of these requests, whose numbers are given: what `DrawingSampler` kept, as
-        float64 in base64. Forgets them and the abandoned ones."""
-        kept = getattr(self.model_runner.sampler, "drawn", {})  # a server that was started anew has none
+        """What was drawn for the samples of these requests, whose numbers are given: what
+        `DrawingSampler` kept, as float64 in base64. Forgets them and the abandoned ones."""
+        # a server that was started anew has none
+        kept = getattr(self.model_runner.sampler, "drawn", {})
         for owner in [owner for owner in kept if owner[0] in abandoned] if abandoned else ():
             del kept[owner]
-        return [[b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])] for name in ended]
+        return [
+            [b64encode(kept.pop((name, n), b"")).decode() for n in range(ended[name])]
+            for name in ended
+        ]
 
     def distflow_count(self) -> int:
         """The number of tokens drawn so far."""
@@ -160,7 +204,8 @@ class Extension:
 
 
 def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
-    """Have the kernels made again: for a CPU, vLLM packs the weights of experts only when it makes their kernel."""
+    """Have the kernels made again: for a CPU, vLLM packs the weights of experts only when it makes
+    their kernel."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -189,12 +234,13 @@ def stripe_hash(tensor: Tensor) -> str:
 
 
 class DrawingSampler(Sampler):
-    """Draws with the counters of `distflow/rollout/stops_and_draws.py`: a token does not depend on its batch, and is
-    the same as in our other engines.
+    """Draws with the counters of `distflow/rollout/stops_and_draws.py`: a token does not depend on
+    its batch, and is the same as in our other engines.
 
-    Each request has its law in `extra_args`, with the name under which `drawn` keeps three numbers per token: the
-    token, its log-prob under softmax(logits / temperature), and its log-prob under the distribution drawn from. vLLM
-    would pass log-probs on in objects of single tokens, which takes longer than all else.
+    Each request has its law in `extra_args`, with the name under which `drawn` keeps three numbers
+    per token: the token, its log-prob under softmax(logits / temperature), and its log-prob under
+    the distribution drawn from. vLLM would pass log-probs on in objects of single tokens, which
+    takes longer than all else.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -205,11 +251,14 @@ class DrawingSampler(Sampler):
         self._names = list[str]()  # of the last step's rows
         self._laws: _Laws | None = None
 
-    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> SamplerOutput:
+    def forward(
+        self, logits: Tensor, sampling_metadata: Any, *args: Any, **options: Any
+    ) -> SamplerOutput:
         names = self.runner.input_batch.req_ids[: len(logits)]
         states = [self.runner.requests[name] for name in names]
         if names != self._names:  # most steps have the rows of the last one
-            self._names, self._laws = list(names), _laws_of(states, logits.device)
+            self._names = list(names)
+            self._laws = _laws_of(states, logits.device)
         laws = self._laws
         if laws is None:  # requests of other clients
             return super().forward(logits, sampling_metadata, *args, **options)
@@ -217,7 +266,9 @@ class DrawingSampler(Sampler):
         policy = drawn_from = logits / laws.temperature
         if not sampling_metadata.no_penalties:
             output = sampling_metadata.output_token_ids
-            drawn_from = self.apply_penalties(logits.clone(), sampling_metadata, output) / laws.temperature
+            drawn_from = (
+                self.apply_penalties(logits.clone(), sampling_metadata, output) / laws.temperature
+            )
         drawn_from = _truncated(drawn_from, laws)
         places = [len(state.output_token_ids) for state in states]
         drawn, sampling = _draw(drawn_from, laws, _uniforms(laws, places))
@@ -226,8 +277,8 @@ class DrawingSampler(Sampler):
         return SamplerOutput(drawn.int(), None)
 
     def _keep(self, laws: "_Laws", places: list[int], values: list[list[float]]) -> None:
-        """Keep what was drawn. A token that is drawn again, after a preemption or in the next part of a long prompt,
-        takes the place of the first."""
+        """Keep what was drawn. A token that is drawn again, after a preemption or in the next part
+        of a long prompt, takes the place of the first."""
         for owner, place, value in zip(laws.owners, places, values, strict=True):
             kept = self.drawn.get(owner)
             if kept is None:
@@ -239,7 +290,8 @@ class DrawingSampler(Sampler):
 
 
 class _Laws:
-    """The laws of a batch's requests, by row. owners: under which name, and as which of its samples, a row is kept."""
+    """The laws of a batch's requests, by row. owners: under which name, and as which of its
+    samples, a row is kept."""
 
     def __init__(self, laws: list[Any], samples: list[int], device: torch.device) -> None:
         def column(name: str, dtype: torch.dtype) -> Tensor:
@@ -247,28 +299,33 @@ class _Laws:
 
         self.owners = [(law["name"], sample) for law, sample in zip(laws, samples, strict=True)]
         keys = [int(law["keys"][sample]) for law, sample in zip(laws, samples, strict=True)]
-        self.keys, self.num_drawn = np.array(keys, np.uint64), np.array([law["num_drawn"] for law in laws], np.uint64)
+        self.keys = np.array(keys, np.uint64)
+        self.num_drawn = np.array([law["num_drawn"] for law in laws], np.uint64)
         self.temperature = column("temperature", torch.float32)
-        self.top_k, self.top_p, self.min_p = (column(name, torch.float64) for name in ("top_k", "top_p", "min_p"))
+        self.top_k, self.top_p, self.min_p = (
+            column(name, torch.float64) for name in ("top_k", "top_p", "min_p")
+        )
         self.cuts = bool(((self.top_k > 0) | (self.top_p < 1)).any())
         self.cuts_below_share = bool((self.min_p > 0).any())
         self.greedy = column("greedy", torch.bool) if any(law["greedy"] for law in laws) else None
 
 
 def _laws_of(states: list[Any], device: torch.device) -> _Laws | None:
-    """None if a request has no law. If a request has several samples, vLLM puts the sample's number in front of the
-    request's name."""
+    """None if a request has no law. If a request has several samples, vLLM puts the sample's number
+    in front of the request's name."""
     laws: list[Any] = [(state.sampling_params.extra_args or {}).get("distflow") for state in states]
     if None in laws:
         return None
     named = zip(laws, states, strict=True)
-    samples = [int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0 for law, state in named]
+    samples = [
+        int(state.req_id.partition("_")[0]) if len(law["keys"]) > 1 else 0 for law, state in named
+    ]
     return _Laws(laws, samples, device)
 
 
 def _uniforms(laws: _Laws, places: list[int]) -> list[float]:
-    """A number in [0, 1) for each row, from the sample's key and the number of tokens drawn before. Products and sums
-    are modulo 2**64."""
+    """A number in [0, 1) for each row, from the sample's key and the number of tokens drawn before.
+    Products and sums are modulo 2**64."""
     bits = laws.keys + (laws.num_drawn + np.array(places, np.uint64) + np.uint64(1)) * _WEYL
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
@@ -277,9 +334,11 @@ def _uniforms(laws: _Laws, places: list[int]) -> list[float]:
 
 
 def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
-    """Top-k, then top-p of the rest, then min-p, each with its row's values; tokens tied with the last one kept are
-    kept too."""
-    size, top_k, top_p = scores.shape[-1], laws.top_k, laws.top_p
+    """Top-k, then top-p of the rest, then min-p, each with its row's values; tokens tied with the
+    last one kept are kept too."""
+    size = scores.shape[-1]
+    top_k = laws.top_k
+    top_p = laws.top_p
     if laws.cuts:
         ordered = scores.sort(dim=-1, descending=True).values
         least = ordered.gather(-1, torch.where(top_k > 0, top_k, size).clamp(max=size).long() - 1)
@@ -294,17 +353,24 @@ def _truncated(scores: Tensor, laws: _Laws) -> Tensor:
 
 
 def _draw(scores: Tensor, laws: _Laws, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob, each `(rows, 1)`: the first whose cumulative mass exceeds the uniform number,
-    or the likeliest. Sums are in float64, which whole rows would take too long in."""
+    """One token per row and its log-prob, each `(rows, 1)`: the first whose cumulative mass exceeds
+    the uniform number, or the likeliest. Sums are in float64, which whole rows would take too long
+    in."""
     rows, size = scores.shape
     top = scores.amax(dim=-1, keepdim=True)
     masses = (scores - top).exp_()
-    blocks = (pad(masses, (0, -size % BLOCK)) if size % BLOCK else masses).unflatten(-1, (-1, BLOCK))
+    blocks = (pad(masses, (0, -size % BLOCK)) if size % BLOCK else masses).unflatten(
+        -1, (-1, BLOCK)
+    )
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = ends[:, -1:]
-    target = _below(torch.tensor(uniforms, dtype=torch.float64, device=scores.device)[:, None] * total, total)
+    target = _below(
+        torch.tensor(uniforms, dtype=torch.float64, device=scores.device)[:, None] * total, total
+    )
     block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
-    inside = blocks[torch.arange(rows, device=scores.device), block.squeeze(-1)].double().cumsum(dim=-1)
+    inside = (
+        blocks[torch.arange(rows, device=scores.device), block.squeeze(-1)].double().cumsum(dim=-1)
+    )
     rest = _below(target - pad(ends, (1, 0)).gather(-1, block), inside[:, -1:])
     drawn = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=size - 1)
     if laws.greedy is not None:

@@ -1,5 +1,5 @@
-"""Any server with OpenAI's completions route that takes and returns token ids, such as vLLM's and SGLang's. Only for
-evaluation: it cannot load weights."""
+"""Any server with OpenAI's completions route that takes and returns token ids, such as vLLM's and
+SGLang's. Only for evaluation: it cannot load weights."""
 
 import asyncio
 import os
@@ -25,8 +25,8 @@ _AS_ID: Final = "token_id:"
 
 @dataclass(eq=False)
 class OpenAIEngine(HttpEngine):
-    """Log-probs are as reported by the server: those of vLLM and SGLang are at temperature 1, without truncations. A
-    pause holds back unsent requests."""
+    """Log-probs are as reported by the server: those of vLLM and SGLang are at temperature 1,
+    without truncations. A pause holds back unsent requests."""
 
     NAME = "OpenAI-compatible server"
     repeats_draws = False
@@ -36,13 +36,17 @@ class OpenAIEngine(HttpEngine):
         self.url = (self.url or "").rstrip("/").removesuffix("/v1")
         if key := os.environ.get("OPENAI_API_KEY"):
             self.headers = {"Authorization": f"Bearer {key}"}
-        self._num_tokens, self._may_ask = 0, asyncio.Event()
+        self._num_tokens = 0
+        self._may_ask = asyncio.Event()
         self._may_ask.set()
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         if len(options["url"]) != 1:
-            raise UserError(f"{_KEY}.name=openai needs the address of one server: set {_KEY}.url=http://HOST:PORT")
+            raise UserError(
+                f"{_KEY}.name=openai needs the address of one server: set "
+                f"{_KEY}.url=http://HOST:PORT"
+            )
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         raise AssertionError("it has an address")
@@ -52,14 +56,19 @@ class OpenAIEngine(HttpEngine):
         if answer.status_code >= 500:
             raise httpx.RemoteProtocolError(f"/v1/models is answered with {answer.status_code}")
         if answer.status_code != httpx.codes.OK:
-            raise UserError(f"{self.who} answered /v1/models with {answer.status_code}: {answer.text[:200]}")
+            raise UserError(
+                f"{self.who} answered /v1/models with {answer.status_code}: {answer.text[:200]}"
+            )
         models = {str(each["id"]): each for each in self.read(answer)["data"]}
         self._model = self._choose(list(models))
-        self.max_positions = min(self.max_positions, models[self._model].get("max_model_len") or self.max_positions)
+        self.max_positions = min(
+            self.max_positions, models[self._model].get("max_model_len") or self.max_positions
+        )
         choice = await self._complete({"prompt": [0], "max_tokens": 1, "temperature": 0.0})
         if _ids_of(choice) is None or not choice.get("logprobs"):
             raise UserError(
-                f"{self.who} returns no token ids or no log-probs: it needs what vLLM (0.10.2 or newer) does by "
+                f"{self.who} returns no token ids or no log-probs: it needs what vLLM (0.10.2 or "
+                "newer) does by "
                 "'return_token_ids', or 'return_tokens_as_token_ids'"
             )
 
@@ -67,12 +76,24 @@ class OpenAIEngine(HttpEngine):
         own = str(getattr(self.config, "_name_or_path", ""))
         found = [name for name in names if name == own or len(names) == 1]
         if not found:
-            raise UserError(f"{self.who} serves the models {', '.join(names)}, but not this run's {own or 'model'}")
+            raise UserError(
+                f"{self.who} serves the models {', '.join(names)}, but not this run's "
+                f"{own or 'model'}"
+            )
         return found[0]
 
-    async def _complete(self, body: Mapping[str, Any], timeout: httpx.Timeout | None = None) -> Mapping[str, Any]:
-        asked = {"model": self._model, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        (choice,) = (await self.post("/v1/completions", {**asked, **body}, timeout=timeout))["choices"]
+    async def _complete(
+        self, body: Mapping[str, Any], timeout: httpx.Timeout | None = None
+    ) -> Mapping[str, Any]:
+        asked = {
+            "model": self._model,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        (choice,) = (await self.post("/v1/completions", {**asked, **body}, timeout=timeout))[
+            "choices"
+        ]
         return dict(choice)
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
@@ -81,7 +102,11 @@ class OpenAIEngine(HttpEngine):
 
     async def _respond(self, request: GenerateRequest, sample: int) -> Answer:
         params = request.params
-        law = {} if params.greedy else {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
+        law = (
+            {}
+            if params.greedy
+            else {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
+        )
         choice = await self._complete(
             {
                 **law,
@@ -101,13 +126,18 @@ class OpenAIEngine(HttpEngine):
         )
         if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
             raise lie(self.who, "for a prompt other than the requested one")
-        ids, log_probs = _ids_of(choice), list(choice["logprobs"]["token_logprobs"])
+        ids = _ids_of(choice)
+        log_probs = list(choice["logprobs"]["token_logprobs"])
         if ids is None:
             raise KeyError("token_ids")
         self._num_tokens += len(ids)
-        return Answer(ids, log_probs, log_probs, [label_of(self.version)] * len(ids), choice["finish_reason"])
+        return Answer(
+            ids, log_probs, log_probs, [label_of(self.version)] * len(ids), choice["finish_reason"]
+        )
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         """Only sets the version. Raises UserError for weights."""
         if weights is not None and next(iter(weights), None) is not None:
             await self._refuse()

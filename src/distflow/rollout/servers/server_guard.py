@@ -1,5 +1,6 @@
-"""Runs a server in this process's group, and kills the whole group when the server, or the worker that started it, has
-ended; then the worker's private folders are removed too. Started with `start_new_session`; does not import distflow."""
+"""Runs a server in this process's group, and kills the whole group when the server, or the worker
+that started it, has ended; then the worker's private folders are removed too. Started with
+`start_new_session`; does not import distflow."""
 
 import glob
 import os

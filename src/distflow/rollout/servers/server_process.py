@@ -1,4 +1,5 @@
-"""A server that is a child of this process, with a private folder for its socket, log, model and weights."""
+"""A server that is a child of this process, with a private folder for its socket, log, model and
+weights."""
 
 import copy
 import fcntl
@@ -33,7 +34,8 @@ _GUARD: Final = str(Path(__file__).with_name("server_guard.py"))
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weights of a version, as a folder of files. hashes: those that a server must report; empty if unknown."""
+    """The weights of a version, as a folder of files. hashes: those that a server must report;
+    empty if unknown."""
 
     version: Version
     folder: Path
@@ -41,8 +43,8 @@ class WeightFiles:
 
 
 class PrivateFolder:
-    """A private folder for as long as a server is used. It is locked meanwhile: creating the next one with that prefix
-    removes unlocked ones, which killed processes left behind."""
+    """A private folder for as long as a server is used. It is locked meanwhile: creating the next
+    one with that prefix removes unlocked ones, which killed processes left behind."""
 
     def __init__(self, prefix: str) -> None:
         self._locks = dict[Path, int]()
@@ -60,8 +62,8 @@ class PrivateFolder:
         return made.rename(folder)
 
     def save(self, weights: Iterable[tuple[str, Tensor]], num_bytes: int) -> Path:
-        """Write weights as safetensors files into a new folder, which `drop` removes: in shared memory if twice as many
-        bytes fit, else on disk. Incomplete weights leave nothing behind."""
+        """Write weights as safetensors files into a new folder, which `drop` removes: in shared
+        memory if twice as many bytes fit, else on disk. Incomplete weights leave nothing behind."""
         fits = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_bytes
         folder = self._make(f"{self.path.name}-", _SHARED_MEMORY if fits else self.path)
         with ExitStack() as if_it_fails:
@@ -95,7 +97,8 @@ def _remove_left(folders: Iterable[Path]) -> None:
 
 
 class ServerProcess:
-    """A server and its child processes, which end with `kill`, with this process, or with the server itself."""
+    """A server and its child processes, which end with `kill`, with this process, or with the
+    server itself."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -128,7 +131,9 @@ class ServerProcess:
         """The last lines of its log, and earlier errors."""
         lines = self._log.read_text("utf-8", "replace").splitlines()
         errors = [line for line in lines[:-_SHOWN_LINES] if _ERROR.search(line)]
-        return "\n".join(f"    {line[:300]}" for line in [*errors[-_SHOWN_LINES:], *lines[-_SHOWN_LINES:]])
+        return "\n".join(
+            f"    {line[:300]}" for line in [*errors[-_SHOWN_LINES:], *lines[-_SHOWN_LINES:]]
+        )
 
     def kill(self) -> None:
         """Kill all of its processes, and wait until the first one has ended."""
@@ -140,11 +145,13 @@ class ServerProcess:
 
 def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """The tensors of each file, with separate storage, as the format requires."""
-    file, num_bytes = dict[str, Tensor](), 0
+    file = dict[str, Tensor]()
+    num_bytes = 0
     for name, tensor in weights:
         if file and num_bytes + tensor.nbytes > _FILE_BYTES:
             yield file
-            file, num_bytes = {}, 0
+            file = {}
+            num_bytes = 0
         here = tensor.detach().cpu().contiguous()
         is_shared = any(here.data_ptr() == other.data_ptr() for other in file.values())
         file[name] = here.clone() if is_shared else here

@@ -1,5 +1,6 @@
-"""One server shared by the workers on whose devices it computes (tensor parallel). The first of them starts it and
-loads its weights; the others send requests, and adopt a version once the server has it."""
+"""One server shared by the workers on whose devices it computes (tensor parallel). The first of
+them starts it and loads its weights; the others send requests, and adopt a version once the server
+has it."""
 
 import asyncio
 import json
@@ -28,8 +29,8 @@ _SERVER: Final = "server.json"
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """The workers of one server, on one machine. folder: the run's, through which they find each other; empty at the
-    start. place: index of this worker. size: number of workers."""
+    """The workers of one server, on one machine. folder: the run's, through which they find each
+    other; empty at the start. place: index of this worker. size: number of workers."""
 
     folder: Path
     place: int
@@ -41,11 +42,14 @@ class ServerGroup:
 
     async def devices(self) -> str:
         """The GPUs of all workers, in order. Raises ServerFailed if one does not report."""
-        due, files = time.monotonic() + START_S, [self.folder / f"devices-{place}" for place in range(self.size)]
+        due = time.monotonic() + START_S
+        files = [self.folder / f"devices-{place}" for place in range(self.size)]
         self.tell_devices()
         while missing := [file for file in files if not file.exists()]:
             if time.monotonic() > due:
-                raise ServerFailed(f"no worker has written {missing[0]}, so the devices of the server are unknown")
+                raise ServerFailed(
+                    f"no worker has written {missing[0]}, so the devices of the server are unknown"
+                )
             await asyncio.sleep(_LOOKS_EVERY_S)
         return ",".join(file.read_text() for file in files)
 
@@ -100,23 +104,32 @@ class _Follower(HttpEngine):
                 self.socket.symlink_to(published[0])
                 with suppress(httpx.TransportError):
                     await self._reading(self.begin)
-                    if self.group.server() == published:  # else it may be the next one, which has no weights yet
+                    # else it may be the next one, which has no weights yet
+                    if self.group.server() == published:
                         return
             if time.monotonic() > due:
-                raise ServerFailed(f"{self.who}, which another worker starts, was not ready within {START_S:g} s")
+                raise ServerFailed(
+                    f"{self.who}, which another worker starts, was not ready within {START_S:g} s"
+                )
             await asyncio.sleep(_LOOKS_EVERY_S)
 
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
         """Checked answers. The server may have a version just before this worker learns of it."""
         answers = await super()._answers(request)
         with suppress(ValueError):  # an invalid label is reported later
-            newest = max((version_of(label) for each in answers for label in each.versions), default=self.version)
+            newest = max(
+                (version_of(label) for each in answers for label in each.versions),
+                default=self.version,
+            )
             while self.version < newest and self.group.has(newest):
                 await asyncio.sleep(_LOOKS_EVERY_S)
         return answers
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
-        """Wait until the server has the weights. Raises TrustError if they differ from those sent to this worker."""
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
+        """Wait until the server has the weights. Raises TrustError if they differ from those sent
+        to this worker."""
         check_version(self.version, version)
         sent = None
         if weights is not None:
@@ -125,12 +138,19 @@ class _Follower(HttpEngine):
         due = time.monotonic() + CALL_S
         while not self.group.has(version):
             if time.monotonic() > due:
-                raise ServerFailed(f"{self.who}, which another worker updates, has no {version} after {CALL_S:g} s")
+                raise ServerFailed(
+                    f"{self.who}, which another worker updates, has no {version} after {CALL_S:g} s"
+                )
             await asyncio.sleep(_LOOKS_EVERY_S)
         if sent is not None and sent != await self.hashes():
             raise TrustError(f"{self.who} has other weights of {version} than this worker was sent")
-        self.version, self.has_weights = version, True
-        return WeightReceipt(version, version_only=True) if sent is None else WeightReceipt(version, sent)
+        self.version = version
+        self.has_weights = True
+        return (
+            WeightReceipt(version, version_only=True)
+            if sent is None
+            else WeightReceipt(version, sent)
+        )
 
     async def _nothing(self) -> None: ...
 

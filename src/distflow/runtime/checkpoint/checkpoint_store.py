@@ -1,6 +1,8 @@
-"""Checkpoints are complete or absent. After a kill at any point, a full disk or a flipped bit, one that loads remains.
+"""Checkpoints are complete or absent. After a kill at any point, a full disk or a flipped bit, one
+that loads remains.
 
-FOLDER/step-000012/ one file per part, or one for each rank that has shards of it, and manifest.json with their sizes
+FOLDER/step-000012/ one file per part, or one for each rank that has shards of it, and manifest.json
+with their sizes
                       and checksums
 FOLDER/latest         the name of the newest, moved last
 
@@ -73,27 +75,40 @@ class Checkpoint:
     def load(self, part: str, layout: Layout | None = None) -> Any:
         """Tensors by name, or the JSON value.
 
-        layout: the sharding of the tensors over the ranks, each of which reads only its own shards, whatever the
-        sharding was when saved. Without it, tensors are whole. Raises KeyError if the checkpoint has no such part,
-        CheckpointError if the part is not of the kind that its name says.
+        layout: the sharding of the tensors over the ranks, each of which reads only its own shards,
+        whatever the sharding was when saved. Without it, tensors are whole. Raises KeyError if the
+        checkpoint has no such part, CheckpointError if the part is not of the kind that its name
+        says.
         """
         files = self.files[part]
         try:
             return read_part(files, layout)
         except (OSError, ValueError, RecursionError, SafetensorError) as err:
-            raise CheckpointError(f"the checkpoint {self.path} cannot be read: {files[0].name}: {err}") from err
+            raise CheckpointError(
+                f"the checkpoint {self.path} cannot be read: {files[0].name}: {err}"
+            ) from err
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turns errors inside, caused by a complete checkpoint with unexpected content, into CheckpointError."""
+        """Turns errors inside, caused by a complete checkpoint with unexpected content, into
+        CheckpointError."""
         try:
             yield
         except UserError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as err:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            RuntimeError,
+            RecursionError,
+        ) as err:
             what = f"{type(err).__name__}: {err}"
             raise CheckpointError(
-                f"the checkpoint {self.path} does not have the format of this version of distflow ({what}). Resume "
+                f"the checkpoint {self.path} does not have the format of this version of distflow "
+                f"({what}). Resume "
                 f"with the version that wrote it, or start again with {resume_advice('never')}"
             ) from err
 
@@ -103,7 +118,8 @@ class GivenUp(CheckpointError):
 
     def __init__(self, step: int, folder: Path) -> None:
         super().__init__(
-            f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of "
+            f"the checkpoint of step {step} was not written to {folder}: another process could not "
+            "write its part of "
             "it, and reports the reason. Earlier checkpoints are complete"
         )
 
@@ -117,38 +133,48 @@ class Writing:
     partial: Path
 
     def write(self, name: str, part: object) -> None:
-        """Write one part: tensors by name, this rank's shards of them, or a JSON value. It is on disk when this
-        returns.
+        """Write one part: tensors by name, this rank's shards of them, or a JSON value. It is on
+        disk when this returns.
 
-        name: also the file's, unique over processes; for shards, `shard_name` makes it. Raises CheckpointError if the
-        disk is full or not writable, or another process abandoned the checkpoint: it is then abandoned, and earlier
-        ones remain.
+        name: also the file's, unique over processes; for shards, `shard_name` makes it. Raises
+        CheckpointError if the disk is full or not writable, or another process abandoned the
+        checkpoint: it is then abandoned, and earlier ones remain.
         """
-        assert name != "manifest" and _NAME.fullmatch(name), f"a part's name becomes a file's: {name!r}"
+        assert name != "manifest" and _NAME.fullmatch(name), (
+            f"a part's name becomes a file's: {name!r}"
+        )
         with or_give_up(self.step, self.store.folder, self._given_up):
             write_part(self.partial, name, part)
             self.store.on_point(f"part {name}")
 
     def commit(
-        self, expected: Collection[str], metric: float | None = None, keep_waiting: Callable[[], bool] = lambda: False
+        self,
+        expected: Collection[str],
+        metric: float | None = None,
+        keep_waiting: Callable[[], bool] = lambda: False,
     ) -> Path:
-        """Make it the latest checkpoint, then remove old ones. For one process, after the others have written.
+        """Make it the latest checkpoint, then remove old ones. For one process, after the others
+        have written.
 
-        expected: the names of all parts. metric: higher is better; one that is not finite counts as none. keep_waiting:
-        called repeatedly while parts of other processes are missing; blocks for a while. Returns its folder once it is
-        on disk. Raises CheckpointError if a part is missing, or as `write` does; then nothing is committed.
+        expected: the names of all parts. metric: higher is better; one that is not finite counts as
+        none. keep_waiting: called repeatedly while parts of other processes are missing; blocks for
+        a while. Returns its folder once it is on disk. Raises CheckpointError if a part is missing,
+        or as `write` does; then nothing is committed.
         """
         with or_give_up(self.step, self.store.folder):
             while self._missing(expected) and not self._given_up() and keep_waiting():
                 pass
-            missing, folder = self._missing(expected), self.store.folder  # a part may have arrived during the last wait
+            # a part may have arrived during the last wait
+            missing = self._missing(expected)
+            folder = self.store.folder
             if missing and self._given_up():
                 raise GivenUp(self.step, folder)
             if missing:
                 with suppress(OSError):
                     remove_partial(self.partial)
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} was not written to {folder}: {', '.join(missing)} "
+                    f"the checkpoint of step {self.step} was not written to {folder}: "
+                    f"{', '.join(missing)} "
                     f"missing, because its process failed or died. Earlier checkpoints are complete"
                 )
             files = {path.name: describe(path) for path in parts_in(self.partial)}
@@ -177,7 +203,9 @@ class Writing:
         if self.store.keep_last is None:
             return
         paths = by_age(self.store.folder)
-        metrics = {path: metric for path in paths if (metric := read_manifest(path).metric) is not None}
+        metrics = {
+            path: metric for path in paths if (metric := read_manifest(path).metric) is not None
+        }
         best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
         kept = {*paths[-self.store.keep_last :], *best[: self.store.keep_best]}
         for path in paths:
@@ -190,10 +218,12 @@ class Writing:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process begins and commits a checkpoint; any may write parts of it.
+    """The checkpoints of one run. One process begins and commits a checkpoint; any may write parts
+    of it.
 
-    keep_last: how many of the newest to keep, at least 1; None for all. keep_best: how many more with the highest
-    metric. on_point: called with the name of each point that a write reaches, to inject faults there.
+    keep_last: how many of the newest to keep, at least 1; None for all. keep_best: how many more
+    with the highest metric. on_point: called with the name of each point that a write reaches, to
+    inject faults there.
     """
 
     def __init__(
@@ -203,7 +233,10 @@ class CheckpointStore:
         keep_best: int = 0,
         on_point: Callable[[str], None] = lambda point: None,
     ) -> None:
-        self.folder, self.keep_last, self.keep_best, self.on_point = folder, keep_last, keep_best, on_point
+        self.folder = folder
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.on_point = on_point
 
     def begin(self, step: int) -> Writing:
         """Begin a checkpoint beside the others, after removing leftovers of uncommitted ones.
@@ -216,28 +249,33 @@ class CheckpointStore:
         return Writing(self, step, partial)
 
     def writing(self, step: int) -> Writing:
-        """Join the checkpoint that another process began. Raises CheckpointError if there is none."""
+        """Join the checkpoint that another process began. Raises CheckpointError if there is
+        none."""
         partial = partial_of(self.folder, step)
         if partial is None:
             raise CheckpointError(
-                f"no checkpoint of step {step} is being written to {self.folder}: with several machines, all must "
+                f"no checkpoint of step {step} is being written to {self.folder}: with several "
+                "machines, all must "
                 "have access to that folder (trainer.default_local_dir)"
             )
         return Writing(self, step, partial)
 
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
-        """A checkpoint verified against its checksums: the latest, the one of a step, or the one in a folder.
+        """A checkpoint verified against its checksums: the latest, the one of a step, or the one in
+        a folder.
 
-        A folder is a checkpoint's, or a store's, whose latest is loaded. If the latest is damaged, the newest complete
-        one is loaded, and its `message` says so. Raises CheckpointError if there is none, or the requested one is
-        damaged.
+        A folder is a checkpoint's, or a store's, whose latest is loaded. If the latest is damaged,
+        the newest complete one is loaded, and its `message` says so. Raises CheckpointError if
+        there is none, or the requested one is damaged.
         """
         if which == LATEST:
             return self._load_latest()
         if isinstance(which, int):
             found = [path for path in by_age(self.folder) if read_manifest(path).step == which]
             if not found:
-                raise CheckpointError(f"there is no checkpoint of step {which} in {self.folder}. {self._listing()}")
+                raise CheckpointError(
+                    f"there is no checkpoint of step {which} in {self.folder}. {self._listing()}"
+                )
             path = found[-1]
         else:
             path = which
@@ -247,32 +285,41 @@ class CheckpointStore:
                 raise CheckpointError(f"there is no checkpoint {path}: no such folder")
             if not (path / MANIFEST).exists() and path not in checkpoints_in(path.parent):
                 raise CheckpointError(
-                    f"{path} is not a checkpoint and contains none: name a run's folder, or a checkpoint"
+                    f"{path} is not a checkpoint and contains none: name a run's folder, or a "
+                    "checkpoint"
                 )
         try:
             return _open(path)
         except DamagedError as err:
-            raise CheckpointError(f"the checkpoint {path} cannot be read: {err}. {self._listing()}") from err
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be read: {err}. {self._listing()}"
+            ) from err
 
     def exists(self) -> bool:
         return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:
-        """Remove the leftovers of a killed save or removal. For the process that commits, when it starts.
+        """Remove the leftovers of a killed save or removal. For the process that commits, when it
+        starts.
 
         Raises CheckpointError if the next save could not become the latest.
         """
         remove_leftovers(self.folder)
         if (self.folder / LATEST).is_dir():
             raise CheckpointError(
-                f"{self.folder / LATEST} is a folder, but should be the file that names the newest: move it away"
+                f"{self.folder / LATEST} is a folder, but should be the file that names the "
+                "newest: move it away"
             )
 
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
         wanted = ""
         with suppress(OSError):
-            wanted = read_file(self.folder / LATEST, self.folder, _MAX_NAME).decode(errors="replace").strip()
+            wanted = (
+                read_file(self.folder / LATEST, self.folder, _MAX_NAME)
+                .decode(errors="replace")
+                .strip()
+            )
         newest_first.sort(key=lambda path: path.name != wanted)
         faults = []
         for path in newest_first:
@@ -282,14 +329,19 @@ class CheckpointStore:
                 faults.append(f"{path} is damaged ({err})")
                 continue
             if faults:
-                return replace(checkpoint, message=f"{'; '.join(faults)}: using step {checkpoint.step} instead")
+                return replace(
+                    checkpoint, message=f"{'; '.join(faults)}: using step {checkpoint.step} instead"
+                )
             return checkpoint
         if faults:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again with "
+                f"no checkpoint in {self.folder} is complete: {'; '.join(faults)}. Start again "
+                "with "
                 f"{resume_advice('never')}, or resume from a copy with {resume_advice('PATH')}"
             )
-        raise CheckpointError(f"there is no checkpoint in {self.folder} (trainer.default_local_dir)")
+        raise CheckpointError(
+            f"there is no checkpoint in {self.folder} (trainer.default_local_dir)"
+        )
 
     def _listing(self) -> str:
         names = ", ".join(path.name for path in by_age(self.folder))
@@ -297,7 +349,9 @@ class CheckpointStore:
 
 
 @contextmanager
-def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def or_give_up(
+    step: int, folder: Path, given_up: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """If a write fails, remove its partial checkpoint, which also frees the disk.
 
     given_up: whether another process already did so, which made this write fail.
@@ -306,11 +360,15 @@ def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: F
         yield
     except (OSError, SafetensorError) as err:
         # safetensors reports the system's errors only as text
-        full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
+        full = getattr(err, "errno", None) in _FULL or any(
+            os.strerror(number) in str(err) for number in _FULL
+        )
         cause = "the disk is full" if full else str(err)
         failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier checkpoints are "
-            "complete. Free space, or set trainer.default_local_dir to another folder; then rerun the command"
+            f"the checkpoint of step {step} could not be written to {folder}: {cause}. Earlier "
+            "checkpoints are "
+            "complete. Free space, or set trainer.default_local_dir to another folder; then rerun "
+            "the command"
         )
         if given_up():
             failure = GivenUp(step, folder)

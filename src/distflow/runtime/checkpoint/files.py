@@ -1,12 +1,13 @@
-"""Files of checkpoints: parts as safetensors or JSON, a manifest of checksums, and writes that survive kills. Folders
-of checkpoints: their contents, in order, and the leftovers of a kill.
+"""Files of checkpoints: parts as safetensors or JSON, a manifest of checksums, and writes that
+survive kills. Folders of checkpoints: their contents, in order, and the leftovers of a kill.
 
-Of tensors sharded over ranks each rank writes its own shards, and a reader loads those that it needs. The files are
-those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors that include the place of each shard in its
-whole tensor. That package plans what is written and read, without a process group.
+Of tensors sharded over ranks each rank writes its own shards, and a reader loads those that it
+needs. The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors
+that include the place of each shard in its whole tensor. That package plans what is written and
+read, without a process group.
 
-The folder may contain other files. Only our own are removed: those listed in our manifests, and those of a killed save,
-in a folder with the mark of `make_partial`.
+The folder may contain other files. Only our own are removed: those listed in our manifests, and
+those of a killed save, in a folder with the mark of `make_partial`.
 """
 
 import hashlib
@@ -34,7 +35,13 @@ from torch.distributed.tensor import DTensor
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import is_aside, replacing, write_atomically
-from distflow.untrusted_files import MAX_JSON_VALUES, check_tensors, count_values, open_file, read_file
+from distflow.untrusted_files import (
+    MAX_JSON_VALUES,
+    check_tensors,
+    count_values,
+    open_file,
+    read_file,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -48,7 +55,8 @@ _CHECKPOINT: Final = re.compile(r"step-(\d{6,})(-\d+)?")
 _PART: Final = re.compile(r"\w+(-rank\d+)?\.(safetensors|json)")
 
 Layout = Callable[[str], Tensor | None]
-"""Maps a tensor's name to a tensor with the wanted sharding, or to None if every rank wants the whole."""
+"""Maps a tensor's name to a tensor with the wanted sharding, or to None if every rank wants the
+whole."""
 
 
 class CheckpointError(UserError):
@@ -56,7 +64,8 @@ class CheckpointError(UserError):
 
 
 class DamagedError(Exception):
-    """A checkpoint's files differ from those written. `CheckpointStore` then falls back on another one."""
+    """A checkpoint's files differ from those written. `CheckpointStore` then falls back on another
+    one."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint folder. serial: orders checkpoints by creation, which steps do not after a rollback.
-    metric: the value that `keep_best` compares, higher is better. files: by name; see `part_of`."""
+    """The content of a checkpoint folder. serial: orders checkpoints by creation, which steps do
+    not after a rollback. metric: the value that `keep_best` compares, higher is better. files: by
+    name; see `part_of`."""
 
     step: int
     serial: int
@@ -78,7 +88,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Shards:
-    """One rank's shards of a part's tensors. offsets: of each shard's first element in the whole tensor."""
+    """One rank's shards of a part's tensors. offsets: of each shard's first element in the whole
+    tensor."""
 
     tensors: Mapping[str, Tensor]
     offsets: Mapping[str, Sequence[int]]
@@ -93,8 +104,8 @@ class Shards:
 def write_part(folder: Path, name: str, part: object) -> None:
     """Write a part to its file on disk; a kill leaves no partial file under its name.
 
-    part: tensors by name (a non-empty mapping of only tensors), a rank's shards of tensors, or a JSON value with string
-    keys. Tensors may share storage or be strided; each is stored whole.
+    part: tensors by name (a non-empty mapping of only tensors), a rank's shards of tensors, or a
+    JSON value with string keys. Tensors may share storage or be strided; each is stored whole.
     """
     is_tensors = isinstance(part, Shards) or is_all_tensors(part)
     with replacing(folder / f"{name}{'.safetensors' if is_tensors else '.json'}") as aside:
@@ -107,7 +118,11 @@ def write_part(folder: Path, name: str, part: object) -> None:
 
 
 def is_all_tensors(part: object) -> TypeGuard[Mapping[str, Tensor]]:
-    return isinstance(part, Mapping) and bool(part) and all(isinstance(value, Tensor) for value in part.values())
+    return (
+        isinstance(part, Mapping)
+        and bool(part)
+        and all(isinstance(value, Tensor) for value in part.values())
+    )
 
 
 def shard_name(part: str, rank: int) -> str:
@@ -120,7 +135,8 @@ def part_of(file: str) -> str:
 
 
 def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
-    """Read a part from its files. layout: the sharding of its tensors; without it they are whole, on the CPU."""
+    """Read a part from its files. layout: the sharding of its tensors; without it they are whole,
+    on the CPU."""
     if files[0].suffix == ".json":
         text = read_file(files[0], files[0].parent)
         if count_values(text) > MAX_JSON_VALUES:
@@ -143,18 +159,26 @@ def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
     leads: whether this rank also writes the tensors that every rank has whole.
     """
     planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner({name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, leads)})
-    shards, offsets = dict[str, Tensor](), dict[str, Sequence[int]]()
+    planner.set_up_planner(
+        {name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, leads)}
+    )
+    shards = dict[str, Tensor]()
+    offsets = dict[str, Sequence[int]]()
     for item in planner.create_local_plan().items:
         shard = planner.resolve_data(item)
-        assert isinstance(shard, Tensor) and item.tensor_data is not None, "the state of an engine is tensors"
-        if shard.numel() or not math.prod(item.tensor_data.size):  # a tensor may have fewer rows than there are ranks
-            shards[item.index.fqn], offsets[item.index.fqn] = shard.detach(), item.tensor_data.chunk.offsets
+        assert isinstance(shard, Tensor) and item.tensor_data is not None, (
+            "the state of an engine is tensors"
+        )
+        # a tensor may have fewer rows than there are ranks
+        if shard.numel() or not math.prod(item.tensor_data.size):
+            shards[item.index.fqn] = shard.detach()
+            offsets[item.index.fqn] = item.tensor_data.chunk.offsets
     return Shards(shards, offsets)
 
 
 def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
-    """The tensors of all these files, on the CPU; sharded ones as this rank's shards, loaded in place.
+    """The tensors of all these files, on the CPU; sharded ones as this rank's shards, loaded in
+    place.
 
     No rank waits for another. Raises ValueError if shards of a tensor are missing.
     """
@@ -168,12 +192,15 @@ def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
             raise ValueError(f"shards of '{name}' are missing")
         like = layout(name)
         if isinstance(like, DTensor) and like.shape == stored.size:
-            wanted[name] = torch.empty_like(like, dtype=stored.properties.dtype, requires_grad=False)
+            wanted[name] = torch.empty_like(
+                like, dtype=stored.properties.dtype, requires_grad=False
+            )
         else:
             wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no process group is wanted
+            # no process group is wanted
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(wanted, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as err:  # it is not an Exception
         raise ValueError(str(err)) from err
@@ -196,11 +223,14 @@ def _is_written_here(tensor: Tensor, leads: bool) -> bool:
         return leads
     mesh = tensor.device_mesh
     pairs = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
-    return _is_first(mesh) and all(index == 0 for index, placement in pairs if placement.is_replicate())
+    return _is_first(mesh) and all(
+        index == 0 for index, placement in pairs if placement.is_replicate()
+    )
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether this rank is first along the dimensions that the mesh was sliced from; tensors are the same on each."""
+    """Whether this rank is first along the dimensions that the mesh was sliced from; tensors are
+    the same on each."""
     root = mesh._get_root_mesh()
     places = zip(root.mesh_dim_names or (), root.get_coordinate() or (), strict=False)
     return all(place == 0 for name, place in places if name not in (mesh.mesh_dim_names or ()))
@@ -213,7 +243,9 @@ def describe(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = {"format": FORMAT, **asdict(manifest)}
-    write_atomically(folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
+    write_atomically(
+        folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -239,7 +271,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Check every file against the manifest, and return it. Raises DamagedError with the file's name."""
+    """Check every file against the manifest, and return it. Raises DamagedError with the file's
+    name."""
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         path = folder / name
@@ -255,13 +288,17 @@ def verify(folder: Path) -> Manifest:
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no storage, as safetensors requires; tied ones become copies."""
+    """Contiguous tensors that share no storage, as safetensors requires; tied ones become
+    copies."""
     seen: set[int] = set()
     out = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        if storage in seen or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        if (
+            storage in seen
+            or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+        ):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         seen.add(tensor.untyped_storage().data_ptr())
         out[name] = tensor
@@ -292,7 +329,8 @@ def next_serial(folder: Path) -> int:
 
 
 def make_partial(folder: Path, step: int) -> Path:
-    """A folder for the checkpoint of `step` while it is written, under an unused name. Raises OSError."""
+    """A folder for the checkpoint of `step` while it is written, under an unused name. Raises
+    OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_leftovers(folder)
     plain = f"step-{step:06d}"
@@ -305,13 +343,23 @@ def make_partial(folder: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path, step: int) -> Path | None:
-    """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that there is at most one."""
+    """The folder in which a checkpoint of `step` is being written; `make_partial` ensures that
+    there is at most one."""
     partials = (path for path in _folders(folder, PARTIAL) if (path / BEGUN).exists())
-    return next((path for path in partials if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}"), None)
+    return next(
+        (
+            path
+            for path in partials
+            if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}"
+        ),
+        None,
+    )
 
 
 def parts_in(partial: Path) -> list[Path]:
-    return sorted(path for path in _entries(partial) if _PART.fullmatch(path.name) and path.name != MANIFEST)
+    return sorted(
+        path for path in _entries(partial) if _PART.fullmatch(path.name) and path.name != MANIFEST
+    )
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -323,12 +371,16 @@ def remove_leftovers(folder: Path) -> None:
             _remove_begun(path)
         else:
             remove_checkpoint(path)
-    _unlink(path for path in _entries(folder) if path.name.startswith(f"{LATEST}.") and is_aside(path.name))
+    _unlink(
+        path
+        for path in _entries(folder)
+        if path.name.startswith(f"{LATEST}.") and is_aside(path.name)
+    )
 
 
 def remove_partial(partial: Path) -> None:
-    """Remove an uncommitted checkpoint. Files that are not ours stay. A process that still writes to it fails, and adds
-    nothing."""
+    """Remove an uncommitted checkpoint. Files that are not ours stay. A process that still writes
+    to it fails, and adds nothing."""
     if not _is_begun(partial):
         remove_checkpoint(partial)
         return
@@ -337,8 +389,8 @@ def remove_partial(partial: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint: the files listed in its manifest, then the manifest. Files that are not ours stay, and so do
-    the targets of links."""
+    """Remove a checkpoint: the files listed in its manifest, then the manifest. Files that are not
+    ours stay, and so do the targets of links."""
     if path.is_symlink():
         return
     with suppress(DamagedError):
@@ -375,7 +427,11 @@ def _unlink(paths: Iterable[Path]) -> None:
 def _folders(folder: Path, end: str) -> list[Path]:
     """Folders named like a checkpoint, followed by `end`."""
     named = (path for path in _entries(folder) if path.name.endswith(end))
-    return [path for path in named if _CHECKPOINT.fullmatch(path.name.removesuffix(end)) and path.is_dir()]
+    return [
+        path
+        for path in named
+        if _CHECKPOINT.fullmatch(path.name.removesuffix(end)) and path.is_dir()
+    ]
 
 
 def _entries(folder: Path) -> list[Path]:

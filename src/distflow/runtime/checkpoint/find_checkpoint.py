@@ -1,5 +1,5 @@
-"""Finds where a run begins: at its start, after a checkpoint, or not at all because it is done; and the checkpoint
-whose policy a run's folder provides as a model."""
+"""Finds where a run begins: at its start, after a checkpoint, or not at all because it is done; and
+the checkpoint whose policy a run's folder provides as a model."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,12 +19,15 @@ from distflow.scheduling.scheduler_snapshot import Snapshot
 CHECKPOINTS = "checkpoints"
 LEDGER = "ledger.jsonl"
 
-_WANTED = "name a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints (.../checkpoints/step-000010)"
+_WANTED = (
+    "name a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints "
+    "(.../checkpoints/step-000010)"
+)
 
 
 def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
-    """The checkpoint to resume from. store: of the run's folder. mode: `spec.options.resume`. Raises
-    CheckpointError."""
+    """The checkpoint to resume from. store: of the run's folder. mode: `spec.options.resume`.
+    Raises CheckpointError."""
     if mode == "never":
         return None
     if mode == "auto":
@@ -45,8 +48,9 @@ def resumes_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> boo
 
 
 def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
-    """`chosen`, or, if the ledger is damaged before it and `mode` leaves the choice open, the newest one saved before
-    the damage, with a message that says so. Raises LedgerError if there is none."""
+    """`chosen`, or, if the ledger is damaged before it and `mode` leaves the choice open, the
+    newest one saved before the damage, with a message that says so. Raises LedgerError if there is
+    none."""
     try:
         if ledger_id(ledger):
             counts_until(ledger)
@@ -62,23 +66,30 @@ def before_damage(chosen: Checkpoint, mode: str, ledger: Path) -> Checkpoint:
             checkpoint = CheckpointStore(path.parent).load(path)
             mark = mark_of(_snapshot(checkpoint))
             if mark and counts_until(ledger, mark.offset).last_step == checkpoint.step:
-                told = f"{damage}. Its records after {path.name} are rolled back, but remain in the file"
-                return replace(checkpoint, message=told if path == chosen.path else f"{told}. {elsewhere}")
+                told = (
+                    f"{damage}. Its records after {path.name} are rolled back, but remain in the "
+                    "file"
+                )
+                return replace(
+                    checkpoint, message=told if path == chosen.path else f"{told}. {elsewhere}"
+                )
     raise LedgerError(
-        f"{damage}, before the checkpoint. {elsewhere}, and {resume_advice('never')} starts again in this folder"
+        f"{damage}, before the checkpoint. {elsewhere}, and {resume_advice('never')} starts again "
+        "in this folder"
     )
 
 
 def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
-    """Whether no steps of the run are left after a checkpoint. Raises CheckpointError if it cannot be resumed from."""
+    """Whether no steps of the run are left after a checkpoint. Raises CheckpointError if it cannot
+    be resumed from."""
     snapshot = _snapshot(checkpoint)
     with checkpoint.reading():
         return Coordinator(remaining_plan(spec.data, snapshot), None, snapshot).finished
 
 
 def remaining_plan(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
-    """The plan after a snapshot. If epochs were raised after a step that was short because the data had ended, one more
-    step is needed."""
+    """The plan after a snapshot. If epochs were raised after a step that was short because the data
+    had ended, one more step is needed."""
     if plan.total_groups is None:
         return plan
     drawn = snapshot["issued"] - snapshot.get("offered", 0)
@@ -87,7 +98,8 @@ def remaining_plan(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
 
 
 def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
-    """The message about a finished run. resumes: whether it is the folder's own; raises UserError if not."""
+    """The message about a finished run. resumes: whether it is the folder's own; raises UserError
+    if not."""
     by_steps = spec.data.total_groups is None
     longer = (
         f"trainer.total_training_steps={2 * checkpoint.step}"
@@ -101,8 +113,13 @@ def done_message(checkpoint: Checkpoint, spec: Spec, resumes: bool) -> str:
         why += f", which is more than trainer.total_training_steps={spec.data.total_steps}"
     ways = as_list({"to continue": longer, **ways_to_start(spec)})
     if not resumes:
-        raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
-    return f"{spec.run_dir} is finished: step {checkpoint.step} was the last{why}. Nothing is trained again.\n{ways}"
+        raise UserError(
+            f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}"
+        )
+    return (
+        f"{spec.run_dir} is finished: step {checkpoint.step} was the last{why}. Nothing is trained "
+        f"again.\n{ways}"
+    )
 
 
 def ways_to_start(spec: Spec) -> dict[str, str]:
@@ -128,13 +145,18 @@ def _snapshot(checkpoint: Checkpoint) -> Snapshot:
 
 
 def is_of_a_run(path: str | Path) -> bool:
-    """Whether a path is the folder of a run, of its checkpoints or of one of them, rather than of a model."""
+    """Whether a path is the folder of a run, of its checkpoints or of one of them, rather than of a
+    model."""
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "config.json").is_file():
         return False
     marks = (MARK, CHECKPOINTS, MANIFEST)
     is_checkpoint = folder.resolve() in checkpoints_in(folder.resolve().parent)
-    return any((folder / mark).exists() for mark in marks) or bool(checkpoints_in(folder)) or is_checkpoint
+    return (
+        any((folder / mark).exists() for mark in marks)
+        or bool(checkpoints_in(folder))
+        or is_checkpoint
+    )
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -143,7 +165,8 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def policy_checkpoint(source: Path) -> Checkpoint:
-    """The newest complete checkpoint of a run's folder, or the specified one. Raises UserError if there is none."""
+    """The newest complete checkpoint of a run's folder, or the specified one. Raises UserError if
+    there is none."""
     folder = source.expanduser()
     if not folder.exists():
         raise UserError(f"there is no folder {source}: {_WANTED}")
@@ -167,4 +190,6 @@ def describe_choice(checkpoint: Checkpoint, source: Path) -> str:
     measured = [(metric, path) for metric, path in metrics if metric is not None]
     best = max(measured)[1] if measured else checkpoint.path  # kept by `trainer.keep_best`
     others = f"; the best is {best}" if best != checkpoint.path else ""
-    return f"{line}, its newest checkpoint{others}" + (f" ({checkpoint.message})" if checkpoint.message else "")
+    return f"{line}, its newest checkpoint{others}" + (
+        f" ({checkpoint.message})" if checkpoint.message else ""
+    )

@@ -34,20 +34,27 @@ def saved_parts(
     resume_point: Callable[[], ResumePoint[Batch]],
     state: NodeState,
     rank: int = 0,
-    audit: Callable[[NodeState, ResumePoint[Batch] | None], Mapping[str, object]] = lambda state, point: {},
+    audit: Callable[
+        [NodeState, ResumePoint[Batch] | None], Mapping[str, object]
+    ] = lambda state, point: {},
 ) -> Iterator[tuple[str, object]]:
-    """The parts of a checkpoint that one rank writes, by name: tensors, shards of tensors, or JSON values.
+    """The parts of a checkpoint that one rank writes, by name: tensors, shards of tensors, or JSON
+    values.
 
-    resume_point: called only by the first rank. state: of all nodes. rank: among the training ranks. Each rank writes
-    its own shards of sharded tensors; the first rank that trains a model writes the tensors that all of them have, and
-    the very first rank the parts of the run. The last part holds the rank's random generators, and what `audit` finds
-    in its memory; it completes the rank's parts.
+    resume_point: called only by the first rank. state: of all nodes. rank: among the training
+    ranks. Each rank writes its own shards of sharded tensors; the first rank that trains a model
+    writes the tensors that all of them have, and the very first rank the parts of the run. The last
+    part holds the rank's random generators, and what `audit` finds in its memory; it completes the
+    rank's parts.
     """
     point = None
     trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
     for role, engine in resources.trained().items():
-        first = next(place for place, each in enumerate(trainers) if role in spec.plan.ranks[each].engines)
-        saved, leads = engine.state(), rank == first
+        first = next(
+            place for place, each in enumerate(trainers) if role in spec.plan.ranks[each].engines
+        )
+        saved = engine.state()
+        leads = rank == first
         if is_sharded(saved.tensors):
             yield shard_name(role, rank), own_shards(saved.tensors, leads)
         elif leads:
@@ -77,9 +84,11 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
     changed = [c for c in changed_keys(before, spec.config) if c[0] not in allowed]
     if not changed:
         return
-    infos, ways = schema_keys(), {"to resume as before": "set them back"}
+    infos = schema_keys()
+    ways = {"to resume as before": "set them back"}
     shown = "\n".join(
-        f"  {key}: {show_value(infos[key], then)} then, {show_value(infos[key], now)} now" for key, then, now in changed
+        f"  {key}: {show_value(infos[key], then)} then, {show_value(infos[key], now)} now"
+        for key, then, now in changed
     )
     if "dag.pipeline" not in (key for key, *_ in changed):
         ways["to resume with the change"] = allow_change_advice([key for key, *_ in changed])
@@ -88,10 +97,12 @@ def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ..
 
 
 def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
-    """Harmless differences, as lines for the user. Raises UserError for those that are not allowed."""
+    """Harmless differences, as lines for the user. Raises UserError for those that are not
+    allowed."""
     with checkpoint.reading():
         saved = checkpoint.load("run")
-        before_facts, config = dict(saved["facts"]), config_from_dict(saved["config"], judge=False)
+        before_facts = dict(saved["facts"])
+        config = config_from_dict(saved["config"], judge=False)
     notes = []
     for name, now in facts.items():
         before = before_facts.get(name, now)
@@ -104,7 +115,8 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
             shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in keys)
             other = "different data" if what == "data" else f"a different {what}"
             raise UserError(
-                f"{checkpoint.path} was saved with {other}: rows, tokens or the reference would not be the "
+                f"{checkpoint.path} was saved with {other}: rows, tokens or the reference would "
+                "not be the "
                 f"same.\n{shown or '  the keys are the same: files that they name have changed'}\n"
                 f"{as_list({'to resume': 'restore it', **ways_to_start(spec)})}"
             )
@@ -112,12 +124,16 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
             what = "the validation rows differ from the checkpoint's"
             notes.append(f"{what}: accuracies before and after cannot be compared")
             continue
-        notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
+        notes.append(
+            f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal "
+            "from here on"
+        )
     return notes
 
 
 def changed_lengths(checkpoint: Checkpoint, spec: Spec) -> str:
-    """In words, how the length of the run differs from the one that it had when it was saved; empty if it does not."""
+    """In words, how the length of the run differs from the one that it had when it was saved; empty
+    if it does not."""
     with checkpoint.reading():
         before = config_from_dict(checkpoint.load("run")["config"], judge=False)
     lengths = {"trainer.total_epochs", "trainer.total_training_steps"}
@@ -128,7 +144,8 @@ def changed_lengths(checkpoint: Checkpoint, spec: Spec) -> str:
 def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
     """Load weights and optimizer state; returns the state of the nodes.
 
-    If an engine's state is sharded, each rank loads its own shards, regardless of how many ranks saved them.
+    If an engine's state is sharded, each rank loads its own shards, regardless of how many ranks
+    saved them.
 
     Raises CheckpointError for unexpected content, or weights that training cannot have produced.
     """
@@ -145,28 +162,39 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> NodeState:
 
 
 def load_queued(checkpoint: Checkpoint) -> dict[int, FinishedGroup[Batch]]:
-    """The complete groups that were queued, by group id. Raises CheckpointError for unexpected content."""
+    """The complete groups that were queued, by group id. Raises CheckpointError for unexpected
+    content."""
     if "live" not in checkpoint.files:
         return {}
     with checkpoint.reading():
         saved = checkpoint.load("run")
-        measured = {int(number): [(m, w) for m, w in parts] for number, parts in saved["live_measured"].items()}
-        prompt_groups = {each.group_id: each for each in map(restored, saved["coordinator"]["live"])}
+        measured = {
+            int(number): [(m, w) for m, w in parts]
+            for number, parts in saved["live_measured"].items()
+        }
+        prompt_groups = {
+            each.group_id: each for each in map(restored, saved["coordinator"]["live"])
+        }
         batch = Batch.from_tensors(checkpoint.load("live"))
         return {
-            number: finished_group(prompt_groups[number], batch.select(own), measured.get(number, ()))
+            number: finished_group(
+                prompt_groups[number], batch.select(own), measured.get(number, ())
+            )
             for number, own in rows_by_group(batch).items()
         }
 
 
 def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
-    """Set the global random generators to the states that this rank saved, or to the seed at a run's start.
+    """Set the global random generators to the states that this rank saved, or to the seed at a
+    run's start.
 
-    rank: among the training ranks. If the checkpoint lacks it, because the run had fewer ranks, it is seeded with the
-    run's seed, the step and its number. Call this last before the run continues: a user's modules and pipelines may
-    seed the generators when loaded.
+    rank: among the training ranks. If the checkpoint lacks it, because the run had fewer ranks, it
+    is seeded with the run's seed, the step and its number. Call this last before the run continues:
+    a user's modules and pipelines may seed the generators when loaded.
     """
-    global_random_states.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
+    global_random_states.seed(
+        "run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ())
+    )
     if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.files):
         return
     with checkpoint.reading():
@@ -176,7 +204,8 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
         name, keys, *rest = states["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-        device, saved = global_random_states.device_module(), states["device"]
+        device = global_random_states.device_module()
+        saved = states["device"]
         for i, state in enumerate(saved[: device.device_count()] if device else ()):
             device.set_rng_state(torch.tensor(state, dtype=torch.uint8), i)
 
@@ -197,15 +226,16 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
     wrong = unsound(found, start)
     if wrong:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has invalid weights of the {role}: {wrong[0]}, {len(wrong)} tensors "
+            f"the checkpoint {checkpoint.path} has invalid weights of the {role}: {wrong[0]}, "
+            f"{len(wrong)} tensors "
             f"in all. Resume from an earlier one with {resume_advice('PATH')}, or start again with "
             f"{resume_advice('never')}"
         )
 
 
 def merge_node_states(states: Sequence[NodeState]) -> NodeState:
-    """The state of all nodes from the states of all ranks; for a node that several ranks run, the first one's. The
-    audit's count of a model's updates exists only on the ranks that train it."""
+    """The state of all nodes from the states of all ranks; for a node that several ranks run, the
+    first one's. The audit's count of a model's updates exists only on the ranks that train it."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}
     if audits := [state[AUDIT_STATE] for state in reversed(states) if AUDIT_STATE in state]:
         found[AUDIT_STATE] = {name: kept for audit in audits for name, kept in audit.items()}
@@ -216,8 +246,9 @@ def merge_node_states(states: Sequence[NodeState]) -> NodeState:
 
 
 def copy_of_state(state: NodeState) -> NodeState:
-    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes while copied is copied again. Raises
-    UserError for a state that JSON cannot represent or would change, so that a resumed run would have another one."""
+    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes while copied is
+    copied again. Raises UserError for a state that JSON cannot represent or would change, so that a
+    resumed run would have another one."""
     while True:
         try:
             copied = copy.deepcopy(state)
@@ -228,14 +259,16 @@ def copy_of_state(state: NodeState) -> NodeState:
     for node, own in copied.items():
         if node != AUDIT_STATE and (fault := _not_json(own)):
             raise UserError(
-                f"node '{node}' has {fault[0]!r:.100} in its ctx.state, which no checkpoint can hold: use str as keys, "
+                f"node '{node}' has {fault[0]!r:.100} in its ctx.state, which no checkpoint can "
+                "hold: use str as keys, "
                 "lists instead of tuples and sets, and plain numbers instead of tensors and arrays"
             )
     return copied
 
 
 def _not_json(value: object) -> list[object]:
-    """The first value within it that is no JSON value, or a key that is not a str; empty if there is none."""
+    """The first value within it that is no JSON value, or a key that is not a str; empty if there
+    is none."""
     if value is None or isinstance(value, str | int | float):
         return []
     if isinstance(value, dict):

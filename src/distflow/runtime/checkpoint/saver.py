@@ -1,7 +1,9 @@
-"""Saves a worker's checkpoints, together with the other ranks: each writes its own parts, the first begins and commits.
+"""Saves a worker's checkpoints, together with the other ranks: each writes its own parts, the first
+begins and commits.
 
-A save is asynchronous: the training thread makes a copy in memory, and a separate thread writes it. At most one save is
-in progress. If the run waits for a save anyway, as at its end, nothing is copied.
+A save is asynchronous: the training thread makes a copy in memory, and a separate thread writes it.
+At most one save is in progress. If the run waits for a save anyway, as at its end, nothing is
+copied.
 """
 
 import copy
@@ -48,11 +50,11 @@ class _UnderWay:
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """A context manager: a normal exit finishes the save in progress; on an error it waits only for its own thread, not
-    for other ranks.
+    """A context manager: a normal exit finishes the save in progress; on an error it waits only for
+    its own thread, not for other ranks.
 
-    All ranks make the same calls in the same order, on their training threads. If one fails, all raise
-    CheckpointError.
+    All ranks make the same calls in the same order, on their training threads. If one fails, all
+    raise CheckpointError.
     """
 
     def __init__(
@@ -65,12 +67,17 @@ class Saver(AbstractContextManager["Saver"]):
         warn: Callable[[str], None] = lambda message: None,
         after_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_saved: called for each complete checkpoint, on the training thread of the committing rank. deadline_s: see
-        `DEADLINE_S`. waits: logs this rank's waits, or None. warn: called with the reason if the save in progress
-        failed while another error ends the run. after_commit: called on the writing thread of the committing rank."""
+        """on_saved: called for each complete checkpoint, on the training thread of the committing
+        rank. deadline_s: see `DEADLINE_S`. waits: logs this rank's waits, or None. warn: called
+        with the reason if the save in progress failed while another error ends the run.
+        after_commit: called on the writing thread of the committing rank."""
         self._waits = waits or Waits()
-        self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
-        self._warn, self._after_commit = warn, after_commit
+        self._store = store
+        self._ranks = ranks
+        self._on_saved = on_saved
+        self._deadline_s = deadline_s
+        self._warn = warn
+        self._after_commit = after_commit
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._let_go = Event()
         self._under_way: _UnderWay | None = None
@@ -85,21 +92,31 @@ class Saver(AbstractContextManager["Saver"]):
             self._report_alone()
 
     def save(
-        self, step: int, parts: Parts, awaited: Collection[str], metric: float | None = None, *, wait: bool
+        self,
+        step: int,
+        parts: Parts,
+        awaited: Collection[str],
+        metric: float | None = None,
+        *,
+        wait: bool,
     ) -> None:
         """Save the parts of this rank. A save in progress is finished first.
 
-        awaited: the names of other ranks' parts that a complete checkpoint needs. metric: see `Writing.commit`. wait
-        (the same on all ranks): return when the checkpoint is complete; else the parts are copied before this returns.
-        """
+        awaited: the names of other ranks' parts that a complete checkpoint needs. metric: see
+        `Writing.commit`. wait (the same on all ranks): return when the checkpoint is complete; else
+        the parts are copied before this returns."""
         self.finish()
         writing = self._begin(step)
         if wait:
-            self._under_way = _UnderWay(step, _settled(lambda: self._write(writing, parts, awaited, metric)))
+            self._under_way = _UnderWay(
+                step, _settled(lambda: self._write(writing, parts, awaited, metric))
+            )
             self.finish()
         else:
             copied = [(name, _copied(part)) for name, part in parts]
-            self._under_way = _UnderWay(step, self._thread.submit(self._write, writing, copied, awaited, metric))
+            self._under_way = _UnderWay(
+                step, self._thread.submit(self._write, writing, copied, awaited, metric)
+            )
 
     @property
     def is_busy(self) -> bool:
@@ -107,7 +124,8 @@ class Saver(AbstractContextManager["Saver"]):
         return self._under_way is not None
 
     def check(self) -> None:
-        """Once per step: report the save in progress if it is complete; raise its error if it has failed."""
+        """Once per step: report the save in progress if it is complete; raise its error if it has
+        failed."""
         if self._under_way is not None and self._ranks.max(float(self._under_way.at)) != _WRITING:
             self.finish()
 
@@ -125,7 +143,8 @@ class Saver(AbstractContextManager["Saver"]):
 
     def _report_alone(self) -> None:
         """Report the outcome of the save in progress on this rank, without waiting for others."""
-        save, self._under_way = self._under_way, None
+        save = self._under_way
+        self._under_way = None
         if save is None:
             return
         error = save.path.exception()
@@ -136,11 +155,16 @@ class Saver(AbstractContextManager["Saver"]):
                 self._warn(str(error))
 
     def _begin(self, step: int) -> Writing:
-        self._together(step, _settled(lambda: self._store.begin(step) if self._ranks.rank == 0 else None))
+        self._together(
+            step, _settled(lambda: self._store.begin(step) if self._ranks.rank == 0 else None)
+        )
         return self._together(step, _settled(lambda: self._store.writing(step)))
 
-    def _write(self, writing: Writing, parts: Parts, awaited: Collection[str], metric: float | None) -> Path | None:
-        """Runs on any thread. Returns the folder of the complete checkpoint on the committing rank."""
+    def _write(
+        self, writing: Writing, parts: Parts, awaited: Collection[str], metric: float | None
+    ) -> Path | None:
+        """Runs on any thread. Returns the folder of the complete checkpoint on the committing
+        rank."""
         names = []
         for name, part in parts:
             writing.write(name, part)
@@ -149,13 +173,16 @@ class Saver(AbstractContextManager["Saver"]):
             return None
         deadline = time.monotonic() + self._deadline_s
         path = writing.commit(
-            [*names, *awaited], metric, lambda: not self._let_go.wait(_POLL_S) and time.monotonic() < deadline
+            [*names, *awaited],
+            metric,
+            lambda: not self._let_go.wait(_POLL_S) and time.monotonic() < deadline,
         )
         self._after_commit()
         return path
 
     def _together(self, step: int, outcome: "Future[T]") -> T:
-        """The result of this rank, after all have finished. Raises CheckpointError if one of them failed."""
+        """The result of this rank, after all have finished. Raises CheckpointError if one of them
+        failed."""
         if self._ranks.size == 1:
             return outcome.result()
         error = outcome.exception()
@@ -194,5 +221,9 @@ def _copied(part: object) -> object:
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in the form to be written: the writing thread computes nothing."""
-    cpu, packed = torch.device("cpu"), torch.contiguous_format
-    return {name: tensor.detach().to(cpu, copy=True, memory_format=packed) for name, tensor in tensors.items()}
+    cpu = torch.device("cpu")
+    packed = torch.contiguous_format
+    return {
+        name: tensor.detach().to(cpu, copy=True, memory_format=packed)
+        for name, tensor in tensors.items()
+    }

@@ -1,8 +1,9 @@
-"""A deadline for rollout engines: one with an open request and no sign of life for too long is abandoned.
+"""A deadline for rollout engines: one with an open request and no sign of life for too long is
+abandoned.
 
-A sign of life is a reply, or a token if the engine counts them (`num_generated_tokens`), so a long request is not a
-hang. Time is counted in polls, each after a short sleep, so a stopped process, or a suspended or overloaded machine,
-does not use up the deadline. Neither does a debugger's prompt.
+A sign of life is a reply, or a token if the engine counts them (`num_generated_tokens`), so a long
+request is not a hang. Time is counted in polls, each after a short sleep, so a stopped process, or
+a suspended or overloaded machine, does not use up the deadline. Neither does a debugger's prompt.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ class EngineHangs(LoopGivenUp):
 
 @dataclass(frozen=True)
 class Deadline:
-    """timeout_s: how long an engine may give no sign of life. stacks: the file to which the stacks of all threads are
-    then appended; None for standard error."""
+    """timeout_s: how long an engine may give no sign of life. stacks: the file to which the stacks
+    of all threads are then appended; None for standard error."""
 
     timeout_s: float
     stacks: Path | None
@@ -45,7 +46,8 @@ class Deadline:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """A request to an engine, and its time (`time.time()`). while_paused: even a paused engine replies to it."""
+    """A request to an engine, and its time (`time.time()`). while_paused: even a paused engine
+    replies to it."""
 
     what: str
     since: float
@@ -58,8 +60,12 @@ class WatchedEngine:
     hangs: called once, on another thread.
     """
 
-    def __init__(self, engine: RolloutEngine, deadline: Deadline, hangs: Callable[[EngineHangs], None]) -> None:
-        self._engine, self._deadline, self._hangs = engine, deadline, hangs
+    def __init__(
+        self, engine: RolloutEngine, deadline: Deadline, hangs: Callable[[EngineHangs], None]
+    ) -> None:
+        self._engine = engine
+        self._deadline = deadline
+        self._hangs = hangs
         # Only the asyncio thread changes it; for the polling thread, `list()` of a set is atomic.
         self._asked: set[_Asked] = set()
         self._num_replies = 0
@@ -108,7 +114,9 @@ class WatchedEngine:
         with self._asking("for hashes of its weights"):
             return await self._engine.hashes()
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    async def load_weights(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         what = "to load the weights of" if weights is not None else "to number its weights as"
         with self._asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)
@@ -130,9 +138,11 @@ class WatchedEngine:
     def _watch(self) -> None:
         timeout_s = self._deadline.timeout_s
         looks_every_s = min(_POLL_S, timeout_s / 4)
-        silent_s, seen = 0.0, self._signs_of_life()
+        silent_s = 0.0
+        seen = self._signs_of_life()
         while not self._left.wait(looks_every_s):
-            waiting, now = self._waiting(), self._signs_of_life()
+            waiting = self._waiting()
+            now = self._signs_of_life()
             silent_s = silent_s + looks_every_s if waiting and now == seen else 0.0
             seen = now
             if silent_s < timeout_s:
@@ -151,14 +161,18 @@ class WatchedEngine:
         return self._num_replies, getattr(self._engine, "num_generated_tokens", 0)
 
     def _given_up(self, waiting: list[_Asked]) -> EngineHangs:
-        oldest, more = waiting[0], len(waiting) - 1
+        oldest = waiting[0]
+        more = len(waiting) - 1
         since = time.strftime("%H:%M:%S", time.localtime(oldest.since))
         others = f" and {more} more requests" if more else ""
         who = f" ({self._engine.who})" if hasattr(self._engine, "who") else ""
         return EngineHangs(
-            f"the rollout engine {type(self._engine).__name__}{who} hangs: it was asked {oldest.what} at "
-            f"{since}{others}, and for {self._deadline.timeout_s:g} s has neither replied nor generated a token. The "
-            f"stacks of all threads are in {write_stacks(self._deadline.stacks)}. If it is only slow, raise "
+            f"the rollout engine {type(self._engine).__name__}{who} hangs: it was asked "
+            f"{oldest.what} at "
+            f"{since}{others}, and for {self._deadline.timeout_s:g} s has neither replied nor "
+            "generated a token. The "
+            f"stacks of all threads are in {write_stacks(self._deadline.stacks)}. If it is only "
+            "slow, raise "
             "actor_rollout_ref.rollout.timeout_s"
         )
 
@@ -166,27 +180,33 @@ class WatchedEngine:
 def _described(request: GenerateRequest) -> str:
     many = count_of(len(request.samples), "sample")
     return (
-        f"for {many} of row {request.stream.row} ({request.stream.name}, epoch {request.stream.epoch}; a prompt of "
+        f"for {many} of row {request.stream.row} ({request.stream.name}, epoch "
+        f"{request.stream.epoch}; a prompt of "
         f"{len(request.prompt_ids)} tokens, up to {request.params.max_tokens} new ones)"
     )
 
 
 def _is_debugged() -> bool:
     """Whether a thread is in a debugger, where a person may take any time at the prompt."""
-    modules = {
-        str(frame.f_globals.get("__name__")).partition(".")[0]
-        for top in sys._current_frames().values()
-        for frame, _ in traceback.walk_stack(top)
-    }
+    modules = set()
+    for top in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(top):
+            modules.add(str(frame.f_globals.get("__name__")).partition(".")[0])
     return not modules.isdisjoint(_DEBUGGERS)
 
 
 def write_stacks(path: Path | None) -> str:
     """Append the stacks of all threads, below their names; returns where they were written."""
-    names = "".join(f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate())
+    names = "".join(
+        f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate()
+    )
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()
     with suppress(OSError):  # a full disk must not keep the hang from being reported
-        descriptor = os.dup(2) if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = (
+            os.dup(2)
+            if path is None
+            else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        )
         try:
             os.write(descriptor, head)
             faulthandler.dump_traceback(descriptor, all_threads=True)

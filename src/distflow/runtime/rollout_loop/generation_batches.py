@@ -1,6 +1,7 @@
-"""Generation batches: groups that start together. If a batch has more groups than its step needs, the rest is aborted
-when the step is full. If groups make several engine requests, these are sent in rounds, so that decode batches do not
-depend on timing, and a killed and resumed run draws the same samples."""
+"""Generation batches: groups that start together. If a batch has more groups than its step needs,
+the rest is aborted when the step is full. If groups make several engine requests, these are sent in
+rounds, so that decode batches do not depend on timing, and a killed and resumed run draws the same
+samples."""
 
 import asyncio
 from collections import Counter
@@ -15,8 +16,8 @@ GroupTask = asyncio.Task[None]
 
 @dataclass
 class _Turn:
-    """The turn of one group. accepted: set after its last node; whether it wants a place in the step. go: it may be
-    queued, or reported as dropped."""
+    """The turn of one group. accepted: set after its last node; whether it wants a place in the
+    step. go: it may be queued, or reported as dropped."""
 
     accepted: "asyncio.Future[bool]"
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -34,14 +35,15 @@ async def cancel(tasks: Sequence[GroupTask], calls: PlainCalls) -> None:
 
 
 class EarlyStop:
-    """Passes the groups of a generation batch to the queue one by one: first those without engine requests, by group
-    id, then in the order of the engine's first response to each. When the step is full, the remaining groups are
-    aborted, scored or not.
+    """Passes the groups of a generation batch to the queue one by one: first those without engine
+    requests, by group id, then in the order of the engine's first response to each. When the step
+    is full, the remaining groups are aborted, scored or not.
 
-    A worker fills the number of places that came with its groups (`Places`), whatever other workers do. So a step has
-    the same groups however long scoring takes, as long as each engine responds in the same order, which depends only on
-    the number of tokens if all requests are queued before it starts. And all are aborted at once: otherwise the timing
-    of reward functions would change the decode batches of the rest.
+    A worker fills the number of places that came with its groups (`Places`), whatever other workers
+    do. So a step has the same groups however long scoring takes, as long as each engine responds in
+    the same order, which depends only on the number of tokens if all requests are queued before it
+    starts. And all are aborted at once: otherwise the timing of reward functions would change the
+    decode batches of the rest.
 
     Everything here runs on the asyncio thread.
     """
@@ -56,7 +58,8 @@ class EarlyStop:
         self._num_tokens: Counter[asyncio.Task[None]] = Counter()
 
     def expect(self, groups: dict[asyncio.Task[None], PromptGroup]) -> None:
-        """The tasks of the generation batch, none of which has run yet, with their groups in order."""
+        """The tasks of the generation batch, none of which has run yet, with their groups in
+        order."""
         loop = asyncio.get_running_loop()
         self._groups = groups
         self._turns = {task: _Turn(loop.create_future()) for task in groups}
@@ -77,7 +80,8 @@ class EarlyStop:
             self._place(task)
 
     async def turn(self, accepted: bool) -> None:
-        """For the calling group's task: returns when the group may pass; never if the group is not needed.
+        """For the calling group's task: returns when the group may pass; never if the group is not
+        needed.
 
         accepted: whether it wants a place in the step, instead of being dropped.
         """
@@ -88,7 +92,8 @@ class EarlyStop:
         await self._turns[task].go.wait()
 
     async def run(self) -> None:
-        """Returns when all groups have passed, or the step is full. Raises what a group's task raises."""
+        """Returns when all groups have passed, or the step is full. Raises what a group's task
+        raises."""
         surplus: list[asyncio.Task[None]] = []
         for _ in () if self._places.is_full else self._groups:
             task = await self._order.get()
@@ -107,8 +112,9 @@ class EarlyStop:
                 return
 
     async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
-        """End the groups that have not passed, and everything that they wait for; returns them. No sync function is
-        left running: it could not be ended, and would draw from the random generators of later calls."""
+        """End the groups that have not passed, and everything that they wait for; returns them. No
+        sync function is left running: it could not be ended, and would draw from the random
+        generators of later calls."""
         self.over = True
         left = [task for task in self._groups if not task.done()]
         await cancel(left, calls)
@@ -120,7 +126,9 @@ class EarlyStop:
 
     def num_tokens(self, passed: bool) -> int:
         """The number of tokens of the groups that have passed, or of the others."""
-        return sum(number for task, number in self._num_tokens.items() if task.cancelled() != passed)
+        return sum(
+            number for task, number in self._num_tokens.items() if task.cancelled() != passed
+        )
 
     async def _pass(self, task: "asyncio.Task[None]", accepted: bool) -> None:
         self._places.end(self._groups[task], accepted)
@@ -134,12 +142,13 @@ class EarlyStop:
 
 
 class Rounds:
-    """Holds requests until every group of the generation batch has sent one or is done; then all go to the paused
-    engine, in the order of groups and samples, before it resumes. The first round is the batch's start, which is not
-    held. A group has no request in the engine when it sends those of its next round.
+    """Holds requests until every group of the generation batch has sent one or is done; then all go
+    to the paused engine, in the order of groups and samples, before it resumes. The first round is
+    the batch's start, which is not held. A group has no request in the engine when it sends those
+    of its next round.
 
-    failed: set once the engine did not pause or resume, and may no longer answer. Everything here runs on the asyncio
-    thread.
+    failed: set once the engine did not pause or resume, and may no longer answer. Everything here
+    runs on the asyncio thread.
     """
 
     def __init__(
@@ -149,10 +158,13 @@ class Rounds:
         resume: Callable[[], Awaitable[None]],
     ) -> None:
         self._order = {task: number for number, task in enumerate(tasks)}
-        self._pause, self._resume = pause, resume
-        self._asking, self._begun = set(tasks), set[GroupTask]()
+        self._pause = pause
+        self._resume = resume
+        self._asking = set(tasks)
+        self._begun = set[GroupTask]()
         self._held: dict[asyncio.Future[None], tuple[int, int, GroupTask]] = {}
-        self._num_released, self._all_submitted = 0, asyncio.Event()
+        self._num_released = 0
+        self._all_submitted = asyncio.Event()
         self._releasing: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         for task in tasks:
@@ -180,7 +192,8 @@ class Rounds:
         if task in self._begun:
             self._submitted()
         elif task is not None and task in self._order:
-            asyncio.get_running_loop().call_soon(self._begun.add, task)  # after the other groups of its first round
+            # after the other groups of its first round
+            asyncio.get_running_loop().call_soon(self._begun.add, task)
 
     def left(self, task: GroupTask | None) -> None:
         """The group makes no further requests."""
@@ -202,7 +215,8 @@ class Rounds:
         await self._attempt(self._pause)
         try:
             held = sorted(self._held.items(), key=lambda item: item[1][:2])
-            self._held, self._num_released = {}, len(held)
+            self._held = {}
+            self._num_released = len(held)
             self._all_submitted.clear()
             for future, _ in held:
                 if not future.done():

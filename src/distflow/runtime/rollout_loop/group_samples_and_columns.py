@@ -29,9 +29,9 @@ def rows_by_group(batch: Batch) -> dict[int, list[int]]:
 class Group:
     """A prompt, its responses, and the results of nodes.
 
-    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty for all. samples: empty until
-    a node has generated. written: the columns of later nodes, by name. measured: metrics of each node. stream: the
-    random stream of the samples.
+    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty for all.
+    samples: empty until a node has generated. written: the columns of later nodes, by name.
+    measured: metrics of each node. stream: the random stream of the samples.
     """
 
     prompt_group: PromptGroup
@@ -55,10 +55,13 @@ class Group:
 
     def greedy(self) -> "Group":
         """The same prompt with one response, of the most likely tokens."""
-        return Group(self.prompt_group, self.row, replace(self.params, greedy=True), self.seed, wanted=(0,))
+        return Group(
+            self.prompt_group, self.row, replace(self.params, greedy=True), self.seed, wanted=(0,)
+        )
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
-        """The prompt with one response (None: none yet). text: its tokens decoded, without special tokens."""
+        """The prompt with one response (None: none yet). text: its tokens decoded, without special
+        tokens."""
         segments = [segment] if segment else []
         return sample_of_row(self.prompt_group, self.row, index, segments, text, finish_reason)
 
@@ -74,16 +77,20 @@ class Group:
         if not columns:
             return
         before = self.written
-        self.written, self._batch = {**before, **{ALIASES.get(n, n): value for n, value in columns.items()}}, None
+        self.written = {**before, **{ALIASES.get(n, n): value for n, value in columns.items()}}
+        self._batch = None
         try:
             self.batch()
         except (ValueError, TypeError):
-            self.written, self._batch = before, None
+            self.written = before
+            self._batch = None
             raise
 
     def set_samples(self, samples: list[Sample]) -> None:
         """Set the group's samples. Raises ValueError if earlier columns do not fit them."""
-        self.samples, self._columns, self._batch = samples, None, None
+        self.samples = samples
+        self._columns = None
+        self._batch = None
         self.batch()
 
     def batch(self) -> Batch:
@@ -117,7 +124,8 @@ def sample_of_row(
     text: str,
     finish_reason: str = "stop",
 ) -> Sample:
-    """Sample `index` of the group of a row. segments: of the response. text: as in `Group.sample`."""
+    """Sample `index` of the group of a row. segments: of the response. text: as in
+    `Group.sample`."""
     return Sample(
         uid=f"{prompt_group.group_id}-{index}",
         group_index=prompt_group.group_id,
@@ -132,8 +140,11 @@ def sample_of_row(
     )
 
 
-def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> FinishedGroup[Batch]:
-    """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by the nodes."""
+def finished_group(
+    prompt_group: PromptGroup, batch: Batch, measured: Sequence[Measured]
+) -> FinishedGroup[Batch]:
+    """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by
+    the nodes."""
     failed = "reward_errors" in batch and not bool(batch["valid"].any())
     versions = batch.flat("versions")
     versions = versions[versions >= 0]  # only those of the policy's tokens
@@ -144,7 +155,9 @@ def finished_group(prompt_group: PromptGroup, batch: Batch, measured: Sequence[M
         int(versions.min()) if len(versions) else None,
         measured,
         accuracy=accuracy_of(batch),
-        failure=Failure(next(filter(None, batch["reward_errors"]), "no score"), users=True) if failed else None,
+        failure=Failure(next(filter(None, batch["reward_errors"]), "no score"), users=True)
+        if failed
+        else None,
     )
 
 

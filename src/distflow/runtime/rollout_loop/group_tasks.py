@@ -1,4 +1,5 @@
-"""The rollout loop: one asyncio task per prompt group takes it from the prompt to the scored and filtered group."""
+"""The rollout loop: one asyncio task per prompt group takes it from the prompt to the scored and
+filtered group."""
 
 import asyncio
 import time
@@ -14,15 +15,33 @@ from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.observe.writing.timing import DATA, ENGINE, OTHER_GROUPS, Waits, group_waits, running_group
+from distflow.observe.writing.timing import (
+    DATA,
+    ENGINE,
+    OTHER_GROUPS,
+    Waits,
+    group_waits,
+    running_group,
+)
 from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.compiled_node import Contexts, NodeContext, Step, compile_steps, episode_results, score_samples
+from distflow.runtime.compiled_node import (
+    Contexts,
+    NodeContext,
+    Step,
+    compile_steps,
+    episode_results,
+    score_samples,
+)
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.generation_batches import EarlyStop, Rounds, cancel
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group, accuracy_of, finished_group
+from distflow.runtime.rollout_loop.group_samples_and_columns import (
+    Group,
+    accuracy_of,
+    finished_group,
+)
 from distflow.runtime.rollout_loop.row_loader import RowLoader
 from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
@@ -37,54 +56,67 @@ MakeContext = Callable[[Group, str], NodeContext]
 
 
 class RolloutLoopFailed(RuntimeError):
-    """Something other than a node failed in the rollout loop, so that groups would never complete."""
+    """Something other than a node failed in the rollout loop, so that groups would never
+    complete."""
 
 
 @dataclass(frozen=True)
 class GroupEvents:
     """Callbacks for events of prompt groups.
 
-    ended: (group id, version, "complete" or the reason it was dropped, start, end) with `time.time()`, for every group,
-    before it reaches the queue. dropped: (version, reason, columns) if a node dropped it. failed: (group id, reason) if
-    a node raised. waits: logs how long each group waits for its rewards.
+    ended: (group id, version, "complete" or the reason it was dropped, start, end) with
+    `time.time()`, for every group, before it reaches the queue. dropped: (version, reason, columns)
+    if a node dropped it. failed: (group id, reason) if a node raised. waits: logs how long each
+    group waits for its rewards.
     """
 
-    ended: Callable[[int, int, str, float, float], None] = lambda group_id, version, outcome, started, ended: None
+    ended: Callable[[int, int, str, float, float], None] = (
+        lambda group_id, version, outcome, started, ended: None
+    )
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
     failed: Callable[[int, Failure], None] = lambda group_id, failure: None
     waits: Waits = field(default_factory=Waits)
 
 
 class SubmissionGate:
-    """A wrapper of the rollout engine that tracks which groups of a generation batch have sent their request, or ended
-    without one.
+    """A wrapper of the rollout engine that tracks which groups of a generation batch have sent
+    their request, or ended without one.
 
-    The rollout loop's nodes are compiled with the gate in place of the engine, and use its `generate`, `pause` and
-    `resume`. Between generation batches it only forwards. It runs only on the asyncio thread, so it needs no lock.
+    The rollout loop's nodes are compiled with the gate in place of the engine, and use its
+    `generate`, `pause` and `resume`. Between generation batches it only forwards. It runs only on
+    the asyncio thread, so it needs no lock.
     """
 
     def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
-        self._engine, self._recorder = engine, group_recorder
-        self.pause, self.resume = engine.pause, engine.resume
+        self._engine = engine
+        self._recorder = group_recorder
+        self.pause = engine.pause
+        self.resume = engine.resume
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
         self._early_stop: EarlyStop | None = None
         self._rounds: Rounds | None = None
 
     def expect(
-        self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None, in_rounds: bool = False
+        self,
+        tasks: Collection[asyncio.Task[None]],
+        early_stop: EarlyStop | None = None,
+        in_rounds: bool = False,
     ) -> None:
-        """Begin a generation batch of these group tasks. None of them has run yet: there was no await since they were
-        created. early_stop: informed of every response. in_rounds: later requests go to the engine in rounds too."""
-        self._waiting, self._early_stop = set(tasks), early_stop
+        """Begin a generation batch of these group tasks. None of them has run yet: there was no
+        await since they were created. early_stop: informed of every response. in_rounds: later
+        requests go to the engine in rounds too."""
+        self._waiting = set(tasks)
+        self._early_stop = early_stop
         self._all_in = asyncio.Event()
         self._rounds = Rounds(tasks, self.pause, self.resume) if in_rounds else None
         for task in tasks:
-            task.add_done_callback(self.arrived)  # a task that ends without a request must not be waited for
+            # a task that ends without a request must not be waited for
+            task.add_done_callback(self.arrived)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's `generate`; the request is in the engine's queue before this first yields. Responses that a
-        weight update aborted are generated again."""
+        """The engine's `generate`; the request is in the engine's queue before this first yields.
+        Responses that a weight update aborted are generated again."""
         with deadline_paused():
             fault_injection.reach("rollout.generate")
             if self._rounds is not None:
@@ -97,26 +129,33 @@ class SubmissionGate:
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:
         pending = asyncio.ensure_future(self._engine.generate(request))
-        own, rounds = asyncio.current_task(), self._rounds
+        own = asyncio.current_task()
+        rounds = self._rounds
         task = group_task.get() or own
         assert task is not None and own is not None
 
         def end(cause: asyncio.Future[Any]) -> None:
             pending.cancel()
 
-        causes: tuple[asyncio.Future[Any], ...] = (task, rounds.failed) if rounds is not None else (task,)
-        for cause in causes:  # the group no longer waits for a task that it started, or the task cannot end
+        causes: tuple[asyncio.Future[Any], ...] = (
+            (task, rounds.failed) if rounds is not None else (task,)
+        )
+        # the group no longer waits for a task that it started, or the task cannot end
+        for cause in causes:
             cause.add_done_callback(end)
         try:
             try:
-                await asyncio.sleep(0)  # `pending` runs to its first await, which queues its request
+                # `pending` runs to its first await, which queues its request
+                await asyncio.sleep(0)
             finally:  # a request cancelled meanwhile must not be waited for
                 self.arrived(task)
                 if rounds is not None:
                     rounds.submitted(task)
             result = await pending
             if self._early_stop is not None:
-                self._early_stop.responded(task, sum(len(made.token_ids) for made in result.generations))
+                self._early_stop.responded(
+                    task, sum(len(made.token_ids) for made in result.generations)
+                )
             return result
         except asyncio.CancelledError:
             if rounds is None or not rounds.failed.done() or own.cancelling():
@@ -125,7 +164,8 @@ class SubmissionGate:
         finally:
             for cause in causes:
                 cause.remove_done_callback(end)
-            pending.cancel()  # no effect if done; else this group was cancelled, and so is its request
+            # no effect if done; else this group was cancelled, and so is its request
+            pending.cancel()
 
     async def all_in(self) -> None:
         """Wait until every group of the generation batch has arrived."""
@@ -137,8 +177,8 @@ class SubmissionGate:
         return self._engine.version
 
     async def num_generated_tokens(self) -> int:
-        """The number of tokens generated so far, once cancelled requests add none. 0 for an engine that does not count
-        them, or also counts those of other workers."""
+        """The number of tokens generated so far, once cancelled requests add none. 0 for an engine
+        that does not count them, or also counts those of other workers."""
         if getattr(self._engine, "is_shared", False):
             return 0
         await self.pause()
@@ -163,14 +203,15 @@ class SubmissionGate:
 class RolloutLoop:
     """Runs the compiled nodes of the rollout loop on groups.
 
-    make_group: makes the group of a prompt group, without responses. gate: wraps the rollout engine; None if the
-    pipeline generates nothing. group_recorder: records what engine and reward functions did for each group. timeout_s:
-    limit of a sync function for each sample. in_batches: groups start together as a generation batch, and the next ones
-    when these have ended. stops_early: groups of a generation batch that remain when the step is full are aborted.
-    call_counts: of reward calls on all groups, including dropped ones. prepare_rows: called with the rows of groups
-    about to start. asks_in_rounds: groups that start together also send their later requests together. row_loader:
-    loads the groups that start together, in place of the steps; None if there is more to do. surplus: tasks of groups
-    that the queue ended.
+    make_group: makes the group of a prompt group, without responses. gate: wraps the rollout
+    engine; None if the pipeline generates nothing. group_recorder: records what engine and reward
+    functions did for each group. timeout_s: limit of a sync function for each sample. in_batches:
+    groups start together as a generation batch, and the next ones when these have ended.
+    stops_early: groups of a generation batch that remain when the step is full are aborted.
+    call_counts: of reward calls on all groups, including dropped ones. prepare_rows: called with
+    the rows of groups about to start. asks_in_rounds: groups that start together also send their
+    later requests together. row_loader: loads the groups that start together, in place of the
+    steps; None if there is more to do. surplus: tasks of groups that the queue ended.
     """
 
     steps: Sequence[Step]
@@ -198,17 +239,25 @@ class RolloutLoop:
         group_recorder: GroupRecorder,
         events: GroupEvents,
     ) -> "RolloutLoop":
-        gate = SubmissionGate(resources.rollout, group_recorder) if resources.rollout is not None else None
+        gate = (
+            SubmissionGate(resources.rollout, group_recorder)
+            if resources.rollout is not None
+            else None
+        )
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.reward_fn is not None:
             parts["reward_fn"] = partial(score_samples, resources.reward_fn, events.waits)
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
-        sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
+        sampling_of = {
+            name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()
+        }
 
         def make_group(prompt_group: PromptGroup) -> Group:
             row = spec.rows[prompt_group.row]
-            return Group(prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed)
+            return Group(
+                prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed
+            )
 
         return RolloutLoop(
             compile_steps(nodes, parts),
@@ -220,16 +269,22 @@ class RolloutLoop:
             group_recorder,
             in_batches=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
-            call_counts=resources.reward_fn.call_counts if resources.reward_fn is not None else CallCounts(),
-            prepare_rows=spec.rows.prepare if isinstance(spec.rows, PromptRows) else lambda rows: None,
+            call_counts=resources.reward_fn.call_counts
+            if resources.reward_fn is not None
+            else CallCounts(),
+            prepare_rows=spec.rows.prepare
+            if isinstance(spec.rows, PromptRows)
+            else lambda rows: None,
             asks_in_rounds=spec.config.actor_rollout_ref.rollout.workflow is not None,
             row_loader=RowLoader.of(nodes, spec.rows, resources.tokenizer),
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
-        """Run the steps on the group; returns `Drop` if one of them dropped it. Raises NodeError."""
+        """Run the steps on the group; returns `Drop` if one of them dropped it. Raises
+        NodeError."""
         for step in steps:
-            ctx, is_reward = context(group, step.node.node_id), step.node.node_role is NodeRole.REWARD
+            ctx = context(group, step.node.node_id)
+            is_reward = step.node.node_role is NodeRole.REWARD
             try:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
@@ -242,42 +297,60 @@ class RolloutLoop:
         return None
 
     def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
-        """Count the scores of a reward node, or the episodes that were not rejected; `reward_fn` counts its own
-        calls."""
+        """Count the scores of a reward node, or the episodes that were not rejected; `reward_fn`
+        counts its own calls."""
         node = step.node
         if node.node_role is not NodeRole.REWARD or "reward_fn" in node.contract.services:
             return
         batch = group.batch()
-        num_asked, num_failed, errors = len(batch), int((~batch["valid"]).sum()), list[str]()
+        num_asked = len(batch)
+        num_failed = int((~batch["valid"]).sum())
+        errors = list[str]()
         as_text = dict[str, str]()
         if (results := episode_results(group.samples)) is not None:
             errors = [str(result) for result in results if not isinstance(result, Score)]
             for result in results:
                 as_text |= result.as_text if isinstance(result, Score) else {}
-            num_asked, num_failed = len(results), len(errors)
+            num_asked = len(results)
+            num_failed = len(errors)
         elif drop is not None and drop.reason == TOO_FEW_SCORES:
-            num_failed, errors = len(batch), [drop.detail]
+            num_failed = len(batch)
+            errors = [drop.detail]
         elif "reward_errors" in batch:
             errors = batch["reward_errors"]
-        first = f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')" if num_failed else ""
+        first = (
+            f"{next(filter(None, errors), 'no score')} (node '{node.node_id}')"
+            if num_failed
+            else ""
+        )
         self.call_counts.add(RewardCounts(num_asked, num_failed, first, as_text=as_text))
 
     async def loop(self, queue: SampleQueuePort) -> None:
-        """consumes prompt groups · waits for capacity · unblocked by released steps and ended groups · produces groups
+        """consumes prompt groups · waits for capacity · unblocked by released steps and ended
+        groups · produces groups
 
-        At staleness 0 the groups that the queue hands out together are a generation batch: submitted in group order to
-        a paused engine that then resumes, so that decode batches never depend on timing, and ended before the next one
-        is fetched. Otherwise groups start as capacity allows. Raises RolloutLoopFailed, or the user's error.
+        At staleness 0 the groups that the queue hands out together are a generation batch:
+        submitted in group order to a paused engine that then resumes, so that decode batches never
+        depend on timing, and ended before the next one is fetched. Otherwise groups start as
+        capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
-        running, gate = dict[int, asyncio.Task[None]](), self.gate
+        running = dict[int, asyncio.Task[None]]()
+        gate = self.gate
         try:
-            async with asyncio.TaskGroup() as groups:  # a failing task ends them all: no step waits for its group
-                async for prompt_groups in queue.prompt_groups(lambda: gate.version.step if gate is not None else None):
+            # a failing task ends them all: no step waits for its group
+            async with asyncio.TaskGroup() as groups:
+                async for prompt_groups in queue.prompt_groups(
+                    lambda: gate.version.step if gate is not None else None
+                ):
                     for group in prompt_groups:
                         if group.state is GroupState.WAITING and group.group_id in running:
                             self.surplus.add(running[group.group_id])
-                            groups.create_task(cancel([running.pop(group.group_id)], self.plain_calls))
-                    prompt_groups = [group for group in prompt_groups if group.state is not GroupState.WAITING]
+                            groups.create_task(
+                                cancel([running.pop(group.group_id)], self.plain_calls)
+                            )
+                    prompt_groups = [
+                        group for group in prompt_groups if group.state is not GroupState.WAITING
+                    ]
                     if self.row_loader is not None:
                         self._load_rows(self.row_loader, prompt_groups, queue)
                         continue
@@ -287,19 +360,27 @@ class RolloutLoop:
                         await self._run_batch(prompt_groups, queue)
                     else:
                         started = {
-                            prompt_group.group_id: groups.create_task(self._run_group(prompt_group, queue))
+                            prompt_group.group_id: groups.create_task(
+                                self._run_group(prompt_group, queue)
+                            )
                             for prompt_group in prompt_groups
                         }
-                        running = {number: task for number, task in running.items() if not task.done()} | started
+                        running = {
+                            number: task for number, task in running.items() if not task.done()
+                        } | started
                 for task in running.values():
                     task.cancel()
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, UserError | TrustError):
                 raise first from None
-            raise RolloutLoopFailed(f"the rollout loop has failed: {type(first).__name__}: {first}") from first
+            raise RolloutLoopFailed(
+                f"the rollout loop has failed: {type(first).__name__}: {first}"
+            ) from first
 
-    def _load_rows(self, loader: RowLoader, prompt_groups: list[PromptGroup], queue: SampleQueuePort) -> None:
+    def _load_rows(
+        self, loader: RowLoader, prompt_groups: list[PromptGroup], queue: SampleQueuePort
+    ) -> None:
         """Complete these groups, then load those of the next step while this one trains."""
         started = time.time()
         with self.events.waits("rollout", "rows", on=DATA):
@@ -313,9 +394,13 @@ class RolloutLoop:
             queue.put_loaded(loaded.groups)
         loader.load_ahead(queue.foresee())
 
-    async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort) -> None:
+    async def _run_batch(
+        self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort
+    ) -> None:
         """With `stops_early` there are more groups than the step may need."""
-        gate, stop, before = self.gate, None, 0
+        gate = self.gate
+        stop = None
+        before = 0
         if self.stops_early:
             stop = EarlyStop(prompt_groups)
             before = await gate.num_generated_tokens() if gate is not None else 0
@@ -341,8 +426,12 @@ class RolloutLoop:
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
                 drawn = await gate.num_generated_tokens() - before if gate is not None else 0
-                num_tokens = max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False))
-                queue.abort(AbortedGroups({group.group_id: group.attempt for group in aborted}, num_tokens))
+                num_tokens = max(
+                    drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)
+                )
+                queue.abort(
+                    AbortedGroups({group.group_id: group.attempt for group in aborted}, num_tokens)
+                )
         finally:
             for task in tasks:
                 task.cancel()
@@ -350,7 +439,8 @@ class RolloutLoop:
     async def _run_group(
         self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
     ) -> None:
-        """A failing node loses only its own group, and is recorded. stop: cancels the group if it is not needed."""
+        """A failing node loses only its own group, and is recorded. stop: cancels the group if it
+        is not needed."""
         group_task.set(asyncio.current_task())
         self.group_recorder.begin(prompt_group)
         started = time.time()
@@ -374,7 +464,9 @@ class RolloutLoop:
         except asyncio.CancelledError:
             if (stop is not None and stop.over) or asyncio.current_task() in self.surplus:
                 self._end(prompt_group, "aborted: the step was complete", started)
-                num_tokens = sum(len(part.token_ids) for each in group.samples for part in each.response_segments)
+                num_tokens = sum(
+                    len(part.token_ids) for each in group.samples for part in each.response_segments
+                )
                 if stop is None and num_tokens:
                     queue.abort(AbortedGroups({}, num_tokens))
             raise
@@ -393,14 +485,17 @@ class RolloutLoop:
             outcome = f"{drop.reason}: {drop.detail}"
             dropped = DroppedGroup(prompt_group, drop.reason, Failure(drop.detail, users=True))
         else:
-            outcome, dropped = drop.reason, DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
+            outcome = drop.reason
+            dropped = DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
         self._end(prompt_group, outcome, started)
         self.events.dropped(prompt_group.version, outcome, batch)
         self.group_recorder.drop(drop.reason, batch)
         queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:
-        self.events.ended(prompt_group.group_id, prompt_group.version, outcome, started, time.time())
+        self.events.ended(
+            prompt_group.group_id, prompt_group.version, outcome, started, time.time()
+        )
 
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""

@@ -1,5 +1,5 @@
-"""The asyncio thread of a process, which runs the rollout loop (the training loop is on the main thread), and threads
-for single calls that may hang."""
+"""The asyncio thread of a process, which runs the rollout loop (the training loop is on the main
+thread), and threads for single calls that may hang."""
 
 import asyncio
 import concurrent.futures
@@ -26,7 +26,8 @@ class LoopEnded(RuntimeError):
 
 
 class LoopGivenUp(LoopEnded):
-    """The thread, or what it waits for, does not end; it is abandoned, and the process must end without it."""
+    """The thread, or what it waits for, does not end; it is abandoned, and the process must end
+    without it."""
 
 
 class LoopBlocked(LoopGivenUp, UserError):
@@ -34,11 +35,11 @@ class LoopBlocked(LoopGivenUp, UserError):
 
 
 class LoopThread:
-    """Runs coroutines on a separate thread. A context manager; leaving it cancels what still runs there, and waits at
-    most `LEAVES_WITHIN_S` for tasks that swallow the cancellation.
+    """Runs coroutines on a separate thread. A context manager; leaving it cancels what still runs
+    there, and waits at most `LEAVES_WITHIN_S` for tasks that swallow the cancellation.
 
-    If the thread ends by itself (a task that raises SystemExit ends its loop), all open calls fail with LoopEnded; if a
-    user's code blocks it for `blocked_after_s`, with LoopBlocked.
+    If the thread ends by itself (a task that raises SystemExit ends its loop), all open calls fail
+    with LoopEnded; if a user's code blocks it for `blocked_after_s`, with LoopBlocked.
     """
 
     def __init__(self, name: str, blocked_after_s: float = math.inf) -> None:
@@ -47,14 +48,17 @@ class LoopThread:
         self._blocked_after_s = blocked_after_s
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
-        # Maps each result's future to what computes it: asyncio references tasks weakly, and a waiting task without
-        # other references would be collected. Any thread may change it: each change of a dict is atomic.
+        # Maps each result's future to what computes it: asyncio references tasks weakly, and a
+        # waiting task without other references would be collected. Any thread may change it: each
+        # change of a dict is atomic.
         self._owed: dict[concurrent.futures.Future[Any], concurrent.futures.Future[Any]] = {}
 
     def __enter__(self) -> "LoopThread":
         self._thread.start()
         if math.isfinite(self._blocked_after_s):
-            threading.Thread(target=self._watch, name=f"{self._thread.name}-watch", daemon=True).start()
+            threading.Thread(
+                target=self._watch, name=f"{self._thread.name}-watch", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -69,7 +73,8 @@ class LoopThread:
         return self.start(work).result()
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
-        with self._lock:  # else the thread could end between check and submission, and no result would come
+        # else the thread could end between check and submission, and no result would come
+        with self._lock:
             if self._ended is not None:
                 work.close()
                 raise self._ended
@@ -87,7 +92,8 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        # Inherited by threads and processes that the user's code starts here: Ctrl-C is for the run, which ends them.
+        # Inherited by threads and processes that the user's code starts here: Ctrl-C is for the
+        # run, which ends them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         _keep_to_one_core()
         cause = "it was stopped"
@@ -110,22 +116,27 @@ class LoopThread:
                 future.set_exception(self._ended)
 
     def _watch(self) -> None:
-        """Ask the thread to tick until it ends. If it does not tick while it runs user code, it is abandoned.
+        """Ask the thread to tick until it ends. If it does not tick while it runs user code, it is
+        abandoned.
 
         Time is counted in polls, so a stopped process does not use it up.
         """
         assert self._thread.ident is not None
         while self._ended is None:
-            ticked, blocked_s = threading.Event(), 0.0
+            ticked = threading.Event()
+            blocked_s = 0.0
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(ticked.set)
             while not ticked.wait(_POLL_S) and self._ended is None:
                 place = users_place_of(self._thread.ident)
-                blocked_s = blocked_s + _POLL_S if place is not None else 0.0  # our own code runs, and will end
+                # our own code runs, and will end
+                blocked_s = blocked_s + _POLL_S if place is not None else 0.0
                 if place is not None and blocked_s > self._blocked_after_s:
                     error = LoopBlocked(
-                        f"an async function has blocked everything else for {self._blocked_after_s:g} s (at "
-                        f"{place}): it must await instead of blocking, or be a synchronous function, which gets its "
+                        "an async function has blocked everything else for "
+                        f"{self._blocked_after_s:g} s (at "
+                        f"{place}): it must await instead of blocking, or be a synchronous "
+                        "function, which gets its "
                         "own thread (reward.timeout_s for each sample)"
                     )
                     self.end(error)
@@ -142,7 +153,8 @@ class LoopThread:
 def on_a_thread(blocking: Callable[[], T], name: str = "waits") -> "concurrent.futures.Future[T]":
     """Call a function on a new daemon thread, which does not keep the process alive if it hangs."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # from now on only the call settles it, and it cannot be cancelled
+    # from now on only the call settles it, and it cannot be cancelled
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
@@ -157,13 +169,15 @@ def on_a_thread(blocking: Callable[[], T], name: str = "waits") -> "concurrent.f
 def _keep_to_one_core() -> None:
     """Limit this thread alone to one core: PyTorch's own call would affect later threads too.
 
-    A second thread that computes on all cores has a second OpenMP pool, and if pools have more threads than there are
-    cores, OpenMP lets threads sleep between operations: a decode step of few rows took three times as long.
+    A second thread that computes on all cores has a second OpenMP pool, and if pools have more
+    threads than there are cores, OpenMP lets threads sleep between operations: a decode step of few
+    rows took three times as long.
     """
     import torch  # here: the command line imports this module for its errors, and must start fast
     from threadpoolctl import threadpool_limits
 
-    torch.get_num_threads()  # initialises this thread's number now, which would otherwise happen later
+    # initialises this thread's number now, which would otherwise happen later
+    torch.get_num_threads()
     threadpool_limits(1, user_api="openmp")
 
 
@@ -179,5 +193,6 @@ def _settle(result: "concurrent.futures.Future[T]", done: "concurrent.futures.Fu
 
 
 def _leave(task: "asyncio.Task[Any]") -> None:
-    """Leave a task that swallows its cancellation. It is never freed, which would run its code again."""
+    """Leave a task that swallows its cancellation. It is never freed, which would run its code
+    again."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))

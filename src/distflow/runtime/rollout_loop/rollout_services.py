@@ -1,7 +1,9 @@
-"""A worker's asyncio thread with its reward functions and rollout engine, which are entered and left together.
+"""A worker's asyncio thread with its reward functions and rollout engine, which are entered and
+left together.
 
-If training and generation alternate, the engine computes on the waiting thread: the process then needs only one OpenMP
-pool; a second one slows the first down (see `rollout/embedded/engine_thread.py`).
+If training and generation alternate, the engine computes on the waiting thread: the process then
+needs only one OpenMP pool; a second one slows the first down (see
+`rollout/embedded/engine_thread.py`).
 """
 
 import concurrent.futures
@@ -34,7 +36,12 @@ from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
-from distflow.runtime.rollout_loop.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread, on_a_thread
+from distflow.runtime.rollout_loop.loop_thread import (
+    LEAVES_WITHIN_S,
+    LoopGivenUp,
+    LoopThread,
+    on_a_thread,
+)
 from distflow.runtime.shared_cores import SharedCores
 from distflow.runtime.spec import Spec
 
@@ -48,13 +55,14 @@ Note = Callable[[str, str], None]
 
 
 class Abandoned(BaseException):
-    """Raised in the thread by another one: its computation does not end, and nobody waits for it any more."""
+    """Raised in the thread by another one: its computation does not end, and nobody waits for it
+    any more."""
 
 
 @dataclass(eq=False)
 class _Loan:
-    """A computation for the waiting thread. taken: that thread has started it; set before `ended`. abandoned: it was
-    interrupted."""
+    """A computation for the waiting thread. taken: that thread has started it; set before `ended`.
+    abandoned: it was interrupted."""
 
     stretch: Stretch
     taken: bool = False
@@ -65,20 +73,22 @@ class _Loan:
 class HostThread:
     """A `Host`: the thread that creates it, which computes for others while it waits.
 
-    It computes only inside `wait`, and at most one decode step longer than what it waits for, so nobody waits for a
-    busy thread.
+    It computes only inside `wait`, and at most one decode step longer than what it waits for, so
+    nobody waits for a busy thread.
     """
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        self._lock = threading.Lock()  # guards the three below: which loans are taken, and which may be abandoned
+        # guards the three below: which loans are taken, and which may be abandoned
+        self._lock = threading.Lock()
         self.waits = False
         self._asked = set[_Loan]()
         self._loan: _Loan | None = None
         self._loans: SimpleQueue[_Loan | None] = SimpleQueue()  # None: check again
 
     def wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
-        """Call `begin`, and return the future's result or raise its error. On another thread it only waits."""
+        """Call `begin`, and return the future's result or raise its error. On another thread it
+        only waits."""
         if threading.get_ident() != self._ident:
             return begin().result()
         try:  # an interrupt may come at any moment
@@ -91,7 +101,8 @@ class HostThread:
         finally:
             with self._lock:
                 self.waits = False
-                asked, self._asked = self._asked, set[_Loan]()
+                asked = self._asked
+                self._asked = set[_Loan]()
             while not self._loans.empty():
                 self._loans.get()
             for loan in asked:  # an interrupt may have lost a loan that had left the queue
@@ -112,8 +123,8 @@ class HostThread:
         return loan.taken
 
     def abandon(self, within_s: float) -> bool:
-        """Interrupt its computation. Returns False if that has not ended after `within_s` seconds: only Python code can
-        be interrupted."""
+        """Interrupt its computation. Returns False if that has not ended after `within_s` seconds:
+        only Python code can be interrupted."""
         with self._lock:
             loan = self._loan
             if loan is not None:
@@ -127,7 +138,8 @@ class HostThread:
             return
         try:
             with self._lock:
-                self._loan, loan.taken = loan, True
+                self._loan = loan
+                loan.taken = True
             loan.stretch(future.done)
         except Abandoned:  # the thread that raised it has informed the waiting ones
             pass
@@ -135,8 +147,9 @@ class HostThread:
             with self._lock:
                 self._loan = None
                 if loan.abandoned:
-                    # Clears an exception that came too late, but only if there is one: else this thread would check for
-                    # exceptions at every call, and a profiler or debugger would never get past the first one (CPython
+                    # Clears an exception that came too late, but only if there is one: else this
+                    # thread would check for exceptions at every call, and a profiler or debugger
+                    # would never get past the first one (CPython
                     # 3.11).
                     self._interrupt(None)
             loan.ended.set()
@@ -144,14 +157,17 @@ class HostThread:
     def _interrupt(self, error: type[BaseException] | None) -> None:
         """Make the thread raise the error; None clears a pending one."""
         ident = ctypes.c_ulong(self._ident)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error) if error is not None else None)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ident, ctypes.py_object(error) if error is not None else None
+        )
 
 
 class RolloutServices:
-    """A context manager; inside, coroutines run on its thread. For one other thread, which creates and enters it.
+    """A context manager; inside, coroutines run on its thread. For one other thread, which creates
+    and enters it.
 
-    The futures and events of engine and reward functions belong to that thread's loop: they are entered, awaited and
-    left only there, while the other thread waits in `call`.
+    The futures and events of engine and reward functions belong to that thread's loop: they are
+    entered, awaited and left only there, while the other thread waits in `call`.
 
     resources: the given ones, with the engine watched.
     """
@@ -164,9 +180,10 @@ class RolloutServices:
         engine_deadline: Deadline | None = None,
         takes_turns: bool = False,
     ) -> None:
-        """check_rewards: tests the reward functions before use. blocked_after_s: how long a user's function may block
-        the thread. engine_deadline: None waits for the rollout engine without limit. takes_turns: the entering thread
-        only waits while the engine generates, so the engine computes there if it can.
+        """check_rewards: tests the reward functions before use. blocked_after_s: how long a user's
+        function may block the thread. engine_deadline: None waits for the rollout engine without
+        limit. takes_turns: the entering thread only waits while the engine generates, so the engine
+        computes there if it can.
         """
         self._thread = LoopThread("rollout", blocked_after_s)
         self._shared_cores = SharedCores()
@@ -176,44 +193,61 @@ class RolloutServices:
             self._host = HostThread()
             engine.host = self._host
         if engine is not None and engine_deadline is not None:
-            resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
-        self.resources, self._check_rewards = resources, check_rewards
+            resources = replace(
+                resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up)
+            )
+        self.resources = resources
+        self._check_rewards = check_rewards
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None) -> "RolloutServices":
-        """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested on its first rows.
+    def of(
+        spec: Spec, resources: Resources, writes_stacks: bool, note: Note | None = None
+    ) -> "RolloutServices":
+        """The session of a worker. If `trust.check_rewards` is on, its reward functions are tested
+        on its first rows.
 
-        writes_stacks: of all threads, into the run's folder, if the engine hangs. note: called for failing reference
-        solutions of the data, and for trivial responses that score; None tries neither.
+        writes_stacks: of all threads, into the run's folder, if the engine hangs. note: called for
+        failing reference solutions of the data, and for trivial responses that score; None tries
+        neither.
         """
         options = spec.options
         check_rewards = partial(_check_rewards, spec, note) if options.run_startup_checks else None
         timeout_s = options.engine_timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
-        blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
-        # From the config: the selftest has the engine of a run with staleness, and a sample queue without.
+        blocked_after_s = options.timeout_s * max(
+            each.group_size or spec.data.group_size for each in spec.data.sources
+        )
+        # From the config: the selftest has the engine of a run with staleness, and a sample queue
+        # without.
         takes_turns = spec.config.async_.max_staleness == 0
-        if ":" in (spec.config.actor_rollout_ref.rollout.workflow or ""):  # the user's code runs on the thread
-            resource_tracker.ensure_running()  # if that code started it, SIGINT would be unblocked on the thread
+        # the user's code runs on the thread
+        if ":" in (spec.config.actor_rollout_ref.rollout.workflow or ""):
+            # if that code started it, SIGINT would be unblocked on the thread
+            resource_tracker.ensure_running()
         return RolloutServices(resources, check_rewards, blocked_after_s, deadline, takes_turns)
 
     def __enter__(self) -> "RolloutServices":
         self._thread.__enter__()
-        with ExitStack() as if_it_fails:  # Python does not call `__exit__` then, and services may already run
+        # Python does not call `__exit__` then, and services may already run
+        with ExitStack() as if_it_fails:
             if_it_fails.push(self.__exit__)
             self._shared_cores.__enter__()
             self.call(self._enter())
             if_it_fails.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        """Cancel what runs, then leave the services. Their errors are raised only if nothing failed before."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
+        """Cancel what runs, then leave the services. Their errors are raised only if nothing failed
+        before."""
         try:
             self._thread.cancel_all()
             self.call(self._stack.aclose())
-        except Exception as failure:  # a service that cannot end, or a thread that had ended by itself
+        # a service that cannot end, or a thread that had ended by itself
+        except Exception as failure:
             if isinstance(failure, LoopGivenUp) and self.resources.reward_fn is not None:
                 self.resources.reward_fn.close()  # its processes must not outlive the run
             if error is None:
@@ -229,7 +263,8 @@ class RolloutServices:
         return self._thread.start(work)
 
     def wait_for(self, blocking: Callable[[], T]) -> T:
-        """Call a function that waits for others, on another thread if this one must compute for an engine meanwhile."""
+        """Call a function that waits for others, on another thread if this one must compute for an
+        engine meanwhile."""
         return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
 
     def release_engine(self) -> None:
@@ -246,15 +281,16 @@ class RolloutServices:
         return begin().result() if self._host is None else self._host.wait(begin)
 
     def _give_up(self, error: EngineHangs) -> None:
-        """Pass the error to everyone who waits. If the engine hangs on the entering thread outside of Python code, only
-        ending the process helps."""
+        """Pass the error to everyone who waits. If the engine hangs on the entering thread outside
+        of Python code, only ending the process helps."""
         self._thread.end(error)
         if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
             os.write(2, f"distflow: {error}\n".encode())
             leave_at_once(1)
 
     async def _enter(self) -> None:
-        reward_fn, rollout = self.resources.reward_fn, self.resources.rollout
+        reward_fn = self.resources.reward_fn
+        rollout = self.resources.rollout
         if reward_fn is not None:
             self._stack.enter_context(reward_fn)
             if self._check_rewards is not None:
@@ -264,11 +300,13 @@ class RolloutServices:
 
 
 async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter) -> None:
-    """Test on known solutions, on the ground truths of the first rows and, given a `note`, on reference solutions and
-    trivial responses."""
+    """Test on known solutions, on the ground truths of the first rows and, given a `note`, on
+    reference solutions and trivial responses."""
     await run_startup_checks(reward_fn)
     rows = _first_rows(spec, NUM_CHECKED_ROWS)
-    await startup_check_scores(reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows])
+    await startup_check_scores(
+        reward_fn, [(row.domain, row.ground_truth, row.extra_info or {}) for row in rows]
+    )
     if note is not None:
         solutions = _first_solutions(spec, reward_fn)
         for warning in await try_solutions(reward_fn, solutions, SOLUTIONS_WITHIN_S):
@@ -280,13 +318,15 @@ async def _check_rewards(spec: Spec, note: Note | None, reward_fn: RewardRouter)
 
 
 def try_rewards(spec: Spec) -> list[str]:
-    """Call the user's reward functions on a right and a wrong response, before anything is loaded. Raises UserError if
-    one gives no score; returns notes. Skipped if workers have their own environment variables, which the functions may
-    read."""
+    """Call the user's reward functions on a right and a wrong response, before anything is loaded.
+    Raises UserError if one gives no score; returns notes. Skipped if workers have their own
+    environment variables, which the functions may read."""
     trainer = spec.config.trainer
     if not spec.options.run_startup_checks or trainer.worker_env or trainer.worker_roles:
         return []
-    return call_first(RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS)))
+    return call_first(
+        RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS))
+    )
 
 
 def _checked_row(row: PromptRow, response: str | None = None) -> Row:
@@ -296,7 +336,9 @@ def _checked_row(row: PromptRow, response: str | None = None) -> Row:
 
 def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
     """The first rows of each source, about `number` in total."""
-    rows, first, sources = list[PromptRow](), 0, spec.data.sources
+    rows = list[PromptRow]()
+    first = 0
+    sources = spec.data.sources
     for source in sources:
         rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
         first += source.num_rows
@@ -307,7 +349,8 @@ def _first_solutions(spec: Spec, reward_fn: RewardRouter) -> list[Solution]:
     found = list[Solution]()
     for row in _first_rows(spec, NUM_SOLUTIONS):
         names = [part.name for part in reward_fn.functions_of(row.domain)]
-        known, columns = spec.options.solution_columns, row.extra_info or {}
+        known = spec.options.solution_columns
+        columns = row.extra_info or {}
         key, answer_key = known.get(row.domain, known[""])
         solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)
         if solution is not None:

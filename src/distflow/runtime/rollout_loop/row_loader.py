@@ -1,5 +1,6 @@
-"""Groups that are rows of the data set (fine-tuning, reward models): those that start together are loaded as one batch,
-without a task for each, and those of the next step while the current one trains."""
+"""Groups that are rows of the data set (fine-tuning, reward models): those that start together are
+loaded as one batch, without a task for each, and those of the next step while the current one
+trains."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +17,8 @@ from distflow.runtime.sample_queue.protocol import LoadedGroups
 from distflow.scheduling.group_states import PromptGroup
 
 SAMPLES_OF_ROW = "samples_of_row"
-"""Attribute of a node's function that only loads the samples of a row: how it does that, as `SamplesOfRow`."""
+"""Attribute of a node's function that only loads the samples of a row: how it does that, as
+`SamplesOfRow`."""
 
 SamplesOfRow = Callable[[PromptGroup, PromptRow, PreTrainedTokenizerBase], list[Sample]]
 
@@ -39,7 +41,9 @@ class RowLoader:
     _ahead: _Loaded | None = None
 
     @staticmethod
-    def of(nodes: Sequence[BoundNode], rows: Sequence[PromptRow], tokenizer: Any) -> "RowLoader | None":
+    def of(
+        nodes: Sequence[BoundNode], rows: Sequence[PromptRow], tokenizer: Any
+    ) -> "RowLoader | None":
         """None if the nodes of the rollout loop do more than to load rows."""
         samples_of_row = getattr(nodes[0].fn, SAMPLES_OF_ROW, None) if len(nodes) == 1 else None
         return None if samples_of_row is None else RowLoader(rows, samples_of_row, tokenizer)
@@ -50,7 +54,8 @@ class RowLoader:
             return found
         if isinstance(self.rows, PromptRows):
             self.rows.prepare([group.row for group in prompt_groups])
-        usable, samples = list[PromptGroup](), list[Sample]()
+        usable = list[PromptGroup]()
+        samples = list[Sample]()
         unusable = list[tuple[PromptGroup, UnusableRow]]()
         for group in prompt_groups:
             try:

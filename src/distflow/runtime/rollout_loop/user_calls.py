@@ -1,9 +1,9 @@
-"""Calls of a user's functions from the asyncio thread, each with a deadline and its own random generators, and of a
-user's callbacks, which can neither end a run nor change its random generators.
+"""Calls of a user's functions from the asyncio thread, each with a deadline and its own random
+generators, and of a user's callbacks, which can neither end a run nor change its random generators.
 
-A sync function runs on its own thread, an async one on the asyncio thread, between awaits of other tasks. So the
-deadline of an async function excludes time spent waiting for us (an engine's response may take long), and its
-generators are set whenever it runs, and reset when it awaits.
+A sync function runs on its own thread, an async one on the asyncio thread, between awaits of other
+tasks. So the deadline of an async function excludes time spent waiting for us (an engine's response
+may take long), and its generators are set whenever it runs, and reset when it awaits.
 """
 
 import asyncio
@@ -28,22 +28,25 @@ from distflow.runtime.rollout_loop.loop_thread import on_a_thread
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 
-_NUM_END_POLLS, _END_POLL_S = 20, 0.05
+_NUM_END_POLLS = 20
+_END_POLL_S = 0.05
 _MIN_POLL_S = 0.02
-"""Shortest interval between two checks of a call that is near its deadline while it waits for us."""
+"""Shortest interval between two checks of a call that is near its deadline while it waits for
+us."""
 
 
 class DeadlinePassed(TimeoutError):
-    """A function did not return in time (as opposed to a TimeoutError that it raised itself). The text adds
-    observations to the message."""
+    """A function did not return in time (as opposed to a TimeoutError that it raised itself). The
+    text adds observations to the message."""
 
 
 class PlainCalls:
-    """Runs each call on its own daemon thread, so that a hanging one does not keep the process alive.
+    """Runs each call on its own daemon thread, so that a hanging one does not keep the process
+    alive.
 
-    turn: held while a call runs. One runs at a time, since random generators are global to the process: while a call
-    has set its own, no other user function may draw. The deadline of a call starts with its turn. caller: the task of
-    the running call.
+    turn: held while a call runs. One runs at a time, since random generators are global to the
+    process: while a call has set its own, no other user function may draw. The deadline of a call
+    starts with its turn. caller: the task of the running call.
     """
 
     def __init__(self) -> None:
@@ -84,7 +87,8 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
         await asyncio.wait((future,), timeout=deadline_s)
         if not future.done():
             raise DeadlinePassed
-        future.exception()  # marks it as retrieved; for a TimeoutError it is a copy without traceback
+        # marks it as retrieved; for a TimeoutError it is a copy without traceback
+        future.exception()
         return call.result()
     finally:
         future.cancel()  # no effect if it is done
@@ -94,14 +98,17 @@ class _Clock:
     """Counts the time of a call. For one thread."""
 
     def __init__(self) -> None:
-        self._since, self._spent_s, self._num_stops = time.monotonic(), 0.0, 0
+        self._since = time.monotonic()
+        self._spent_s = 0.0
+        self._num_stops = 0
 
     def spent_s(self) -> float:
         return self._spent_s + (0.0 if self._num_stops else time.monotonic() - self._since)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        self._spent_s, self._num_stops = self.spent_s(), self._num_stops + 1
+        self._spent_s = self.spent_s()
+        self._num_stops = self._num_stops + 1
         try:
             yield
         finally:
@@ -110,16 +117,24 @@ class _Clock:
 
 
 class _Strand:
-    """A task of a call; each has its own random generators, so that the order in which tasks continue does not matter.
+    """A task of a call; each has its own random generators, so that the order in which tasks
+    continue does not matter.
 
-    turn: held to draw or seed. identity: of the call, and the path of child numbers to this task. clock, tasks: of the
-    call. drawn: the state of its generators; None until it runs.
+    turn: held to draw or seed. identity: of the call, and the path of child numbers to this task.
+    clock, tasks: of the call. drawn: the state of its generators; None until it runs.
     """
 
     def __init__(
-        self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock, tasks: "WeakSet[asyncio.Task[Any]]"
+        self,
+        turn: asyncio.Lock,
+        identity: tuple[object, ...],
+        clock: _Clock,
+        tasks: "WeakSet[asyncio.Task[Any]]",
     ) -> None:
-        self.turn, self.identity, self.clock, self.tasks = turn, identity, clock, tasks
+        self.turn = turn
+        self.identity = identity
+        self.clock = clock
+        self.tasks = tasks
         self.drawn: global_random_states.States | None = None
         self._num_children = 0
 
@@ -135,20 +150,23 @@ class _Strand:
 
 
 _strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
-"""The running task, if it is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
+"""The running task, if it is the user's; tasks that it starts (`gather`, `wait_for`) are its
+children."""
 
 
 async def run_async(
     function: Callable[[], Awaitable[T]], deadline_s: float, turn: asyncio.Lock, *identity: object
 ) -> T:
-    """Returns or raises what the function does. After DeadlinePassed nobody waits for it any more. Cancelling the call
-    cancels all tasks that the function has started.
+    """Returns or raises what the function does. After DeadlinePassed nobody waits for it any more.
+    Cancelling the call cancels all tasks that the function has started.
 
     turn: of `PlainCalls`. identity: of the call, which seeds its random generators.
     """
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_task)
-    clock, context, tasks = _Clock(), copy_context(), WeakSet[asyncio.Task[Any]]()
+    clock = _Clock()
+    context = copy_context()
+    tasks = WeakSet[asyncio.Task[Any]]()
     context.run(_strand.set, _Strand(turn, identity, clock, tasks))
     task = loop.create_task(_awaited(function), context=context)
     task.add_done_callback(_retrieve_error)  # this call may be cancelled when it has just failed
@@ -158,7 +176,9 @@ async def run_async(
         if not task.done():
             task.cancel()
             await _until_ended((task,))
-            raise DeadlinePassed("" if task.done() else ", suppresses its cancellation and was abandoned")
+            raise DeadlinePassed(
+                "" if task.done() else ", suppresses its cancellation and was abandoned"
+            )
         returned = task.result()
     except asyncio.CancelledError:
         left = [each for each in tasks if not each.done()]
@@ -176,8 +196,8 @@ async def run_async(
 
 
 async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
-    """Wait for at most a second, counted in polls, so that a stopped or starved process is not taken for a task that
-    swallows its cancellation."""
+    """Wait for at most a second, counted in polls, so that a stopped or starved process is not
+    taken for a task that swallows its cancellation."""
     for _ in range(_NUM_END_POLLS):
         if not (await asyncio.wait(cancelled, timeout=_END_POLL_S))[1]:
             return
@@ -185,8 +205,8 @@ async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
 
 @contextmanager
 def deadline_paused(on: str = "") -> Iterator[None]:
-    """For a user's function that awaits our code: its clock is stopped, and new tasks do not count as its own. on: whom
-    the prompt group waits for, to be recorded."""
+    """For a user's function that awaits our code: its clock is stopped, and new tasks do not count
+    as its own. on: whom the prompt group waits for, to be recorded."""
     strand = _strand.get()
     if strand is None:
         with group_waits(on, on):
@@ -247,7 +267,8 @@ async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
 
 @coroutine
 def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
-    """Runs the work from await to await. While running it holds the turn, and has its generators set."""
+    """Runs the work from await to await. While running it holds the turn, and has its generators
+    set."""
     resume = partial(work.send, None)
     while True:
         try:
@@ -276,9 +297,9 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
 class Callbacks:
     """A user's callbacks, called on the training thread, which waits for them.
 
-    on_step, on_validation: called with the step, counted from 1 (0: before training), and its metrics by flat names.
-    on_save: called with the step and the folder of its checkpoint. Raises UserError for one that cannot be called so.
-    """
+    on_step, on_validation: called with the step, counted from 1 (0: before training), and its
+    metrics by flat names. on_save: called with the step and the folder of its checkpoint. Raises
+    UserError for one that cannot be called so."""
 
     on_step: Callable[[int, dict[str, float]], object] | None = None
     on_validation: Callable[[int, dict[str, float]], object] | None = None
@@ -286,13 +307,18 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            function, second = getattr(self, field.name), "checkpoint" if field.name == "on_save" else "metrics"
+            function = getattr(self, field.name)
+            second = "checkpoint" if field.name == "on_save" else "metrics"
             if function is not None and not _takes_two(function):
-                raise UserError(f"{field.name} must be a synchronous function that is called with (step, {second})")
+                raise UserError(
+                    f"{field.name} must be a synchronous function that is called with (step, "
+                    f"{second})"
+                )
 
 
 class Caller:
-    """Calls callbacks; an error in one becomes a warning, and the run continues. timed: entered around each call."""
+    """Calls callbacks; an error in one becomes a warning, and the run continues. timed: entered
+    around each call."""
 
     def __init__(
         self,
@@ -300,10 +326,13 @@ class Caller:
         warn: Callable[[str], None],
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._callbacks, self._warn, self._timed = callbacks, warn, timed
+        self._callbacks = callbacks
+        self._warn = warn
+        self._timed = timed
 
     def call(self, name: str, step: int, result: dict[str, float] | Path) -> None:
-        """name: of one of the `Callbacks`, possibly unset. result: metrics or a checkpoint's folder."""
+        """name: of one of the `Callbacks`, possibly unset. result: metrics or a checkpoint's
+        folder."""
         function = getattr(self._callbacks, name)
         if function is None:
             return

@@ -1,4 +1,5 @@
-"""The sample queue within one process, between the asyncio thread that fills it and the threads that train from it."""
+"""The sample queue within one process, between the asyncio thread that fills it and the threads
+that train from it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,17 +22,19 @@ from distflow.scheduling.group_states import PromptGroup
 class LocalSampleQueue(SharedSampleQueue[Batch]):
     """A `SampleQueuePort` that stores groups as batches.
 
-    `prompt_groups`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only
-    while the coordinator decides, and an event of its loop wakes it.
+    `prompt_groups`, `put` and `drop` are called on the asyncio thread, which must not block: it
+    holds the lock only while the coordinator decides, and an event of its loop wakes it.
     """
 
     most_handed_out = None
-    # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any change made while there
-    # was no loop to wake.
+    # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any
+    # change made while there was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None
     _event: asyncio.Event  # the loop's: other threads set it only through `_wake_loop`
 
-    async def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+    async def prompt_groups(
+        self, engine_version: Callable[[], int | None]
+    ) -> AsyncIterator[list[PromptGroup]]:
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         while True:
@@ -49,7 +52,9 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         groups = {group.prompt_group.group_id: group for group in loaded.finished}
         with self._lock:
             self._groups |= groups
-            self._coordinator.complete_all({number: group.num_tokens for number, group in groups.items()})
+            self._coordinator.complete_all(
+                {number: group.num_tokens for number, group in groups.items()}
+            )
             for number in groups:
                 self._workers.end(number, complete=True)
             self._count(None)
@@ -58,14 +63,19 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
     def resume_point(self) -> ResumePoint[Batch]:
         point = super().resume_point()
-        queued = {number: replace(group, data=_own(group), rows=None) for number, group in point.queued.items()}
+        queued = {
+            number: replace(group, data=_own(group), rows=None)
+            for number, group in point.queued.items()
+        }
         return replace(point, queued=queued)
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | None:
         taken = self.take_step(step, rank, wanted, deadline)
-        assert not isinstance(taken, NewWorkers), "the engine of one process is there from the start"
+        assert not isinstance(taken, NewWorkers), (
+            "the engine of one process is there from the start"
+        )
         return None if taken is None else joined(taken, Batch.concat(taken.batch))
 
     def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:

@@ -1,5 +1,6 @@
-"""The sample queue, where complete groups wait until a step takes them: the records that pass through it, its protocol
-for workers, and the rows that a user's own loop submits to it. Each transport has a file that implements it."""
+"""The sample queue, where complete groups wait until a step takes them: the records that pass
+through it, its protocol for workers, and the rows that a user's own loop submits to it. Each
+transport has a file that implements it."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +27,10 @@ U = TypeVar("U")
 class FinishedGroup(Generic[T]):
     """A group that has completed the rollout loop.
 
-    data: its samples as columns, or a reference to them. num_tokens: of all samples, including prompts. version: the
-    lowest of their tokens, or None. measured: by its nodes. num_bytes: of the data, if storage is bounded. accuracy: of
-    its responses; None if they were not scored. failure: set if none of them has a score although they should.
+    data: its samples as columns, or a reference to them. num_tokens: of all samples, including
+    prompts. version: the lowest of their tokens, or None. measured: by its nodes. num_bytes: of the
+    data, if storage is bounded. accuracy: of its responses; None if they were not scored. failure:
+    set if none of them has a score although they should.
     """
 
     prompt_group: PromptGroup
@@ -65,7 +67,9 @@ class LoadedGroups:
         for place, prompt_group in enumerate(self.prompt_groups):
             rows = range(place * size, (place + 1) * size)
             num_tokens = sum(tokens[rows.start : rows.stop])
-            found.append(FinishedGroup(prompt_group, self.batch, num_tokens, prompt_group.version, rows=rows))
+            found.append(
+                FinishedGroup(prompt_group, self.batch, num_tokens, prompt_group.version, rows=rows)
+            )
         return found
 
 
@@ -73,8 +77,8 @@ class LoadedGroups:
 class DroppedGroup:
     """A group that has left the rollout loop without being trained on.
 
-    accuracy: as in `FinishedGroup`. failure: set if it failed. lost: without its own fault; it is retried, three times
-    in total.
+    accuracy: as in `FinishedGroup`. failure: set if it failed. lost: without its own fault; it is
+    retried, three times in total.
     """
 
     prompt_group: PromptGroup
@@ -86,8 +90,8 @@ class DroppedGroup:
 
 @dataclass(frozen=True)
 class AbortedGroups:
-    """Groups that were ended because their step is full; they are handed out again before any new one. attempts: by
-    group id. num_tokens: generated for them and discarded."""
+    """Groups that were ended because their step is full; they are handed out again before any new
+    one. attempts: by group id. num_tokens: generated for them and discarded."""
 
     attempts: Mapping[int, int]
     num_tokens: int
@@ -97,11 +101,12 @@ class AbortedGroups:
 class TrainingStep(Generic[T]):
     """One rank's part of a step, and its training nodes' results.
 
-    group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in order. batch: their
-    samples. On the way from the queue, it is a list of the groups' data; a rank without groups gets the step's first
-    group, for its columns. metrics: of the groups of all ranks. reward_counts: since the last step, of workers that do
-    not train, passed to one of the ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of
-    each of this rank's groups. queued: their tokens and their lowest versions by group id, as the
+    group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in
+    order. batch: their samples. On the way from the queue, it is a list of the groups' data; a rank
+    without groups gets the step's first group, for its columns. metrics: of the groups of all
+    ranks. reward_counts: since the last step, of workers that do not train, passed to one of the
+    ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of each of this
+    rank's groups. queued: their tokens and their lowest versions by group id, as the
     queue has them.
     """
 
@@ -123,13 +128,14 @@ def metrics_of_parts(parts: Sequence[TrainingStep[T]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class NewWorkers:
-    """Returned instead of a step if new engines of other processes have no weights yet. All ranks get it at the same
-    point, send their weights, and request the step again."""
+    """Returned instead of a step if new engines of other processes have no weights yet. All ranks
+    get it at the same point, send their weights, and request the step again."""
 
 
 @dataclass(frozen=True)
 class ResumePoint(Generic[T]):
-    """What a run resumes from, besides weights. queued: the complete groups that no step has taken, by group id."""
+    """What a run resumes from, besides weights. queued: the complete groups that no step has taken,
+    by group id."""
 
     snapshot: Snapshot
     queued: Mapping[int, FinishedGroup[T]]
@@ -139,8 +145,9 @@ class ResumePoint(Generic[T]):
 class Released:
     """The state of the run after all ranks have trained on a step.
 
-    version: of the weights after it. finished: no step is left. stopping: the run is to end here. domains: metrics by
-    domain, if a curriculum changes their shares. due: which of "save" and "validate" are due now, on all ranks.
+    version: of the weights after it. finished: no step is left. stopping: the run is to end here.
+    domains: metrics by domain, if a curriculum changes their shares. due: which of "save" and
+    "validate" are due now, on all ranks.
     """
 
     version: Version
@@ -154,8 +161,11 @@ class Released:
 class SampleQueuePort(Protocol):
     """The queue between the workers that fill it and those that train from it."""
 
-    def prompt_groups(self, engine_version: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
-        """consumes capacity · waits for released steps and dropped groups · produces groups to start together
+    def prompt_groups(
+        self, engine_version: Callable[[], int | None]
+    ) -> AsyncIterator[list[PromptGroup]]:
+        """consumes capacity · waits for released steps and dropped groups · produces groups to
+        start together
 
         Groups waiting to be issued again come first, if any; this worker is to end them.
 
@@ -178,32 +188,35 @@ class SampleQueuePort(Protocol):
         """Abort the rest of a generation batch with more groups than the step needs."""
 
     def count(self, reward_counts: RewardCounts) -> None:
-        """For workers that do not train, before they put or drop the group; the next step reports the counts."""
+        """For workers that do not train, before they put or drop the group; the next step reports
+        the counts."""
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> TrainingStep[Batch] | NewWorkers | None:
-        """consumes this step's groups · waits until they are complete · produces this rank's part, in group order
+        """consumes this step's groups · waits until they are complete · produces this rank's part,
+        in group order
 
-        rank: among the training ranks. wanted: the number of groups if a step is taken in parts; None for the whole
-        step. deadline: in `time.monotonic()`. Returns None after the end of the data. Raises NoProgress, Exhausted,
-        TimeoutError (which takes nothing), NothingToWaitFor for a part that could never come, and the error that ended
-        the rollout loop.
+        rank: among the training ranks. wanted: the number of groups if a step is taken in parts;
+        None for the whole step. deadline: in `time.monotonic()`. Returns None after the end of the
+        data. Raises NoProgress, Exhausted, TimeoutError (which takes nothing), NothingToWaitFor for
+        a part that could never come, and the error that ended the rollout loop.
         """
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """Report that this rank has trained on its part, and wait until all ranks have.
 
-        sent_weights: whether new weights were sent; if not, the version has the weights that were sent last.
+        sent_weights: whether new weights were sent; if not, the version has the weights that were
+        sent last.
         """
 
     def end_run(self, why: str) -> None:
-        """End the run after the step released last, as `Coordinator.end` does. For the leading rank, before any rank
-        takes the next step."""
+        """End the run after the step released last, as `Coordinator.end` does. For the leading
+        rank, before any rank takes the next step."""
 
     def resume_point(self) -> ResumePoint[Batch]:
-        """The state to save in a checkpoint of the step released last, or that the run starts from. For the leading
-        rank, before it takes the next step."""
+        """The state to save in a checkpoint of the step released last, or that the run starts from.
+        For the leading rank, before it takes the next step."""
 
 
 class NothingToWaitFor(UserError):
@@ -212,8 +225,9 @@ class NothingToWaitFor(UserError):
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of the prompt groups. num_waiting: running ones that are to be issued again. num_offered: rows that
-    wait for capacity. num_owed: groups that must be taken before the step may be released."""
+    """The state of the prompt groups. num_waiting: running ones that are to be issued again.
+    num_offered: rows that wait for capacity. num_owed: groups that must be taken before the step
+    may be released."""
 
     group_counts: GroupCounts
     num_waiting: int
@@ -222,14 +236,16 @@ class Standing:
 
 
 class OfGroup(NamedTuple):
-    """A call's options for its groups. should_accept: None accepts every group. workflow: None for the run's."""
+    """A call's options for its groups. should_accept: None accepts every group. workflow: None for
+    the run's."""
 
     should_accept: ShouldAccept | None = None
     workflow: object = None
 
 
 class Submissions:
-    """Submitted rows, added on one thread and looked up on another. of_data: the functions for rows of the data set."""
+    """Submitted rows, added on one thread and looked up on another. of_data: the functions for rows
+    of the data set."""
 
     def __init__(self) -> None:
         self.of_data = OfGroup()
@@ -256,7 +272,8 @@ class WithSubmitted(Sequence[PromptRow]):
     """The rows of a data set, followed by submitted rows, which its length does not count."""
 
     def __init__(self, rows: Sequence[PromptRow], submissions: Submissions) -> None:
-        self._rows, self._submissions = rows, submissions
+        self._rows = rows
+        self._submissions = submissions
 
     def __len__(self) -> int:
         return len(self._rows)

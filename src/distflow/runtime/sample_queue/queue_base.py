@@ -1,5 +1,5 @@
-"""The sample queue shared by threads, however groups are stored: as batches within one process, or as references to
-them if workers have separate processes."""
+"""The sample queue shared by threads, however groups are stored: as batches within one process, or
+as references to them if workers have separate processes."""
 
 import threading
 import time
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 @dataclass
 class _Reading(Generic[T]):
-    """A step from its division until all ranks have it. groups: all of them, by group id. stored_by: the workers that
-    store them, if these may die. reward_counts: those sent with it. ranks: those that have not yet reported what they
-    miss. whole: None until all have."""
+    """A step from its division until all ranks have it. groups: all of them, by group id.
+    stored_by: the workers that store them, if these may die. reward_counts: those sent with it.
+    ranks: those that have not yet reported what they miss. whole: None until all have."""
 
     groups: dict[int, protocol.FinishedGroup[T]] = field(default_factory=dict)
     stored_by: dict[int, RolloutWorker] = field(default_factory=dict)
@@ -40,26 +40,33 @@ class _Reading(Generic[T]):
     whole: bool | None = None
 
 
-def joined(taken: protocol.TrainingStep[Sequence[T]], groups: Batch) -> protocol.TrainingStep[Batch]:
+def joined(
+    taken: protocol.TrainingStep[Sequence[T]], groups: Batch
+) -> protocol.TrainingStep[Batch]:
     """A rank's part with the rows of its groups; no rows if it has no groups."""
     batch = groups if taken.own else groups.select([])
-    own, counts = taken.own, taken.reward_counts
-    return protocol.TrainingStep(taken.group_ids, own, batch, taken.metrics, counts, queued=taken.queued)
+    own = taken.own
+    counts = taken.reward_counts
+    return protocol.TrainingStep(
+        taken.group_ids, own, batch, taken.metrics, counts, queued=taken.queued
+    )
 
 
 class SharedSampleQueue(Generic[T]):
-    """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator decides; this object only
-    guards it with a lock, stores groups, and wakes waiting threads.
+    """The methods of `SampleQueuePort` that do not depend on the transport. The coordinator
+    decides; this object only guards it with a lock, stores groups, and wakes waiting threads.
 
-    Any method may be called on any thread; `take_step`, `release` and `wait_for_groups` wait. Trainers wait on the
-    lock's condition; callers that must not block call `groups_for` again when woken (`_wake_loop`).
+    Any method may be called on any thread; `take_step`, `release` and `wait_for_groups` wait.
+    Trainers wait on the lock's condition; callers that must not block call `groups_for` again when
+    woken (`_wake_loop`).
 
-    A failure on either side is raised on the other, so that nobody waits for a dead process. Consecutive failures of
-    groups end the run when they would have filled two steps, or one at the end of the data.
+    A failure on either side is raised on the other, so that nobody waits for a dead process.
+    Consecutive failures of groups end the run when they would have filled two steps, or one at the
+    end of the data.
 
-    At staleness 0 groups are handed out only while every rank waits for a step: nothing generates while a trainer
-    updates, validates or saves. Otherwise they are handed out whenever there is capacity. A group goes to the worker
-    with the fewest groups.
+    At staleness 0 groups are handed out only while every rank waits for a step: nothing generates
+    while a trainer updates, validates or saves. Otherwise they are handed out whenever there is
+    capacity. A group goes to the worker with the fewest groups.
     """
 
     most_handed_out: int | None = MAX_GROUPS
@@ -75,23 +82,33 @@ class SharedSampleQueue(Generic[T]):
         changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
         may_be_lost: bool = False,
     ) -> None:
-        """dp_groups: each trains on every step, which its ranks share; ranks are numbered through all dp groups.
-        workers: names of those that generate; empty if there is only one. queued: the complete groups of the
-        coordinator's snapshot. Those dropped since are left out; missing ones are generated again. changed: called with
-        the numbers of running, complete and dropped groups, from any thread, inside the lock. may_be_lost: groups may
-        be lost between `take_step` and their arrival at a rank, so that each rank reports them with `read`.
+        """dp_groups: each trains on every step, which its ranks share; ranks are numbered through
+        all dp groups. workers: names of those that generate; empty if there is only one. queued:
+        the complete groups of the coordinator's snapshot. Those dropped since are left out; missing
+        ones are generated again. changed: called with the numbers of running, complete and dropped
+        groups, from any thread, inside the lock. may_be_lost: groups may be lost between
+        `take_step` and their arrival at a rank, so that each rank reports them with `read`.
         """
-        self._coordinator, self._waits, self._changed = coordinator, waits, changed
-        self._dp_groups, self._num_ranks = dp_groups, sum(len(dp_group.shares) for dp_group in dp_groups)
-        self._groups = {number: group for number, group in (queued or {}).items() if coordinator.queue.holds(number)}
+        self._coordinator = coordinator
+        self._waits = waits
+        self._changed = changed
+        self._dp_groups = dp_groups
+        self._num_ranks = sum(len(dp_group.shares) for dp_group in dp_groups)
+        self._groups = {
+            number: group
+            for number, group in (queued or {}).items()
+            if coordinator.queue.holds(number)
+        }
         for number in coordinator.queue.untaken:
             if number not in self._groups:
                 coordinator.lose(number)
         self._num_releases = self._num_ranks  # of a step
-        # One lock guards the coordinator, the groups, and everything below. Trainers and rollout workers wait on
-        # separate conditions: each rollout worker asks the coordinator when woken, which does not concern trainers.
+        # One lock guards the coordinator, the groups, and everything below. Trainers and rollout
+        # workers wait on separate conditions: each rollout worker asks the coordinator when woken,
+        # which does not concern trainers.
         lock = threading.RLock()
-        self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.Condition(lock)
+        self._askers = threading.Condition(lock)
         self._failure: BaseException | None = None
         self._failures = FailuresInARow(coordinator.plan.consumer_batch)
         self._workers = GroupsByWorker(workers, coordinator.step)
@@ -101,25 +118,28 @@ class SharedSampleQueue(Generic[T]):
         self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
-        self._paused, self.submissions = False, Submissions()
+        self._paused = False
+        self.submissions = Submissions()
         self._stopping = False
         self._parts: dict[int, protocol.TrainingStep[Sequence[T]]] = {}  # by rank
         self._reading = _Reading[T]() if may_be_lost else None
         self._released_by: set[int] = set()
-        self._released: protocol.Released | None = None  # of the last step that all ranks have released
+        # of the last step that all ranks have released
+        self._released: protocol.Released | None = None
         self._resume_point: protocol.ResumePoint[T] | None = protocol.ResumePoint(
             coordinator.snapshot(), {**self._groups}
         )
 
     def groups_for(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
-        """The groups that this worker is to start now, after those that it is to end, which wait to be issued again;
-        None if the run has failed. engine_version: the lowest weight version of its engine, or None."""
+        """The groups that this worker is to start now, after those that it is to end, which wait to
+        be issued again; None if the run has failed. engine_version: the lowest weight version of
+        its engine, or None."""
         with self._lock:
             return None if self._is_over(worker) else self._hand_out(worker, engine_version)
 
     def wait_for_groups(self, worker: int, engine_version: int | None) -> list[PromptGroup] | None:
-        """As `groups_for`, but waits until there are groups or the worker should call again, e.g. with another
-        version."""
+        """As `groups_for`, but waits until there are groups or the worker should call again, e.g.
+        with another version."""
         with self._lock:
             num_wakes = self._num_wakes
             while not self._is_over(worker):
@@ -167,7 +187,11 @@ class SharedSampleQueue(Generic[T]):
     def abort(self, aborted: protocol.AbortedGroups) -> None:
         attempts = aborted.attempts.items()
         with self._lock:
-            group_ids = [number for number, attempt in attempts if not self._workers.is_passed_over(number, attempt)]
+            group_ids = [
+                number
+                for number, attempt in attempts
+                if not self._workers.is_passed_over(number, attempt)
+            ]
             self._coordinator.abort(group_ids, aborted.num_tokens)
             for group_id in group_ids:
                 self._workers.end(group_id, complete=False)
@@ -180,8 +204,8 @@ class SharedSampleQueue(Generic[T]):
             self._reward_counts = RewardCounts.joined([self._reward_counts, reward_counts])
 
     def lose_worker(self, worker: int) -> int:
-        """Remove a lost worker: its groups that no step has taken are handed out again, and its late results are
-        ignored. Returns their number."""
+        """Remove a lost worker: its groups that no step has taken are handed out again, and its
+        late results are ignored. Returns their number."""
         with self._lock:
             name, running, stored = self._workers.lose(worker)
             for group_id in running:
@@ -195,13 +219,14 @@ class SharedSampleQueue(Generic[T]):
         return len(running) + len(stored)
 
     def add_worker(self, name: str) -> int:
-        """Add a replacement for a lost worker; returns its number. It gets groups after its first request."""
+        """Add a replacement for a lost worker; returns its number. It gets groups after its first
+        request."""
         with self._lock:
             return self._workers.join(name)
 
     def announce_new_workers(self) -> None:
-        """Announce engines that wait for weights: all training ranks are informed while none has a part of the next
-        step, so that they can send their weights together."""
+        """Announce engines that wait for weights: all training ranks are informed while none has a
+        part of the next step, so that they can send their weights together."""
         with self._lock:
             self._new_workers_wait = True
             self._lock.notify_all()
@@ -223,7 +248,8 @@ class SharedSampleQueue(Generic[T]):
                     return None
                 numbers = None if self._uninformed_ranks else self._ready(step, wanted)
                 if numbers is not None:
-                    self._parts, self._divided_step = self._divided(step, numbers), step
+                    self._parts = self._divided(step, numbers)
+                    self._divided_step = step
                     continue
                 if wanted is not None and self._stalled():
                     self._failures.refuse(of_steps=1)
@@ -232,9 +258,9 @@ class SharedSampleQueue(Generic[T]):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
 
     def read(self, step: int, rank: int, lost: Collection[int]) -> bool:
-        """Report that the rank has all groups of its part except the lost ones. Waits until all ranks have reported;
-        returns whether the step is complete on all of them. If not, lost groups are regenerated, and all ranks request
-        the step again."""
+        """Report that the rank has all groups of its part except the lost ones. Waits until all
+        ranks have reported; returns whether the step is complete on all of them. If not, lost
+        groups are regenerated, and all ranks request the step again."""
         reading = self._reading
         assert reading is not None, "groups of this queue may be lost"
         with self._lock:
@@ -260,10 +286,13 @@ class SharedSampleQueue(Generic[T]):
                 except UserError as err:  # from a curriculum: it ends all ranks
                     self.fail(err)
                     raise
-                self._resume_point = protocol.ResumePoint(coordinator.snapshot(), dict(sorted(self._groups.items())))
+                self._resume_point = protocol.ResumePoint(
+                    coordinator.snapshot(), dict(sorted(self._groups.items()))
+                )
                 live = (group.row for group in coordinator.queue.live)
                 self.submissions.keep({*live, *coordinator.prompt_groups.offered})
-                counts, figures = coordinator.checked_counts(), coordinator.shares.figures
+                counts = coordinator.checked_counts()
+                figures = coordinator.shares.figures
                 state = (version, coordinator.finished, self._stopping)
                 self._released = protocol.Released(*state, counts, figures, coordinator.due)
                 self._released_by.clear()
@@ -286,10 +315,11 @@ class SharedSampleQueue(Generic[T]):
         return self._resume_point
 
     def open_data(self, of_group: OfGroup) -> None:
-        """Let groups of the data set start whenever there is capacity. of_group: for those that start or finish from
-        now on."""
+        """Let groups of the data set start whenever there is capacity. of_group: for those that
+        start or finish from now on."""
         with self._lock:
-            self._coordinator.prompt_groups.data_open, self.submissions.of_data = True, of_group
+            self._coordinator.prompt_groups.data_open = True
+            self.submissions.of_data = of_group
         self._wake()
 
     def offer(self, row: PromptRow, of_group: OfGroup) -> None:
@@ -307,8 +337,11 @@ class SharedSampleQueue(Generic[T]):
     def standing(self) -> protocol.Standing:
         with self._lock:
             coordinator = self._coordinator
-            queue, num_offered = coordinator.queue, coordinator.prompt_groups.num_waiting
-            return protocol.Standing(coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed())
+            queue = coordinator.queue
+            num_offered = coordinator.prompt_groups.num_waiting
+            return protocol.Standing(
+                coordinator.checked_counts(), queue.num_waiting, num_offered, queue.num_owed()
+            )
 
     def stop(self) -> None:
         """Request the run to end after the current step, on all ranks."""
@@ -316,7 +349,8 @@ class SharedSampleQueue(Generic[T]):
             self._stopping = True
 
     def fail(self, failure: BaseException) -> None:
-        """Pass a failure of one side to the other. The first failure counts; later ones follow from it."""
+        """Pass a failure of one side to the other. The first failure counts; later ones follow from
+        it."""
         with self._lock:
             self._failure = self._failure or failure
             self._lock.notify_all()
@@ -330,7 +364,8 @@ class SharedSampleQueue(Generic[T]):
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """Marks that a rank waits for a step, so that groups may be handed out. Inside the lock, which it releases."""
+        """Marks that a rank waits for a step, so that groups may be handed out. Inside the lock,
+        which it releases."""
         self._num_waiting += 1
         self._wake()
         try:
@@ -343,11 +378,15 @@ class SharedSampleQueue(Generic[T]):
         return self._failure is not None or self._workers.is_gone(worker)
 
     def _must_hear_of_new_workers(self, rank: int, in_parts: bool) -> bool:
-        """Whether to inform this rank of new workers now. in_parts: also within a step. Not after the last step, whose
-        end some ranks may know already: those would not send with the others. Inside the lock."""
-        may_begin = not self._coordinator.finished and (in_parts or self._divided_step < self._coordinator.step)
+        """Whether to inform this rank of new workers now. in_parts: also within a step. Not after
+        the last step, whose end some ranks may know already: those would not send with the others.
+        Inside the lock."""
+        may_begin = not self._coordinator.finished and (
+            in_parts or self._divided_step < self._coordinator.step
+        )
         if self._new_workers_wait and may_begin:
-            self._new_workers_wait, self._uninformed_ranks = False, set(range(self._num_ranks))
+            self._new_workers_wait = False
+            self._uninformed_ranks = set(range(self._num_ranks))
         uninformed = rank in self._uninformed_ranks
         self._uninformed_ranks.discard(rank)
         return uninformed
@@ -355,7 +394,9 @@ class SharedSampleQueue(Generic[T]):
     def _hand_out(self, worker: int, engine_version: int | None) -> list[PromptGroup]:
         """Inside the lock."""
         oldest = self._workers.ask(worker, engine_version)
-        if not self._paused and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
+        if not self._paused and (
+            self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0
+        ):
             for prompt_group in self._coordinator.issue_groups(oldest):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     self._coordinator.assign(prompt_group.group_id, name)
@@ -366,21 +407,30 @@ class SharedSampleQueue(Generic[T]):
         return [*self._workers.fetch_ended(worker), *prompt_groups]
 
     def _wake_asker(self) -> None:
-        """After a group has ended: one waiting worker starts what may start, and then wakes the others. If all woke for
-        each group, that would take a time in proportion to the square of their number. Inside the lock."""
+        """After a group has ended: one waiting worker starts what may start, and then wakes the
+        others. If all woke for each group, that would take a time in proportion to the square of
+        their number. Inside the lock."""
         if self._failure is None:
             self._askers.notify()
         else:
             self._askers.notify_all()
 
-    def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, protocol.TrainingStep[Sequence[T]]]:
-        """The groups of a step divided among the ranks, whole, each mini-batch balanced by tokens."""
+    def _divided(
+        self, step: int, numbers: tuple[int, ...]
+    ) -> dict[int, protocol.TrainingStep[Sequence[T]]]:
+        """The groups of a step divided among the ranks, whole, each mini-batch balanced by
+        tokens."""
         groups = {number: self._groups.pop(number) for number in numbers}
         stored_by = self._workers.take(numbers)
         metrics = combine([part for group in groups.values() for part in group.measured])
         loads = [group.num_tokens for group in groups.values()]
-        divided = [own for dp_group in self._dp_groups for own in divide_among_ranks(dp_group, loads, numbers, step)]
-        reward_counts, self._reward_counts = self._reward_counts, RewardCounts()
+        divided = [
+            own
+            for dp_group in self._dp_groups
+            for own in divide_among_ranks(dp_group, loads, numbers, step)
+        ]
+        reward_counts = self._reward_counts
+        self._reward_counts = RewardCounts()
         if self._reading is not None:
             self._reading = _Reading(groups, stored_by, reward_counts, set(range(self._num_ranks)))
         parts = {}
@@ -390,7 +440,9 @@ class SharedSampleQueue(Generic[T]):
             counts = reward_counts if rank == 0 else RewardCounts()
             own_loads = tuple(loads[index] for index in indices)
             groups_of = map(self._coordinator.queue.prompt_group, own)
-            queued = {group.group_id: (group.num_tokens, group.lowest_version) for group in groups_of}
+            queued = {
+                group.group_id: (group.num_tokens, group.lowest_version) for group in groups_of
+            }
             parts[rank] = protocol.TrainingStep[Sequence[T]](
                 numbers, own, data, metrics, counts, loads=own_loads, queued=queued
             )
@@ -412,7 +464,8 @@ class SharedSampleQueue(Generic[T]):
                 self._groups[number] = group
                 if number in reading.stored_by:
                     reading.stored_by[number].stored.add(number)
-        reading.groups, reading.stored_by = {}, {}
+        reading.groups = {}
+        reading.stored_by = {}
         self._notify()
         self._wake()
 
@@ -423,39 +476,56 @@ class SharedSampleQueue(Generic[T]):
                 self._groups.pop(group.group_id, None)
             self._wake()
         try:
-            return self._coordinator.ready(step) if wanted is None else self._coordinator.part(step, wanted)
+            return (
+                self._coordinator.ready(step)
+                if wanted is None
+                else self._coordinator.part(step, wanted)
+            )
         except Exhausted:
             self._failures.refuse(of_steps=1)
             raise
 
     def _stalled(self) -> bool:
         """Whether no group is running and none will start during the wait."""
-        return self._coordinator.stalled if not self._paused else not self._coordinator.checked_counts().running
+        return (
+            self._coordinator.stalled
+            if not self._paused
+            else not self._coordinator.checked_counts().running
+        )
 
     def _so_far(self, wanted: int | None) -> str:
-        group_counts, num_again = self._coordinator.checked_counts(), self._coordinator.queue.num_waiting
+        group_counts = self._coordinator.checked_counts()
+        num_again = self._coordinator.queue.num_waiting
         num_offered = self._coordinator.prompt_groups.num_waiting + num_again
         dropped = ", ".join(f"{count} {reason}" for reason, count in group_counts.dropped.items())
         awaited = wanted or self._coordinator.plan.consumer_batch
         return (
-            f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are finished; "
-            f"{group_counts.running - num_again} are running, {num_offered} submitted ones wait to start"
+            f"{self._coordinator.queue.num_untaken} of {awaited} awaited prompt groups are "
+            "finished; "
+            f"{group_counts.running - num_again} are running, {num_offered} submitted ones wait to "
+            "start"
             f"{f', dropped so far: {dropped}' if dropped else ''}"
         )
 
     def _why_stalled(self, wanted: int) -> str:
-        plan, groups, so_far = self._coordinator.plan, self._coordinator.prompt_groups, self._so_far(wanted)
+        plan = self._coordinator.plan
+        groups = self._coordinator.prompt_groups
+        so_far = self._so_far(wanted)
         if self._paused:
             why = "groups start only after resume()"
         elif not (groups.data_open or groups.num_waiting or self._coordinator.queue.num_waiting):
             why = "submit more, or wait for fewer"
         else:
             why = (
-                f"all groups that staleness allows have been started with weight version {self._coordinator.step} "
-                f"(async.max_staleness={plan.max_staleness}, data.train_batch_size={plan.consumer_batch}, "
+                "all groups that staleness allows have been started with weight version "
+                f"{self._coordinator.step} "
+                f"(async.max_staleness={plan.max_staleness}, "
+                f"data.train_batch_size={plan.consumer_batch}, "
                 f"{plan.total_steps} steps in all), and further groups start after publish()"
             )
-        failed = f". The last that failed said: {self._failures.last}" if self._failures.last else ""
+        failed = (
+            f". The last that failed said: {self._failures.last}" if self._failures.last else ""
+        )
         return f"this would wait forever: {so_far}: {why}{failed}"
 
     def _wake(self) -> None:
@@ -469,8 +539,8 @@ class SharedSampleQueue(Generic[T]):
         """Called outside the lock when `groups_for` may return another result."""
 
     def _count(self, failure: Failure | None) -> None:
-        """Count a result. The error that ends the run is raised in `take`: here, on the asyncio thread, it would end
-        only one group's task."""
+        """Count a result. The error that ends the run is raised in `take`: here, on the asyncio
+        thread, it would end only one group's task."""
         try:
             self._failures.count(failure)
         except NoProgress as err:

@@ -1,7 +1,8 @@
-"""Buckets of weights for other processes: their bytes, a hash, and their transport as files in the run's folder.
+"""Buckets of weights for other processes: their bytes, a hash, and their transport as files in the
+run's folder.
 
-There is one file per bucket, in a folder per version, removed when all engines have it. A file gets its name when it is
-complete and on disk. The next start removes files of a killed run.
+There is one file per bucket, in a folder per version, removed when all engines have it. A file gets
+its name when it is complete and on disk. The next start removes files of a killed run.
 """
 
 import hashlib
@@ -45,7 +46,8 @@ class SentBucket(Protocol):
     """A reference to a bucket that was put for others: small and picklable."""
 
     def get(self) -> list[tuple[str, Tensor]]:
-        """The tensors in separate memory, in any order. Raises Spoiled if the content differs from what was
+        """The tensors in separate memory, in any order. Raises Spoiled if the content differs from
+        what was
         put, UserError if it is not visible from here at all."""
 
     def drop(self) -> None:
@@ -53,13 +55,13 @@ class SentBucket(Protocol):
 
 
 Carry = Callable[[Version, int, Packed, Collection[int]], Mapping[int, SentBucket]]
-"""Puts a bucket of a version (with its number, from 0) where the workers of these ranks can read it, each through its
-own reference."""
+"""Puts a bucket of a version (with its number, from 0) where the workers of these ranks can read
+it, each through its own reference."""
 
 
 def pack(weights: Bucket, device: str | None = "cpu") -> Packed:
-    """The tensors as bytes on a kind of device, sharing their memory if they are there. device: None leaves them where
-    they are."""
+    """The tensors as bytes on a kind of device, sharing their memory if they are there. device:
+    None leaves them where they are."""
     return [
         (
             name,
@@ -73,12 +75,15 @@ def pack(weights: Bucket, device: str | None = "cpu") -> Packed:
 
 def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
     """Tensors that share the memory of the bytes."""
-    return [(name, _tensor(getattr(torch, dtype), shape, values)) for name, dtype, shape, values in packed]
+    return [
+        (name, _tensor(getattr(torch, dtype), shape, values))
+        for name, dtype, shape, values in packed
+    ]
 
 
 def hash_of(packed: Packed) -> str:
-    """A hash of all names, dtypes, shapes and bytes, independent of their order; uses as many threads as torch. The
-    same bytes on the host and on another device have different hashes."""
+    """A hash of all names, dtypes, shapes and bytes, independent of their order; uses as many
+    threads as torch. The same bytes on the host and on another device have different hashes."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         hashes = sorted(pool.map(_hash_of_tensor, packed))
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
@@ -92,10 +97,11 @@ def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], Tensor]) -> str:
 
 
 def _sum_of(values: Tensor) -> Tensor:
-    """A checksum of bytes, computed on their device: the sum of 64-bit words, each times an odd number of its place,
-    modulo 2**64. A change of one word always changes it."""
+    """A checksum of bytes, computed on their device: the sum of 64-bit words, each times an odd
+    number of its place, modulo 2**64. A change of one word always changes it."""
     num_whole = len(values) // 8 * 8
-    words = values[:num_whole].clone().view(torch.int64)  # a copy: bytes may begin where a word may not
+    # a copy: bytes may begin where a word may not
+    words = values[:num_whole].clone().view(torch.int64)
     total = torch.zeros(1, dtype=torch.int64, device=values.device)
     for first, part in enumerate(words.split(_WORDS)):
         places = torch.arange(len(part), device=values.device) + first * _WORDS
@@ -104,7 +110,8 @@ def _sum_of(values: Tensor) -> Tensor:
     return total + (tail * (torch.arange(len(tail), device=values.device) * _ODD * 2 + _ODD)).sum()
 
 
-_WORDS, _ODD = 2**20, 0x1E3779B97F4A7C15
+_WORDS = 2**20
+_ODD = 0x1E3779B97F4A7C15
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: Tensor) -> Tensor:
@@ -123,7 +130,8 @@ class InFile:
     def get(self) -> list[tuple[str, Tensor]]:
         self._wait()
         try:
-            found = self.path.stat().st_size  # before reading: the file must not be larger than expected
+            # before reading: the file must not be larger than expected
+            found = self.path.stat().st_size
             if found != self.num_bytes:
                 raise Spoiled(f"{self.path} has {found} bytes, but {self.num_bytes} were written")
             return list(load(self.path.read_bytes()).items())
@@ -144,9 +152,12 @@ class InFile:
         while not self.path.exists():
             if time.monotonic() - since > APPEARS_WITHIN_S:
                 raise UserError(
-                    f"{self.path}, which holds new weights, is not there on {socket.gethostname()}: with "
-                    "actor_rollout_ref.actor.weight_update_mode=disk the run's folder (trainer.default_local_dir) must "
-                    "be on a file system that all machines of the run see at the same path; else leave it at store"
+                    f"{self.path}, which holds new weights, is not there on "
+                    f"{socket.gethostname()}: with "
+                    "actor_rollout_ref.actor.weight_update_mode=disk the run's folder "
+                    "(trainer.default_local_dir) must "
+                    "be on a file system that all machines of the run see at the same path; else "
+                    "leave it at store"
                 )
             time.sleep(0.05)
 

@@ -1,4 +1,5 @@
-"""The protocol of the weight sync from trainer to engines, which `same_process_weights.py` and `cluster` implement."""
+"""The protocol of the weight sync from trainer to engines, which `same_process_weights.py` and
+`cluster` implement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,14 +19,17 @@ Detach = Callable[[], None]
 
 
 class Receive(Protocol):
-    """Loads all tensors of a version into an engine; None means that it already has them. Both methods raise ValueError
-    if they do not fit, with nothing changed."""
+    """Loads all tensors of a version into an engine; None means that it already has them. Both
+    methods raise ValueError if they do not fit, with nothing changed."""
 
     def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
         """Blocks the training thread, on which the engine may compute meanwhile."""
 
-    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[WeightReceipt]":
-        """Returns at once; the engine computes nothing until `weights`, which may block, has ended."""
+    def start(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]]
+    ) -> "Future[WeightReceipt]":
+        """Returns at once; the engine computes nothing until `weights`, which may block, has
+        ended."""
 
 
 class WeightPort(Protocol):
@@ -33,13 +37,16 @@ class WeightPort(Protocol):
 
     @property
     def confirmed(self) -> Version | None:
-        """The version of the last receipts of engines of other processes; None if this port sends to none."""
+        """The version of the last receipts of engines of other processes; None if this port sends
+        to none."""
 
     def attach(self, receive: Receive) -> Detach:
-        """Send every version to a worker's rollout engine from now on, until the returned function is called."""
+        """Send every version to a worker's rollout engine from now on, until the returned function
+        is called."""
 
     def begin(self, version: Version) -> None:
-        """Begin to send a version, from the training thread. An earlier one that was not committed is discarded."""
+        """Begin to send a version, from the training thread. An earlier one that was not committed
+        is discarded."""
 
     def put(self, bucket: Bucket) -> None:
         """Send some of its tensors; each is sent once, and not changed before `commit`."""
@@ -47,33 +54,43 @@ class WeightPort(Protocol):
     def commit(self, hashes: Mapping[str, str]) -> None:
         """Finish the version: engines load it, and the hashes of both sides are compared.
 
-        hashes: of the sent tensors, computed by the sender; engines must have the same. Raises TrustError, which ends
-        the run, if they do not.
+        hashes: of the sent tensors, computed by the sender; engines must have the same. Raises
+        TrustError, which ends the run, if they do not.
         """
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
-        """Start a version with the weights of the last one: engines use them under its number, and nothing is sent.
+        """Start a version with the weights of the last one: engines use them under its number, and
+        nothing is sent.
 
         hashes: of the trainer's current weights. Raises TrustError if an engine has others.
         """
 
 
-def check_receipt(receipt: WeightReceipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
-    """hashes: of the weights that the engine must have. of: names the engine, e.g. " of worker 2". Raises TrustError if
-    the engine has another version or other weights."""
+def check_receipt(
+    receipt: WeightReceipt, version: Version, hashes: Mapping[str, str], of: str = ""
+) -> None:
+    """hashes: of the weights that the engine must have. of: names the engine, e.g. " of worker 2".
+    Raises TrustError if the engine has another version or other weights."""
     if receipt.version != version:
-        raise TrustError(f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}")
+        raise TrustError(
+            f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}"
+        )
     if receipt.shared and not receipt.hashes:
         return
     different = [name for name, own in hashes.items() if receipt.hashes.get(name) != own]
     if different and receipt.version_only:
         raise TrustError(
-            f"the engine{of} was to use the weights that it has as version {version.step}, but they are not the "
+            f"the engine{of} was to use the weights that it has as version {version.step}, but "
+            "they are not the "
             f"trainer's; tensors that differ: {', '.join(different[:5])}"
         )
     if different:
-        names, where = ", ".join(different[:5]), f" at the engine{of}" if of else ""
-        raise TrustError(f"weights of version {version.step} arrived incompletely{where}; different tensors: {names}")
+        names = ", ".join(different[:5])
+        where = f" at the engine{of}" if of else ""
+        raise TrustError(
+            f"weights of version {version.step} arrived incompletely{where}; different tensors: "
+            f"{names}"
+        )
 
 
 def refused(version: Version, reason: Exception) -> TrustError:

@@ -1,4 +1,5 @@
-"""Receives weights: passes a version to a worker's engine, and collects one sent by another process."""
+"""Receives weights: passes a version to a worker's engine, and collects one sent by another
+process."""
 
 import threading
 from collections.abc import Iterable
@@ -22,7 +23,8 @@ KEPT_FREE_BYTES = 2**31
 
 
 def _until_loaded(tensor: Tensor) -> Tensor:
-    """The received tensor until its version is loaded: where it is, or on the host if its device becomes full."""
+    """The received tensor until its version is loaded: where it is, or on the host if its device
+    becomes full."""
     is_full = tensor.device.type != "cpu" and free_bytes(tensor.device) < KEPT_FREE_BYTES
     return tensor.cpu() if is_full else tensor
 
@@ -30,20 +32,26 @@ def _until_loaded(tensor: Tensor) -> Tensor:
 class WeightReceiver:
     """A `Receive` that passes versions to the engine on its own thread.
 
-    A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says. Raises TrustError if
-    its version or weights differ from the receipt.
+    A receipt's hashes are those that the engine reports afterwards, whatever its own receipt says.
+    Raises TrustError if its version or weights differ from the receipt.
     """
 
     def __init__(self, engine: RolloutEngine, session: RolloutServices, waits: Waits) -> None:
-        self._engine, self._session, self._waits = engine, session, waits
+        self._engine = engine
+        self._session = session
+        self._waits = waits
 
     def __call__(self, version: Version, weights: Bucket | None) -> WeightReceipt:
         return self._session.call(self._load(version, weights))
 
-    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[WeightReceipt]":
+    def start(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]]
+    ) -> "Future[WeightReceipt]":
         return self._session.start(self._load(version, weights))
 
-    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> WeightReceipt:
+    async def _load(
+        self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
+    ) -> WeightReceipt:
         engine = self._engine
         with self._waits("engine", f"weights of step {version.step}", on="training"):
             receipt = await engine.load_weights(version, weights)
@@ -51,17 +59,21 @@ class WeightReceiver:
         same = {name: hashes.get(name) for name in receipt.hashes} == receipt.hashes
         if engine.version != receipt.version or not same:
             raise TrustError(
-                f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
-                f"{sum(hashes.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
-                "that the receipt names: weights that were not loaded, or a version number without its weights"
+                f"the rollout engine's receipt is for {receipt.version}, but it serves "
+                f"{engine.version}, and "
+                f"{sum(hashes.get(name) != own for name, own in receipt.hashes.items())} of its "
+                "tensors are not those "
+                "that the receipt names: weights that were not loaded, or a version number without "
+                "its weights"
             )
         return replace(receipt, hashes=hashes)
 
 
 class IncomingWeights:
-    """The `WeightPort` of a worker that does not train. A version is collected beside the weights of its engine, which
-    uses the old ones until all new ones have arrived; an incomplete version is discarded when the next begins.
-    `receive` and `load` are called from outside, one after another."""
+    """The `WeightPort` of a worker that does not train. A version is collected beside the weights
+    of its engine, which uses the old ones until all new ones have arrived; an incomplete version is
+    discarded when the next begins. `receive` and `load` are called from outside, one after
+    another."""
 
     confirmed = None  # it sends nothing
 
@@ -77,15 +89,21 @@ class IncomingWeights:
         self._attached.set()
         return lambda: None
 
-    def receive(self, version: Version, number: int, bucket: SentBucket, own_hash: str) -> str | None:
-        """Receive a bucket of a version. number: from 0; the first bucket begins the version. own_hash: of the bucket.
-        Returns None, or why it was rejected, after which it may be resent. Raises ValueError if an earlier one is
-        missing, UserError if it is not visible from here."""
+    def receive(
+        self, version: Version, number: int, bucket: SentBucket, own_hash: str
+    ) -> str | None:
+        """Receive a bucket of a version. number: from 0; the first bucket begins the version.
+        own_hash: of the bucket. Returns None, or why it was rejected, after which it may be resent.
+        Raises ValueError if an earlier one is missing, UserError if it is not visible from here."""
         fault_injection.reach("weights.take")
         if number == 0:
-            self._version, self._buckets = version, []
+            self._version = version
+            self._buckets = []
         if (version, number) != (self._version, len(self._buckets)):
-            raise ValueError(f"bucket {number} of {version} came after {len(self._buckets)} buckets of {self._version}")
+            raise ValueError(
+                f"bucket {number} of {version} came after {len(self._buckets)} buckets of "
+                f"{self._version}"
+            )
         buckets = self._buckets  # whatever version begins meanwhile
         try:
             weights = bucket.get()
@@ -100,12 +118,16 @@ class IncomingWeights:
         return None
 
     def load(self, version: Version, num_buckets: int | None) -> WeightReceipt:
-        """Load the received version into the engine; num_buckets None: only renumber its weights. Waits until the
-        worker has started. Raises ValueError if buckets are missing, and what `Receive` raises."""
+        """Load the received version into the engine; num_buckets None: only renumber its weights.
+        Waits until the worker has started. Raises ValueError if buckets are missing, and what
+        `Receive` raises."""
         fault_injection.reach("weights.serve")
-        buckets, self._buckets = self._buckets, []
+        buckets = self._buckets
+        self._buckets = []
         if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
-            raise ValueError(f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}")
+            raise ValueError(
+                f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}"
+            )
         self._attached.wait()
         assert self._receive is not None, "it is attached"
         weights = None if num_buckets is None else [each for bucket in buckets for each in bucket]

@@ -1,4 +1,5 @@
-"""The weight ports within one process, from a trainer to the engine beside it: by reference, or bucket by bucket."""
+"""The weight ports within one process, from a trainer to the engine beside it: by reference, or
+bucket by bucket."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -16,11 +17,12 @@ from distflow.scheduling.group_states import Version
 
 
 class LocalWeights:
-    """A `WeightPort` that collects the buckets of a version, then passes them to this process's engine. Without an
-    engine it collects nothing.
+    """A `WeightPort` that collects the buckets of a version, then passes them to this process's
+    engine. Without an engine it collects nothing.
 
-    Only the training thread uses it, so it needs no lock. An engine reads the trainer's tensors on its own thread while
-    `commit` waits for its receipt, so no optimizer step can change them meanwhile.
+    Only the training thread uses it, so it needs no lock. An engine reads the trainer's tensors on
+    its own thread while `commit` waits for its receipt, so no optimizer step can change them
+    meanwhile.
     """
 
     confirmed = None  # there are no other processes
@@ -37,7 +39,8 @@ class LocalWeights:
         return self._detach
 
     def begin(self, version: Version) -> None:
-        self._version, self._tensors = version, []
+        self._version = version
+        self._tensors = []
 
     def put(self, bucket: Bucket) -> None:
         if self._receive is not None:
@@ -52,7 +55,8 @@ class LocalWeights:
                 except ValueError as err:
                     raise refused(version, err) from err
                 check_receipt(receipt, version, hashes)
-        self._version, self._tensors = None, []
+        self._version = None
+        self._tensors = []
 
     def renumber(self, version: Version, hashes: Mapping[str, str]) -> None:
         if self._receive is not None:
@@ -91,10 +95,11 @@ class _Load:
 
 
 class StreamedWeights(LocalWeights):
-    """For weights gathered from ranks: each bucket is loaded directly into the weights of this process's engine, and
-    `put` returns when that is done, so at most one bucket is in memory beside the tensor being gathered next. From
-    `begin` to `commit` the engine computes nothing, so no token mixes versions. An engine with a part of a version does
-    not generate before it has all of a later one.
+    """For weights gathered from ranks: each bucket is loaded directly into the weights of this
+    process's engine, and `put` returns when that is done, so at most one bucket is in memory beside
+    the tensor being gathered next. From `begin` to `commit` the engine computes nothing, so no
+    token mixes versions. An engine with a part of a version does not generate before it has all of
+    a later one.
     """
 
     def __init__(self, waits: Waits) -> None:
@@ -110,7 +115,8 @@ class StreamedWeights(LocalWeights):
             self._load = _Load(items, self._receive.start(version, _tensors(items)))
 
     def put(self, bucket: Bucket) -> None:
-        version, load = self._begun(), self._load
+        version = self._begun()
+        load = self._load
         if load is None:
             return
         loaded: Future[None] = Future()
@@ -122,7 +128,8 @@ class StreamedWeights(LocalWeights):
             load.result(version)
 
     def commit(self, hashes: Mapping[str, str]) -> None:
-        version, load = self._begun(), self._load
+        version = self._begun()
+        load = self._load
         if load is not None:
             load.items.put(None)
             with self._waits("training", f"weights of step {version.step}", on=ENGINE):
@@ -135,14 +142,17 @@ class StreamedWeights(LocalWeights):
 
     def _break_off(self) -> _Load | None:
         """End the load of an incomplete version; returns it."""
-        load, self._load, self._version = self._load, None, None
+        load = self._load
+        self._load = None
+        self._version = None
         if load is not None:
             load.items.put(BrokenOff("the version was not sent completely"))
         return load
 
 
 def _tensors(items: "SimpleQueue[_Item | None | BrokenOff]") -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they arrive, on the engine's thread. References none while it waits. Raises BrokenOff."""
+    """The tensors as they arrive, on the engine's thread. References none while it waits. Raises
+    BrokenOff."""
     while (item := items.get()) is not None:
         if isinstance(item, BrokenOff):
             raise item

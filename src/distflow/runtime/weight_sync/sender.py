@@ -1,7 +1,7 @@
 """Sends the trainer's weights in buckets when a sync is due, and runs the canary when one is due.
 
-Each sync checks that ranks training the same model have the same weights, that the sent weights are the trainer's
-current ones with adapters merged, and that engines have the version that was sent.
+Each sync checks that ranks training the same model have the same weights, that the sent weights are
+the trainer's current ones with adapters merged, and that engines have the version that was sent.
 """
 
 import hashlib
@@ -45,15 +45,17 @@ class Canary(Protocol):
         """The engine's responses to the fixed prompts."""
 
     def compare(self, responses: Batch, at_start: bool) -> dict[str, float]:
-        """Metrics of the comparison. Raises TrustError if the responses imply weights other than the trainer's."""
+        """Metrics of the comparison. Raises TrustError if the responses imply weights other than
+        the trainer's."""
 
 
 @dataclass
 class WeightSender:
     """Sends versions of one train engine's weights.
 
-    sends: False if engines need only the version, no tensors (an adapter applied unmerged on shared storage). canary:
-    None if this worker has no rollout engine. hashes: of the weights sent last, by name.
+    sends: False if engines need only the version, no tensors (an adapter applied unmerged on shared
+    storage). canary: None if this worker has no rollout engine. hashes: of the weights sent last,
+    by name.
     """
 
     actor: TrainEngine
@@ -69,8 +71,8 @@ class WeightSender:
     def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
         """As `sync`, but unchanged weights only get the new version number, and nothing is sent.
 
-        updated: whether an optimizer step was taken since; a node may change weights without one. Also returns whether
-        weights were sent.
+        updated: whether an optimizer step was taken since; a node may change weights without one.
+        Also returns whether weights were sent.
         """
         if self.sends and not updated:
             now = stripe_hashes(self._weights())
@@ -81,10 +83,11 @@ class WeightSender:
         return True, self.sync(version)
 
     def sync(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        """Send a version and wait until every engine has it; returns the metrics of the canary, if it was due.
+        """Send a version and wait until every engine has it; returns the metrics of the canary, if
+        it was due.
 
-        at_start: the first of this process, before any step. Raises TrustError if weights are non-finite or exploding,
-        arrived incomplete, or the canary's responses imply other weights.
+        at_start: the first of this process, before any step. Raises TrustError if weights are
+        non-finite or exploding, arrived incomplete, or the canary's responses imply other weights.
         """
         self._advance_to(version)
         self._push(version)
@@ -115,7 +118,9 @@ class WeightSender:
 
     def _advance_to(self, version: Version) -> None:
         if self._version is not None and version <= self._version:
-            raise TrustError(f"weight version went backwards: {version} was to be sent after {self._version}")
+            raise TrustError(
+                f"weight version went backwards: {version} was to be sent after {self._version}"
+            )
         self._version = version
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,7 +130,8 @@ class WeightSender:
 
 
 class WeightSync:
-    """Sends the weights of a worker when a sync is due. It sends none if it trains none, or no worker generates."""
+    """Sends the weights of a worker when a sync is due. It sends none if it trains none, or no
+    worker generates."""
 
     def __init__(
         self,
@@ -136,13 +142,21 @@ class WeightSync:
         canary: Canary | None,
     ) -> None:
         """canary: None if this worker has no rollout engine."""
-        spec, ports, version, resources = inputs.spec, inputs.ports, inputs.version, services.resources
-        self._ports, self._recorder, self._version = ports, inputs.recorder, version
-        self._updates, self._offload, self._engine = updates, offload, resources.rollout
+        spec = inputs.spec
+        ports = inputs.ports
+        version = inputs.version
+        resources = services.resources
+        self._ports = ports
+        self._recorder = inputs.recorder
+        self._version = version
+        self._updates = updates
+        self._offload = offload
+        self._engine = resources.rollout
         self._sender: WeightSender | None = None
         self._frees = spec.options.free_cache_engine
         if resources.actor is not None and spec.plan.generates:
-            sends, dtype = spec.sends_weights, spec.weight_dtype
+            sends = spec.sends_weights
+            dtype = spec.weight_dtype
             self._sender = WeightSender(
                 resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=services
             )
@@ -157,20 +171,23 @@ class WeightSync:
         return compared
 
     def send(self, version: Version) -> tuple[bool, dict[str, float]]:
-        """Send the weights after a step. Returns whether they had changed, and the canary's metrics."""
-        self.step, updated = version.step, self._updates.since_sent()
+        """Send the weights after a step. Returns whether they had changed, and the canary's
+        metrics."""
+        self.step = version.step
+        updated = self._updates.since_sent()
         if self._sender is None:
             return updated, {}
         self._offload.only(("actor",))
-        outcome = self._sender.sync_changed(version, updated or self._frees)  # released weights must be sent again
+        # released weights must be sent again
+        outcome = self._sender.sync_changed(version, updated or self._frees)
         self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.view.weight_version(version.step)
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:
-        """Send weights to new workers between two steps; `step` is the next. If the weights are newer than those sent
-        last, all engines get them."""
+        """Send weights to new workers between two steps; `step` is the next. If the weights are
+        newer than those sent last, all engines get them."""
         if self._sender is None:
             return
         self._offload.only(("actor",))
@@ -179,23 +196,31 @@ class WeightSync:
             self._sender.push_again()
 
     def _check_all_synced(self, version: Version) -> None:
-        """Check that all engines to which this rank sends have the version. Raises TrustError if the oldest has
-        another: at staleness 0 that engine and the trainer would wait for each other forever."""
+        """Check that all engines to which this rank sends have the version. Raises TrustError if
+        the oldest has another: at staleness 0 that engine and the trainer would wait for each other
+        forever."""
         own = self._engine.version if self._engine is not None else None
-        oldest = min((has for has in (own, self._ports.weights.confirmed) if has is not None), default=version)
+        oldest = min(
+            (has for has in (own, self._ports.weights.confirmed) if has is not None),
+            default=version,
+        )
         if oldest != version:
             raise TrustError(
-                f"version {version.step} was sent, but an engine has {oldest.step}: weights did not reach it"
+                f"version {version.step} was sent, but an engine has {oldest.step}: weights did "
+                "not reach it"
             )
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Runs of neighbouring tensors of at most `max_bytes` in total; a larger tensor is a bucket by itself."""
+    """Runs of neighbouring tensors of at most `max_bytes` in total; a larger tensor is a bucket by
+    itself."""
     bucket: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, tensor in weights:
         if bucket and num_bytes + tensor.nbytes > max_bytes:
-            full, bucket, num_bytes = bucket, [], 0
+            full = bucket
+            bucket = []
+            num_bytes = 0
             yield full
             del full
         bucket.append((name, tensor))
@@ -205,43 +230,62 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
 
 
 def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> None:
-    """hashes: of the weights that this rank has sent, by name. Raises TrustError with the tensors' names, on every
-    rank."""
+    """hashes: of the weights that this rank has sent, by name. Raises TrustError with the tensors'
+    names, on every rank."""
     if ranks.size == 1:
         return
-    if len(set(ranks.gather(hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()))) == 1:
+    if (
+        len(
+            set(
+                ranks.gather(
+                    hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
+                )
+            )
+        )
+        == 1
+    ):
         return
     everyone = ranks.gather(dict(hashes))
     odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
     raise TrustError(
-        f"the ranks that train together no longer have the same weights after step {step}: {', '.join(odd[:5])}, "
-        f"{len(odd)} tensors in all. A node or callback changed them on some rank, or a device computes incorrectly"
+        f"the ranks that train together no longer have the same weights after step {step}: "
+        f"{', '.join(odd[:5])}, "
+        f"{len(odd)} tensors in all. A node or callback changed them on some rank, or a device "
+        "computes incorrectly"
     )
 
 
 def check_sent(bucket: Bucket, model: nn.Module, step: int, merged: bool = True) -> None:
-    """Compare a stripe of each tensor with the module's, element by element; for sharded ones, the elements on this
-    rank. merged: whether adapters are in the weights below them.
+    """Compare a stripe of each tensor with the module's, element by element; for sharded ones, the
+    elements on this rank. merged: whether adapters are in the weights below them.
 
-    Raises TrustError with the names of differing tensors: from an older version, without their adapter, or mixed up.
-    The engine rejects names that the module does not have.
+    Raises TrustError with the names of differing tensors: from an older version, without their
+    adapter, or mixed up. The engine rejects names that the module does not have.
     """
     causal = unwrapped(model)
     parameters = dict(causal.named_parameters(remove_duplicate=False))
-    own = {name: parameter for name, _ in bucket if (parameter := _own(name, parameters)) is not None}
-    alike = [(name, tensor) for name, tensor in bucket if name in own and own[name].shape == tensor.shape]
+    own = {
+        name: parameter for name, _ in bucket if (parameter := _own(name, parameters)) is not None
+    }
+    alike = [
+        (name, tensor) for name, tensor in bucket if name in own and own[name].shape == tensor.shape
+    ]
     stripes = [_held_stripe(tensor, own[name]) for name, tensor in alike]
     read = to_host([values for _, *both in stripes for values in both])
     same = {
         name
-        for (name, tensor), (places, *_), sent, expected in zip(alike, stripes, read[::2], read[1::2], strict=True)
-        if _count_flipped(name, places, sent, expected, causal, merged) <= FLIPPED * len(striped_places(tensor.numel()))
+        for (name, tensor), (places, *_), sent, expected in zip(
+            alike, stripes, read[::2], read[1::2], strict=True
+        )
+        if _count_flipped(name, places, sent, expected, causal, merged)
+        <= FLIPPED * len(striped_places(tensor.numel()))
     }
     different = [name for name, _ in bucket if name in own and name not in same]
     if different:
         raise TrustError(
             f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
-            f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an adapter "
+            f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an "
+            "adapter "
             "that was not merged or is scaled otherwise, or another tensor's values"
         )
 
@@ -250,7 +294,8 @@ def _refuse_garbage(version: Version, bucket: Bucket) -> None:
     wrong = unsound(magnitudes(bucket))
     if wrong:
         raise TrustError(
-            f"the weights of version {version.step} must not be used: {wrong[0]}, {len(wrong)} tensors or more. "
+            f"the weights of version {version.step} must not be used: {wrong[0]}, {len(wrong)} "
+            "tensors or more. "
             "They were changed since the last update, after which they were valid"
         )
 
@@ -262,16 +307,19 @@ def _own(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | No
 
 
 def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
-    """The flat positions of a stripe that this rank holds, with the sent values there and its own."""
+    """The flat positions of a stripe that this rank holds, with the sent values there and its
+    own."""
     stripe = striped_places(tensor.numel())
     held, own_values = at_places(parameter, stripe)
     places = stripe[held]
     return places, tensor.detach().reshape(-1)[send(places, tensor.device)], own_values
 
 
-def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module, merged: bool) -> float:
-    """The number of sent values that differ from the module's: for a merged layer beyond rounding; for any other
-    layer, infinity if one does. All tensors are on the host."""
+def _count_flipped(
+    name: str, places: Tensor, sent: Tensor, expected: Tensor, causal: nn.Module, merged: bool
+) -> float:
+    """The number of sent values that differ from the module's: for a merged layer beyond rounding;
+    for any other layer, infinity if one does. All tensors are on the host."""
     owner, _, leaf = name.rpartition(".")
     layer = causal.get_submodule(owner)
     if leaf != "weight" or not merged or not hasattr(layer, "base_layer"):
@@ -283,10 +331,16 @@ def _count_flipped(name: str, places: Tensor, sent: Tensor, expected: Tensor, ca
 
 
 def _delta(layer: nn.Module, places: Tensor) -> Tensor:
-    """What the layer's adapters add to its weight `(out, in)` at flat positions: the sum of scale · B A."""
+    """What the layer's adapters add to its weight `(out, in)` at flat positions: the sum of scale ·
+    B A."""
     total = torch.zeros(len(places), dtype=torch.float64)
-    for name in layer.active_adapters:  # type: ignore[union-attr]  # of peft's layers, as what follows
-        down, up = (whole(getattr(layer, part)[name].weight.detach()).cpu().double() for part in ("lora_A", "lora_B"))
-        rows, columns = places // down.shape[1], places % down.shape[1]
+    # of peft's layers, as what follows
+    for name in layer.active_adapters:  # type: ignore[union-attr]
+        down, up = (
+            whole(getattr(layer, part)[name].weight.detach()).cpu().double()
+            for part in ("lora_A", "lora_B")
+        )
+        rows = places // down.shape[1]
+        columns = places % down.shape[1]
         total += layer.scaling[name] * (up[rows] * down[:, columns].T).sum(-1)  # type: ignore[index]
     return total

@@ -1,8 +1,10 @@
-"""The fork server: an interpreter that has imported common modules, and forks one process for each program.
+"""The fork server: an interpreter that has imported common modules, and forks one process for each
+program.
 
-It runs no program itself and keeps nothing of them: code and input pass through as descriptors, unread. For each
-process the caller holds the other end of a socket, `report`. Anything written to it, or closing it, kills the process,
-and the server reports its end there. The server ends with its owner, and all programs with it.
+It runs no program itself and keeps nothing of them: code and input pass through as descriptors,
+unread. For each process the caller holds the other end of a socket, `report`. Anything written to
+it, or closing it, kills the process, and the server reports its end there. The server ends with its
+owner, and all programs with it.
 """
 
 import gc
@@ -17,7 +19,14 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from distflow.sandbox.inside.forked_program import FILE, REQUEST, Request, prepare, run_program, serve_calls
+from distflow.sandbox.inside.forked_program import (
+    FILE,
+    REQUEST,
+    Request,
+    prepare,
+    run_program,
+    serve_calls,
+)
 from distflow.sandbox.inside.isolation import die_with, fork, prepare_isolation
 from distflow.sandbox.inside.program_messages import read_frame, to_text, write_frame
 
@@ -26,16 +35,53 @@ DESCRIPTORS = struct.Struct("6i")
 """`report`, followed by the descriptors of a `Request`."""
 READY = b"ready"
 """The first message to the owner; any other is the reason why no program can be isolated."""
-ENDED, FAILED = b"e", b"f"
+ENDED = b"e"
+FAILED = b"f"
 """The first byte of a report; then comes `END`, or the reason why no process could be started."""
 END = struct.Struct("=id")
 """Exit code, as in `subprocess`, and CPU seconds."""
 _IMPORTED = (
-    *("abc", "array", "bisect", "cmath", "collections", "collections.abc", "contextlib", "copy", "ctypes", "datetime"),
-    *("enum", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "operator", "os", "random", "re"),
-    *("string", "struct", "sys", "textwrap", "threading", "time", "traceback", "types", "typing", "warnings"),
+    *(
+        "abc",
+        "array",
+        "bisect",
+        "cmath",
+        "collections",
+        "collections.abc",
+        "contextlib",
+        "copy",
+        "ctypes",
+        "datetime",
+    ),
+    *(
+        "enum",
+        "functools",
+        "heapq",
+        "io",
+        "itertools",
+        "json",
+        "math",
+        "numbers",
+        "operator",
+        "os",
+        "random",
+        "re",
+    ),
+    *(
+        "string",
+        "struct",
+        "sys",
+        "textwrap",
+        "threading",
+        "time",
+        "traceback",
+        "types",
+        "typing",
+        "warnings",
+    ),
 )
-"""Modules that programs often import. Each makes every process larger, and slower to start and to end."""
+"""Modules that programs often import. Each makes every process larger, and slower to start and to
+end."""
 
 _WARM_UP_ROUNDS = 20
 _WARM_UP_CALLS = 3
@@ -86,10 +132,12 @@ class _Child(NamedTuple):
 
 
 def main(control_at: int, owner: int) -> None:
-    """control_at: the descriptor of a socket for requests. owner: that of a pidfd of the owner's process."""
+    """control_at: the descriptor of a socket for requests. owner: that of a pidfd of the owner's
+    process."""
     if os.getpid() == 1:  # in a namespace, where bubblewrap is the parent
         die_with(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # signals that the owner ignores or blocks are inherited
+    # signals that the owner ignores or blocks are inherited
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     control = socket.socket(fileno=control_at)
     sys.path[:] = [path for path in sys.path[1:] if path.startswith(sys.base_prefix)]
@@ -114,8 +162,8 @@ def main(control_at: int, owner: int) -> None:
 def _warm_up() -> None:
     """Serve calls of a program several times, leaving nothing that a later program could find.
 
-    The interpreter fills caches and specializes code as it runs. In a forked child that work would be lost, and each
-    page that it writes to would have to be copied.
+    The interpreter fills caches and specializes code as it runs. In a forked child that work would
+    be lost, and each page that it writes to would have to be copied.
     """
     question = to_text(["add", [1, 2.5, "a", [[1], (2,)]], {}]).encode()
     for _ in range(_WARM_UP_ROUNDS):
@@ -132,8 +180,8 @@ def _warm_up() -> None:
 
 
 class _Server:
-    """Does little for each program: every page that it writes to, even just a reference count, is copied while a child
-    shares it."""
+    """Does little for each program: every page that it writes to, even just a reference count, is
+    copied while a child shares it."""
 
     def __init__(self, control: socket.socket, owner: int) -> None:
         self.control = control
@@ -162,7 +210,9 @@ class _Server:
                     self._end()
 
     def _fork(self) -> tuple[Request, list[int]] | None:
-        message, sent, _, _ = self.control.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(DESCRIPTORS.size))
+        message, sent, _, _ = self.control.recvmsg(
+            MAX_MESSAGE_BYTES, socket.CMSG_SPACE(DESCRIPTORS.size)
+        )
         if not message:
             self._end()
         report, *descriptors = DESCRIPTORS.unpack(sent[0][2])
@@ -202,7 +252,10 @@ class _Server:
         del self.by_handle[child.handle]
         self.poll.unregister(child.handle)
         os.close(child.handle)
-        _send(child.report, ENDED + END.pack(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
+        _send(
+            child.report,
+            ENDED + END.pack(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime),
+        )
         os.close(child.report)
 
 

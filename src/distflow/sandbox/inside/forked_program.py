@@ -15,8 +15,21 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from distflow.sandbox.inside.isolation import Isolation, close_from, die_with, restrict_files, restrict_use
-from distflow.sandbox.inside.program_messages import MAX_BYTES, NotPlain, from_text, read_frame, to_text, write_frame
+from distflow.sandbox.inside.isolation import (
+    Isolation,
+    close_from,
+    die_with,
+    restrict_files,
+    restrict_use,
+)
+from distflow.sandbox.inside.program_messages import (
+    MAX_BYTES,
+    NotPlain,
+    from_text,
+    read_frame,
+    to_text,
+    write_frame,
+)
 
 EXIT_OUT_OF_MEMORY = 86
 ANSWERS = 3
@@ -28,21 +41,25 @@ _SHOWN_TEXT = 2000
 
 
 def prepare() -> None:
-    """Prepare, once in the server for all programs: standard streams on descriptors 0, 1 and 2, `exit` (which `site`
-    would define), and no importable distflow modules."""
+    """Prepare, once in the server for all programs: standard streams on descriptors 0, 1 and 2,
+    `exit` (which `site` would define), and no importable distflow modules."""
     os.dup2(os.memfd_create(""), 0)
     for number in (1, 2):
         os.dup2(os.pipe()[1], number)
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
-        open(0, encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115  as long as the process
+        # as long as the process
+        open(0, encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
         open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
         open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
     )
     os.environ.clear()  # it contains variables of the shell and the interpreter
     site.setquit()
-    for ours in [name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")]:
+    for ours in [
+        name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")
+    ]:
         del sys.modules[ours]
-    sys.argv, sys.orig_argv = [FILE], [FILE]
+    sys.argv = [FILE]
+    sys.orig_argv = [FILE]
 
 
 class Request(NamedTuple):
@@ -62,7 +79,9 @@ REQUEST = struct.Struct("=?8sIQI")
 """The encoding of a `Request`."""
 
 
-def run_program(request: Request, descriptors: list[int], isolation: Isolation, server: int) -> NoReturn:
+def run_program(
+    request: Request, descriptors: list[int], isolation: Isolation, server: int
+) -> NoReturn:
     """Called in the forked child. server: the process that forked it."""
     token = request.token
     try:
@@ -110,7 +129,8 @@ def _run_main(code: bytes) -> int:
     try:
         _, error = _attempt(lambda: exec(_compiled(code), module.__dict__))
         status = 0 if error is None else _print_traceback(error)
-        del error  # it references this frame, which would keep the program's files from being flushed
+        # it references this frame, which would keep the program's files from being flushed
+        del error
     except SystemExit as end:
         status = _status_of(end)
     atexit._run_exitfuncs()
@@ -119,14 +139,18 @@ def _run_main(code: bytes) -> int:
 
 
 def serve_calls(code: bytes, token: bytes, answers: int) -> int:
-    """Execute the code as a module and answer calls until the other end is closed. Returns the exit status."""
+    """Execute the code as a module and answer calls until the other end is closed. Returns the exit
+    status."""
     module = _new_module("program")
     try:
-        write_frame(answers, token, _outcome(*_attempt(lambda: exec(_compiled(code), module.__dict__))))
+        write_frame(
+            answers, token, _outcome(*_attempt(lambda: exec(_compiled(code), module.__dict__)))
+        )
         while (frame := read_frame(answers)) is not None:
             token, body = frame
             name, args, kwargs = from_text(body)
-            write_frame(answers, token, _outcome(*_attempt(lambda: _find(module, name)(*args, **kwargs))))  # noqa: B023
+            found = _outcome(*_attempt(lambda: _find(module, name)(*args, **kwargs)))  # noqa: B023
+            write_frame(answers, token, found)
     except SystemExit as end:
         return _status_of(end)
     return 0
@@ -148,7 +172,8 @@ def _outcome(result: object, error: BaseException | None) -> bytes:
     elif error is not None:
         traceback.clear_frames(error.__traceback__)
         shown, _ = _attempt(lambda: str(error)[:_SHOWN_TEXT])  # `__str__` is the program's code
-        known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")  # that a test can handle
+        # that a test can handle
+        known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         text = json.dumps({"raised": [known.__name__, shown or ""]})
     sys.stdout.flush()
     return text.encode()
@@ -198,7 +223,8 @@ def _print_traceback(error: BaseException) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process without the interpreter's own shutdown, which takes longer than most programs."""
+    """End the process without the interpreter's own shutdown, which takes longer than most
+    programs."""
     try:
         for stream in (sys.stdout, sys.__stdout__):
             if stream is not None and not stream.closed:

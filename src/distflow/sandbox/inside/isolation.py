@@ -1,17 +1,19 @@
-"""Isolation of a process, applied irrevocably before it runs an untrusted program: Landlock, limits, system calls.
+"""Isolation of a process, applied irrevocably before it runs an untrusted program: Landlock,
+limits, system calls.
 
-Landlock (https://docs.kernel.org/userspace-api/landlock.html) decides which files it may open: those that Python itself
-needs. It does not hide whether a file exists and how large it is (`stat`). The standard library has no functions for
-these system calls, so they go through libc.
+Landlock (https://docs.kernel.org/userspace-api/landlock.html) decides which files it may open:
+those that Python itself needs. It does not hide whether a file exists and how large it is (`stat`).
+The standard library has no functions for these system calls, so they go through libc.
 
-The filter of system calls is in classic BPF (linux/seccomp.h): a call that is not on the list fails with EPERM. It is a
-list of allowed calls (`system_calls.json`): calls that a kernel adds later stay forbidden. Left out on purpose are
-calls that reach other processes (kill, ptrace, process_vm_*, pidfd_*, prlimit of another), start one (fork, clone,
-exec), reach the network or the memory of another process (sockets, System V and POSIX shared memory, queues, memfd),
-change files by name without opening them, which Landlock would not see (chmod, chown, utimens, setxattr, truncate,
-link, symlink), use kernel facilities (io_uring, bpf, perf, userfaultfd, keyctl, inotify, fanotify, mount, namespaces),
-change properties of the process (prctl, personality, setuid, setrlimit, sched_*), or reveal them (readlink, mincore,
-statfs).
+The filter of system calls is in classic BPF (linux/seccomp.h): a call that is not on the list fails
+with EPERM. It is a list of allowed calls (`system_calls.json`): calls that a kernel adds later stay
+forbidden. Left out on purpose are calls that reach other processes (kill, ptrace, process_vm_*,
+pidfd_*, prlimit of another), start one (fork, clone, exec), reach the network or the memory of
+another process (sockets, System V and POSIX shared memory, queues, memfd), change files by name
+without opening them, which Landlock would not see (chmod, chown, utimens, setxattr, truncate, link,
+symlink), use kernel facilities (io_uring, bpf, perf, userfaultfd, keyctl, inotify, fanotify, mount,
+namespaces), change properties of the process (prctl, personality, setuid, setrlimit, sched_*), or
+reveal them (readlink, mincore, statfs).
 """
 
 import ctypes
@@ -39,23 +41,34 @@ with open(os.path.join(os.path.dirname(__file__), "system_calls.json"), encoding
     ALLOWED: dict[str, dict[str, int]] = json.load(_file)
 
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)
-"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: not F_SETOWN and F_SETSIG, which send signals to other
-processes, nor locks, leases, and the size of pipes."""
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: not F_SETOWN and F_SETSIG, which
+send signals to other processes, nor locks, leases, and the size of pipes."""
 
 IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_FAIL = 0x00050000
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 _X32 = 0x40000000  # numbers of the third system call interface of x86-64 kernels
 _Instruction = tuple[int, int, int, int]
 _Code = list[_Instruction]
-_ENDS: tuple[_Instruction, _Instruction] = ((_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _FAIL | errno.EPERM))
+_ENDS: tuple[_Instruction, _Instruction] = (
+    (_RETURN, 0, 0, _ALLOW),
+    (_RETURN, 0, 0, _FAIL | errno.EPERM),
+)
 
 
 def make_filter(machine: str) -> bytes:
-    """machine: as in `os.uname()`, a key of `ARCHITECTURES`. A call of another architecture kills the process."""
+    """machine: as in `os.uname()`, a key of `ARCHITECTURES`. A call of another architecture kills
+    the process."""
     special = {
         FCNTL[machine]: _if_argument_in(1, FCNTL_COMMANDS),
         IOCTL[machine]: _if_argument_in(1, IOCTL_REQUESTS),
@@ -65,7 +78,8 @@ def make_filter(machine: str) -> bytes:
     }
     allow, refuse = ([end] for end in _ENDS)
     by_number = dict.fromkeys(ALLOWED[machine].values(), allow) | special
-    starts: list[tuple[int, _Code]] = [(0, refuse)]  # (first number, code for it and those up to the next entry)
+    # (first number, code for it and those up to the next entry)
+    starts: list[tuple[int, _Code]] = [(0, refuse)]
     for number, code in sorted(by_number.items()):
         if starts[-1][0] == number:
             starts.pop()
@@ -84,10 +98,11 @@ def make_filter(machine: str) -> bytes:
 
 
 def _search(starts: list[tuple[int, _Code]], rest: _Code) -> tuple[int, _Code]:
-    """A binary search: the kernel evaluates a new filter for every number, each time that a program starts.
+    """A binary search: the kernel evaluates a new filter for every number, each time that a program
+    starts.
 
-    rest: the code that follows, which ends with `_ENDS`. Returns the position of the entry point for these numbers,
-    counted from the end, and the whole code."""
+    rest: the code that follows, which ends with `_ENDS`. Returns the position of the entry point
+    for these numbers, counted from the end, and the whole code."""
     if len(starts) == 1 and starts[0][1][0] in _ENDS:
         return len(_ENDS) - _ENDS.index(starts[0][1][0]), rest
     if len(starts) == 1:
@@ -104,7 +119,8 @@ def _return(action: int) -> _Instruction:
 
 
 def _if_argument_in(index: int, values: tuple[int, ...]) -> _Code:
-    """Allow if the lower half is one of the values, as the kernel itself reads a 32-bit argument."""
+    """Allow if the lower half is one of the values, as the kernel itself reads a 32-bit
+    argument."""
     code: _Code = [(_LOAD, 0, 0, _ARGUMENTS + 8 * index)]
     for value in values:
         code += [(_JUMP_EQUAL, 0, 1, value), _return(_ALLOW)]
@@ -121,7 +137,15 @@ def _if_all_zero(*indices: int) -> _Code:
 
 DEVICES_READ = ("/dev/zero", "/dev/random", "/dev/urandom")
 DEVICES_WRITTEN = ("/dev/null",)
-SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
+SYSTEM = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
+)
 PACKAGES = ("site-packages", "dist-packages")
 """Folders in that of the standard library that are not part of it."""
 SECCOMP = {"x86_64": 317, "aarch64": 277}
@@ -133,17 +157,29 @@ _libc.syscall.argtypes = (ctypes.c_long,) * 5
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 # Numbers that are the same on every architecture.
 _CLOSE_RANGE = 436
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 _SET_MODE_FILTER = 1
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
 _SIGKILL = int(signal.SIGKILL)
 _CAPABILITY_VERSION = 0x20080522
 
 _LANDLOCK_VERSION = 1
 _PATH_BENEATH = 1
-_WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
 # All rights that a version knows: to files, to TCP ports, and to others' sockets and signals.
-_FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+_FILE_RIGHTS = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+    4: (1 << 15) - 1,
+    5: (1 << 16) - 1,
+}
 _NET_RIGHTS = 3
 _SCOPES = 3
 
@@ -158,7 +194,8 @@ _LIMITS = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_NOFILE, reso
 
 
 class Isolation(NamedTuple):
-    """Prepared once and applied by each program: the system call filter and the descriptor of the Landlock rules."""
+    """Prepared once and applied by each program: the system call filter and the descriptor of the
+    Landlock rules."""
 
     machine: str
     filter_: bytes
@@ -179,9 +216,9 @@ class _FilterProgram(ctypes.Structure):
 
 
 def fork() -> int:
-    """`os.fork` without Python's work in the child for the locks of other threads, which copies hundreds of pages and
-    takes longer than the kernel's part; only for a process with one thread. `random` is not reseeded. Raises
-    OSError."""
+    """`os.fork` without Python's work in the child for the locks of other threads, which copies
+    hundreds of pages and takes longer than the kernel's part; only for a process with one thread.
+    `random` is not reseeded. Raises OSError."""
     pid: int = _libc.fork()
     if pid < 0:
         raise _error()
@@ -205,10 +242,13 @@ def standard_library() -> str:
 
 
 def prepare_isolation() -> Isolation:
-    """Also drops all privileges of this process. Raises OSError if the kernel does not support it."""
+    """Also drops all privileges of this process. Raises OSError if the kernel does not support
+    it."""
     machine = platform.machine()
     if machine not in ARCHITECTURES:
-        raise OSError(f"no filter of system calls for {machine}: there is one for {', '.join(ARCHITECTURES)}")
+        raise OSError(
+            f"no filter of system calls for {machine}: there is one for {', '.join(ARCHITECTURES)}"
+        )
     _drop_privileges(machine)
     return Isolation(machine, make_filter(machine), _make_ruleset())
 
@@ -219,11 +259,13 @@ def restrict_files(isolation: Isolation) -> None:
 
 
 def restrict_use(isolation: Isolation, cpu_s: int, memory_bytes: int, open_files: int) -> None:
-    """Set kernel limits, which cannot be raised again, and allow only the listed system calls. Raises OSError; needs
-    no_new_privs."""
-    # Not readable for other processes of the same user, and never dumped, whatever the machine's core settings.
+    """Set kernel limits, which cannot be raised again, and allow only the listed system calls.
+    Raises OSError; needs no_new_privs."""
+    # Not readable for other processes of the same user, and never dumped, whatever the machine's
+    # core settings.
     _prctl(_PR_SET_DUMPABLE, 0)
-    # Soft and hard limits are equal, so that the first signal for CPU time is the one that cannot be caught.
+    # Soft and hard limits are equal, so that the first signal for CPU time is the one that cannot
+    # be caught.
     for limit, value in zip(_LIMITS, (cpu_s, memory_bytes, open_files, 0), strict=True):
         resource.setrlimit(limit, (value, value))
     program = _FilterProgram(len(isolation.filter_) // 8, isolation.filter_)
@@ -231,17 +273,19 @@ def restrict_use(isolation: Isolation, cpu_s: int, memory_bytes: int, open_files
 
 
 def _drop_privileges(machine: str) -> None:
-    """Drop privileges of this process and its children, which cannot gain any either. Raises OSError."""
+    """Drop privileges of this process and its children, which cannot gain any either. Raises
+    OSError."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()
     _syscall(CAPSET[machine], ctypes.addressof(header), ctypes.addressof(none))
     for limit, value in _FIXED_LIMITS:
         resource.setrlimit(limit, (value, value))
 
 
 def _make_ruleset() -> int:
-    """A descriptor of Landlock rules, without missing paths. Raises OSError if the kernel lacks Landlock or it is
-    off."""
+    """A descriptor of Landlock rules, without missing paths. Raises OSError if the kernel lacks
+    Landlock or it is off."""
     version = _syscall(_CREATE_RULESET, 0, 0, _LANDLOCK_VERSION)
     rights = _Ruleset(
         _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))],
@@ -252,7 +296,8 @@ def _make_ruleset() -> int:
     ruleset = _syscall(_CREATE_RULESET, ctypes.addressof(rights), size, 0)
     library = standard_library()
     modules = [os.path.join(library, name) for name in os.listdir(library) if name not in PACKAGES]
-    shared_libraries = glob.glob(os.path.join(glob.escape(sys.base_prefix), "lib", "*.so*"))  # such as libpython
+    # such as libpython
+    shared_libraries = glob.glob(os.path.join(glob.escape(sys.base_prefix), "lib", "*.so*"))
     for path in (*modules, *shared_libraries, *SYSTEM, *DEVICES_READ):
         _allow(ruleset, path, _READ_FILE)
     for path in DEVICES_WRITTEN:

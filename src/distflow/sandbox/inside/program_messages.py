@@ -1,9 +1,10 @@
 """Messages between a program's process and the caller, and their encoding of plain values.
 
-A message has a token of 8 bytes, which the answer repeats from the question, 4 bytes of length, and JSON in ASCII. The
-JSON preserves exact types: an array is a list, an object is a tag with its content: `{"tuple": [1]}`, `{"dict": [["a",
-1]]}`. The sender may be a malicious program. The caller caps the size; decoding here caps the depth and the number of
-keys with the same hash (many of them would take minutes to build a dictionary from).
+A message has a token of 8 bytes, which the answer repeats from the question, 4 bytes of length, and
+JSON in ASCII. The JSON preserves exact types: an array is a list, an object is a tag with its
+content: `{"tuple": [1]}`, `{"dict": [["a", 1]]}`. The sender may be a malicious program. The caller
+caps the size; decoding here caps the depth and the number of keys with the same hash (many of them
+would take minutes to build a dictionary from).
 """
 
 import json
@@ -58,10 +59,12 @@ _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items())
 
 
 class Values:
-    """An iterator over what one of the program's yielded, at most the first `MAX_YIELDED`; it equals nothing else."""
+    """An iterator over what one of the program's yielded, at most the first `MAX_YIELDED`; it
+    equals nothing else."""
 
     def __init__(self, items: list[Any]) -> None:
-        self.items, self._next = items, 0
+        self.items = items
+        self._next = 0
 
     def __repr__(self) -> str:
         return f"an iterator over {self.items!r}"
@@ -83,17 +86,19 @@ class NotPlain(ValueError):
 
 
 def to_text(value: object) -> str:
-    """JSON in ASCII. Plain values are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
-    frozenset, dict, deque, range, a view of a dict and `Values`. One of a class that inherits from them, like a named
-    tuple, `Counter` or an IntEnum, becomes the plain value; an iterator becomes the `Values` that it yields. Raises
-    NotPlain."""
+    """JSON in ASCII. Plain values are None, bool, int, float, complex, str, bytes, bytearray, list,
+    tuple, set, frozenset, dict, deque, range, a view of a dict and `Values`. One of a class that
+    inherits from them, like a named tuple, `Counter` or an IntEnum, becomes the plain value; an
+    iterator becomes the `Values` that it yields. Raises NotPlain."""
     return _ENCODER.encode(_Writer().tagged(value, 0))
 
 
 def from_text(text: str | bytes) -> Any:
     """Decode a value. Raises ValueError for anything that `to_text` does not write."""
     try:
-        return _untagged(_DECODER.decode(text if isinstance(text, str) else text.decode("ascii")), 0)
+        return _untagged(
+            _DECODER.decode(text if isinstance(text, str) else text.decode("ascii")), 0
+        )
     except (RecursionError, TypeError, OverflowError) as error:
         raise ValueError(f"no plain value: {error}") from None
 
@@ -105,7 +110,9 @@ class _Writer:
     def tagged(self, value: Any, depth: int) -> JSON:
         self.num_items += 1
         if depth > MAX_DEPTH or self.num_items > MAX_ITEMS:
-            raise NotPlain(f"a value nested deeper than {MAX_DEPTH} or of more than {MAX_ITEMS:,} items")
+            raise NotPlain(
+                f"a value nested deeper than {MAX_DEPTH} or of more than {MAX_ITEMS:,} items"
+            )
         kind = type(value)  # an object's `__class__` may be forged
         if value is None or kind is bool or kind is str:
             return value
@@ -135,7 +142,8 @@ class _Writer:
         base: Any = next((each for each in _PLAIN if each in kind.__mro__), None)
         if base is None:
             raise NotPlain(f"a value of type {kind.__name__}")
-        own = {dict: dict.items, str: str.__str__}.get(base, lambda each: each)  # an enum's `str()` is not its text
+        # an enum's `str()` is not its text
+        own = {dict: dict.items, str: str.__str__}.get(base, lambda each: each)
         return self.tagged(base(own(value)), depth)
 
     def _each(self, values: Iterable[Any], depth: int) -> list[JSON]:
