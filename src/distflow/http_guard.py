@@ -324,7 +324,8 @@ class Door(socket.socket):
         with self._lock:
             self._num_open += 1
             if not self._ready:
-                self._bell.send(b"!")
+                with suppress(BrokenPipeError):  # closed meanwhile, which `_watch` sees next
+                    self._bell.send(b"!")
             self._ready.append((waiting.connection, waiting.address))
 
     def _end_oldest(self) -> None:

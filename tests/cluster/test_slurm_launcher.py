@@ -154,7 +154,8 @@ def test_what_is_submitted(
         "trainer.slurm.time=24:00:00",
         'trainer.slurm.args=["--qos=high"]',
     )
-    assert slurm.submit(*wanted, "trainer.n_gpus_per_node=4", "trainer.max_restarts=2") == 0
+    wanted = (*wanted, "trainer.device=auto", "trainer.n_gpus_per_node=4", "trainer.max_restarts=2")
+    assert slurm.submit(*wanted) == 0
     assert (slurm.tools / "submitted").read_text().splitlines() == ["--parsable", str(slurm.script)]
     assert slurm.options() == [
         *("--job-name=grpo_training", f"--chdir={Path.cwd()}"),

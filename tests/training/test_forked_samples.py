@@ -146,7 +146,7 @@ def test_the_group_counts_the_episode_once_and_its_tokens_share_the_advantage() 
             own = advantages[row]
             mask = batch["response_mask"][row] > 0
             torch.testing.assert_close(
-                own[mask], torch.full((NUM_DRAWN[row],), value), rtol=0, atol=1e-5
+                own[mask], torch.full((NUM_DRAWN[row],), value).double(), rtol=0, atol=1e-5
             )
             assert not own[~mask].any()
 

@@ -139,8 +139,8 @@ def tagged(before: Any, after: Any) -> None:
 
 def overlaps(before: Any, after: Any) -> None:
     assert (
-        before.overlap.startswith("6 of 6 validation prompts are trained on")
-        and after.overlap == ""
+        before.warnings[0].startswith("6 of 6 validation prompts are trained on")
+        and after.warnings == ()
     )
 
 
