@@ -1,6 +1,7 @@
 """`distflow report`: a run's report again, its trace, or DuckDB views of runs."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -66,4 +67,5 @@ def _write_views(run_dirs: list[Path], file: Path) -> None:
 
     for line in write_views(run_dirs, file):
         print(escape_control(line, one_line=True), file=sys.stderr)
-    print(f"views: {file}\nopen it with: duckdb -init {file}")
+    shown = shlex.quote(escape_control(str(file), one_line=True))
+    print(f"views: {shown}\nopen them with: duckdb -init {shown}")
