@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from distflow.launch.run_folders.sql_views import VIEWS
-
 from distflow import builtin_names
 from distflow.config.compose.load_config import differing, load_config
 from distflow.config.compose.setting_origins import PRESETS, preset_names
@@ -34,6 +32,7 @@ from distflow.config.migration.tables import (
     find_names,
 )
 from distflow.errors import ConfigError
+from distflow.launch.run_folders.sql_views import VIEWS
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {

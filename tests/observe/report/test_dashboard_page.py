@@ -319,18 +319,6 @@ def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_the
 def test_what_is_asked_most_is_answered_within_three_clicks(browser: Any, client: Client) -> None:
     for clicks, shown in (
         (("asynchronous", "Time"), "document.querySelector('#invoice tbody tr') !== null"),
-        (
-            ("tiny", "SQL", "why did the reward fall? by step"),
-            "charts.length === 1 && charts[0].spec.names.length > 3",
-        ),
-        (
-            ("tiny", "SQL", "which sample made the slowest step slow?"),
-            "document.querySelector('#own .count') !== null",
-        ),
-        (
-            ("tiny", "SQL", "is the rollout on the new weights?"),
-            "document.querySelectorAll('tbody tr').length === 12",
-        ),
     ):
         open_page(browser, client, "runs")
         for label in clicks:

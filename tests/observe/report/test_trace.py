@@ -110,14 +110,12 @@ def steps_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0]
 
 
-def test_the_last_steps_are_the_default_and_the_file_goes_where_it_is_wanted(
-    tmp_path: Path,
-) -> None:
+def test_the_last_steps_are_the_default(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert steps_of(trace(run)) == [f"step {step}" for step in range(4, 9)], (
         "what follows the last is no step"
     )
-    assert steps_of(trace(run, "7", "--to", str(tmp_path / "seven.json"))) == ["step 7"]
+    assert steps_of(trace(run, "7")) == ["step 7"]
 
 
 def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
