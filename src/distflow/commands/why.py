@@ -39,7 +39,7 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample",
         metavar="UID",
-        help="show one sample instead, such as 27570-2: group 27570, response 2; it is that of STEP, "
+        help="show one sample instead, such as 27570-2: group 27570, response 2; that of STEP, "
         "if one is named",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
