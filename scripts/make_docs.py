@@ -32,7 +32,7 @@ from distflow.config.migration.tables import (
     find_names,
 )
 from distflow.errors import ConfigError
-from distflow.launch.run_folders.sql_over_runs import VIEWS
+from distflow.launch.run_folders.sql_views import VIEWS
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {

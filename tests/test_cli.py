@@ -94,6 +94,23 @@ def test_a_wrong_choice_is_answered_with_the_nearest(
     assert err.endswith(f"; did you mean '{meant}'?\n" if meant else ")\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("sql", "run", "select 1"), "distflow report RUN --views FILE.sql"),
+        (("show", "run", "0-0"), "distflow why RUN --sample UID"),
+        (("watch",), "distflow dashboard RUN"),
+        (("trace", "run", "3"), "distflow report RUN --trace STEPS"),
+        (("list", "runs", "runs"), "distflow runs DIR"),
+    ],
+)
+def test_a_command_that_there_was_is_answered_with_what_to_use(
+    arguments: tuple[str, ...], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and instead in err and len(err.splitlines()) == 1
+
+
 def test_an_option_of_no_command_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "report", "r", "--fast") == (
         2,
@@ -250,7 +267,7 @@ COMMAND_LINES = [
     ("selftest",),
     ("replay", "bundle"),
     ("why", "1"),
-    ("trace", "run"),
+    ("report", "run", "--trace"),
     ("report", "run"),
 ]
 
@@ -367,7 +384,7 @@ def test_a_run_in_a_folder_with_any_letters(locale: dict[str, str], tmp_path: Pa
     done = start(folder, locale, "train", "quickstart_grpo", *NEEDED, FRESH, *sizes, *steps, *own)
     assert done.returncode == 0, done.stderr.decode()
     assert "läuf" in (folder / "läuf" / "report.html").read_text("utf-8")
-    for command in ("report", "list"):
+    for command in ("report", "runs"):
         done = start(folder, locale, command, "läuf")
         assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
 

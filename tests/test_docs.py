@@ -19,6 +19,7 @@ from distflow.commands.train import split_configs
 from distflow.config import load_config
 from distflow.config.keys.schema import group_names, schema_keys
 from distflow.config.migration.tables import all_tables, find_names
+from tests.observe.conftest import write_run
 from tests.user_code import forgotten
 
 ROOT = Path(__file__).parent.parent
@@ -166,6 +167,16 @@ def test_commands_are_accepted(
         ):
             for preset, *overrides in split_configs(arguments.preset, arguments.overrides).values():
                 load_config(preset, overrides)
+
+
+@pytest.mark.parametrize("block", all_blocks("sql"))
+def test_queries_are_answered(block: Block, tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb", reason="the extra `ui`")
+    run_dir = write_run(tmp_path / "run")
+    assert main(["report", str(run_dir), "--views", str(tmp_path / "views.sql")]) == 0
+    connection = duckdb.connect()
+    connection.execute((tmp_path / "views.sql").read_text())
+    connection.execute(block.code)
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distflow import http_guard
-from distflow.commands.dashboard_and_watch import make_server
+from distflow.commands.dashboard import make_server
 from distflow.commands.dashboard_page_data import Dashboard
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
 from distflow.environments.endpoint_calls_and_conversations import Answer, Call
@@ -89,7 +89,7 @@ def dashboard(folder: Path) -> Iterator[Served]:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Served(listening.getsockname()[1], "/api/sql?run=run&query=select+1", "a-token")
+            yield Served(listening.getsockname()[1], "/api/groups?run=run", "a-token")
         finally:
             server.should_exit = True
             thread.join()

@@ -46,22 +46,8 @@ example: distflow train grpo actor_rollout_ref.model.path=MODEL data.train_files
          distflow train grpo ... --resume never
 keys:    docs/config.md, or distflow config PRESET --explain KEY; first steps: docs/quickstart.md"""
 
-_VIEWS = """views:    metrics, samples, tokens, spans, invoice, groups, versions, findings, config
-          (columns: docs/observe.md#sql)
-words:    in place of a SELECT, the questions that are asked most:
-          slow     which sample made the slowest step slow?
-          samples  why did the reward fall? scores, errors and lengths by step
-          moved    why did the reward fall? the metrics that moved with it
-          time     where does the time go?
-          weights  is the rollout on the new weights?
-          reward   the reward by step
-example:  distflow sql RUN slow
-          distflow sql RUN "select step, value from metrics where key = 'reward/mean_score'"
-          distflow sql RUN "describe samples"
-"""
-
 COMMANDS: dict[str, Command] = {
-    "new": Command("create a folder with a config, a reward function and data", "new_and_list"),
+    "new": Command("create a folder with a config, a reward function and data", "new"),
     "train": Command("train with a preset or a YAML file", "train", runs_code=True, more=_PRESETS),
     "sft": Command("fine-tune on given responses", "train", runs_code=True),
     "eval": Command(
@@ -75,7 +61,7 @@ COMMANDS: dict[str, Command] = {
         "eval_chat_and_serve",
         runs_code=True,
     ),
-    "export": Command("write a checkpoint as a Hugging Face folder", "export_replay_report_trace"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "export_replay"),
     "plan": Command(
         "show what a run needs and how long it takes, without its devices", "plan", runs_code=True
     ),
@@ -98,22 +84,15 @@ COMMANDS: dict[str, Command] = {
     "sandbox": Command(
         "run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"
     ),
-    "list": Command("list presets, built-in models or runs", "new_and_list"),
-    "report": Command("rewrite a run's report.html", "export_replay_report_trace"),
-    "why": Command("show what a step trained on, waited for and took its time for", "why"),
-    "trace": Command(
-        "export steps of a run as a trace for ui.perfetto.dev", "export_replay_report_trace"
+    "list": Command("list presets or built-in models", "lists"),
+    "runs": Command("list the runs of a folder: state, step, accuracy", "lists"),
+    "report": Command("rewrite a run's report.html, or export its trace or SQL views", "report"),
+    "why": Command(
+        "show what a step trained on, waited for and took its time for, or one sample", "why"
     ),
-    "dashboard": Command("show a folder of runs in a browser", "dashboard_and_watch"),
-    "watch": Command(
-        "show a run that another process writes, as its terminal does", "dashboard_and_watch"
-    ),
-    "show": Command("show one sample with its group, scores and texts", "sql_show_and_diff"),
-    "diff": Command(
-        "show what differs between two runs, and whether noise explains it", "sql_show_and_diff"
-    ),
-    "sql": Command("ask the files of runs by SQL", "sql_show_and_diff", more=_VIEWS),
-    "replay": Command("repeat a saved non-finite update on the CPU", "export_replay_report_trace"),
+    "dashboard": Command("show a folder of runs in a browser", "dashboard"),
+    "diff": Command("show what differs between two runs, and whether noise explains it", "diff"),
+    "replay": Command("repeat a saved non-finite update on the CPU", "export_replay"),
     "doctor": Command("show what is wrong with a run, or with this machine", "doctor_and_selftest"),
     "selftest": Command(
         "verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"
@@ -123,21 +102,19 @@ GROUPS = {
     "start and train": ("new", "migrate", "train", "sft"),
     "use a model": ("eval", "chat", "serve", "export"),
     "before a run": ("plan", "config", "data", "reward", "rollout", "sandbox"),
-    "look at a run": (
-        "list",
-        "dashboard",
-        "watch",
-        "report",
-        "why",
-        "show",
-        "diff",
-        "sql",
-        "trace",
-        "replay",
-    ),
-    "this machine": ("doctor", "selftest"),
+    "look at a run": ("runs", "dashboard", "report", "why", "diff", "replay"),
+    "this machine": ("list", "doctor", "selftest"),
 }
 """The commands as `distflow --help` shows them."""
+
+USE_INSTEAD = {
+    "sql": "`distflow report RUN --views FILE.sql` writes views for DuckDB",
+    "show": "`distflow why RUN --sample UID` shows a sample",
+    "watch": "`distflow dashboard RUN` follows a run",
+    "trace": "`distflow report RUN --trace STEPS` writes a trace",
+    "list runs": "`distflow runs DIR` lists runs",
+}
+"""For each command that there was."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,6 +189,9 @@ class _Parser(argparse.ArgumentParser):
         from distflow.errors import nearest
 
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
+            named = f"{self.prog} {found[1]}".removeprefix("distflow ")
+            if named in USE_INSTEAD:
+                self.exit(2, f"distflow: there is no command '{named}': {USE_INSTEAD[named]}\n")
             near = nearest(found[1], re.findall(r"[\w-]+", found[2]))
             message += f"; did you mean '{near}'?" if near else ""
         if message.startswith("argument "):  # the usage, a line for each few options, would hide it

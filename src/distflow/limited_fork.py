@@ -1,5 +1,5 @@
-"""A fork of this process for what may never end or fill the memory, such as templates and queries
-of somebody else."""
+"""A fork of this process for what may never end or fill the memory, such as templates of
+somebody else."""
 
 import ctypes
 import multiprocessing

@@ -116,8 +116,8 @@ def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
     frame = run.sql("select step, response, fate from samples order by step").to_pandas()
     assert list(frame["step"]) == [1, 2, 3] and set(frame["fate"]) == {"trained"}
     assert {row["key"] for row in run.sql("from metrics")} >= {"reward/mean_score"}
-    with pytest.raises(UserError, match="this is DROP"):
-        run.sql("drop table metrics")
+    with pytest.raises(UserError, match="nothing"):
+        run.sql("select nothing from metrics")
     other = tmp_path / "other"
     with RunFolder(other, 0) as written:
         for step in range(1, 41):

@@ -23,7 +23,7 @@ import torch
 
 from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
-from distflow.commands.dashboard_and_watch import PAGES, make_server
+from distflow.commands.dashboard import PAGES, make_server
 from distflow.commands.dashboard_page_data import Dashboard, _invoice_columns
 from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
@@ -31,7 +31,6 @@ from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
 from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
-from tests.launch.plans.test_rates_from_run_folder import write as write_measured_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")
@@ -228,14 +227,9 @@ def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path,
         assert client.ask("/api/runs", Host="evil.example", **kept)[0] == 421
 
 
-@pytest.mark.parametrize(
-    "part", ["sql?query=select+1", "what_if?change=rewards*2", "groups?where=1=1"]
-)
-def test_what_takes_more_than_reading_wants_the_token_of_the_page(
-    client: Client, part: str
-) -> None:
+def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client) -> None:
     """An image, a form or a link of any page sends the cookie at most."""
-    path = f"/api/{part}&run={TINY}"
+    path = f"/api/groups?run={TINY}"
     _, headers, _ = client.ask("/?token=a-token", Authorization="")
     kept = {"Authorization": "", "Cookie": headers["set-cookie"].partition(";")[0]}
     assert client.ask(path, **kept)[0] == 401
@@ -432,7 +426,6 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
             client.part(name, run="a")
         client.part("step", run="b", step=3)
         client.part("compare", run=["a", "b"])
-        client.part("sql", run=["a", "b"], query="select count(*) from samples")
     assert hashes(tmp_path) == before and before
 
 
@@ -472,19 +465,6 @@ def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) ->
     assert found["total"] == 12
     assert ask(which="equal")["total"] + ask(which="mixed")["total"] <= summary["num_shown"]
     assert ask(text="nowhere")["total"] == 0
-    found = ask(
-        where="response = 'the answer is 13' and advantage > 0 -- as trained on", step="train 3"
-    )
-    assert [group["name"] for group in found["groups"]] == ["303"] and ask(
-        where="response_length > 1e6"
-    )["total"] == 0
-    for wrong in (
-        "nothing > 1",
-        "true) group by all; drop table samples; select (1",
-        "response in (select * from '/etc/passwd')",
-    ):
-        status, _, text = client.ask(f"/api/groups?{urlencode({'run': TINY, 'where': wrong})}")
-        assert status == 400 and json.loads(text)["error"], wrong
     pages = [ask(page=page)["groups"] for page in range(4)]
     places = [(group["split"], group["step"], group["first"]) for page in pages for group in page]
     assert len(places) == len(set(places)) == min(everything["total"], 80)
@@ -586,27 +566,6 @@ def test_new_sample_files_are_read_while_the_run_goes_on(tmp_path: Path) -> None
         assert client.part("state", run="run", page="samples")["version"] != version
 
 
-def test_sql_is_answered_and_writing_is_not(client: Client, runs: Path) -> None:
-    found = client.part(
-        "sql",
-        run=TINY,
-        query="select step, value from metrics where key = 'actor/grad_norm' order by 1",
-    )
-    assert (
-        found["columns"] == ["step", "value"]
-        and found["rows"][2] == [3, "NaN"]
-        and len(found["rows"]) == 12
-    )
-    for query in (
-        "drop table metrics",
-        "copy (select 1) to 'x.csv'",
-        "select 1; select 2",
-        "select * from '/etc/passwd'",
-    ):
-        status, _, text = client.ask(f"/api/sql?{urlencode({'run': TINY, 'query': query})}")
-        assert status == 400 and json.loads(text)["error"]
-
-
 def test_two_runs_are_compared_with_their_curves_beside_each_other(client: Client) -> None:
     found = client.part("compare", run=[TINY, "project/asynchronous"])
     assert found["pair"] == [TINY, "project/asynchronous"]
@@ -643,26 +602,6 @@ def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:
         "group",
     }
     assert client.part("waits", run="project/asynchronous")["waits"][0]["waits for"] == "rollout"
-
-
-@pytest.mark.slow
-def test_a_change_is_predicted_as_the_command_does_and_runs_no_code(tmp_path: Path) -> None:
-    write_measured_run(tmp_path / "run")
-    before = hashes(tmp_path)
-    with serve(tmp_path) as client:
-        now, more = client.part("what_if", run="run", change="rewards*2")["outcomes"]
-        assert now["change"] == "as it is" and more["seconds"] < now["seconds"] and not more["why"]
-        for change, said in (
-            ("trainer.imports=[this]", "Python code: trainer.imports: this"),
-            ("x.y=1", "x.y"),
-        ):
-            _, refused = client.part("what_if", run="run", change=change)["outcomes"]
-            assert said in refused["why"]
-        status, _, text = client.ask(
-            f"/api/what_if?{urlencode({'run': 'run', 'change': 'faster'})}"
-        )
-        assert status == 400 and "--what-if faster: write rollout+1" in json.loads(text)["error"]
-    assert hashes(tmp_path) == before
 
 
 def late_metric(folder: Path) -> None:
@@ -758,7 +697,6 @@ PARTS += ("trust", "step", "state", "trace")
             {
                 "top": "is of version 99 of the schema",
                 "samples": "is of version 99",
-                "sql": "version 99",
             },
         ),
         (clock_steps_back, {}),
@@ -777,7 +715,6 @@ def test_a_damaged_run_has_partial_pages_or_a_message(
         "sample": {"uid": "203-1", "step": 2},
         "group": {"step": 2, "split": "train", "first": 3},
     }
-    queries |= {"sql": {"query": "select count(*) from samples, metrics, spans, groups, findings"}}
     queries |= {name: {} for name in PARTS}
     with serve(tmp_path) as client:
         for name, query in queries.items():

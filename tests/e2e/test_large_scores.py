@@ -3,8 +3,6 @@ advantages."""
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.api.load_run import load_run
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
@@ -210,8 +209,7 @@ def test_sql_reads_them_as_numbers(ground: Playground) -> None:
         "select sum((extra->'custom/n')::int) as n, any_value(json_type(extra->'custom/list')) as "
         "l from samples"
     )
-    command = [sys.executable, "-m", "distflow", "sql", str(done.folder), query, "--json"]
-    (row,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (row,) = load_run(done.folder).sql(query)
     assert row == {"n": 7 * 16, "l": "ARRAY"}
 
 

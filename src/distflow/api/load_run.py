@@ -3,7 +3,7 @@ notebook. It only reads files."""
 
 import html
 import math
-import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -28,7 +28,6 @@ _SHOWN_COLUMNS = 12
 _SHOWN_CHARACTERS = 200
 _WIDTH = 240
 _HEIGHT = 40
-_MAX_QUERY_S = 600.0
 
 
 class Table(list[dict[str, object]]):
@@ -183,12 +182,27 @@ class Run:
         return Table(found._asdict() for found in examine(RunRecords(self.folder)).problems())
 
     def sql(self, query: str) -> Table:
-        """The rows of one SELECT over the views of `distflow sql`, e.g. "select * from spans".
-        Raises UserError as that does, and without DuckDB (`pip install 'distflow[ui]'`)."""
-        from distflow.launch.run_folders.sql_over_runs import query_runs
+        """The rows of a query over the views of `distflow report RUN --views`, e.g. "select * from
+        spans". Raises UserError for a wrong one, and without DuckDB (`pip install
+        'distflow[ui]'`)."""
+        from distflow.launch.run_folders.sql_views import VIEWS, write_views
 
-        answer = query_runs([self.folder], query, max_rows=sys.maxsize - 1, max_s=_MAX_QUERY_S)
-        return Table(answer.records())
+        try:
+            import duckdb
+        except ImportError as error:
+            raise UserError("run.sql needs DuckDB: pip install 'distflow[ui]'") from error
+        named = [name for name in VIEWS if name in query.lower()]
+        with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
+            file = Path(folder) / "views.sql"
+            write_views([self.folder], file, named)
+            try:
+                connection.execute(file.read_text("utf-8"))
+                cursor = connection.execute(query)
+                columns = [column[0] for column in cursor.description or ()]
+                rows = cursor.fetchall()
+            except duckdb.Error as error:
+                raise UserError(f"the query cannot be answered: {error}") from error
+        return Table(dict(zip(columns, row, strict=True)) for row in rows)
 
     def compare(self, others: "Sequence[Run | str | Path]") -> Table:
         """A row for each headline metric and other run: `metric`, `run`, the means `a` of this run

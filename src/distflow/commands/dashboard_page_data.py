@@ -1,15 +1,10 @@
 """What the pages of `distflow dashboard` show, as JSON: the parts of a report, and what `why`,
-`show`, `doctor`, `diff` and `sql` know. Everything is read from the folders of runs; what was read
-is kept until a file changes."""
+`doctor` and `diff` know. Everything is read from the folders of runs; what was read is kept until a
+file changes."""
 
-import json
 import math
 import os
 import re
-import resource
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -19,17 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-from distflow.commands import sql_show_and_diff as show
 from distflow.commands import why
 from distflow.commands.dashboard_samples import MAX_PICTURE_BYTES, SamplesIndex, whole
+from distflow.commands.diff import differences
+from distflow.commands.sample import find_sample
 from distflow.errors import UserError
-from distflow.launch.run_folders.sql_over_runs import (
-    QUESTIONS,
-    VIEWS,
-    query_runs,
-    saved_tokens,
-    token_texts,
-)
+from distflow.launch.run_folders.saved_tokens import saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
@@ -61,8 +51,6 @@ _TAIL_BYTES = 200_000
 _COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
-_WHAT_IF_S = 60.0
-_WHAT_IF_BYTES = 2**30
 _LONGEST_PAUSE_S = 30.0
 _HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
 _NO_INVOICE: dict[str, Any] = {"idle": None, "best": {}}
@@ -161,12 +149,7 @@ class Dashboard:
         if of_run == "one" and len(runs) != 1 or of_run and not runs:
             raise UserError("This page shows a run: choose one on the page Runs, at /.")
         one = _state(self._opened(runs[0]), {}) if len(runs) == 1 else {}
-        return {
-            **one,
-            "runs": list(names) if of_run else [],
-            "views": VIEWS,
-            "questions": QUESTIONS,
-        }
+        return {**one, "runs": list(names) if of_run else []}
 
     def answer(self, part: str, names: Sequence[str], query: Mapping[str, str]) -> dict[str, Any]:
         """A part of a page. Raises UserError with what the reader can do."""
@@ -442,7 +425,7 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
         raise UserError(
             "Name a sample by its uid, such as 27570-2: the page Samples has a link for each."
         )
-    found = show.find_sample(run.run_dir, uid, whole(step) if step else None)
+    found = find_sample(run.run_dir, uid, whole(step) if step else None)
     group = found.group
     row = found.row
     facts = (
@@ -484,50 +467,6 @@ def _waits(run: OpenRun, query: Query) -> dict[str, Any]:
         "waits": step_parts.waits(pages.activity),
         "phases": _phases(run.run_dir, medians, "median"),
     }
-
-
-_planning = threading.Lock()
-
-
-def _what_if(run: OpenRun, query: Query) -> dict[str, Any]:
-    """What `distflow plan` says of the run with a change: in a process of its own, with limits of
-    time and memory. It imports no code that the run's config or the change names."""
-    change = query.get("change", "").replace("\0", "")
-    command = [
-        sys.executable,
-        "-m",
-        "distflow",
-        "plan",
-        "--from",
-        str(run.run_dir),
-        f"--what-if={change}",
-    ]
-    quiet: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-    }
-    # each thread of NumPy's would take memory
-    quiet["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (
-        _planning,  # one at a time
-        subprocess.Popen(
-            [*command, "--no-code", "--json"], **quiet, start_new_session=True
-        ) as planning,
-    ):
-        resource.prlimit(planning.pid, resource.RLIMIT_DATA, (_WHAT_IF_BYTES, _WHAT_IF_BYTES))
-        try:
-            found, said = planning.communicate(timeout=_WHAT_IF_S)
-        except subprocess.TimeoutExpired as error:
-            os.killpg(planning.pid, signal.SIGKILL)
-            raise UserError(
-                f"the plan took more than {_WHAT_IF_S:g} s: use `distflow plan --what-if`"
-            ) from error
-    if planning.returncode:
-        raise UserError(
-            said.decode("utf-8", "replace").removeprefix("distflow: ").strip()[:_MAX_TEXT]
-        )
-    return {"outcomes": json.loads(found)["what_if"]}
 
 
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -573,7 +512,7 @@ def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
     if len(names) < 2:
         raise UserError("Choose two to eight runs on the page Runs, at /.")
     other = query.get("against") if query.get("against") in names[1:] else names[1]
-    found = show.differences(*([runs[name].pages()] for name in (names[0], str(other))))
+    found = differences(*([runs[name].pages()] for name in (names[0], str(other))))
     shown = headline_names()
     metrics = [each for each in found["metrics"] if each["metric"] in shown]
     return {
@@ -619,14 +558,8 @@ def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
     }
 
 
-def _sql(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
-    answer = query_runs([run.run_dir for run in runs.values()], query.get("query", ""))
-    return {"columns": answer.columns, "rows": answer.rows, "is_cut": answer.is_cut}
-
-
 _OF_SEVERAL: Mapping[str, Callable[[Mapping[str, OpenRun], Query], dict[str, Any]]] = {
     "compare": _compare,
-    "sql": _sql,
 }
 _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "state": _state,
@@ -644,7 +577,6 @@ _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "group": lambda run, query: run.index().group(query),
     "sample": _sample,
     "waits": _waits,
-    "what_if": _what_if,
     "trust": _trust,
     "trace": lambda run, query: step_parts.trace(run.run_dir, query.get("step") or None)[0],
 }

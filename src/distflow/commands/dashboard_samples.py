@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.errors import UserError
-from distflow.launch.run_folders.sql_over_runs import MAX_ROWS, plain, query_runs
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
 from distflow.observe.report.samples import SampleGroup, add_pictures, sample_groups
 from distflow.observe.run_reader import RIGHT, Timeline, read_samples, read_timeline, sample_files
 from distflow.observe.sample_files import SAMPLES
+from distflow.observe.sanitized_output import valid_utf8
 
 ROWS_OF_PAGE = 20
 MAX_PICTURE_BYTES = 2**24
@@ -190,9 +190,6 @@ class SamplesIndex:
         """A page of the groups that fit. is_most: `total` is an upper bound, since a text was not
         sought in all of them. Raises UserError for a wrong number."""
         conditions, values = _conditions(query)
-        if where := query.get("where", ""):
-            conditions.append("concat_ws(' ', step, split, name) in (select unnest(?))")
-            values.append(self._where(where))
         order = (
             f"{_SORTS.get(query.get('sort', ''), 'step')} "
             f"{'asc' if query.get('down') == '0' else 'desc'} nulls last"
@@ -227,17 +224,6 @@ class SamplesIndex:
         rows = cursor.execute(f"select {', '.join(names)} {chosen} {limits}", values).fetchall()
         groups = [_group(dict(zip(names, row, strict=True))) for row in rows]
         return {"total": total, "is_most": is_most, "groups": groups}
-
-    def _where(self, condition: str) -> list[str]:
-        """The groups with a sample that fits a condition of SQL. Raises UserError if it is wrong,
-        or too many fit."""
-        select = r"select distinct step, split, regexp_replace(uid, '-[^-]*$', '') from samples"
-        answer = query_runs([self._run_dir], f"{select} where (\n{condition}\n)")
-        if answer.is_cut:
-            raise UserError(
-                f"more than {MAX_ROWS:,} groups have such a sample: narrow the condition"
-            )
-        return [" ".join(map(str, row)) for row in answer.rows]
 
     def group(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One group with all that is shown of it. Raises UserError if it is not there."""
@@ -275,7 +261,7 @@ def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[object]]:
         ("mean >= ?", _number(query["low"]) if query.get("low") else None),
         ("mean <= ?", _number(query["high"]) if query.get("high") else None),
     ]
-    given = [(condition, plain(value)) for condition, value in asked if value is not None]
+    given = [(condition, valid_utf8(value)) for condition, value in asked if value is not None]
     which = _WHICH.get(query.get("which", ""), "true")
     return [which, *(condition for condition, _ in given)], [value for _, value in given]
 
@@ -332,7 +318,7 @@ def _row(group: SampleGroup, number: int, place: int) -> dict[str, Any]:
         ),
         "has_dropped": any(response.get("dropped") for response in responses),
     }
-    return {name: plain(value) for name, value in row.items()}
+    return {name: valid_utf8(value) for name, value in row.items()}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

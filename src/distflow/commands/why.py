@@ -1,5 +1,5 @@
 """`distflow why`: the groups of a step, how each was generated, and the groups dropped since the
-previous step, from the ledger and the samples."""
+previous step, from the ledger and the samples; or one sample."""
 
 import argparse
 import time
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
-from distflow.commands.sql_show_and_diff import aligned, as_json
+from distflow.commands.printing import aligned, as_json
+from distflow.commands.sample import print_sample
 from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import StepLineage, step_lineage
 from distflow.observe.crash_safe_files import to_number
@@ -33,7 +34,13 @@ _short = partial(escape_control, limit=MAX_TEXT, one_line=True)
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument(
-        "step", metavar="STEP", type=partial(at_least, 1), help="number of the step, counted from 1"
+        "step", nargs="?", metavar="STEP", help="number of the step, counted from 1"
+    )
+    parser.add_argument(
+        "--sample",
+        metavar="UID",
+        help="show one sample instead, such as 27570-2: group 27570, response 2; that of STEP, "
+        "if one is named",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -91,8 +98,31 @@ def step_content(run_dir: Path, step: int) -> StepContent:
     )
 
 
+def _run_and_step(arguments: argparse.Namespace) -> tuple[str | None, int | None]:
+    """One word alone is the step, unless a sample is asked for, which needs none."""
+    run_dir = arguments.run_dir
+    word = arguments.step
+    if word is None:
+        if arguments.sample is not None:
+            return run_dir, None
+        if run_dir is None:
+            raise UserError("name a step, counted from 1, or a sample: `distflow why RUN STEP`")
+        word = run_dir
+        run_dir = None
+    try:
+        return run_dir, at_least(0 if arguments.sample else 1, word)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"STEP {error}") from None
+
+
 def run_why(arguments: argparse.Namespace) -> int:
-    content = step_content(find_run(arguments.run_dir), arguments.step)
+    name, step = _run_and_step(arguments)
+    run_dir = find_run(name)
+    if arguments.sample is not None:
+        print_sample(run_dir, arguments.sample, step, arguments.json)
+        return 0
+    assert step is not None
+    content = step_content(run_dir, step)
     lineage = content.lineage
     responses = content.responses
     if arguments.json:

@@ -8,7 +8,6 @@ import threading
 import time
 import tomllib
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -369,24 +368,6 @@ def is_torn(path: Path, folder: Path) -> bool:
             return file.read(4) != _MAGIC or not _has_footer(file)
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def is_damaged(path: Path, folder: Path) -> bool:
-    """Whether it cannot be read whole, or has other columns than those of a run. Takes as long as
-    reading it."""
-    import pyarrow
-
-    try:
-        with open_file(path, folder) as opened:
-            file = _checked(opened, path)
-            types = {field.name: field.type for field in file.schema_arrow}
-            for group in range(file.num_row_groups):
-                if file.metadata.row_group(group).total_byte_size <= _LEAST_LIMIT:
-                    deque(file.iter_batches(row_groups=[group], use_threads=False), maxlen=0)
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError):
-        return True
-    kinds = {name: _arrow_type(column.kind) for name, column in COLUMNS.items()}
-    return any(types.get(name, kind) != kind for name, kind in kinds.items())
 
 
 def _has_footer(file: BinaryIO) -> bool:

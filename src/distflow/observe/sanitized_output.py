@@ -20,7 +20,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 _BAR_EVERY_S = 10.0
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -51,6 +51,11 @@ def escaped_json(text: str) -> str:
     if text.isascii() and "\x7f" not in text:
         return text
     return _OBEYED.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+def valid_utf8(value: object) -> Any:
+    """A text with unpaired surrogates as escapes, which UTF-8 can hold; anything else unchanged."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 class TerminalOutput(io.TextIOBase):

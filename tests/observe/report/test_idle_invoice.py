@@ -442,7 +442,7 @@ def test_a_short_gap_is_the_work_between_phases_and_a_long_one_is_unknown() -> N
     }
 
 
-def test_why_the_report_and_sql_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_and_the_report_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", 0, range(1, 13), 1000.0, "finished")
     (tmp_path / "run" / "ledger.jsonl").write_text(
         "".join(

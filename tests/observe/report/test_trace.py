@@ -1,5 +1,5 @@
-"""`distflow trace`: what the file holds of which steps, also of runs that were killed or resumed,
-and of any folder."""
+"""`distflow report RUN --trace`: what the file holds of which steps, also of runs that were
+killed or resumed, and of any folder."""
 
 import json
 from collections import Counter, defaultdict
@@ -54,9 +54,8 @@ def write_run(
 
 
 def trace(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert main(["trace", str(folder), *arguments]) == 0
-    target = Path(arguments[-1]) if "--to" in arguments else folder / "trace.json"
-    return list(json.loads(target.read_text())["traceEvents"])
+    assert main(["report", str(folder), "--trace", *arguments]) == 0
+    return list(json.loads((folder / "trace.json").read_text())["traceEvents"])
 
 
 def tracks(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, float]]]:
@@ -111,14 +110,12 @@ def steps_of(events: list[dict[str, Any]]) -> list[str]:
     return [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 0]
 
 
-def test_the_last_steps_are_the_default_and_the_file_goes_where_it_is_wanted(
-    tmp_path: Path,
-) -> None:
+def test_the_last_steps_are_the_default(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert steps_of(trace(run)) == [f"step {step}" for step in range(4, 9)], (
         "what follows the last is no step"
     )
-    assert steps_of(trace(run, "7", "--to", str(tmp_path / "seven.json"))) == ["step 7"]
+    assert steps_of(trace(run, "7")) == ["step 7"]
 
 
 def test_a_run_that_was_killed_and_one_that_was_resumed(tmp_path: Path) -> None:
@@ -155,7 +152,7 @@ def test_steps_that_are_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, said: str
 ) -> None:
     run = write_run(tmp_path / "run")
-    assert main(["trace", str(run), steps]) == 2
+    assert main(["report", str(run), "--trace", steps]) == 2
     assert said in capsys.readouterr().err
     assert not (run / "trace.json").exists()
 
@@ -163,20 +160,12 @@ def test_steps_that_are_none(
 def test_where_nothing_can_be_read_or_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["trace", str(tmp_path / "none")]) == 2
+    assert main(["report", str(tmp_path / "none"), "--trace"]) == 2
     assert "has no spans of a training step" in capsys.readouterr().err
-    assert (
-        main(
-            [
-                "trace",
-                str(write_run(tmp_path / "run")),
-                "--to",
-                str(tmp_path / "none" / "trace.json"),
-            ]
-        )
-        == 2
-    )
-    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    run = write_run(tmp_path / "run")
+    (run / "trace.json").mkdir()
+    assert main(["report", str(run), "--trace"]) == 2
+    assert f"{run}/trace.json cannot be written" in capsys.readouterr().err
 
 
 def test_numbers_that_no_clock_has_and_hostile_names_are_left_out(tmp_path: Path) -> None:
@@ -206,7 +195,7 @@ def test_files_that_are_none_are_named(
 ) -> None:
     run = write_run(tmp_path / "runs" / "run")
     KINDS[kind](run / file)
-    status = main(["trace", str(run), "6"])
+    status = main(["report", str(run), "--trace", "6"])
     said = capsys.readouterr().err
     assert status == 2 or kind == "sparse", "the end of a long one is read"
     assert (

@@ -190,11 +190,6 @@ class TerminalView:
             else:
                 self._unwritten = line
 
-    def rewind(self, step: int) -> None:
-        """The run goes on from an earlier step."""
-        with self._lock:
-            self._panel.step = min(self._panel.step, step)
-
     def reward_failed(self, reason: str) -> None:
         with self._lock:
             self._panel.failure = escape_control(reason, 300, one_line=True)

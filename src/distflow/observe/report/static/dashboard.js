@@ -44,8 +44,7 @@ function showRuns() {
   search.value = state("text");
   const place = el("div", {});
   const both = el("span", { class: "choices" });
-  const links = () => both.replaceChildren(...(chosen.size ? [["compare", `compare ${chosen.size}`], ["sql", "ask by SQL"]].filter(([page]) => page === "sql" || chosen.size > 1)
-    .map(([page, label]) => el("a", { class: "button", href: address(page, { run: [...chosen] }) }, label)) : ["choose runs to compare them"]));
+  const links = () => both.replaceChildren(chosen.size > 1 ? el("a", { class: "button", href: address("compare", { run: [...chosen] }) }, `compare ${chosen.size}`) : "choose runs to compare them");
   const pick = (run) => {
     const box = el("input", { type: "checkbox", "aria-label": `choose ${run}`, onchange: () => {
       if (box.checked) chosen.add(run); else chosen.delete(run);
@@ -200,26 +199,9 @@ function showSample() {
 }
 
 // Where does the time of the devices go?
-function whatIf() {
-  const place = el("div", {});
-  const box = el("input", { name: "change", type: "search", placeholder: "staleness+1, rewards*2, key=value" });
-  const draw = ({ outcomes: [now, ...changed] }) => place.replaceChildren(table("What if", [["change", (row) => row.change], ["a step", (row) => row.why || seconds(row.seconds)],
-    ["from", (row) => row.why ? "" : seconds(row.low)], ["to", (row) => row.why ? "" : seconds(row.high)], ["change of time", (row) => row.why || row === now ? "" : `${(100 * (row.seconds / now.seconds - 1)).toLocaleString("en", { signDisplay: "exceptZero", maximumFractionDigits: 0 })} %`],
-    ["fullest device", (row) => `${number(row.peak / 1e9)} GB`]], [now, ...changed]));
-  const ask = () => {
-    keepState({ change: box.value });
-    place.replaceChildren(el("p", { class: "lead", role: "status" }, "A plan is being simulated …"));
-    load("what_if", { change: box.value }, draw).then(() => { if (wrong.what_if) place.replaceChildren(); });
-  };
-  box.value = state("change");
-  if (box.value) ask();
-  const form = el("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); ask(); } }, el("label", {}, "what if ", box), el("button", { type: "submit" }, "predict"));
-  return [el("h3", {}, "What would a step take with one change?"), form, place];
-}
-
 function showTime() {
   const measured = el("div", {});
-  own.append(measured, ...whatIf());
+  own.append(measured);
   own.before(byId("invoice"));
   const refresh = () => {
     const drawn = readCurves("time");
@@ -274,36 +256,6 @@ function showComparison() {
   return refresh;
 }
 
-// Anything else? What is asked most often is there to choose.
-function showSql() {
-  const box = el("textarea", { rows: 4, spellcheck: "false", "aria-label": "one SELECT statement", onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask(); } });
-  box.value = state("query") || data.questions.reward[1];
-  const ready = Object.values(data.questions).map(([question, query]) => el("button", { type: "button", onclick: () => { box.value = query; ask(); } }, question));
-  const answer = el("div", {});
-  const ask = () => {
-    keepState({ query: box.value });
-    zoom = null;
-    load("sql", { query: box.value }, (found) => {
-      const rows = found.rows.map((row) => Object.fromEntries(found.columns.map((name, i) => [name, row[i] !== null && typeof row[i] === "object" ? JSON.stringify(row[i]) : row[i]])));
-      const [first, ...others] = found.columns;
-      const isLine = rows.length > 1 && rows.every((row, i) => typeof row[first] === "number" && (!i || row[first] > rows[i - 1][first]));
-      const numbers = isLine ? others.filter((name) => rows.some((row) => typeof row[name] === "number")) : [];
-      data.series = { x: rows.map((row) => row[first]), axes: {}, left_out: [], thinned: false, y: Object.fromEntries(numbers.map((name) => [name, rows.map((row) => row[name])])) };
-      data.charts = numbers.length ? [{ question: numbers.join(", "), kind: "line", unit: `by ${first}`, names: numbers }] : [];
-      byId("curves").hidden = !numbers.length;
-      if (numbers.length) showCharts();
-      const note = el("p", { class: "count", role: "status" }, `${found.is_cut ? "the first " : ""}${plural(rows.length, "row")}`);
-      answer.replaceChildren(note, ...(rows.length ? [table("Rows", found.columns.map((name) => [name, (row) => linked(row, name)]), rows)] : []));
-    });
-  };
-  const linked = (row, name) => name !== "uid" || !one || !Number.isInteger(row.step) ? row[name] : el("a", { href: address("sample", { uid: row.uid, step: row.step, split: row.split ?? "train" }) }, inert(row.uid));
-  own.append(el("p", { class: "choices" }, ...ready), el("p", { class: "lead" }, inert(`Of ${data.runs.join(", ")}. Views and their columns:`)), el("details", {}, el("summary", {}, Object.keys(data.views).join(", ")),
-    ...Object.entries(data.views).map(([name, columns]) => el("p", { class: "lead" }, el("b", {}, name), ` ${columns}`))), box,
-  el("p", {}, el("button", { type: "button", onclick: ask }, "ask (Ctrl-Enter)")), answer);
-  byId("curves").hidden = true;
-  if (state("query")) ask();
-}
-
 // The sections of a report that a page has, and what draws it; that gives what to do when the run has gone on.
 const DRAWN = {
   runs: [[], showRuns],
@@ -314,7 +266,6 @@ const DRAWN = {
   time: [["curves", "step"], showTime],
   trust: [["curves", "setup"], showTrust],
   compare: [["curves"], showComparison],
-  sql: [["curves"], showSql],
 };
 
 function startFrame() {
@@ -324,7 +275,7 @@ function startFrame() {
   byId("status").hidden = !one;
   document.querySelector(".skip").remove();
   const link = ({ name, title, question, key }) => el("a", { href: address(name), title: `${question} (g ${key})`, "aria-current": name === data.page ? "page" : null }, title);
-  const there = data.pages.filter(({ name, of_run }) => name === data.page || !of_run || (of_run === "several" ? data.runs.length > 1 || (one && name === "sql") : one && !["sample"].includes(name)));
+  const there = data.pages.filter(({ name, of_run }) => name === data.page || !of_run || (of_run === "several" ? data.runs.length > 1 : one && !["sample"].includes(name)));
   document.querySelector("header").append(el("nav", { id: "pages", "aria-label": "Pages" }, ...there.map(link)), el("p", { id: "said", role: "alert" }));
   const sections = DRAWN[data.page][0];
   for (const section of [...document.querySelector("main").children]) if (!sections.includes(section.id)) section.remove();
@@ -336,13 +287,13 @@ function startFrame() {
 let waitsForLetter = false;
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
   const page = waitsForLetter && data.pages.find(({ key }) => key === event.key);
   waitsForLetter = event.key === "g";
   if (page) return go(page.name);
   if (event.key === "/") {
     event.preventDefault();
-    document.querySelector("main input[type=search], main textarea")?.focus();
+    document.querySelector("main input[type=search]")?.focus();
   }
   if (event.key === "j" || event.key === "k") {
     const rows = [...document.querySelectorAll("main tbody .open, main tbody .rowlink")];

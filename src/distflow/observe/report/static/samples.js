@@ -97,15 +97,13 @@ EMBEDDED.groups = ({ text, step, which, domain, low, high, sort, down, page }) =
 
 EMBEDDED.group = ({ group }) => group;
 
-const FILTERS = ["text", "step", "domain", "which", "low", "high", "where"];
+const FILTERS = ["text", "step", "domain", "which", "low", "high"];
 
 class Samples {
   constructor() {
     this.section = byId("samples");
     this.form = this.section.querySelector("form");
-    this.form.addEventListener("input", (event) => event.target?.name === "where" || this.show(0)); // which is asked when it is whole
-    this.form.elements.where.addEventListener("change", () => this.show(0));
-    this.form.elements.where.parentElement.hidden = !data.api;
+    this.form.addEventListener("input", () => this.show(0));
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.form.addEventListener("reset", () => setTimeout(() => this.show(0)));
     this.read();

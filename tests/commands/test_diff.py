@@ -1,11 +1,7 @@
-"""`distflow show` and `distflow diff`: what they print of runs, and how well noise is told from a
-difference."""
+"""`distflow diff`: what it prints of runs, and how well noise is told from a difference."""
 
 import json
 import random
-import sys
-import threading
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,58 +11,12 @@ from safetensors.torch import save_file
 from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.observe.writing.run_folder import RunFolder
-from distflow.planning.plan_of_ranks_and_layouts import RankPlan
 from distflow.runtime.run_recorder import keep_groups
-from tests.commands.test_export_replay_report_why import HOSTILE, write_run
-
-SHOWN = "\\x1b]0;owned\\x07\\u202egnp"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
     assert main([*map(str, arguments)]) == 0
     return capsys.readouterr().out.splitlines()
-
-
-def test_without_duckdb_one_line_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "duckdb", None)
-    assert main(["sql", str(write_run(tmp_path / "run")), "select 1"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "distflow: `distflow sql` needs DuckDB: pip install 'distflow[ui]'\n"
-    )
-
-
-def test_a_sample_with_its_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = write_run(tmp_path / "run")
-    lines = printed(capsys, "show", run_dir, "2-1")
-    assert lines[0] == f"sample 2-1 of {run_dir}: step 2, train"
-    assert lines[1].startswith("group     row 2 of epoch 0, started ") and lines[1].endswith(
-        "2 attempts, trained"
-    )
-    assert f"score     0.5 (math 1.0, {SHOWN}⏎next no number), advantage None" in lines
-    assert "group has 2 samples: scores 0.0, 0.5" in lines
-    assert lines[lines.index("response") + 1] == f"  {SHOWN}"
-    shown = json.loads("\n".join(printed(capsys, "show", run_dir, "2-1", "--json")))
-    assert (shown["step"], shown["split"], shown["group"]["attempts"]) == (2, "train", 2)
-    assert shown["sample"]["response"] == HOSTILE
-
-
-def test_a_dropped_sample_one_of_a_run_without_a_ledger_and_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = tmp_path / "run"
-    with RunFolder(run_dir, 0) as run:
-        run.samples(1, [{"uid": "3-0", "response": "x"}])
-        run.samples(2, [{"uid": "4-0", "response": "x", "errors": ["odd"]}], split="dropped")
-    assert printed(capsys, "show", run_dir, "3-0")[0].endswith("step 1, train")
-    lines = printed(capsys, "show", run_dir, "4-0")
-    assert lines[0].endswith("step 2, dropped") and "reports   odd" in lines
-    assert main(["show", str(run_dir), "5-0"]) == 2
-    assert "has no sample 5-0" in capsys.readouterr().err
-    assert main(["show", str(run_dir), "3-0", "--step", "2"]) == 2
-    assert "has no sample 3-0 in step 2" in capsys.readouterr().err, "not that of another step"
 
 
 def compared_run(folder: Path, seed: int, reward: float = 0.0, response: str = "same") -> Path:
@@ -194,40 +144,3 @@ def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "config, different: 0 keys" in lines
     assert "first difference: none in the groups, responses and checkpoints that both have" in lines
     assert not any(line.endswith("yes, in this pair") for line in lines)
-
-
-@pytest.mark.parametrize("generates", [True, False])
-def test_a_run_on_given_texts_is_watched_without_words_of_rollouts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], generates: bool
-) -> None:
-    with RunFolder(tmp_path, 0) as run:
-        rank = RankPlan(
-            0, "cpu", (), ("actor_train",), ("rollout", "actor") if generates else ("actor",), ()
-        )
-        run.write_json("plan.json", {"ranks": [asdict(rank)]})
-        run.metrics(1, "train", {"sft/loss": 1.5, "rollout/truncated": 0.0})
-        line, _ = printed(capsys, "watch", tmp_path, "--once")  # and that nobody else writes
-    assert "1.5" in line and ("truncated" in line) == generates
-
-
-def test_a_run_is_watched_until_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = tmp_path / "run"
-    again = threading.Event()
-    with RunFolder(run_dir, 0) as run:
-        run.write_json("run.json", {"experiment": HOSTILE, "total_steps": 3})
-        run.metrics(1, "train", {"reward/mean_score": 0.25})
-        run.event("warning", HOSTILE)
-        assert any("0.250" in line for line in printed(capsys, "watch", run_dir, "--once"))
-
-        def go_on() -> None:
-            run.metrics(2, "val", {"val_correct/all/mean": 0.5})
-            run.metrics(2, "train", {"reward/mean_score": 0.75})
-            run.event("end", "the run finished", status="finished")
-            again.set()
-
-        threading.Timer(0.2, go_on).start()
-        lines = printed(capsys, "watch", run_dir)
-        assert again.wait(10)
-    text = "\n".join(lines)
-    assert "step 2/3  accuracy 0.500" in text and "step 2/3  reward  0.750" in text, text
-    assert f"warning: {SHOWN}" in text and "\x1b" not in text

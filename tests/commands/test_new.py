@@ -1,9 +1,7 @@
-"""`distflow new` writes what trains as it is; `distflow list` knows presets, models and runs; every
-command's help."""
+"""`distflow new` writes what trains as it is; every command's help."""
 
 import argparse
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -45,22 +43,13 @@ def test_what_it_writes_trains_and_passes_the_reward_check(
         == 0
     )
     capsys.readouterr()
-    assert main(["list", "runs"]) == 0
+    assert main(["runs"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("runs/first run/first") and "finished, step 2, accuracy" in line
 
     for taken in (["new", "first run"], ["eval", "first run/config.yaml", "--to", "first run"]):
         assert main(taken) == 2
         assert "'first run' exists" in capsys.readouterr().err
-
-
-def test_presets_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "presets"]) == 0
-    presets = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert presets["sft"] == "Supervised fine-tuning on given responses" and "grpo" in presets
-    assert main(["list", "models"]) == 0
-    assert re.search(r"builtin:tiny-arithmetic .*init=random", capsys.readouterr().out)
-    assert main(["list", "runs", "no/such/folder"]) == 2
 
 
 def test_every_command_is_in_a_group_and_every_argument_has_help() -> None:
@@ -100,15 +89,3 @@ def test_a_folder_with_signs_of_yaml_is_written_as_it_is(
             name,
         )
     capsys.readouterr()
-
-
-def test_runs_below_a_folder_called_earlier_are_listed_and_earlier_ones_of_a_run_are_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = tmp_path / "earlier" / "runs"
-    for folder in (runs / "grpo", runs / "grpo" / "earlier" / "1"):
-        folder.mkdir(parents=True)
-        (folder / "events.jsonl").touch()
-    assert main(["list", "runs", str(runs)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{runs}/grpo ")

@@ -1,43 +1,24 @@
 """`distflow dashboard`: a folder of runs in a browser, in pages made of the parts of a report. It
 answers GET alone, reads files of the folder alone, and asks nothing of a run, so that it works on a
-run that crashed. `distflow watch`: a run as its terminal shows it."""
+run that crashed."""
 
 import argparse
-import json
 import socket
 import threading
-import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow import __version__, http_guard
-from distflow.commands.arguments_and_run_folders import (
-    RUNS,
-    add_run_argument,
-    at_least,
-    find_run,
-    listen,
-)
+from distflow.commands.arguments_and_run_folders import RUNS, at_least, listen
 from distflow.errors import UserError
 from distflow.http_guard import Guard, is_loopback, new_token
 from distflow.import_target import check_server_packages
-from distflow.observe.crash_safe_files import encode, read_object, to_number
+from distflow.observe.crash_safe_files import encode
 from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
-from distflow.observe.report.summary_sentences import PROBLEM_KINDS, status
-from distflow.observe.run_reader import (
-    Event,
-    GrowingMetrics,
-    MetricsRecord,
-    read_events,
-    read_timeline,
-)
 from distflow.observe.sanitized_output import escape_control
-from distflow.observe.writing.run_folder import writer_of
 
 if TYPE_CHECKING:
     from distflow.commands.dashboard_page_data import Dashboard
@@ -49,8 +30,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_BY_SCRIPTS = frozenset(f"/api/{part}" for part in ("sql", "what_if", "groups"))
-"""What takes more than reading files."""
+_BY_SCRIPTS = frozenset(("/api/groups",))
+"""What takes more than reading files: a search."""
 
 
 class Page(NamedTuple):
@@ -73,7 +54,6 @@ PAGES = (
     Page("time", "Time", "Where does the time of the devices go?", "t"),
     Page("trust", "Trust", "Can I believe it?", "u"),
     Page("compare", "Compare", "What differs?", "c", "several"),
-    Page("sql", "SQL", "Anything else?", "q", "several"),
 )
 
 
@@ -197,97 +177,3 @@ def make_app(dashboard: "Dashboard", token: str) -> Any:
     routes += [routing.Route("/static/{name}", show_file), routing.Route("/api/{part}", give)]
     handlers = {404: missing, 405: no_method, UserError: refuse, Exception: fail}
     return starlette.Starlette(routes=routes, exception_handlers=handlers)
-
-
-_WATCH_EVERY_S = 2.0
-
-
-def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_argument(parser)
-    parser.add_argument("--once", action="store_true", help="show the run as it is now, and end")
-
-
-def run_watch(arguments: argparse.Namespace) -> int:
-    """Show a run that another process writes, until its end."""
-    watched = _Watched(find_run(arguments.run_dir))
-    try:
-        while not watched.look() and not arguments.once:
-            watched.wait()
-    finally:
-        watched.view.close()
-    return 0
-
-
-class _Watched:
-    """A run that another process writes. Its restarts are followed, in place or by another
-    command."""
-
-    def __init__(self, run_dir: Path) -> None:
-        from distflow.observe.writing.terminal_view import TerminalView
-
-        run, plan = (read_object(run_dir / name, run_dir) for name in ("run.json", "plan.json"))
-        total = run.get("total_steps")
-        ranks = plan.get("ranks")
-        generates = not isinstance(ranks, list) or '"rollout"' in json.dumps(ranks)
-        title = str(run.get("experiment") or run_dir)
-        num_steps = total if isinstance(total, int) else 0
-        self._run_dir = run_dir
-        self._metrics = GrowingMetrics(run_dir)
-        self._shown = set[tuple[int, int, str]]()
-        self._num_events = 0
-        self._was_written = True
-        self._restart = 0
-        records = self._metrics.read(read_timeline(run_dir))
-        self._time = records[0].t if records else 0.0  # of what is shown; 0: now
-        self.view = TerminalView(
-            title, num_steps, clock=lambda: self._time or time.time(), generates=generates
-        )
-        self.view.phase("")
-
-    def look(self) -> bool:
-        """Show what is new. Returns whether the run is over."""
-        # before its files are read, so that none is missed
-        is_written = writer_of(self._run_dir) is not None
-        events = read_events(self._run_dir)
-        records = self._metrics.read(read_timeline(self._run_dir))
-        new = [each for each in records if (each.restart, each.step, each.kind) not in self._shown]
-        self._shown.update((each.restart, each.step, each.kind) for each in new)
-        parts: tuple[Sequence[Event | MetricsRecord], ...] = (events[self._num_events :], new)
-        ordered = [
-            pair
-            for part in parts
-            for pair in zip(accumulate((e.t for e in part), max), part, strict=True)
-        ]
-        # a clock may step back within a part
-        for self._time, each in sorted(ordered, key=lambda pair: pair[0]):
-            if isinstance(each, Event):
-                self._tell(each)
-            else:
-                self._log(each)
-        self._num_events = len(events)
-        has_ended = status(events)["word"] != "no end yet"
-        if self._was_written and not is_written and not has_ended:
-            said = "no process on this machine writes to the run: it was killed, or runs elsewhere"
-            self.view.note("warning", f"{said}; it is shown further if it goes on (Ctrl-C ends)")
-        self._was_written = is_written
-        return has_ended and not is_written
-
-    def wait(self) -> None:
-        self._time = 0.0
-        time.sleep(_WATCH_EVERY_S)
-
-    def _log(self, record: MetricsRecord) -> None:
-        if record.restart > self._restart:
-            self._restart = record.restart
-            self.view.rewind(record.step - 1)
-        self.view.log(record.step, record.values)
-
-    def _tell(self, event: Event) -> None:
-        if event.kind == "start" and event.restart:
-            resumed_at = event.fields.get("resumed_at")
-            self.view.note(
-                "info",
-                f"restart {event.restart}, from step {max(to_number(resumed_at) or 0, 0):.0f}",
-            )
-        elif event.kind in PROBLEM_KINDS and not event.rolled_back:
-            self.view.note(event.kind, event.message)

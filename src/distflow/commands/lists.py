@@ -1,96 +1,46 @@
-"""`distflow new`: a folder to start from, with a config, a reward function and data.
-`distflow list`: presets, built-in models, and the runs of a folder."""
+"""`distflow list`: presets and built-in models. `distflow runs`: the runs of a folder."""
 
 import argparse
-import json
-import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from random import Random
 
 from distflow.commands.arguments_and_run_folders import RUNS, importing
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import empty_folder
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import EARLIER
-
-CONFIG = Path(__file__).with_name("new_config.yaml")
-REWARD = '''\
-"""Test it: distflow reward check {folder}/reward.py --data {folder}/problems.jsonl"""
-
-
-def compute_score(solution_str, ground_truth):
-    """The share of characters that are right; `acc` says whether the response is correct."""
-    given = solution_str.strip()
-    same = sum(a == b for a, b in zip(given, ground_truth))
-    return {{"score": same / max(len(given), len(ground_truth)), "acc": given == ground_truth}}
-'''
-FILES = {"problems": "problems.jsonl", "validation": "validation.jsonl", "reward": "reward.py"}
-NUM_VALIDATION = 100
-
-
-def add_new_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="FOLDER", help="folder to write into; it must be empty or not exist"
-    )
-
-
-def run_new(arguments: argparse.Namespace) -> int:
-    """Write a config, a reward function and problems that are ready to train."""
-    folder = empty_folder(arguments.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    sums = []
-    for a in range(10, 50):
-        for b in range(10, 50):
-            sums.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
-    Random(0).shuffle(sums)
-    for name, rows in (("problems", sums[NUM_VALIDATION:]), ("validation", sums[:NUM_VALIDATION])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {name: str(folder / file) for name, file in FILES.items()}
-    quoted = {
-        key: json.dumps(text, ensure_ascii=False)
-        for key, text in {"name": folder.resolve().name, **files}.items()
-    }
-    (folder / "config.yaml").write_text(
-        CONFIG.read_text("utf-8").format(folder=folder, **quoted), "utf-8"
-    )
-    (folder / "reward.py").write_text(REWARD.format(folder=folder))
-    name = escape_control(str(folder), one_line=True)
-    print(f"{name}: config.yaml, reward.py, problems.jsonl, validation.jsonl")
-    config, reward, data = (
-        shlex.quote(f"{name}/{file}") for file in ("config.yaml", "reward.py", "problems.jsonl")
-    )
-    for command in (
-        f"data check {config}",
-        f"reward check {reward} --data {data}",
-        f"train {config}",
-    ):
-        print(f"  distflow {command}")
-    return 0
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=["presets", "models", "runs"],
-        metavar="presets|models|runs",
+        choices=["presets", "models"],
+        metavar="presets|models",
         help="what to list",
     )
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    _print_rows(_presets() if arguments.what == "presets" else _models())
+    return 0
+
+
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", nargs="?", default=RUNS, type=Path, metavar="DIR", help="folder of the runs"
     )
 
 
-def run_list(arguments: argparse.Namespace) -> int:
-    lines = {"presets": _presets, "models": _models, "runs": lambda: _runs(arguments.folder)}[
-        arguments.what
-    ]
-    rows = list(lines())
+def run_runs(arguments: argparse.Namespace) -> int:
+    _print_rows(_runs(arguments.folder))
+    return 0
+
+
+def _print_rows(found: Iterable[tuple[str, str]]) -> None:
+    rows = list(found)
     width = max((len(name) for name, _ in rows), default=0)
     for name, what in rows:
         print(f"{name:<{width}}  {what}")
-    return 0
 
 
 def _presets() -> Iterator[tuple[str, str]]:

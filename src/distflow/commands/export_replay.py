@@ -1,0 +1,45 @@
+"""`distflow export`: a checkpoint as a folder. `distflow replay`: a saved update again."""
+
+import argparse
+from pathlib import Path
+
+from distflow.commands.arguments_and_run_folders import add_trust_argument
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="RUN|CHECKPOINT", help="a run's folder, or one of its checkpoints"
+    )
+    parser.add_argument(
+        "--to", required=True, metavar="DIR", help="a folder that is empty or does not exist"
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write only the LoRA adapter, as a PEFT folder"
+    )
+    add_trust_argument(parser, "came with the model")
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    from distflow.launch.run_folders.export_checkpoint import export_checkpoint
+
+    source = Path(arguments.checkpoint)
+    target = Path(arguments.to)
+    export_checkpoint(
+        source, target, trust_code=arguments.trust_code, say=print, adapter=arguments.adapter
+    )
+    return 0
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "bundle", metavar="BUNDLE", help="folder of the saved update, below RUN/bundles"
+    )
+    add_trust_argument(parser, "the run imported, or that came with its model")
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    from distflow.launch.run_folders.replay_nonfinite_update import replay_bundle
+
+    for line in replay_bundle(Path(arguments.bundle), trust_code=arguments.trust_code):
+        print(line)
+    return 0

@@ -1,0 +1,121 @@
+"""One sample of a run, with its group, scores and texts: `distflow why RUN --sample UID`."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from distflow.commands.arguments_and_run_folders import LEDGER
+from distflow.commands.printing import as_json
+from distflow.errors import UserError, count_of
+from distflow.launch.run_folders.groups_of_step import ledger_groups
+from distflow.observe.crash_safe_files import JSON
+from distflow.observe.run_reader import (
+    GROUP_COLUMNS,
+    Group,
+    in_short,
+    read_samples,
+    read_timeline,
+    sample_splits,
+    sample_steps,
+)
+from distflow.observe.sample_files import DROPPED
+from distflow.observe.sanitized_output import escape_control
+
+
+class FoundSample(NamedTuple):
+    """group: in the ledger, if it is there. rows: all samples of the group in this step."""
+
+    step: int
+    split: str
+    row: dict[str, JSON]
+    group: Group | None
+    rows: list[dict[str, JSON]]
+
+
+def find_sample(run_dir: Path, uid: str, step: int | None) -> FoundSample:
+    """step: the only one to look at; None if it is not known. Raises UserError if there is no such
+    sample."""
+    name = uid.partition("-")[0]
+    known = read_timeline(run_dir)
+    group = ledger_groups(run_dir / LEDGER).get(
+        int(name) if name.isdecimal() and len(name) < 19 else -1
+    )
+    for split in (*sample_splits(run_dir), DROPPED):
+        steps = sorted(sample_steps(run_dir, split), reverse=True)
+        wanted = step if step is not None else group.step if group and split == "train" else None
+        for found in steps if wanted is None else [wanted] * (wanted in steps):
+            all_rows = read_samples(run_dir, found, split, known, None)
+            rows = [row for row in all_rows if str(row.get("uid")).partition("-")[0] == name]
+            if (row := next((row for row in rows if row.get("uid") == uid), None)) is not None:
+                return FoundSample(found, split, row, group, rows)
+    where = "" if step is None else f" in step {step}"
+    raise UserError(
+        f"{run_dir} has no sample {uid}{where}: `distflow why RUN STEP` lists groups, and samples/ "
+        "has the files"
+    )
+
+
+def print_sample(run_dir: Path, uid: str, known_step: int | None, is_json: bool) -> None:
+    step, split, row, group, rows = find_sample(run_dir, uid, known_step)
+    if is_json:
+        known = None if group is None else dict(zip(GROUP_COLUMNS, group.values(), strict=True))
+        print(
+            as_json(
+                {"run": str(run_dir), "step": step, "split": split, "sample": row, "group": known}
+            )
+        )
+        return
+    lines = [
+        f"sample {uid} of {run_dir}: step {step}, {split}",
+        *_facts_of(row, group, rows),
+    ]
+    for name in ("prompt", "response", "ground_truth"):
+        lines += ["", name, *(f"  {line}" for line in str(row.get(name, "")).splitlines())]
+    print("\n".join(escape_control(line, one_line=True) for line in lines))
+
+
+def _facts_of(
+    row: Mapping[str, JSON], group: Group | None, rows: Sequence[Mapping[str, JSON]]
+) -> list[str]:
+    versions = (
+        [v for v in found if isinstance(v, int)]
+        if isinstance(found := row.get("versions"), list)
+        else []
+    )
+    lines = []
+    if group is not None:
+        started = (
+            ""
+            if group.started is None
+            else time.strftime(", started %H:%M:%S", time.localtime(group.started))
+        )
+        tried = f", {count_of(len(group.attempts), 'attempt')}" if len(group.attempts) > 1 else ""
+        reason = f" ({group.reason})" if group.reason else ""
+        lines.append(
+            f"group     row {group.row} of epoch {group.epoch}{started}{tried}, "
+            f"{group.state}{reason}"
+        )
+    lengths = (
+        f"prompt {row.get('prompt_length')}, response {row.get('response_length')}, "
+        f"{row.get('finish_reason')}"
+    )
+    span = f", versions {min(versions)} to {max(versions)}" if versions else ""
+    lines.append(f"tokens    {lengths}{span}")
+    parts = row.get("reward_parts")
+    each = (
+        ", ".join(f"{name} {value}" for name, value in parts.items())
+        if isinstance(parts, Mapping)
+        else ""
+    )
+    lines.append(
+        f"score     {row.get('score')}{f' ({each})' if each else ''}, advantage "
+        f"{row.get('advantage')}"
+    )
+    lines.append(
+        f"group has {count_of(len(rows), 'sample')}: scores "
+        f"{', '.join(str(r.get('score')) for r in rows)}"
+    )
+    if remark := in_short(row):
+        lines.append(f"reports   {remark}")
+    return lines

@@ -1,0 +1,206 @@
+"""Views of DuckDB over the folders of runs: what each holds, also of damaged files."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.data.batch import Batch
+from distflow.launch.run_folders.sql_views import VIEWS, write_views
+from distflow.observe.sample_files import COLUMNS
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.runtime.run_recorder import keep_groups
+from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
+from tests.observe.conftest import HOSTILE, write_run
+
+duckdb = pytest.importorskip("duckdb", reason="the extra `ui`")
+
+Ask = Callable[[str], list[Any]]
+
+
+def opened(file: Path) -> Ask:
+    """As anyone's DuckDB does."""
+    connection = duckdb.connect()
+    connection.execute(file.read_text("utf-8"))
+    return lambda query: list(connection.execute(query).fetchall())
+
+
+def views_of(run_dir: Path, *more: Path) -> Ask:
+    file = run_dir.parent / "views.sql"
+    assert write_views([run_dir, *more], file) == []
+    return opened(file)
+
+
+def test_the_command_writes_them_and_says_how_to_open_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_run(tmp_path / "a" / "run's [1]*")
+    second = write_run(tmp_path / "b", num_steps=3)
+    file = tmp_path / "it's [2]?" / "views.sql"
+    file.parent.mkdir()
+    assert main(["report", str(first), str(second), "--views", str(file)]) == 0
+    assert "duckdb -init" in capsys.readouterr().out
+    ask = opened(file)
+    assert ask("select run, max(step) from metrics group by run order by 2") == [
+        ("b", 3),
+        ("run's [1]*", 12),
+    ]
+    assert ask("select run, count(*) > 0 from samples group by run order by 1") == [
+        ("b", True),
+        ("run's [1]*", True),
+    ]
+    assert main(["report", str(first), "--views", str(tmp_path / "none" / "x.sql")]) == 2
+    assert "none/x.sql cannot be written" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "--views", str(file)]) == 2
+
+
+def test_every_view_has_its_columns_also_of_a_run_without_files(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    with RunFolder(tmp_path / "new", 0):
+        pass
+    for ask in (views_of(run_dir), views_of(tmp_path / "new")):
+        for view, columns in VIEWS.items():
+            kinds = {name: kind for name, kind, *_ in ask(f"describe {view}")}
+            listed = dict(column.split() for column in columns.split(", "))
+            assert kinds == {"run": "VARCHAR", **listed}, view
+    assert ask("select count(*) from samples") == [(0,)]
+    assert [*kinds] and list(COLUMNS) == VIEWS["samples"].replace(",", "").split()[::2]
+
+
+def test_metrics_have_a_row_for_each_value_also_of_a_late_metric(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    with RunFolder(run_dir, 0) as run:
+        run.metrics(900, "train", {'late/"quoted"': 3.0, "late/nan": math.nan})
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 901, "t": 1, "restart": 0, "kind": "train", "m": {"torn')
+    ask = views_of(run_dir)
+    assert ask("select step, value from metrics where key = 'late/\"quoted\"'") == [(900, 3.0)]
+    assert ask("select count(*), min(step) from metrics where isnan(value)") == [(2, 3)]
+    assert ask("select step from metrics where isinf(value)") == [(5,)]
+    assert ask("select max(step) from metrics") == [(900,)]
+
+
+def test_samples_are_whole_also_those_that_utf8_cannot_hold(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    ask = views_of(run_dir)
+    query = "select response, score, advantage from samples where step = 2 and split = 'train'"
+    found = ask(query + " order by response_length")
+    leaking = [text.replace("LEAK", "http://127.0.0.1:1/leak") for text in HOSTILE]
+    assert [row[0] for row in found][: len(HOSTILE)] == [
+        text.replace("\ud800", "\\ud800") for text in leaking
+    ]
+    assert found[5][1] == 1.0 and math.isnan(found[4][2])
+    assert ask("select count(*) from samples where split = 'val'") == [(40,)]
+    assert ask("select errors->>0 from samples where step = 1 and uid = '100-3'") == [
+        ("math: out of time",)
+    ]
+    assert ask("select max((reward_parts->>'the answer is 15')::double) from samples") == [(1.0,)]
+
+
+def test_torn_files_rolled_back_steps_and_links_out_of_the_folder_are_left_out(
+    tmp_path: Path,
+) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=4)
+    whole = (run_dir / "samples" / "000002.parquet").read_bytes()
+    (run_dir / "samples" / "000008.parquet").write_bytes(whole[:-1])
+    (tmp_path / "secret.parquet").write_bytes(whole)
+    (run_dir / "samples" / "000009.parquet").symlink_to(tmp_path / "secret.parquet")
+    with RunFolder(run_dir, 1, resumed_at=2) as run:
+        run.samples(3, [{"uid": "0-0", "response": "again"}])
+    file = tmp_path / "views.sql"
+    assert write_views([run_dir], file) == [
+        f"{run_dir}/samples/000008.parquet is damaged: its samples are missing here"
+    ]
+    counts = opened(file)(
+        "select step, count(*) from samples where split = 'train' group by all order by all"
+    )
+    assert counts == [(1, 16), (2, 16), (3, 1)]
+
+
+def test_files_of_another_version_have_other_columns_and_types(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=3)
+    file = run_dir / "samples" / "000002.parquet"
+    table = pyarrow.parquet.read_table(file).drop_columns(["prompt"])
+    pyarrow.parquet.write_table(table.append_column("later", table["uid"]), file)
+    other = pyarrow.table({"step": [3], "split": ["train"], "uid": [1], "response_length": ["x"]})
+    pyarrow.parquet.write_table(other, run_dir / "samples" / "000003.parquet")
+    found = views_of(run_dir)(
+        "select step, count(uid), count(prompt), count(response_length) from samples "
+        "where split = 'train' group by all order by 1"
+    )
+    assert found == [(1, 16, 16, 16), (2, 16, 0, 16), (3, 1, 0, 0)]
+
+
+def test_groups_and_versions_come_from_the_ledger(tmp_path: Path) -> None:
+    run_dir = write_ledger_run(tmp_path / "run")
+    with (run_dir / "ledger.jsonl").open("a") as file:
+        odd = {"kind": "version", "restart": 0, "t": "x", "step": 2**70, "weights": [1]}
+        file.write(json.dumps(odd) + "\n")
+    ask = views_of(run_dir)
+    query = "select group_id, state, step, attempts, tokens, worker from groups where group_id < 4"
+    assert ask(query + " order by 1") == [
+        (0, "trained", 1, 1, 1000, "rank-0"),
+        (1, "trained", 1, 1, 1001, "rank-0"),
+        (2, "trained", 2, 2, 1002, "rank-1"),
+        (3, "dropped", None, 1, None, "rank-0"),
+    ]
+    assert ask("select reason from groups where group_id = 3") == [
+        ("\x1b]0;owned\x07\u202egnp\nnext",)
+    ]
+    assert ask("select step, weights from versions order by 1") == [(1, 1), (2, 2), (None, None)]
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_view(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    (run_dir / "ledger.jsonl").write_bytes(b"x" * 9_000_000)
+    file = tmp_path / "views.sql"
+    missing = write_views([run_dir], file)
+    assert [f"{run_dir}/ledger.jsonl" in line for line in missing] == [True, True]
+    ask = opened(file)
+    assert ask("select count(*) from groups") == [(0,)]
+    assert ask("select max(step) from metrics") == [(2,)]
+
+
+def test_tokens_of_saved_groups_without_a_torn_file(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", num_steps=1)
+    batch = Batch(torch.tensor([1, 1]), torch.tensor([2, 1]))
+    batch["uid"] = ["0-0", "0-1"]
+    batch["group_index"] = torch.tensor([0, 0])
+    batch["response_ids"] = torch.tensor([[5, 6], [7, 0]])
+    batch["response_mask"] = torch.ones(2, 2)
+    batch["old_log_probs"] = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    keep_groups(run_dir, 1, batch)
+    (run_dir / "tokens" / "000002.safetensors").write_bytes(
+        (run_dir / "tokens" / "000001.safetensors").read_bytes()[:-3]
+    )
+    query = "select step, uid, position, token, is_trained, old_log_prob, ref_log_prob from tokens"
+    assert views_of(run_dir)(query) == [
+        (1, "0-0", 0, 5, True, -1.0, None),
+        (1, "0-0", 1, 6, True, -2.0, None),
+        (1, "0-1", 0, 7, True, -3.0, None),
+    ]
+
+
+def test_runs_of_one_name_have_their_paths_and_the_other_views_their_rows(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a" / "run")
+    second = write_run(tmp_path / "b" / "run", num_steps=3)
+    ask = views_of(first, second)
+    assert ask("select run, max(step) from metrics group by run order by 2") == [
+        (str(second), 3),
+        (str(first), 12),
+    ]
+    ask = views_of(first)
+    assert ask("select key, value, source from config") == [
+        ("trainer.seed", "1", "preset or default")
+    ]
+    assert ask("select rule, level, step from findings") == [("warning", "warning", 3)]
+    assert ask("select count(*), max(t1 - t0) < 1 from spans where actor = 'rollout'") == [
+        (72, True)
+    ]
