@@ -204,3 +204,9 @@ def test_runs_of_one_name_have_their_paths_and_the_other_views_their_rows(tmp_pa
     assert ask("select count(*), max(t1 - t0) < 1 from spans where actor = 'rollout'") == [
         (72, True)
     ]
+
+
+def test_a_folder_is_no_file_of_views(tmp_path: Path) -> None:
+    for folder in (tmp_path, Path("/")):
+        with pytest.raises(UserError, match="is a folder"):
+            write_views([], folder)

@@ -64,6 +64,8 @@ def write_views(
     """Write the views of these names, and their tables into the folder `FILE.tables`. Returns a
     sentence for whatever of the runs is missing. Raises UserError if the files cannot be written.
     """
+    if file.is_dir():
+        raise UserError(f"the views cannot be written: {file} is a folder, name a file")
     runs = _named(run_dirs)
     tables = file.absolute().with_name(f"{file.name}.tables")
     statements: list[str] = []
