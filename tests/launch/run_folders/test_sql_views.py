@@ -13,6 +13,7 @@ import torch
 
 from distflow.cli import main
 from distflow.data.batch import Batch
+from distflow.errors import UserError
 from distflow.launch.run_folders.sql_views import VIEWS, write_views
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
