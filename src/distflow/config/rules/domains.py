@@ -1,7 +1,6 @@
 """Rules of `data.domains`, and of `algorithm.domains`, to which the rules of the run's algorithm
 apply too."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.builtin_names import CURRICULA, POLICY_LOSSES
@@ -19,10 +18,18 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.algorithm import DIFFERING_LOSS
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ACTOR, ROLLOUT, Finding
-from distflow.config.rules.algorithm import normalised_groups
-from distflow.config.rules.combinations import ALGORITHM_RULES
-from distflow.config.rules.pipeline_and_estimator import known_names
+from distflow.config.rules import (
+    ACTOR,
+    ROLLOUT,
+    Finding,
+    Findings,
+    agents,
+    estimator,
+    kl,
+    losses,
+    normalization,
+)
+from distflow.config.rules.pipeline import known_names
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
@@ -31,7 +38,7 @@ _OF_RL = (
 )
 
 
-def one_form(config: Config) -> Iterator[Finding]:
+def one_form(config: Config) -> Findings:
     """Files are listed per domain, or once for all domains with tags."""
     domains = config.data.domains
     for name in ("train_files", "val_files") if domains else ():
@@ -52,7 +59,7 @@ def one_form(config: Config) -> Iterator[Finding]:
             )
 
 
-def tags(config: Config) -> Iterator[Finding]:
+def tags(config: Config) -> Findings:
     """A tag belongs to one domain; tags come from a column and select rows of a file."""
     data = config.data
     domain_of = dict[str, str]()
@@ -79,7 +86,7 @@ def tags(config: Config) -> Iterator[Finding]:
         yield Finding(("data.tag_key",), "no domain has tags, and there is no validation", advice)
 
 
-def sources(config: Config) -> Iterator[Finding]:
+def sources(config: Config) -> Findings:
     """Each domain has data, and some domain is trained on."""
     domains = config.data.domains
     is_trained = any(domain.weight for domain in domains.values())
@@ -112,7 +119,7 @@ def sources(config: Config) -> Iterator[Finding]:
         )
 
 
-def curriculum(config: Config) -> Iterator[Finding]:
+def curriculum(config: Config) -> Findings:
     """A curriculum needs several domains and, if built in, scores."""
     name = config.data.curriculum.function
     key = "data.curriculum.function"
@@ -132,7 +139,7 @@ def curriculum(config: Config) -> Iterator[Finding]:
         )
 
 
-def rewards(config: Config) -> Iterator[Finding]:
+def rewards(config: Config) -> Findings:
     """Each domain has reward functions, from one key."""
     domains = config.data.domains
     functions = config.reward.functions
@@ -161,7 +168,7 @@ def rewards(config: Config) -> Iterator[Finding]:
             )
 
 
-def lengths(config: Config) -> Iterator[Finding]:
+def lengths(config: Config) -> Findings:
     """A domain's response limit is at most the run's, and longer than the penalty zone."""
     longest = config.data.max_response_length
     zone = config.reward.overlong.buffer_tokens
@@ -178,7 +185,7 @@ def lengths(config: Config) -> Iterator[Finding]:
             )
 
 
-def used(config: Config) -> Iterator[Finding]:
+def used(config: Config) -> Findings:
     """Every setting of a domain has an effect in the pipeline."""
     default = DomainConfig()
     rollout = config.actor_rollout_ref.rollout
@@ -212,10 +219,17 @@ def used(config: Config) -> Iterator[Finding]:
             )
 
 
-_RULES_OF_DOMAINS = (known_names, normalised_groups, *ALGORITHM_RULES)
+_RULES_OF_DOMAINS = (
+    known_names,
+    *agents.RULES,
+    *estimator.RULES,
+    *kl.RULES,
+    *losses.RULES,
+    *normalization.RULES,
+)
 
 
-def of_each(config: Config) -> Iterator[Finding]:
+def of_each(config: Config) -> Findings:
     """The rules of the run's algorithm apply to each domain's settings; findings name the domain's
     keys."""
     sized = [name for name, each in config.data.domains.items() if each.n]
@@ -240,7 +254,7 @@ def of_each(config: Config) -> Iterator[Finding]:
                     )
 
 
-def clips(config: Config) -> Iterator[Finding]:
+def clips(config: Config) -> Findings:
     """A domain sets the clip of a loss that has one."""
     for domain in own_losses(config):
         loss = POLICY_LOSSES.get(config_of(config, domain).actor_rollout_ref.actor.policy_loss)
@@ -253,7 +267,7 @@ def clips(config: Config) -> Iterator[Finding]:
                 yield Finding(keys, "the loss of the domain has no clip", f"remove {keys[0]}")
 
 
-def known(config: Config) -> Iterator[Finding]:
+def known(config: Config) -> Findings:
     """`algorithm.domains` and reward models name domains of `data.domains`, if there are any."""
     domains = config.data.domains
     named = [(f"algorithm.domains.{domain}", domain) for domain in config.algorithm.domains]
