@@ -16,7 +16,7 @@ from distflow.config.compose.typed_values import (
     parse_share_band,
     show,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig
+from distflow.config.keys.actor import ActorConfig
 from distflow.config.keys.declare import collect, group, key
 
 Bounds = tuple[float | None, float]

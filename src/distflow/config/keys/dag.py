@@ -13,7 +13,7 @@ from distflow.config.compose.typed_values import (
     plain_differing,
     show,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig
+from distflow.config.keys.actor_rollout_ref import ActorRolloutRefConfig
 from distflow.config.keys.declare import collect, key
 
 NODE_KEYS = (

@@ -13,8 +13,8 @@ from distflow.config.compose.typed_values import (
     plain_differing,
     show,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
+from distflow.config.keys.fsdp import RefFsdpConfig
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
 """The treatment of a sample with a reward error: mask it in the loss, drop its group, or assign

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.config.derived_settings import data_files, validates
 from distflow.config.keys.schema import Config
-from distflow.config.keys.trainer_async_and_trust import StopCondition
+from distflow.config.keys.trainer import StopCondition
 from distflow.config.rules import Finding, Findings
 from distflow.config.rules.idle_options import find_idle
 from distflow.errors import missing_path, nearest

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.config.derived_settings import is_sharded, may_have_critic
-from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
+from distflow.config.keys.optim import OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, Finding, Findings
 
