@@ -8,6 +8,7 @@ from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (
     Finding,
+    acting,
     agents,
     checkpoints,
     correction,
@@ -27,7 +28,6 @@ from distflow.config.rules import (
     run,
     sampling,
     sharding,
-    simulators,
 )
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
@@ -40,7 +40,7 @@ SUBJECTS = (
     models,
     engines,
     sampling,
-    simulators,
+    acting,
     agents,
     optimizers,
     sharding,

@@ -55,7 +55,7 @@ def weight_sync(config: Config) -> Findings:
 
 def no_server(config: Config) -> Findings:
     """Server options are set only for an engine with a server."""
-    if server_of(config) is not None or allocation_decides(config):
+    if server_of(config) or allocation_decides(config):
         return
     entries = ROLLOUT_ENGINES.items()
     able = " or ".join(name for name, entry in entries if entry.in_server and entry.target)
@@ -81,7 +81,7 @@ def temperature(config: Config) -> Findings:
 
 def batch_invariant(config: Config) -> Findings:
     """The rounding of a server is not ours."""
-    if config.actor_rollout_ref.rollout.batch_invariant and server_of(config) is not None:
+    if config.actor_rollout_ref.rollout.batch_invariant and server_of(config):
         what = "the rounding of a server depends on its batch"
         yield Finding((f"{ROLLOUT}.batch_invariant",), what, "remove it")
 
@@ -90,7 +90,7 @@ def running_servers(config: Config) -> Findings:
     """A server that runs already has its own options, and is listed once."""
     url = config.actor_rollout_ref.rollout.url
     keys = server_keys(config)
-    if server_of(config) is None:
+    if not server_of(config):
         return
     if url and len(keys) > 1:
         what = "the server at that address was started with options of its own"
@@ -103,7 +103,7 @@ def engine_options(config: Config) -> Findings:
     """Options of a server belong to an engine."""
     rollout = config.actor_rollout_ref.rollout
     key = f"{ROLLOUT}.engine_kwargs"
-    for name, options in rollout.engine_kwargs.items() if server_of(config) is not None else ():
+    for name, options in rollout.engine_kwargs.items() if server_of(config) else ():
         if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
             advice = f"write for example {key}.{rollout.name}.max_model_len=4096"
             yield Finding((key,), "options belong to an engine", advice)
@@ -113,7 +113,7 @@ def judges(config: Config) -> Findings:
     """A judge has an engine that can compute another model."""
     name = config.actor_rollout_ref.rollout.name
     for judge, model in scoring_models(config.reward_model).items():
-        if model.is_whole_judge and server_of(config) is not None:
+        if model.is_whole_judge and server_of(config):
             yield Finding(
                 (f"reward_model.models.{judge}.judge", _NAME),
                 f"a judge has the engine of the rollout, and '{name}' is the server of one model",

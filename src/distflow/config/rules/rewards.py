@@ -7,7 +7,7 @@ from distflow.config.derived_settings import (
     uses_custom_reward,
 )
 from distflow.config.keys.reward import RewardConfig, on_error_of, patience_of, scoring_models
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import Config
 from distflow.config.rules import ROLLOUT, Finding, Findings
 from distflow.config.rules.estimator import scoring_key
 from distflow.config.rules.idle_options import find_idle
@@ -119,7 +119,7 @@ def limit_penalty(config: Config) -> Findings:
     has_workflow = config.actor_rollout_ref.rollout.workflow is not None
     for name in ("max_turns", "length", "context"):
         key = f"reward.limit_penalty.{name}"
-        if getattr(config.reward.limit_penalty, name) == schema_keys()[key].default:
+        if not getattr(config.reward.limit_penalty, name):
             continue
         if not has_workflow:
             advice = (
