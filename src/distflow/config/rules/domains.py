@@ -206,7 +206,7 @@ def lengths(config: Config) -> Findings:
 
 def used(config: Config) -> Findings:
     """Every setting of a domain has an effect in the pipeline."""
-    settings = _OF_RL
+    settings: tuple[str, ...] = _OF_RL
     what = "it has no effect: the pipeline trains on the responses in the data"
     if is_rl(config):
         settings = _OF_SFT
