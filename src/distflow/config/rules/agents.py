@@ -107,33 +107,30 @@ def settings_of_policies(config: Config) -> Findings:
 
 def several_policies(config: Config) -> Findings:
     """What a run whose agents have several policies cannot do yet."""
+    group = config.actor_rollout_ref
+    engine = ROLLOUT_ENGINES.get(group.rollout.name)
     if not has_several_policies(config):
         return
-    actor = config.actor_rollout_ref.actor
-    engine = ROLLOUT_ENGINES.get(config.actor_rollout_ref.rollout.name)
-    old_of_rollout = config.algorithm.recompute_old_log_probs == "false"
-    for is_set, key, default, what in (
-        (config.dag.policy is not None, "dag.policy", "null", "train one of them alone"),
-        (is_sharded(config), f"{ACTOR}.strategy", "torch", "shard weights"),
-        (config.actor_rollout_ref.model.lora_rank, f"{MODEL}.lora_rank", 0, "train adapters"),
-        (engine and engine.in_server, f"{ROLLOUT}.name", "embedded", "generate in a server"),
-        (estimator_of(config).needs_critic, ADV_ESTIMATOR, "grpo", "train a critic"),
-        (
-            old_of_rollout,
-            "algorithm.recompute_old_log_probs",
-            "auto",
-            "take the rollout's log-probs as the old ones",
-        ),
-        (
-            actor.prox != "recompute",
-            f"{ACTOR}.prox",
-            "recompute",
-            "interpolate proximal log-probs",
-        ),
-    ):
-        if is_set:
-            why = f"a run whose agents have several policies cannot {what} yet"
-            yield Finding((key, _AGENTS), why, f"set {key} to {default}")
+    if config.dag.policy is not None:
+        yield _impossible("dag.policy", "train one of them alone", "null")
+    if is_sharded(config):
+        yield _impossible(f"{ACTOR}.strategy", "shard weights", "torch")
+    if group.model.lora_rank:
+        yield _impossible(f"{MODEL}.lora_rank", "train adapters", "0")
+    if engine is not None and engine.in_server:
+        yield _impossible(f"{ROLLOUT}.name", "generate in a server", "embedded")
+    if estimator_of(config).needs_critic:
+        yield _impossible(ADV_ESTIMATOR, "train a critic", "grpo")
+    if config.algorithm.recompute_old_log_probs == "false":
+        what = "take the rollout's log-probs as the old ones"
+        yield _impossible("algorithm.recompute_old_log_probs", what, "auto")
+    if group.actor.prox != "recompute":
+        yield _impossible(f"{ACTOR}.prox", "interpolate proximal log-probs", "recompute")
+
+
+def _impossible(key: str, what: str, default: str) -> Finding:
+    why = f"a run whose agents have several policies cannot {what} yet"
+    return Finding((key, _AGENTS), why, f"set {key} to {default}")
 
 
 RULES = (
