@@ -18,7 +18,7 @@ from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.audited_step.updates import _check_reach
 from distflow.audit.check import Wrong
 from distflow.audit.record_groups_and_updates import GradientWatch, UpdateRecord, striped, trained
-from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
+from distflow.config.keys.optim import OptimConfig
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter

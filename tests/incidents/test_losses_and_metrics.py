@@ -13,7 +13,7 @@ import torch
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.audit.audited_step import metrics as audit_metrics
-from distflow.config.keys.trainer_async_and_trust import StopCondition
+from distflow.config.keys.trainer import StopCondition
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models import lora

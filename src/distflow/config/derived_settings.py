@@ -16,8 +16,10 @@ from distflow.builtin_names import (
 )
 from distflow.config.compose.setting_origins import pipeline_of_algorithm
 from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, RefConfig
+from distflow.config.keys.actor import ActorConfig
+from distflow.config.keys.actor_rollout_ref import RefConfig
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
+from distflow.config.keys.critic import CriticConfig
 from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.declare import changed, walk
 from distflow.config.keys.reward import REWARD_MODEL, RewardPart, scoring_models

@@ -17,7 +17,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import Config, flatten, schema_keys, show_value
-from distflow.config.keys.trainer_async_and_trust import TrainerConfig
+from distflow.config.keys.trainer import TrainerConfig
 from distflow.errors import ConfigError, Problem, count_of
 from distflow.import_target import own_name
 

@@ -25,7 +25,7 @@ from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
 from distflow.config.extension_registries import EXTENSION_POINTS
-from distflow.config.keys.actor_rollout_ref_and_critic import RolloutConfig
+from distflow.config.keys.rollout import RolloutConfig
 from distflow.errors import MissingColumn, UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS
 from distflow.import_target import SourceFile, load, shown_name, split_name

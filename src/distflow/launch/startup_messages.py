@@ -8,7 +8,7 @@ from distflow.builtin_names import PROMPT_CHAT
 from distflow.config import Loaded, load_config
 from distflow.config.derived_settings import algorithms, domain_of_tag, is_rl, reward_functions
 from distflow.config.extension_registries import find_unregistered
-from distflow.config.keys.trainer_async_and_trust import StopCondition
+from distflow.config.keys.trainer import StopCondition
 from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError, count_of, hint

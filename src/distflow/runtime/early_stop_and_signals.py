@@ -71,7 +71,7 @@ class MetricStop:
 
     def __init__(self, condition: str | None, warn: Callable[[str], None]) -> None:
         # not at every command's start
-        from distflow.config.keys.trainer_async_and_trust import StopCondition
+        from distflow.config.keys.trainer import StopCondition
 
         self.condition = None if condition is None else StopCondition.of(condition)
         self._warn = warn

@@ -12,7 +12,7 @@ from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import agent_sampling
-from distflow.config.keys.trainer_async_and_trust import SlurmConfig
+from distflow.config.keys.trainer import SlurmConfig
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline

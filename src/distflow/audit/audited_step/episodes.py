@@ -17,7 +17,7 @@ from distflow.audit.check import NOT_APPLICABLE, Sample, Wrong, check, check_tok
 from distflow.audit.recorded_step import RecordedStep, RecordedTurn, conversations_of, index_of
 from distflow.builtin_names import PROMPT_CHAT, ROLLOUT_ENGINES
 from distflow.config.derived_settings import response_limit
-from distflow.config.keys.actor_rollout_ref_and_critic import AgentConfig, RolloutConfig
+from distflow.config.keys.rollout import AgentConfig, RolloutConfig
 from distflow.environments.chat import THOUGHT_TOKENS
 from distflow.environments.parse_tool_calls import find_tool_calls, format_of, opens_thought
 from distflow.environments.tokens_between_turns import TurnTokens

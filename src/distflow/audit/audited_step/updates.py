@@ -40,7 +40,9 @@ from distflow.config.derived_settings import (
     takes_values,
     trained_policies,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig, CriticConfig, OptimConfig
+from distflow.config.keys.actor import ActorConfig
+from distflow.config.keys.critic import CriticConfig
+from distflow.config.keys.optim import OptimConfig
 from distflow.data.batch import repeated
 from distflow.models.sharding import is_spread
 

@@ -32,14 +32,17 @@ _MAX_INDEX_BYTES = 64 * 2**20
 _DOMAINS = re.compile(r"data\.domains\.[\w.-]+(?=\.)")
 NEEDED_TO_EVALUATE = frozenset(
     (
-        *("data.val_files", "data.reward", "reward.functions", "custom_reward_function.path"),
-        *(f"{MODEL}.path", f"{MODEL}.tokenizer_path", "critic.model.path"),
-        *(
-            "reward_model.model.path",
-            "reward_model.models",
-            "dag.pipeline",
-            derived_settings.WORKFLOW,
-        ),
+        "data.val_files",
+        "data.reward",
+        "reward.functions",
+        "custom_reward_function.path",
+        f"{MODEL}.path",
+        f"{MODEL}.tokenizer_path",
+        "critic.model.path",
+        "reward_model.model.path",
+        "reward_model.models",
+        "dag.pipeline",
+        derived_settings.WORKFLOW,
     )
 )
 _CHOSEN = ("data.curriculum.function", "algorithm.filter_groups.should_accept")

@@ -65,14 +65,16 @@ if TYPE_CHECKING:
 
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
-    *("trainer.project_name", "trainer.experiment_name", "algorithm.allow_group_of_one"),
-    *(
-        f"{ACTOR}.clip_ratio_low",
-        f"{ACTOR}.clip_ratio_high",
-        f"{MODEL}.enable_gradient_checkpointing",
-    ),
-    *(f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.free_cache_engine"),
-    *(f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "algorithm.allow_group_of_one",
+    f"{ACTOR}.clip_ratio_low",
+    f"{ACTOR}.clip_ratio_high",
+    f"{MODEL}.enable_gradient_checkpointing",
+    f"{ROLLOUT}.max_num_seqs",
+    f"{ROLLOUT}.free_cache_engine",
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
 )
 
 

@@ -16,7 +16,7 @@ from distflow.config.compose.typed_values import (
     parse_share_band,
     show,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorConfig
+from distflow.config.keys.actor import ActorConfig
 from distflow.config.keys.declare import collect, group, key
 
 Bounds = tuple[float | None, float]
@@ -208,44 +208,40 @@ class FilterGroupsConfig:
 
 
 DIFFERING = (
-    *(
-        "adv_estimator",
-        "adv_estimator_kwargs",
-        "gamma",
-        "lam",
-        "norm_adv_by_std_in_grpo",
-        "scale_rewards",
-    ),
-    *(
-        "adv_epsilon",
-        "reward_shift",
-        "reward_scale",
-        "reward_norm",
-        "reward_clip",
-        "adv_norm",
-        "advantage_clip",
-    ),
-    *(
-        "bootstrap_truncated",
-        "use_kl_in_reward",
-        "kl_penalty",
-        "kl_ctrl",
-        "mask_truncated",
-        "mask_max_turns",
-    ),
-    *(
-        "difficulty_mask",
-        "difficulty_weight",
-        "length_weight",
-        "mask_long_errors",
-        "mask_type",
-        "whiten_rewards",
-    ),
+    "adv_estimator",
+    "adv_estimator_kwargs",
+    "gamma",
+    "lam",
+    "norm_adv_by_std_in_grpo",
+    "scale_rewards",
+    "adv_epsilon",
+    "reward_shift",
+    "reward_scale",
+    "reward_norm",
+    "reward_clip",
+    "adv_norm",
+    "advantage_clip",
+    "bootstrap_truncated",
+    "use_kl_in_reward",
+    "kl_penalty",
+    "kl_ctrl",
+    "mask_truncated",
+    "mask_max_turns",
+    "difficulty_mask",
+    "difficulty_weight",
+    "length_weight",
+    "mask_long_errors",
+    "mask_type",
+    "whiten_rewards",
 )
 """Keys of `algorithm` that a domain may override."""
 DIFFERING_LOSS = (
-    *("policy_loss", "policy_loss_kwargs"),
-    *("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    "policy_loss",
+    "policy_loss_kwargs",
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
 )
 """Keys of `actor_rollout_ref.actor` that a domain may override."""
 

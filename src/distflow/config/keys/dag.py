@@ -13,23 +13,26 @@ from distflow.config.compose.typed_values import (
     plain_differing,
     show,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig
+from distflow.config.keys.actor_rollout_ref import ActorRolloutRefConfig
 from distflow.config.keys.declare import collect, key
 
 NODE_KEYS = (
-    *(
-        "id",
-        "type",
-        "role",
-        "func",
-        "deps",
-        "options",
-        "only_forward_compute",
-        "config",
-        "engine",
-        "writes",
-    ),
-    *("scope", "plane", "phase", "validates", "retry_limit", "policy"),
+    "id",
+    "type",
+    "role",
+    "func",
+    "deps",
+    "options",
+    "only_forward_compute",
+    "config",
+    "engine",
+    "writes",
+    "scope",
+    "plane",
+    "phase",
+    "validates",
+    "retry_limit",
+    "policy",
 )
 _OF_SIIRL = {
     "node_id": "id",

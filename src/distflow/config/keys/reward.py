@@ -13,8 +13,8 @@ from distflow.config.compose.typed_values import (
     plain_differing,
     show,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import RefFsdpConfig
 from distflow.config.keys.declare import collect, group, key, plain_settings
+from distflow.config.keys.fsdp import RefFsdpConfig
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
 """The treatment of a sample with a reward error: mask it in the loss, drop its group, or assign
@@ -277,18 +277,19 @@ REWARD_MODEL = "reward_model"
 _MODELS_FORM = "write e.g. {helpful: {path: DIR, weight: 0.5}, critique: {path: DIR, judge: true}}"
 _CHOICES = "write e.g. choices: [0, 0.5, 1]"
 _TAKEN = (
-    *(
-        REWARD_MODEL,
-        "actor",
-        "critic",
-        "ref",
-        "rollout",
-        "reward_fn",
-        "policy",
-        "tokenizer",
-        "stop_token_ids",
-    ),
-    *("collective", "mesh", "start_pool"),  # other names that a worker's factories look up
+    REWARD_MODEL,
+    "actor",
+    "critic",
+    "ref",
+    "rollout",
+    "reward_fn",
+    "policy",
+    "tokenizer",
+    "stop_token_ids",
+    # other names that a worker's factories look up
+    "collective",
+    "mesh",
+    "start_pool",
 )
 
 

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import yaml
 
 from distflow.config.compose.typed_values import can_convert, nested, show
-from distflow.config.keys.actor_rollout_ref_and_critic import ActorRolloutRefConfig, CriticConfig
+from distflow.config.keys.actor_rollout_ref import ActorRolloutRefConfig
 from distflow.config.keys.algorithm import AlgorithmConfig, EmbodiedSamplingConfig
+from distflow.config.keys.asynchrony import AsyncConfig
+from distflow.config.keys.cost import CostConfig
+from distflow.config.keys.critic import CriticConfig
 from distflow.config.keys.dag import DagConfig
 from distflow.config.keys.data import DataConfig
 from distflow.config.keys.declare import KeyInfo, changed, collect, group, walk, yaml_name
+from distflow.config.keys.profiler import ProfilerConfig
 from distflow.config.keys.reward import (
     CustomRewardConfig,
     RewardConfig,
     RewardModelConfig,
     SrpoConfig,
 )
-from distflow.config.keys.trainer_async_and_trust import (
-    AsyncConfig,
-    CostConfig,
-    ProfilerConfig,
-    TrainerConfig,
-    TrustConfig,
-)
+from distflow.config.keys.trainer import TrainerConfig
+from distflow.config.keys.trust import TrustConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

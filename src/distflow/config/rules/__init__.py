@@ -1,10 +1,12 @@
-"""Rules about combinations of keys: functions from a config to findings."""
+"""Rules about combinations of keys, grouped by subject: functions from a config to findings."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 
 
 @dataclass(frozen=True)
@@ -18,3 +20,7 @@ class Finding:
     what: str
     advice: str
     missing: bool = False
+
+
+Findings = Iterator[Finding]
+"""What a rule yields."""

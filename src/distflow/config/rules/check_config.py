@@ -1,33 +1,60 @@
 """The check of a whole config: each value by itself, then the values together. Finds all problems
 at once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 from distflow.config.compose.typed_values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (
     Finding,
-    algorithm,
-    combinations,
-    data_and_rewards,
+    acting,
+    agents,
+    checkpoints,
+    correction,
+    data,
     domains,
-    models_and_engines,
-    pipeline_and_estimator,
+    engines,
+    estimator,
+    filters,
+    kl,
+    launchers,
+    losses,
+    models,
+    normalization,
+    optimizers,
+    pipeline,
+    rewards,
     run,
+    sampling,
+    sharding,
 )
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
 
-RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    *pipeline_and_estimator.RULES,
-    *data_and_rewards.RULES,
-    *domains.RULES,
-    *models_and_engines.RULES,
-    *algorithm.RULES,
-    *run.RULES,
-    *combinations.RULES,
+SUBJECTS = (
+    pipeline,
+    data,
+    domains,
+    rewards,
+    models,
+    engines,
+    sampling,
+    acting,
+    agents,
+    optimizers,
+    sharding,
+    estimator,
+    normalization,
+    kl,
+    losses,
+    correction,
+    filters,
+    launchers,
+    checkpoints,
+    run,
 )
+"""Each has its rules in the tuple RULES. Problems are reported in this order."""
 
 
 def check(config: Config) -> None:
@@ -66,8 +93,12 @@ def find_problems(
     config, problems, out_of_bounds = within_bounds(config, origins)
     values = flatten(config)
     faulty = faulty | out_of_bounds
-    findings = [finding for rule in RULES for finding in rule(config)]
-    findings += [misfit.finding for rule in SIZE_RULES for misfit in rule(config, RunLimits())]
+    findings = list[Finding]()
+    for subject in SUBJECTS:
+        for find in subject.RULES:
+            findings += find(config)
+    for find_misfits in SIZE_RULES:
+        findings += [misfit.finding for misfit in find_misfits(config, RunLimits())]
     for finding in findings:
         if finding.missing and not complete:
             continue

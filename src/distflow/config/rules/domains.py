@@ -1,7 +1,7 @@
 """Rules of `data.domains`, and of `algorithm.domains`, to which the rules of the run's algorithm
 apply too."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 
 from distflow.builtin_names import CURRICULA, POLICY_LOSSES
@@ -19,19 +19,37 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.algorithm import DIFFERING_LOSS
 from distflow.config.keys.data import DomainConfig
 from distflow.config.keys.schema import Config
-from distflow.config.rules import ACTOR, ROLLOUT, Finding
-from distflow.config.rules.algorithm import normalised_groups
-from distflow.config.rules.combinations import ALGORITHM_RULES
-from distflow.config.rules.pipeline_and_estimator import known_names
+from distflow.config.rules import (
+    ACTOR,
+    ROLLOUT,
+    Finding,
+    Findings,
+    agents,
+    estimator,
+    kl,
+    losses,
+    normalization,
+)
+from distflow.config.rules.pipeline import known_names
 
 _OF_SFT = ("response_key", "messages_key")
 _OF_RL = (
-    *("reward", "filter_groups", "skip_outside", "answer_key", "solution_key"),
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
+    "reward",
+    "filter_groups",
+    "skip_outside",
+    "answer_key",
+    "solution_key",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
 )
 
 
-def one_form(config: Config) -> Iterator[Finding]:
+def one_form(config: Config) -> Findings:
     """Files are listed per domain, or once for all domains with tags."""
     domains = config.data.domains
     for name in ("train_files", "val_files") if domains else ():
@@ -43,76 +61,81 @@ def one_form(config: Config) -> Iterator[Finding]:
                 "domains tags"
             )
             yield Finding((f"data.{name}", "data.domains"), "both name data", advice)
-        for each in (
-            each for each, domain in domains.items() if domain.tags and getattr(domain, name)
-        ):
-            what = f"both name data of the domain '{each}', which has tags"
-            yield Finding(
-                (f"data.{name}", f"data.domains.{each}.{name}"), what, "keep one of the two"
-            )
+        for each, domain in domains.items():
+            if domain.tags and getattr(domain, name):
+                what = f"both name data of the domain '{each}', which has tags"
+                keys = (f"data.{name}", f"data.domains.{each}.{name}")
+                yield Finding(keys, what, "keep one of the two")
 
 
-def tags(config: Config) -> Iterator[Finding]:
-    """A tag belongs to one domain; tags come from a column and select rows of a file."""
-    data = config.data
-    domain_of = dict[str, str]()
-    for name, domain in data.domains.items():
+def tags(config: Config) -> Findings:
+    """Tags come from a column, and select rows of a file."""
+    for name, domain in config.data.domains.items():
         key = f"data.domains.{name}.tags"
-        if domain.tags and data.tag_key is None:
-            yield Finding(
-                ("data.tag_key", key), "the column with the tags is not set", "set data.tag_key=tag"
-            )
-        if domain.tags and not any(
-            chooses_by_tags(config, name, f"{split}_files") for split in ("train", "val")
-        ):
+        if domain.tags and config.data.tag_key is None:
+            what = "the column with the tags is not set"
+            yield Finding(("data.tag_key", key), what, "set data.tag_key=tag")
+        splits = ("train_files", "val_files")
+        if domain.tags and not any(chooses_by_tags(config, name, split) for split in splits):
             what = "they select rows of data.train_files, which is not set"
-            advice = "set it, or remove the tags"
-            yield Finding((key, "data.train_files"), what, advice)
+            yield Finding((key, "data.train_files"), what, "set it, or remove the tags")
+
+
+def tag_of_one_domain(config: Config) -> Findings:
+    """A tag belongs to one domain."""
+    domain_of = dict[str, str]()
+    for name, domain in config.data.domains.items():
         for tag in domain.tags:
-            if domain_of.setdefault(tag, name) != name or domain.tags.count(tag) > 1:
-                what = f"the tag '{tag}' is named twice"
-                yield Finding(
-                    (f"data.domains.{domain_of[tag]}.tags", key), what, "give it to one domain"
-                )
-    if data.tag_key and not domain_of and not (is_rl(config) and validates(config)):
+            first = domain_of.setdefault(tag, name)
+            if first != name or domain.tags.count(tag) > 1:
+                keys = (f"data.domains.{first}.tags", f"data.domains.{name}.tags")
+                yield Finding(keys, f"the tag '{tag}' is named twice", "give it to one domain")
+
+
+def tag_column(config: Config) -> Findings:
+    """A column of tags is used by a domain, or to report validation."""
+    has_tags = any(domain.tags for domain in config.data.domains.values())
+    if config.data.tag_key and not has_tags and not (is_rl(config) and validates(config)):
         advice = "set data.val_files or data.domains.NAME.tags, or remove it"
         yield Finding(("data.tag_key",), "no domain has tags, and there is no validation", advice)
 
 
-def sources(config: Config) -> Iterator[Finding]:
-    """Each domain has data, and some domain is trained on."""
-    domains = config.data.domains
-    is_trained = any(domain.weight for domain in domains.values())
-    for name, domain in domains.items():
+def training_data(config: Config) -> Findings:
+    """Each domain that is trained on has data."""
+    for name, domain in config.data.domains.items():
         key = f"data.domains.{name}"
-        if (
-            domain.weight > 0
-            and not domain.train_files
-            and not chooses_by_tags(config, name, "train_files")
-        ):
+        has_data = domain.train_files or chooses_by_tags(config, name, "train_files")
+        if domain.weight > 0 and not has_data:
             yield Finding(
                 (f"{key}.train_files",),
                 f"the domain '{name}' has no data to train on",
                 f"set {key}.train_files=FILE.jsonl, {key}.weight=0 to validate on it only, or "
-                f"{key}.tags to select "
-                "its rows of data.train_files",
+                f"{key}.tags to select its rows of data.train_files",
             )
-        is_validated = domain.val_files or chooses_by_tags(config, name, "val_files")
-        if domain.weight == 0 and not is_validated and is_trained:
-            yield Finding(
-                (f"{key}.weight", f"{key}.val_files"),
-                f"the domain '{name}' is used neither for training nor for validation",
-                f"give it a weight or {key}.val_files, or remove it",
-            )
-    if domains and not is_trained:
+
+
+def weights(config: Config) -> Findings:
+    """Some domain is trained on, and each other one is validated on."""
+    domains = config.data.domains
+    if domains and not any(domain.weight for domain in domains.values()):
         yield Finding(
             tuple(f"data.domains.{name}.weight" for name in domains),
             "all weights are 0: nothing would be trained on",
             "give a domain a weight above 0; weights are relative and need not add up to 1",
         )
+        return
+    for name, domain in domains.items():
+        key = f"data.domains.{name}"
+        is_validated = domain.val_files or chooses_by_tags(config, name, "val_files")
+        if domain.weight == 0 and not is_validated:
+            yield Finding(
+                (f"{key}.weight", f"{key}.val_files"),
+                f"the domain '{name}' is used neither for training nor for validation",
+                f"give it a weight or {key}.val_files, or remove it",
+            )
 
 
-def curriculum(config: Config) -> Iterator[Finding]:
+def curriculum(config: Config) -> Findings:
     """A curriculum needs several domains and, if built in, scores."""
     name = config.data.curriculum.function
     key = "data.curriculum.function"
@@ -132,14 +155,11 @@ def curriculum(config: Config) -> Iterator[Finding]:
         )
 
 
-def rewards(config: Config) -> Iterator[Finding]:
+def rewards(config: Config) -> Findings:
     """Each domain has reward functions, from one key."""
-    domains = config.data.domains
     functions = config.reward.functions
-    if not domains or not is_rl(config):
-        return
     scored = reward_functions(config)
-    for name, domain in domains.items():
+    for name, domain in config.data.domains.items() if is_rl(config) else ():
         key = f"data.domains.{name}.reward"
         if name not in scored and find_pipeline(config) is not None:
             advice = f"set {key}=math, or reward.functions.{name}=[math]"
@@ -147,21 +167,27 @@ def rewards(config: Config) -> Iterator[Finding]:
         if domain.reward and name in functions and functions[name] != domain.reward:
             what = f"they name different reward functions for the domain '{name}'"
             yield Finding((key, f"reward.functions.{name}"), what, "keep one of the two")
-    has_default = any(
-        not domain.reward and name not in functions for name, domain in domains.items()
-    )
-    for name in functions:
-        if name not in domains and not (name == "default" and has_default):
+
+
+def scored_domains(config: Config) -> Findings:
+    """Reward functions are those of a domain, or the default of one."""
+    domains = config.data.domains
+    known = {*domains}
+    for name, domain in domains.items():
+        if not domain.reward and name not in config.reward.functions:
+            known.add("default")
+    for name in config.reward.functions if domains and is_rl(config) else ():
+        if name not in known:
+            is_default = name == "default"
+            own = "each domain has its own functions"
             yield Finding(
                 (f"reward.functions.{name}", "data.domains"),
-                "each domain has its own functions"
-                if name == "default"
-                else "there is no such domain",
+                own if is_default else "there is no such domain",
                 f"{did_you_mean(name, domains)}remove it; the domains are {', '.join(domains)}",
             )
 
 
-def lengths(config: Config) -> Iterator[Finding]:
+def lengths(config: Config) -> Findings:
     """A domain's response limit is at most the run's, and longer than the penalty zone."""
     longest = config.data.max_response_length
     zone = config.reward.overlong.buffer_tokens
@@ -178,44 +204,54 @@ def lengths(config: Config) -> Iterator[Finding]:
             )
 
 
-def used(config: Config) -> Iterator[Finding]:
+def used(config: Config) -> Findings:
     """Every setting of a domain has an effect in the pipeline."""
-    default = DomainConfig()
-    rollout = config.actor_rollout_ref.rollout
+    settings: tuple[str, ...] = _OF_RL
+    what = "it has no effect: the pipeline trains on the responses in the data"
+    if is_rl(config):
+        settings = _OF_SFT
+        what = "it has no effect: the pipeline generates its responses"
+    for name, domain in config.data.domains.items():
+        for setting in settings:
+            if getattr(domain, setting) != getattr(DomainConfig, setting):
+                yield Finding((f"data.domains.{name}.{setting}",), what, "remove it")
+
+
+def pass_rates(config: Config) -> Findings:
+    """A column of pass rates is read if they are bounded."""
+    for name, domain in config.data.domains.items():
+        if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
+            key = f"data.domains.{name}.pass_rate"
+            advice = f"set {key}=[0.1,0.9]"
+            yield Finding((f"{key}_key",), "no pass rate is required", advice)
+
+
+def filtered_groups(config: Config) -> Findings:
+    """A filtered group of a domain has several samples."""
+    common = config.actor_rollout_ref.rollout.n
     for name, domain in config.data.domains.items():
         key = f"data.domains.{name}"
-        for setting in _OF_SFT if is_rl(config) else _OF_RL:
-            if getattr(domain, setting) != getattr(default, setting):
-                what = (
-                    "generates its responses"
-                    if is_rl(config)
-                    else "trains on the responses in the data"
-                )
-                yield Finding(
-                    (f"{key}.{setting}",), f"it has no effect: the pipeline {what}", "remove it"
-                )
-        if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
+        size = domain.n or (domain.filter_groups and common)
+        if size == 1 and name not in unfiltered_domains(config):
+            size_key = f"{key}.n" if domain.n else f"{ROLLOUT}.n"
             yield Finding(
-                (f"{key}.pass_rate_key",),
-                "no pass rate is required",
-                f"set {key}.pass_rate=[0.1,0.9]",
-            )
-        if (
-            name not in unfiltered_domains(config)
-            and (domain.n or (domain.filter_groups and rollout.n)) == 1
-        ):
-            size = f"{key}.n" if domain.n else f"{ROLLOUT}.n"
-            yield Finding(
-                (f"{key}.filter_groups", size),
+                (f"{key}.filter_groups", size_key),
                 "a group has only one sample, so every group would be dropped",
-                f"set {size}=8, or {key}.filter_groups=false",
+                f"set {size_key}=8, or {key}.filter_groups=false",
             )
 
 
-_RULES_OF_DOMAINS = (known_names, normalised_groups, *ALGORITHM_RULES)
+_RULES_OF_DOMAINS = (
+    known_names,
+    *agents.RULES,
+    *estimator.RULES,
+    *kl.RULES,
+    *losses.RULES,
+    *normalization.RULES,
+)
 
 
-def of_each(config: Config) -> Iterator[Finding]:
+def of_each(config: Config) -> Findings:
     """The rules of the run's algorithm apply to each domain's settings; findings name the domain's
     keys."""
     sized = [name for name, each in config.data.domains.items() if each.n]
@@ -227,20 +263,22 @@ def of_each(config: Config) -> Iterator[Finding]:
         }
         if domain in sized:
             named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
+        judged = config_of(config, domain)
         for rule in _RULES_OF_DOMAINS:
-            for finding in rule(config_of(config, domain)):
+            for finding in rule(judged):
                 if not named.keys().isdisjoint(finding.keys):
-                    advice = finding.advice
-                    for key, own_key in named.items():
-                        advice = advice.replace(f"{key}=", f"{own_key}=")
-                    yield replace(
-                        finding,
-                        keys=tuple(named.get(key, key) for key in finding.keys),
-                        advice=advice,
-                    )
+                    yield _renamed(finding, named)
 
 
-def clips(config: Config) -> Iterator[Finding]:
+def _renamed(finding: Finding, named: Mapping[str, str]) -> Finding:
+    """The finding with other names of keys."""
+    advice = finding.advice
+    for key, own in named.items():
+        advice = advice.replace(f"{key}=", f"{own}=")
+    return replace(finding, keys=tuple(named.get(key, key) for key in finding.keys), advice=advice)
+
+
+def clips(config: Config) -> Findings:
     """A domain sets the clip of a loss that has one."""
     for domain in own_losses(config):
         loss = POLICY_LOSSES.get(config_of(config, domain).actor_rollout_ref.actor.policy_loss)
@@ -253,7 +291,7 @@ def clips(config: Config) -> Iterator[Finding]:
                 yield Finding(keys, "the loss of the domain has no clip", f"remove {keys[0]}")
 
 
-def known(config: Config) -> Iterator[Finding]:
+def known(config: Config) -> Findings:
     """`algorithm.domains` and reward models name domains of `data.domains`, if there are any."""
     domains = config.data.domains
     named = [(f"algorithm.domains.{domain}", domain) for domain in config.algorithm.domains]
@@ -265,4 +303,21 @@ def known(config: Config) -> Iterator[Finding]:
             yield Finding((key, "data.domains"), f"there is no domain '{domain}'", advice)
 
 
-RULES = (one_form, tags, sources, curriculum, rewards, lengths, used, of_each, clips, known)
+RULES = (
+    one_form,
+    tags,
+    tag_of_one_domain,
+    tag_column,
+    training_data,
+    weights,
+    curriculum,
+    rewards,
+    scored_domains,
+    lengths,
+    used,
+    pass_rates,
+    filtered_groups,
+    of_each,
+    clips,
+    known,
+)

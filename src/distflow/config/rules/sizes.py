@@ -13,7 +13,7 @@ from distflow.config.derived_settings import (
     optimizer_steps,
     run_steps,
 )
-from distflow.config.keys.actor_rollout_ref_and_critic import OptimConfig
+from distflow.config.keys.optim import OptimConfig
 from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, Finding
 from distflow.errors import count_of

@@ -1,4 +1,4 @@
-"""Keys of `trainer`, `trust`, `profiler`, `async` and `cost`."""
+"""Keys of `trainer`."""
 
 import math
 import os
@@ -230,67 +230,3 @@ class TrainerConfig:
         """The folder of the run."""
         chosen = os.path.expanduser(self.default_local_dir or "")
         return Path(chosen or Path("runs", self.project_name, self.experiment_name))
-
-
-@dataclass(frozen=True)
-class TrustConfig:
-    """Checks during a run."""
-
-    canary_freq: int = key(
-        1,
-        "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never",
-        minimum=0,
-    )
-    audit_freq: int = key(
-        20, "steps between audits, in addition to start and resume; 0: never", minimum=0
-    )
-    on_mismatch: str = key(
-        "correct",
-        (
-            "if rollout and trainer log-probs diverge: weight tokens by their ratio from then on, "
-            "stop, or only warn"
-        ),
-        choices=("correct", "stop", "warn"),
-    )
-    max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)
-    unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
-    check_rewards: bool = key(
-        True,
-        (
-            "test reward functions before the start on good and bad responses, and try your own "
-            "workflow once"
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class ProfilerConfig:
-    """Traces of operators and kernels from torch's profiler, in the folder `profiles` of the
-    run."""
-
-    enable: bool = key(
-        False,
-        "record what the training thread of each worker computes, and the kernels of its device",
-    )
-    steps: tuple[int, ...] = key((2,), "the steps that are recorded, counted from 1")
-
-
-@dataclass(frozen=True)
-class AsyncConfig:
-    """How far rollout may run ahead of training."""
-
-    max_staleness: int = key(
-        0, "maximum staleness of a sample in steps; 0 is synchronous", minimum=0
-    )
-    max_concurrent_rollouts: int | None = key(
-        None, "maximum prompt groups in flight; null is max_staleness + 1 steps of them", minimum=1
-    )
-
-
-@dataclass(frozen=True)
-class CostConfig:
-    """What `distflow plan` multiplies by."""
-
-    gpu_hour: float | None = key(
-        None, "price of a device for an hour, in any currency; null: no costs", minimum=0
-    )

@@ -1,0 +1,36 @@
+"""Keys of `trust`."""
+
+from dataclasses import dataclass
+
+from distflow.config.keys.declare import key
+
+
+@dataclass(frozen=True)
+class TrustConfig:
+    """Checks during a run."""
+
+    canary_freq: int = key(
+        1,
+        "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never",
+        minimum=0,
+    )
+    audit_freq: int = key(
+        20, "steps between audits, in addition to start and resume; 0: never", minimum=0
+    )
+    on_mismatch: str = key(
+        "correct",
+        (
+            "if rollout and trainer log-probs diverge: weight tokens by their ratio from then on, "
+            "stop, or only warn"
+        ),
+        choices=("correct", "stop", "warn"),
+    )
+    max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)
+    unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
+    check_rewards: bool = key(
+        True,
+        (
+            "test reward functions before the start on good and bad responses, and try your own "
+            "workflow once"
+        ),
+    )

@@ -1,0 +1,167 @@
+"""Rules of the rollout correction: the mismatch between rollout engine and trainer is measured
+where there is one, and corrected once."""
+
+from distflow.config.keys.algorithm import Bounds, spread
+from distflow.config.keys.schema import Config
+from distflow.config.rules import ACTOR, CORRECTION, Finding, Findings
+from distflow.config.rules.idle_options import find_idle
+
+_IS = f"{CORRECTION}.rollout_is"
+_IS_THRESHOLD = f"{CORRECTION}.rollout_is_threshold"
+_IS_NORMALIZE = f"{CORRECTION}.rollout_is_batch_normalize"
+_RS = f"{CORRECTION}.rollout_rs"
+_RS_THRESHOLD = f"{CORRECTION}.rollout_rs_threshold"
+_OF_LOSS = {"behav_imp_weight_cap", "behav_imp_weight_mode", "rejection_sampling"}
+
+
+def idle_options(config: Config) -> Findings:
+    """Options of the importance weights need these weights."""
+    if not config.algorithm.rollout_correction.rollout_is:
+        names = (_IS_THRESHOLD, _IS_NORMALIZE)
+        yield from find_idle(config, _IS, "token", "the correction is off", *names)
+
+
+def band(config: Config) -> Findings:
+    """The band of importance weights is not empty."""
+    correction = config.algorithm.rollout_correction
+    threshold = correction.rollout_is_threshold
+    if correction.rollout_is is None or not isinstance(threshold, tuple):
+        return
+    lower, upper = threshold
+    if not 0 <= lower < upper:
+        yield Finding(
+            (_IS_THRESHOLD,),
+            f"no weight lies between {lower:g} and {upper:g}",
+            "set the lower bound to 0 or more and below the upper one, e.g. [0.5, 2.0]",
+        )
+
+
+def weighted_twice(config: Config) -> Findings:
+    """Only one correction weighs."""
+    if config.algorithm.rollout_correction.rollout_is is None:
+        return
+    for name in sorted(_OF_LOSS & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
+        yield Finding(
+            (_IS, f"{ACTOR}.policy_loss_kwargs.{name}"),
+            "the rollout correction and the decoupled loss would both apply the weights",
+            f"set {_IS}=null, or remove {name}: rollout_is and rollout_is_threshold replace it",
+        )
+
+
+def counted_bounds(config: Config) -> Findings:
+    """Every rejection statistic has a bound, and is named once."""
+    names = config.algorithm.rollout_correction.rollout_rs
+    bounds = config.algorithm.rollout_correction.rollout_rs_threshold
+    keys = (_RS_THRESHOLD, _RS)
+    if bool(names) != bool(bounds):
+        off = "it is the bound of a rejection that is off"
+        what = "a rejection needs a bound" if names else off
+        advice = f"set {_RS}=token_k1 and {_RS_THRESHOLD}=[[0.5, 2.0]], or remove both"
+        yield Finding(keys, what, advice)
+        return
+    if len(set(names)) < len(names):
+        yield Finding((_RS,), "a statistic is named twice", "name it once")
+    if names and len(bounds) not in (1, len(names)):
+        what = f"{len(bounds)} bounds for {len(names)} statistics"
+        yield Finding(keys, what, "set one for each, or one for all")
+
+
+def possible_bounds(config: Config) -> Findings:
+    """The bounds of each rejection statistic exclude something, and not everything."""
+    names = config.algorithm.rollout_correction.rollout_rs
+    bounds = config.algorithm.rollout_correction.rollout_rs_threshold
+    if bounds and len(bounds) in (1, len(names)):
+        for name, bound in zip(names, spread(bounds, len(names)), strict=True):
+            yield from _possible_bound(name, bound)
+
+
+def _possible_bound(name: str, bound: Bounds) -> Findings:
+    keys = (_RS_THRESHOLD, _RS)
+    lower, upper = bound
+    is_ratio = name.endswith("k1")
+    if lower is not None and not is_ratio:
+        what = f"{name} is never negative and has no lower bound"
+        yield Finding(keys, what, f"write {upper:g} alone for it")
+    elif upper <= 0 or (lower is not None and not 0 < lower <= upper):
+        what = f"the bounds of {name} exclude everything"
+        yield Finding(keys, what, "write e.g. [0.5, 2.0], both above 0")
+    elif is_ratio and lower is None and upper < 1:
+        what = f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}"
+        yield Finding(keys, what, "set 1 or more")
+
+
+def interpolated_policy(config: Config) -> Findings:
+    """An interpolated policy, which the loss computes, has no weights and statistics before it."""
+    correction = config.algorithm.rollout_correction
+    prox = f"{ACTOR}.prox"
+    if config.actor_rollout_ref.actor.prox != "interpolate":
+        return
+    if correction.rollout_is and correction.rollout_is_batch_normalize:
+        yield Finding(
+            (_IS_NORMALIZE, prox),
+            "the loss computes the weights of an interpolated policy for each micro-batch, so "
+            "they have no mean",
+            f"set {prox}=recompute, or remove it",
+        )
+    if correction.rollout_rs and correction.rollout_rs_threshold:
+        yield Finding(
+            (_RS, prox),
+            "the interpolated policy is computed within the loss, too late to exclude tokens",
+            f"set {prox}=recompute, or {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. "
+            "{level: token, metric: kl_k3, upper: 0.1}",
+        )
+
+
+def no_mismatch(config: Config) -> Findings:
+    """There is a mismatch to correct."""
+    key = "algorithm.recompute_old_log_probs"
+    if config.algorithm.recompute_old_log_probs != "false":
+        return
+    correction = config.algorithm.rollout_correction
+    for own, value in ((_IS, correction.rollout_is), (_RS, correction.rollout_rs)):
+        if value:
+            what = "the old log-probs are the rollout engine's, so there is no mismatch to correct"
+            yield Finding((key, own), what, f"set {key}=true, or remove {own}")
+
+
+def ratios_of_tokens(config: Config) -> Findings:
+    """Corrections of tokens need ratios of tokens."""
+    correction = config.algorithm.rollout_correction
+    mask = config.actor_rollout_ref.actor.off_policy_mask_threshold
+    level = "algorithm.logprob_level"
+    if config.algorithm.logprob_level == "token":
+        return
+    for key, value in (
+        (_IS, correction.rollout_is),
+        (_RS, correction.rollout_rs),
+        (f"{ACTOR}.off_policy_mask_threshold", mask),
+    ):
+        if value:
+            what = "it is of tokens, and the ratio is of actions or chunks"
+            yield Finding((key, level), what, f"remove it, or set {level}=token")
+
+
+def samples_of_decisions(config: Config) -> Findings:
+    """If samples are decisions, no correction is of whole episodes."""
+    correction = config.algorithm.rollout_correction
+    level = "algorithm.sample_level"
+    if config.algorithm.sample_level != "decision":
+        return
+    for key, names in ((_IS, (correction.rollout_is or "token",)), (_RS, correction.rollout_rs)):
+        wide = [name for name in names if not name.startswith("token")]
+        if wide:
+            what = f"{wide[0]} is of whole episodes, and samples are decisions"
+            yield Finding((key, level), what, f"use a statistic of tokens, or set {level}=episode")
+
+
+RULES = (
+    idle_options,
+    band,
+    weighted_twice,
+    counted_bounds,
+    possible_bounds,
+    interpolated_policy,
+    no_mismatch,
+    ratios_of_tokens,
+    samples_of_decisions,
+)

@@ -1,0 +1,141 @@
+"""Rules of data: files, columns, prompts."""
+
+from collections.abc import Iterator
+from string import Formatter
+
+from distflow.builtin_names import TEMPLATE_PARAMETERS
+from distflow.config.derived_settings import is_rl, reads_pairs
+from distflow.config.keys.data import DataConfig, DomainConfig
+from distflow.config.keys.schema import Config
+from distflow.config.rules import Finding, Findings
+
+_TEMPLATE_OPTIONS = "data.apply_chat_template_kwargs"
+
+
+def sources(config: Config) -> Iterator[tuple[str, DataConfig | DomainConfig]]:
+    """Every group that names data: `data` and each of its domains, with its key."""
+    yield "data", config.data
+    for name, domain in config.data.domains.items():
+        yield f"data.domains.{name}", domain
+
+
+def has_data(config: Config) -> Findings:
+    """There is data to train on."""
+    if not config.data.train_files and not config.data.domains:
+        yield Finding(
+            ("data.train_files", "data.domains"),
+            "there is no data to train on",
+            "set data.train_files=FILE.jsonl (or .parquet, .csv, a data set's id, builtin:NAME)",
+            missing=True,
+        )
+
+
+def named_files(config: Config) -> Findings:
+    """Files have names."""
+    for key, source in sources(config):
+        for split, names in (("train", source.train_files), ("val", source.val_files)):
+            if any(not name.strip() for name in names):
+                what = "one of the files has an empty name"
+                yield Finding((f"{key}.{split}_files",), what, "remove it from the list")
+
+
+def limits(config: Config) -> Findings:
+    """The limits leave some rows of data."""
+    for key, source in sources(config):
+        tags = getattr(source, "tags", ())
+        for split in ("train", "val"):
+            limit = getattr(source, f"{split}_max_samples")
+            files = f"{key}.{split}_files"
+            limit_key = f"{key}.{split}_max_samples"
+            if limit == 0:
+                advice = "set it to -1 for all rows, or to 1 or more"
+                yield Finding((limit_key,), "no row would be left", advice)
+            by_tags = tags and getattr(config.data, f"{split}_files")
+            has_files = getattr(source, f"{split}_files") or by_tags
+            # data.train_files without files is a finding of its own
+            if limit > 0 and not has_files and files != "data.train_files":
+                what = "it limits data, but there is no data"
+                yield Finding((limit_key, files), what, f"set {files}, or remove the limit")
+
+
+def columns(config: Config) -> Findings:
+    """The prompt and its companion columns are different columns."""
+    other = "answer_key" if is_rl(config) else "response_key"
+    for key, source in sources(config):
+        prompt = source.prompt_key or config.data.prompt_key
+        if not reads_pairs(config) and prompt == (
+            getattr(source, other) or getattr(config.data, other)
+        ):
+            what = f"both are read from the column '{prompt}'"
+            advice = f"set {key}.{other} to the other column"
+            yield Finding((f"{key}.prompt_key", f"{key}.{other}"), what, advice)
+
+
+def templates(config: Config) -> Findings:
+    """A template has a place for the prompt."""
+    for key, source in sources(config):
+        if source.prompt_template is not None and not _takes_prompt(source.prompt_template):
+            yield Finding(
+                (f"{key}.prompt_template",),
+                f"'{source.prompt_template}' must contain {{prompt}} and no other field",
+                'write e.g. "Question: {prompt} Answer:", with {{ and }} for plain braces',
+            )
+
+
+def system_prompts(config: Config) -> Findings:
+    """A system message is part of a chat."""
+    for key, source in sources(config):
+        form = source.prompt_format or config.data.prompt_format
+        if source.system_prompt is not None and form != "chat":
+            yield Finding(
+                (f"{key}.system_prompt", f"{key}.prompt_format"),
+                "a system message needs prompt_format=chat, but prompts are plain text",
+                f"set {key}.prompt_format=chat, or put the text into {key}.prompt_template",
+            )
+
+
+def template_options(config: Config) -> Findings:
+    """The options of the chat template do not contradict other keys."""
+    data = config.data
+    options = data.apply_chat_template_kwargs
+    for name in options:
+        if name in TEMPLATE_PARAMETERS:
+            into_rows = ", and put tools into the rows (data.tools_key)"
+            advice = "remove it" + (into_rows if name == "tools" else "")
+            what = f"the template is called with '{name}' already"
+            yield Finding((_TEMPLATE_OPTIONS,), what, advice)
+    if data.enable_thinking and options.get("enable_thinking", True) is not True:
+        what = "one switches thinking on and the other off"
+        keys = ("data.enable_thinking", _TEMPLATE_OPTIONS)
+        yield Finding(keys, what, "set data.enable_thinking alone")
+
+
+def truncation(config: Config) -> Findings:
+    """There are long prompts left to truncate."""
+    if config.data.truncation != "error" and config.data.filter_overlong_prompts:
+        yield Finding(
+            ("data.truncation", "data.filter_overlong_prompts"),
+            "prompts that are too long are filtered out before they could be truncated",
+            "set data.filter_overlong_prompts=false, or leave data.truncation at error",
+        )
+
+
+def _takes_prompt(template: str) -> bool:
+    """Whether `{prompt}` is its only field."""
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError:
+        return False
+    return names == ["prompt"]
+
+
+RULES = (
+    has_data,
+    named_files,
+    limits,
+    columns,
+    templates,
+    system_prompts,
+    template_options,
+    truncation,
+)

@@ -1,0 +1,170 @@
+"""Rules of rollout engines and their servers: options, devices, weight syncs."""
+
+import re
+
+from distflow.builtin_names import ROLLOUT_ENGINES, RolloutEngineEntry
+from distflow.config.derived_settings import is_rl
+from distflow.config.keys.reward import scoring_models
+from distflow.config.keys.schema import Config
+from distflow.config.rules import ACTOR, ROLLOUT, Finding, Findings
+from distflow.errors import count_of
+
+_NAME = f"{ROLLOUT}.name"
+_AT_TEMPERATURE_1 = (
+    "the server reports log-probs at temperature 1, by which it is compared with the model"
+)
+
+
+def allocation_decides(config: Config) -> bool:
+    """Whether the allocation names another rollout engine; it replaces a default, and the rules run
+    again."""
+    allocation = config.trainer.allocation or ""
+    return bool(allocation) and not re.search(
+        rf"\b{re.escape(config.actor_rollout_ref.rollout.name)}\b", allocation
+    )
+
+
+def server_of(config: Config) -> RolloutEngineEntry | None:
+    """The engine, if it is certain to compute in a server."""
+    entry = ROLLOUT_ENGINES.get(config.actor_rollout_ref.rollout.name)
+    is_server = entry is not None and entry.in_server and not allocation_decides(config)
+    return entry if is_server else None
+
+
+def server_keys(config: Config) -> tuple[str, ...]:
+    """The keys of servers that are set."""
+    rollout = config.actor_rollout_ref.rollout
+    names = [name for name in ("python", "url", "engine_kwargs") if getattr(rollout, name)]
+    if rollout.data_parallel_size > 1:
+        names.append("data_parallel_size")
+    return tuple(f"{ROLLOUT}.{name}" for name in names)
+
+
+def weight_sync(config: Config) -> Findings:
+    """Weight syncs are frequent enough for the staleness."""
+    every = config.actor_rollout_ref.actor.model_update_frequency
+    staleness = config.async_.max_staleness
+    if is_rl(config) and every - 1 > staleness:
+        yield Finding(
+            (f"{ACTOR}.model_update_frequency", "async.max_staleness"),
+            f"a weight sync every {every} steps makes samples up to {count_of(every - 1, 'step')} "
+            f"old, but {staleness} is allowed",
+            f"set {ACTOR}.model_update_frequency={staleness + 1} or less",
+        )
+
+
+def no_server(config: Config) -> Findings:
+    """Server options are set only for an engine with a server."""
+    if server_of(config) or allocation_decides(config):
+        return
+    entries = ROLLOUT_ENGINES.items()
+    able = " or ".join(name for name, entry in entries if entry.in_server and entry.target)
+    for key in server_keys(config):
+        why = f"the engine '{config.actor_rollout_ref.rollout.name}' has no server"
+        yield Finding((key, _NAME), why, f"set {_NAME}={able}, or remove it")
+
+
+def temperature(config: Config) -> Findings:
+    """A server that is only compared with the model samples at temperature 1."""
+    rollout = config.actor_rollout_ref.rollout
+    server = server_of(config)
+    if server is None or server.takes_weights:
+        return
+    if any(agent.temperature not in (None, 1) for agent in rollout.agents.values()):
+        keys = (f"{ROLLOUT}.agents", _NAME)
+        yield Finding(keys, _AT_TEMPERATURE_1, "remove the agents' temperatures")
+    if rollout.temperature != 1:
+        key = f"{ROLLOUT}.temperature"
+        advice = f"set {key}=1; {ROLLOUT}.val_kwargs.temperature may differ"
+        yield Finding((key, _NAME), _AT_TEMPERATURE_1, advice)
+
+
+def batch_invariant(config: Config) -> Findings:
+    """The rounding of a server is not ours."""
+    if config.actor_rollout_ref.rollout.batch_invariant and server_of(config):
+        what = "the rounding of a server depends on its batch"
+        yield Finding((f"{ROLLOUT}.batch_invariant",), what, "remove it")
+
+
+def running_servers(config: Config) -> Findings:
+    """A server that runs already has its own options, and is listed once."""
+    url = config.actor_rollout_ref.rollout.url
+    keys = server_keys(config)
+    if not server_of(config):
+        return
+    if url and len(keys) > 1:
+        what = "the server at that address was started with options of its own"
+        yield Finding(keys, what, "remove the others")
+    if len({*url}) < len(url):
+        yield Finding((f"{ROLLOUT}.url",), "the same address is listed twice", "name each once")
+
+
+def engine_options(config: Config) -> Findings:
+    """Options of a server belong to an engine."""
+    rollout = config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}.engine_kwargs"
+    for name, options in rollout.engine_kwargs.items() if server_of(config) else ():
+        if name not in ROLLOUT_ENGINES or not isinstance(options, dict):
+            advice = f"write for example {key}.{rollout.name}.max_model_len=4096"
+            yield Finding((key,), "options belong to an engine", advice)
+
+
+def judges(config: Config) -> Findings:
+    """A judge has an engine that can compute another model."""
+    name = config.actor_rollout_ref.rollout.name
+    for judge, model in scoring_models(config.reward_model).items():
+        if model.is_whole_judge and server_of(config):
+            yield Finding(
+                (f"reward_model.models.{judge}.judge", _NAME),
+                f"a judge has the engine of the rollout, and '{name}' is the server of one model",
+                f"set {_NAME}=embedded, or sharded: true and {ACTOR}.strategy=fsdp",
+            )
+
+
+def tensor_parallel(config: Config) -> Findings:
+    """An engine on several devices supports this, and has them for itself."""
+    rollout = config.actor_rollout_ref.rollout
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    size = rollout.tensor_model_parallel_size
+    entry = ROLLOUT_ENGINES.get(rollout.name)
+    if size == 1 or entry is None or allocation_decides(config):
+        return
+    if "t" not in entry.sizes:
+        able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if "t" in entry.sizes)
+        option = f"{ROLLOUT}.engine_kwargs.{rollout.name}.{entry.size_option}"
+        own = f"set {option}={size}" if entry.size_option else "keep the default 1"
+        why = f"the engine '{rollout.name}' has one device"
+        yield Finding((key, _NAME), why, f"set {_NAME}={able}, or {own}")
+    elif rollout.url:
+        why = "the server at that address has devices of its own"
+        yield Finding((key, f"{ROLLOUT}.url"), why, "remove the size, and start the server with it")
+    elif rollout.data_parallel_size > 1:
+        why = "a worker that shares a server has no second one"
+        other = f"{ROLLOUT}.data_parallel_size"
+        yield Finding((key, other), why, f"remove {other}")
+    else:
+        yield from _devices_of_engine(config, key, size)
+
+
+def _devices_of_engine(config: Config, key: str, size: int) -> Findings:
+    """The devices of a machine divide into engines."""
+    devices = config.trainer.n_gpus_per_node
+    if not config.trainer.allocation and devices % size:
+        yield Finding(
+            (key, "trainer.n_gpus_per_node"),
+            f"an engine needs {size} devices of one machine, and {devices} is not a multiple of "
+            f"{size}",
+            f"set for example trainer.n_gpus_per_node={devices + -devices % size}",
+        )
+
+
+RULES = (
+    weight_sync,
+    no_server,
+    temperature,
+    batch_invariant,
+    running_servers,
+    engine_options,
+    judges,
+    tensor_parallel,
+)

@@ -1,0 +1,166 @@
+"""Rules of the advantage estimator: what it compares, and which rewards it reads."""
+
+from distflow.builtin_names import ESTIMATORS, Estimator
+from distflow.config.derived_settings import (
+    ADV_ESTIMATOR,
+    find_pipeline,
+    is_rl,
+    may_have_critic,
+    pipeline_name,
+    reward_functions,
+)
+from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.schema import Config
+from distflow.config.rules import ACTOR, ROLLOUT, Finding, Findings
+
+_OF_EPISODES = ("reward_shift", "reward_scale", "reward_clip")
+
+
+def estimator_of(config: Config) -> Estimator:
+    """The built-in estimator; a user's own counts as one without properties."""
+    return ESTIMATORS.get(config.algorithm.adv_estimator, Estimator("your own"))
+
+
+def compares_rewards(config: Config) -> bool:
+    """Whether the estimator compares the rewards of whole responses to a prompt."""
+    return estimator_of(config).needs_group or config.algorithm.adv_estimator == "remax"
+
+
+def has_several_rewards(algorithm: AlgorithmConfig) -> bool:
+    """Whether the turns or agents of an episode have separate advantages."""
+    over_turns = algorithm.adv_estimator in (
+        "grpo_turns",
+        "gae_marft",
+    ) or algorithm.adv_estimator_kwargs.get("over_turns")
+    return bool(over_turns) or algorithm.agent_rewards != "shared"
+
+
+def has_rewards_within(config: Config) -> bool:
+    """Whether parts of an episode have rewards of their own: turns, agents, actions or chunks."""
+    algorithm = config.algorithm
+    return has_several_rewards(algorithm) or algorithm.reward_level != "token"
+
+
+def pipeline_key(config: Config) -> str:
+    """The key that selects the pipeline."""
+    return "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
+
+
+def scoring_key(config: Config) -> str:
+    """The key that names reward models or judges; empty if there are none."""
+    if config.reward_model.models:
+        return "reward_model.models"
+    return "reward_model.model.path" if config.reward_model.model.path else ""
+
+
+def group_of_one(config: Config) -> Findings:
+    """An estimator that compares the samples of a prompt has several."""
+    algorithm = config.algorithm
+    is_single = config.actor_rollout_ref.rollout.n == 1 and not algorithm.allow_group_of_one
+    if is_rl(config) and is_single and estimator_of(config).needs_group:
+        yield Finding(
+            (f"{ROLLOUT}.n", ADV_ESTIMATOR),
+            f"{algorithm.adv_estimator} compares the samples of a prompt, but there is only one",
+            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, or "
+            "algorithm.allow_group_of_one=true if this is intended",
+        )
+
+
+def remax_in_workflow(config: Config) -> Findings:
+    """ReMax's greedy baseline is a single response."""
+    is_remax = config.algorithm.adv_estimator == "remax"
+    if is_remax and config.actor_rollout_ref.rollout.workflow is not None:
+        what = "remax compares with one greedy response, which is not an episode of a workflow"
+        yield Finding(
+            (f"{ROLLOUT}.workflow", ADV_ESTIMATOR), what, "set algorithm.adv_estimator=rloo"
+        )
+
+
+def remax_and_models(config: Config) -> Findings:
+    """ReMax's greedy baseline is scored by reward functions alone."""
+    key = scoring_key(config)
+    if key and config.algorithm.adv_estimator == "remax":
+        yield Finding(
+            (key, ADV_ESTIMATOR),
+            "ReMax's baseline is scored by reward functions, and would not include the model's "
+            "score",
+            "make it a reward function: reward.functions={default: [{name: model, options: "
+            "{path: DIR}}]}",
+        )
+
+
+def needs_critic(config: Config) -> Findings:
+    """The pipeline has the critic whose values the estimator reads."""
+    estimator = config.algorithm.adv_estimator
+    if is_rl(config) and estimator_of(config).needs_critic and not may_have_critic(config):
+        yield Finding(
+            (ADV_ESTIMATOR, pipeline_key(config)),
+            f"{estimator} needs the values of a critic, but the pipeline {pipeline_name(config)} "
+            "has none",
+            "set dag.pipeline=ppo, or dag.pipeline=rlvr for domains, or an estimator without a "
+            "critic such as algorithm.adv_estimator=grpo",
+        )
+
+
+def single_part(config: Config) -> Findings:
+    """An estimator that normalises each part of the reward has several."""
+    estimator = config.algorithm.adv_estimator
+    parts = max(map(len, reward_functions(config).values()), default=0)
+    parts += config.reward.overlong.buffer_tokens > 0
+    # the rewards of a user's own pipeline are not known
+    is_known = find_pipeline(config) is not None
+    if estimator_of(config).reads_parts and is_known and parts < 2:
+        yield Finding(
+            (ADV_ESTIMATOR, "reward.functions"),
+            f"{estimator} normalises each part of the reward, but there is only one",
+            "set algorithm.adv_estimator=grpo, or a second reward function, e.g. "
+            "reward.functions={default: [math, {name: format, weight: 0.2}]}",
+        )
+
+
+def changed_sum(config: Config) -> Findings:
+    """What changes the sum of the reward has no effect on an estimator that reads its parts."""
+    algorithm = config.algorithm
+    what = f"{algorithm.adv_estimator} reads the parts of the reward, not their sum"
+    if not estimator_of(config).reads_parts:
+        return
+    for name in (*_OF_EPISODES, "whiten_rewards"):
+        if getattr(algorithm, name) != getattr(AlgorithmConfig, name):
+            advice = "set algorithm.adv_estimator=grpo, or remove it"
+            yield Finding((f"algorithm.{name}", ADV_ESTIMATOR), what, advice)
+    if config.reward.on_error not in ("mask", "drop"):
+        why = f"{what}, but a fixed score has no parts"
+        yield Finding(("reward.on_error", ADV_ESTIMATOR), why, "set it to mask or drop")
+    if algorithm.use_kl_in_reward:
+        advice = f"set {ACTOR}.use_kl_loss=true instead"
+        keys = ("algorithm.use_kl_in_reward", ADV_ESTIMATOR)
+        yield Finding(keys, f"{what}, which has the KL", advice)
+
+
+def rewards_within_episodes(config: Config) -> Findings:
+    """What changes the reward of an episode does not change those of its turns or agents."""
+    algorithm = config.algorithm
+    if not has_rewards_within(config):
+        return
+    names = [n for n in _OF_EPISODES if getattr(algorithm, n) != getattr(AlgorithmConfig, n)]
+    norm = algorithm.reward_norm
+    if norm.mean_level or norm.std_level:
+        names.append("reward_norm.mean_level" if norm.mean_level else "reward_norm.std_level")
+    for name in names:
+        yield Finding(
+            (f"algorithm.{name}", ADV_ESTIMATOR),
+            "turns or agents have rewards of their own, and this makes one reward of each "
+            "episode's",
+            "remove it, and change the rewards in the workflow",
+        )
+
+
+RULES = (
+    group_of_one,
+    remax_in_workflow,
+    remax_and_models,
+    needs_critic,
+    single_part,
+    changed_sum,
+    rewards_within_episodes,
+)

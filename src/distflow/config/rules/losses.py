@@ -1,0 +1,37 @@
+"""Rules of the policy loss and the value loss."""
+
+from distflow.builtin_names import POLICY_LOSSES
+from distflow.config.keys.schema import Config
+from distflow.config.rules import ACTOR, Finding, Findings
+from distflow.config.rules.idle_options import find_idle
+
+
+def clip_ratio(config: Config) -> Findings:
+    """A ratio is clipped above 0, below which it never is."""
+    actor = config.actor_rollout_ref.actor
+    loss = POLICY_LOSSES.get(actor.policy_loss)
+    clips = loss is not None and loss.clips and not loss.divergence
+    if clips and actor.clip_ratio_low is None and actor.clip_ratio > 1:
+        yield Finding(
+            (f"{ACTOR}.clip_ratio",),
+            f"the ratio would be clipped at 1 - {actor.clip_ratio:g} < 0, which it never reaches",
+            f"set {ACTOR}.clip_ratio=0.2, or {ACTOR}.clip_ratio_low to 1 or less",
+        )
+
+
+def scale_factor(config: Config) -> Findings:
+    """Only one mode of aggregation divides by the scale factor."""
+    mode = "seq-mean-token-sum-norm"
+    if config.actor_rollout_ref.actor.loss_agg_mode != mode:
+        keys = (f"{ACTOR}.loss_agg_mode", mode, "no other mode uses it")
+        yield from find_idle(config, *keys, f"{ACTOR}.loss_scale_factor")
+
+
+def huber_delta(config: Config) -> Findings:
+    """Only the Huber loss has a bound of the squared error."""
+    if config.critic.value_loss != "huber":
+        why = "the squared error has no bound"
+        yield from find_idle(config, "critic.value_loss", "huber", why, "critic.huber_delta")
+
+
+RULES = (clip_ratio, scale_factor, huber_delta)

@@ -1,0 +1,54 @@
+"""Rules of optimizers and schedules: their options have an effect."""
+
+from collections.abc import Iterator
+
+from distflow.config.derived_settings import is_sharded, may_have_critic
+from distflow.config.keys.optim import OptimConfig
+from distflow.config.keys.schema import Config
+from distflow.config.rules import ACTOR, Finding, Findings
+
+
+def optims(config: Config) -> Iterator[tuple[str, OptimConfig]]:
+    """Each optimizer of the run with its key."""
+    yield f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim
+    if may_have_critic(config):
+        yield "critic.optim", config.critic.optim
+
+
+def betas(config: Config) -> Findings:
+    """Betas are decays, of an optimizer that has moments."""
+    for key, optim in optims(config):
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            what = f"{list(optim.betas)} must each be ≥ 0 and < 1"
+            yield Finding((f"{key}.betas",), what, "write e.g. [0.9, 0.999]")
+        if optim.optimizer == "sgd" and optim.betas != OptimConfig.betas:
+            advice = f"remove them, or set {key}.optimizer=adamw"
+            yield Finding((f"{key}.betas", f"{key}.optimizer"), "sgd has no moments", advice)
+
+
+def schedules(config: Config) -> Findings:
+    """A schedule with a warm-up warms up, and one with a final learning rate falls."""
+    for key, optim in optims(config):
+        scheduler = f"{key}.scheduler"
+        if optim.scheduler == "constant" and optim.lr_warmup_steps > 0:
+            advice = f"set {scheduler}=constant_with_warmup, or remove the warm-up"
+            what = "the schedule 'constant' does not warm up"
+            yield Finding((f"{key}.lr_warmup_steps", scheduler), what, advice)
+        if optim.scheduler.startswith("constant") and optim.min_lr_ratio > 0:
+            advice = f"set {scheduler}=cosine_with_warmup, or remove the ratio"
+            what = f"the schedule '{optim.scheduler}' does not fall"
+            yield Finding((f"{key}.min_lr_ratio", scheduler), what, advice)
+
+
+def eight_bits(config: Config) -> Findings:
+    """The optimizer supports sharded weights."""
+    keys = {ACTOR: config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    for group, optim in keys.items():
+        if is_sharded(config) and optim.optimizer == "adamw_8bit":
+            key = f"{group}.optim.optimizer"
+            what = "bitsandbytes does not support sharded weights"
+            advice = f"set {key}=adamw, or {ACTOR}.strategy=torch"
+            yield Finding((f"{ACTOR}.strategy", key), what, advice)
+
+
+RULES = (betas, schedules, eight_bits)

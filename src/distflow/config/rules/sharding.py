@@ -1,0 +1,71 @@
+"""Rules of sharded and offloaded weights."""
+
+import re
+
+from distflow.config.derived_settings import is_one_process, is_sharded
+from distflow.config.keys.schema import Config
+from distflow.config.rules import ACTOR, Finding, Findings
+from distflow.config.rules.idle_options import find_idle
+
+_STRATEGY = f"{ACTOR}.strategy"
+_FSDP = f"{ACTOR}.fsdp_config"
+_CRITIC_FSDP = "critic.fsdp_config"
+
+
+def idle_options(config: Config) -> Findings:
+    """Options of sharding need sharded weights."""
+    if not is_sharded(config):
+        yield from find_idle(
+            config,
+            _STRATEGY,
+            "fsdp",
+            "each rank has whole weights",
+            f"{_FSDP}.offload_policy",
+            "critic.fsdp_config.offload_policy",
+            f"{_FSDP}.fsdp_size",
+            "actor_rollout_ref.ref.fsdp_config.param_offload",
+        )
+
+
+def several_ranks(config: Config) -> Findings:
+    """There are ranks to shard over."""
+    if is_sharded(config) and is_one_process(config):
+        what = "it shards weights over the training ranks, but there is only one"
+        advice = f"set trainer.n_gpus_per_node=2 or more, or {_STRATEGY}=torch"
+        yield Finding((_STRATEGY, "trainer.n_gpus_per_node"), what, advice)
+
+
+def size_of_copies(config: Config) -> Findings:
+    """A copy of the weights is on some ranks."""
+    if is_sharded(config) and config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
+        advice = "set it to -1 for all training ranks, or to a divisor of their number"
+        yield Finding((f"{_FSDP}.fsdp_size",), "no rank would have the weights", advice)
+
+
+def offloaded_twice(config: Config) -> Findings:
+    """What is always in host memory is not moved there."""
+    actor = config.actor_rollout_ref.actor.fsdp_config
+    critic = config.critic.fsdp_config
+    for group, settings in ((_FSDP, actor), (_CRITIC_FSDP, critic)):
+        for name in ("param_offload", "optimizer_offload"):
+            is_twice = settings.offload_policy and getattr(settings, name)
+            if is_twice and is_sharded(config):
+                yield Finding(
+                    (f"{group}.{name}", f"{group}.offload_policy"),
+                    "with offload_policy weights and moments are always in host memory, so there "
+                    "is nothing to move",
+                    "remove one of them",
+                )
+
+
+def sharded_judges(config: Config) -> Findings:
+    """A judge is sharded by an engine that shards."""
+    is_allocated = re.search(r"\bfsdp\b", config.trainer.allocation or "")
+    for name, model in config.reward_model.models.items():
+        if model.sharded and not is_sharded(config) and not is_allocated:
+            key = f"reward_model.models.{name}.sharded"
+            advice = f"set {_STRATEGY}=fsdp, or remove sharded"
+            yield Finding((key, _STRATEGY), "only fsdp shards weights", advice)
+
+
+RULES = (idle_options, several_ranks, size_of_copies, offloaded_twice, sharded_judges)
