@@ -5,13 +5,15 @@ import re
 _DENIAL = (
     r"(?:\b(?:not|cannot|never)|n['’]t|\bneither|\bnor|\binstead of|\brather "
     r"than|\b(?:any|no)thing but|\bother than"
-    r"|\bnowhere near|!=|≠)(?:\s+(?:be|equal to|exactly|just|really|simply))*"
+    r"|\bno longer|\bunlikely to|\bnowhere near|!=|≠)"
+    r"(?:\s+(?:be|equal to|exactly|just|really|simply))*"
 )
 _COMPARISON = (
     r"\b(?:(?:less|more|fewer|greater|larger|smaller|higher|lower) than|at (?:least|most)|up "
     r"to|over|under|above|below"
     r"|between|from|twice|double|triple|half(?: "
-    r"of)?|(?:root|third|quarter|square|cube|opposite|inverse|reciprocal) of"
+    r"of)?|(?:root|third|quarter|square|cube|opposite|negative|inverse"
+    r"|reciprocal) of"
     r"|(?:close|next) to|near(?:ly)?|almost|hardly|barely|within \S+ of|except(?: for)?|everything "
     r"but|off by)"
 )
@@ -24,21 +26,28 @@ _DOUBT = (
     r"|(?<!no )(?<!any )(?<!a )\bdoubt(?:ful)?\b|\b(?:den(?:y|ies)|disagree|disbelieve|no way)\b"
     r"|\b(?:un(?:sure|certain|true|likely)|false|wrong|incorrect|im(?:probable|possible)|refuse"
     r"|not (?:\w+ )?(?:true|correct|right|likely|possible|the case))\s+"
-    r"(?:that|if|whether|the (?:final )?answer|(?:to|if (?:you|we|I)) "
+    r"(?:that|if|whether|for|the (?:final )?answer|(?:to|if (?:you|we|I)) "
     r"(?:say|think|claim|believe|conclude|assume))\b"
     r"|\b(?:wrong|incorrect|false)(?=\s*$|\s+(?:final )?(?:answer|value|result)))"
 )
 _NO_BREAK = r"(?:(?!\b(?:but|so|hence|thus|therefore|then|however|though|although|because|since|still|yet)\b)[^!])"  # noqa: E501
-_DENIED_BEFORE = rf"(?:{_DENIAL})[\s$*]*$|{_DOUBT}{_NO_BREAK}*$|\d{_THAN}$"
+_SUPPOSED = (
+    r"\b(?:if|whether|suppose|assume|assuming)(?:\s+that)?(?:\s+the)?(?:\s+final)?"
+    r"(?:\s+answer\s+is)?\s*$"
+)
+_DENIED_BEFORE = rf"(?:{_DENIAL})[\s$*]*$|{_DOUBT}{_NO_BREAK}*$|{_SUPPOSED}|\d{_THAN}$"
 _DENIED, _NOT_STATED = (
     re.compile(rf"{_DENIED_BEFORE}{other}", re.I) for other in ("", rf"|(?:{_COMPARISON})[\s$*]*$")
 )
 _IS = r"(?:is|was|are|were|be|would be)"
 _DENIED_AFTER = re.compile(
-    rf"[\s$*)]*(?:{_THAN}-?\d|\?|\((?:wrong|incorrect|false|not?\b(?!\s+\$?-?\d))"
-    rf"|(?:(?:{_IS}|can|could|does|must|should|may)\s*not\b|\w+n['’]t\b)(?:\s*(?:[.,;!?]|$)"
+    rf"[\s$*)]*(?:{_THAN}(?:-?\d|(?-i:[b-z])\b)|\?|\((?:wrong|incorrect|false|not?\b(?!\s+\$?-?\d))"
+    rf"|(?:\w+\s+)?(?:or\s+{_MORE}\b"
+    r"|(?:or|and) (?:above|below|over|under|up)\b(?=\s*(?:[.,;!?)]|$))|at (?:least|most)\b)"
+    r"|(?:,?\s*(?:which|but\s+(?:that|this|it))\s+)?"
+    rf"(?:(?:(?:{_IS}|can|could|does|must|should|may)\s*not\b|\w+n['’]t\b)(?:\s*(?:[.,;!?]|$)"
     r"|(?:\s+(?:be|the|an?|my|our|your|final))*\s+(?:right|correct|true|valid|possible|it|answer|solution|result)\b)"
-    rf"|{_IS}\s+(?:\w+\s+)?(?:wrong|incorrect|false|untrue|impossible|too \w+))",
+    rf"|{_IS}\s+(?:\w+\s+)?(?:wrong|incorrect|false|untrue|impossible|too \w+)))",
     re.I,
 )
 _COMPARED = re.compile(rf"{_DENIAL}|{_COMPARISON}|\b(?:and|or|to|through|from)\b", re.I)
