@@ -86,6 +86,9 @@ def _term(value: Any) -> Any:
 def _ordered(value: Any) -> Any:
     if value != value:
         _refuse("it has no order")
+    if isinstance(value, list | tuple):
+        for entry in value:
+            _ordered(entry)
     return _term(value)
 
 
@@ -101,6 +104,13 @@ def _item(owner: Any, key: Any) -> Any:
     if not is_mapping or (_has_bool(key) and typed(key) not in [*map(typed, owner)]):
         _term(key)
     return owner[key]
+
+
+def _get(owner: Any, *args: Any) -> Any:
+    """`owner.get(*args)`, also of an owner that is no dict."""
+    if isinstance(owner, dict) and args and args[0] in owner:
+        _item(owner, args[0])
+    return owner.get(*args)
 
 
 _OPERATORS: dict[type[ast.AST], str] = {
@@ -121,6 +131,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
     ast.BitXor: "xor",
 }
 """By operator in the assertion's code: the function of `operator` that replaces it."""
+_METHODS = [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul")]
 _COMPARED = ("eq", "contains", "countOf", "indexOf")
 _ORDERED = ("lt", "le", "gt", "ge")
 
@@ -160,6 +171,10 @@ def _operation(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(
         ast.Attribute(ast.Name("__operator__", ast.Load()), name, ast.Load()), list(args), []
     )
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
 
 
 class Asked(BaseException):
@@ -247,7 +262,14 @@ class Guard(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        if passed := _WRAPPED.get(getattr(node.func, "id", getattr(node.func, "attr", ""))):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        is_plain = not node.keywords and not any(isinstance(a, ast.Starred) for a in node.args)
+        if isinstance(node.func, ast.Attribute) and is_plain:
+            if name == "get":
+                return _call("__get__", node.func.value, *node.args)
+            if name in _METHODS and len(node.args) == 1 and not _is_super(node.func.value):
+                return _operation(name.strip("_"), node.func.value, *node.args)
+        if passed := _WRAPPED.get(name):
             node.args = [
                 each if isinstance(each, ast.Starred) else _call(passed, each) for each in node.args
             ]
@@ -289,6 +311,7 @@ class Run:
             "__typed__": typed,
             "__ordered__": _ordered,
             "__term__": _term,
+            "__get__": _get,
             "__slice__": lambda *bounds: slice(*map(_term, bounds)),
             "__operator__": _OPERATOR,
             "__seen__": self.seen,
