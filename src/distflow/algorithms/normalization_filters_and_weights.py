@@ -186,8 +186,8 @@ def drop_reason(
 
     metric: `(n,)`, one value per sample. Reasons: `too_few_scores` (fewer than two valid samples),
     `all_equal` (all valid samples have the same metric), `too_large` (the same, of 2^53 or more,
-    where float64 has no odd numbers, so that they may have differed), and `mean_too_low` or `mean_too_high` (the
-    mean is outside the range).
+    where float64 has no odd numbers, so that they may have differed), and `mean_too_low` or
+    `mean_too_high` (the mean is outside the range).
     """
     valid_metric = metric if valid is None else metric[valid.bool()]
     if valid_metric.numel() < 2:
