@@ -18,6 +18,7 @@ _COMPARISON = (
     r"but|off by)"
 )
 _MORE = r"(?:less|more|fewer|greater|larger|smaller|higher|lower|older|younger|longer|shorter|bigger|taller)"  # noqa: E501
+_IS = r"(?:is|was|are|were|be|would be|['’]s)"
 _THAN = rf"\s+(?:[a-z]+\s+){{0,2}}{_MORE}\s+(?:[a-z]+\s+)?than\s+(?:[a-z]+\s+){{0,2}}\$?"
 _NEGATION = r"(?:\bnot|n['’]t|\bnever|\bcannot|\bno ?(?:body|one)|\bhardly)"
 _DOUBT = (
@@ -35,16 +36,18 @@ _SUPPOSED = (
     r"\b(?:if|whether|suppose|assume|assuming)(?:\s+that)?(?:\s+the)?(?:\s+final)?"
     r"(?:\s+answer\s+is)?\s*$"
 )
-_DENIED_BEFORE = rf"(?:{_DENIAL})[\s$*]*$|{_DOUBT}{_NO_BREAK}*$|{_SUPPOSED}|\d{_THAN}$"
+_DENIED_BEFORE = (
+    rf"(?:{_DENIAL})[\s$*]*$|{_DOUBT}{_NO_BREAK}*$|{_SUPPOSED}|\d{_THAN}$"
+    rf"|\bwhich\s+{_IS}\s+(?:[a-z]+\s+)?{_MORE}\s+than[\s$*]*$"
+)
 _DENIED, _NOT_STATED = (
     re.compile(rf"{_DENIED_BEFORE}{other}", re.I) for other in ("", rf"|(?:{_COMPARISON})[\s$*]*$")
 )
-_IS = r"(?:is|was|are|were|be|would be)"
 _DENIED_AFTER = re.compile(
     rf"[\s$*)]*(?:{_THAN}(?:-?\d|(?-i:[b-z])\b)|\?|\((?:wrong|incorrect|false|not?\b(?!\s+\$?-?\d))"
     rf"|(?:\w+\s+)?(?:or\s+{_MORE}\b"
     r"|(?:or|and) (?:above|below|over|under|up)\b(?=\s*(?:[.,;!?)]|$))|at (?:least|most)\b)"
-    r"|(?:,?\s*(?:which|but\s+(?:that|this|it))\s+)?"
+    r"|(?:,?\s*(?:which|but\s+(?:that|this|it))\s*)?"
     rf"(?:(?:(?:{_IS}|can|could|does|must|should|may)\s*not\b|\w+n['’]t\b)(?:\s*(?:[.,;!?]|$)"
     r"|(?:\s+(?:be|the|an?|my|our|your|final))*\s+(?:right|correct|true|valid|possible|it|answer|solution|result)\b)"
     rf"|{_IS}\s+(?:\w+\s+)?(?:wrong|incorrect|false|untrue|impossible|too \w+)))",

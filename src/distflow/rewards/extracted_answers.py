@@ -28,6 +28,8 @@ _SENTENCE_END = re.compile(r"[.!]\s+(?=[A-Z])|(?<=\?)\s+(?=[A-Z])")
 _TAGS = "a|b|big|center|code|div|em|font|h[1-6]|i|kbd|label|li|mark|p|pre|samp|small|span|strong|td|tt|u|var"  # noqa: E501
 _CLOSED_TAG = re.compile(rf"</({_TAGS})\s*>", re.I)
 _BREAK = re.compile(r"<[bh]r\b[^<>]*>", re.I)
+_SIGN = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff]\ufe0f?")
+"""A tick, a star or another picture."""
 _STRUCK = re.compile(r"~~(?=\S)[^~\n]+~~")
 _SUPERSCRIPT = re.compile(r"<sup>([^<>]*)</sup>", re.I)
 _ENTITY = re.compile(r"&#?\w{2,8};")
@@ -66,13 +68,13 @@ _INTRODUCTION = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|so|thus|hence|therefore|then|get|have|obtain|find)\b,?|:(?=\s))\s*",
     re.I,
 )
-_NAME_EQUALS = re.compile(r"(?:^|(?<=[,;])|\b(?:and|or)\b)\s*[A-Za-z](?:\([A-Za-z]\))?\s*=")
+_NAME_EQUALS = re.compile(r"(?:^|(?<=[,;])|\b(?:and|or)\b)\s*[A-Za-z](?:_\w|\([A-Za-z]\))?\s*=")
 _EQUALS = re.compile(r"(?<![<>!])=")
 _DELIMITER = re.compile(r"[?$]|\\[\[\]()]")
 _INTRODUCED = re.compile(r"(?:\bare|^)[\s$*]*$")
 _LISTED = re.compile(r"\s*(?:,\s*(?:(?:and|or)\s*)?|(?:and|or)\s*)")
 _JOINED = re.compile(r"\s*(?:[,;]\s*)?(?:and|or|to|through)\s*|\s*[,;]\s*|[^\S\n]+")
-_OR = re.compile(r"\s*(?:,\s*)?or\s*")
+_OR = re.compile(r"\s*(?:,\s*)?or\s*(?:[A-Za-z]\s*=\s*)?")
 _LONGEST_FORMULA = 100
 DENIED = "not "
 """How the answer begins that is not stated (`last_mathematics`)."""
@@ -88,7 +90,8 @@ _OPERATIONS = {
 _OPERATION = re.compile(rf"(?<=\d)\s+({'|'.join(_OPERATIONS)})\s+(?=[\d.$])", re.I)
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+\$?$", re.I)
 _REASON = re.compile(
-    r"\b(?:because|since|which(?! (?:is|was|are) (?:\w+ )?(?:wrong|incorrect|false))|where)\b"
+    r"\b(?:because|since|where|which(?! (?:is|was|are) (?:\w+ )?(?:wrong|incorrect|false))"
+    r"|(?:for|when|if|with)(?=\s+\$?[A-Za-z]\s*=))\b"
 )
 _CONJUNCTIONS = ("and", "or", "to", "through")
 
@@ -192,7 +195,7 @@ def without_markup(text: str) -> str:
     )
     if names := {name.lower() for name in _CLOSED_TAG.findall(text)}:
         text = re.sub(rf"<(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*>", "", text, flags=re.I)
-    text = _STRUCK.sub("", _BREAK.sub(" ", text))
+    text = _SIGN.sub("", _STRUCK.sub("", _BREAK.sub(" ", text)))
     text = _SUPERSCRIPT.sub(r"^{\1}", text)
     while (plain := _EMPHASIS.sub(r"\2", text)) != text:
         text = plain

@@ -335,6 +335,15 @@ x^2+2x+1 ## The polynomial is x^2 + 2x + 1.
 8 ## The answer is 7. Wait, no, it is 8.
 7 ## The answer is 7. Wait, let me check: 3 + 4 = 7. Yes.
 7 ## If we add the 3 and the 4 then the answer is 7.
+12 ## Final Answer: 12 ✅
+12 ## The answer is 12 👍
+12 ## The answer is 12 €.
+12 ## The answer is 12 for n = 3.
+12 ## She has 12 left, which is more than 10.
+1,2 ## x_1 = 1, x_2 = 2
+6\pi ## $6\pi$ cm$^2$
+\sqrt{2} ## \boxed{2^{0.5}}
+2\sqrt{5} ## 2*5**0.5
 """
 
 WRONG = r"""
@@ -584,6 +593,9 @@ e ## \boxed{2.718281}
 7 ## Some say the answer is 7, but that is wrong.
 7 ## If the answer is 7, then we get a contradiction.
 7 ## The answer is 7. Wait, no, it is 8.
+12 ## 12, but that's wrong.
+2 ## x_1 = 1, x_2 = 2
+2 ## x = 1 or x = 2, as required.
 """
 
 
@@ -602,11 +614,29 @@ def test_what_the_text_states(table: str, score: float) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["I do not think 7 ", "the answer is not 7\n", "not the answer is 7 ", "7 is wrong ", ("7 less "
-        "than "), ("7 "
-        "(a) "),
-     "<b>", "not \\boxed{7} ", "[1, 2] ", "(100,100,", "1 + ", "sqrt(", "_7_ ", '"7', "[1, 2, "],
-)  # fmt: skip
+    [
+        "I do not think 7 ",
+        "the answer is not 7\n",
+        "not the answer is 7 ",
+        "the answer is 7. Wait, ",
+        "7 is wrong ",
+        "7 less than ",
+        "7 (a) ",
+        "<b>",
+        "are 2, ",
+        "x = 2 or ",
+        "1½ ",
+        "1_000 ",
+        "not \\boxed{7} ",
+        "[1, 2] ",
+        "(100,100,",
+        "1 + ",
+        "sqrt(",
+        "_7_ ",
+        '"7',
+        "[1, 2, ",
+    ],
+)
 def test_a_long_text_takes_linear_time(piece: str) -> None:
     # hours, if a search backtracked
     assert compute_score("", piece * (60_000 // len(piece)), "18") == 0.0

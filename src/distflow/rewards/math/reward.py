@@ -31,6 +31,7 @@ _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
 _WORD = re.compile(r"[A-Za-z]{2}")
 _FRACTION = re.compile(r"([0-9]?)([¼-¾⅐-⅞])(?![\w(])")
 _MARK_OF_PHRASE = re.compile(r"(\banswer)\s*[:=]", re.I)
+_POWER = re.compile(r"(?<=[A-Za-z])\$\^\{?(\d)\}?\$")
 _TAKEN_BACK = re.compile(
     r"[\s.!*_$]*(?:Wait|Actually|Oops|Sorry|Hmm|Correction|No(?=[,.!]))\b", re.I
 )
@@ -156,7 +157,7 @@ def _last_value(prose: str, is_answer: bool = False) -> str | None:
 def _plain(text: str) -> str:
     """The text without markup and remarks, and with the brackets of sets as in LaTeX."""
     text = without_markup(text.replace("\N{MINUS SIGN}", "-").strip()).strip("*`_~ \n")
-    text = _FRACTION.sub(_spelled_out, text)
+    text = _FRACTION.sub(_spelled_out, _POWER.sub(r"^\1", text))
     return _SET.sub(r"\\{\1\\}", without_remarks(text)).strip()
 
 
