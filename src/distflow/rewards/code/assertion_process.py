@@ -17,6 +17,7 @@ import operator
 import random
 import sys
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from contextlib import suppress
 from traceback import walk_stack
 from types import ModuleType
@@ -81,6 +82,16 @@ def _term(value: Any) -> Any:
     if type(value) is bool and _run.has_bool:
         _refuse("a bool is used as a number")
     return value
+
+
+def _summed(value: Any) -> Any:
+    """Bools may be counted, but not added to numbers."""
+    if not isinstance(value, Iterable):  # the start
+        return value
+    terms = list(value)
+    if len({type(term) is bool for term in terms}) > 1:
+        terms = [*map(_term, terms)]
+    return terms
 
 
 def _ordered(value: Any) -> Any:
@@ -199,6 +210,7 @@ _NUMERIC = dict.fromkeys(
 )
 _WRAPPED = {
     **_NUMERIC,
+    **dict.fromkeys(("sum", "fsum", "prod"), "__summed__"),
     **dict.fromkeys(("assertEqual", "assertListEqual", "assertIn", "count", "index"), "__typed__"),
 }
 """By function or method called in an assertion: the wrapper of its arguments."""
@@ -238,12 +250,11 @@ class Guard(ast.NodeTransformer):
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         self.generic_visit(node)
         name = _OPERATORS.get(type(node.op))
-        if name is None or not isinstance(node.target, ast.Name):
+        target = ast.unparse(node.target)
+        if name is None or "(" in target:  # which must not be evaluated twice
             return node
-        changed = _operation(
-            f"i{name.strip('_')}", ast.Name(node.target.id, ast.Load()), node.value
-        )
-        return ast.Assign([node.target], changed)
+        value = self.visit(ast.parse(target, mode="eval").body)
+        return ast.Assign([node.target], _operation(f"i{name.strip('_')}", value, node.value))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
@@ -311,6 +322,7 @@ class Run:
             "__typed__": typed,
             "__ordered__": _ordered,
             "__term__": _term,
+            "__summed__": _summed,
             "__get__": _get,
             "__slice__": lambda *bounds: slice(*map(_term, bounds)),
             "__operator__": _OPERATOR,
