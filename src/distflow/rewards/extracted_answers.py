@@ -8,6 +8,7 @@ search takes linear time, since the policy writes the text.
 import html
 import json
 import re
+from collections.abc import Callable
 
 from distflow.rewards.denied_answers import clause_before, is_denied
 
@@ -53,8 +54,8 @@ _ITEM = rf"[-+]?(?:\d++(?:\.\d++)?+|{_CALL}|{_NAME})(?:\s*[-+*/^]\s*(?:\d++|{_CA
 _TUPLE = rf"\\?[(\[{{]\s*{_ITEM}(?:\s*[,;]\s*{_ITEM})+\s*\\?[)\]}}]"
 _EXPRESSION = re.compile(
     (
-        rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+ "
-        rf"\d+/\d+|\d+(?::\d+)+|{_SUM})!?({_UNIT})?)"
+        rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+(?: "
+        rf"\d+/\d+|(?::\d+)+)|{_SUM})!?({_UNIT})?)"
     ),
     re.ASCII,
 )
@@ -116,9 +117,7 @@ def boxed_answer(text: str) -> str | None:
         boxes.pop()
     if not boxes:
         return ""
-    first = _first_joined(
-        text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES, len(boxes)
-    )
+    first = _first_joined(text, lambda i: boxes[i][:2], _BETWEEN_BOXES, len(boxes))
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
 
@@ -195,7 +194,9 @@ def without_markup(text: str) -> str:
     )
     if names := {name.lower() for name in _CLOSED_TAG.findall(text)}:
         text = re.sub(rf"<(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*>", "", text, flags=re.I)
-    text = _SIGN.sub("", _STRUCK.sub("", _BREAK.sub(" ", text)))
+    text = _STRUCK.sub("", _BREAK.sub(" ", text) if "<" in text else text)
+    if not text.isascii():
+        text = _SIGN.sub("", text)
     text = _SUPERSCRIPT.sub(r"^{\1}", text)
     while (plain := _EMPHASIS.sub(r"\2", text)) != text:
         text = plain
@@ -263,16 +264,21 @@ def _last_stated(
 ) -> list[re.Match[str]]:
     """The last of the formulas or numbers, with those that are joined to it, that no words before
     it deny."""
-    spans = [(each.start(), _end(each)) for each in found]
-    values = [(each.start(), _value_end(each)) for each in found]
+
+    def with_unit(index: int) -> tuple[int, int]:
+        return found[index].start(), _end(found[index])
+
+    def value(index: int) -> tuple[int, int]:
+        return found[index].start(), _value_end(found[index])
+
     end = len(found)
     while end > max(0, len(found) - _MOST_DENIED):
-        first = _first_joined(prose, spans, joint, end)
+        first = _first_joined(prose, with_unit, joint, end)
         if joint is _OR:
-            listed = _first_joined(prose, values, _LISTED, end)
+            listed = _first_joined(prose, value, _LISTED, end)
             if _INTRODUCED.search(clause_before(prose, found[listed].start())):
                 first = listed
-        if not is_denied(prose, found[first].start(), values[end - 1][1], is_answer):
+        if not is_denied(prose, found[first].start(), value(end - 1)[1], is_answer):
             return found[first:end]
         end = first
     return []
@@ -290,10 +296,12 @@ def _end(found: re.Match[str]) -> int:
     return _value_end(found) if is_joint else found.end()
 
 
-def _first_joined(text: str, spans: list[tuple[int, int]], joint: re.Pattern[str], end: int) -> int:
+def _first_joined(
+    text: str, span: Callable[[int], tuple[int, int]], joint: re.Pattern[str], end: int
+) -> int:
     """Index of the first of the spans that are joined to the one before the index `end`."""
     first = end - 1
-    while first and joint.fullmatch(text, spans[first - 1][1], spans[first][0]):
+    while first and joint.fullmatch(text, span(first - 1)[1], span(first)[0]):
         first -= 1
     return first
 

@@ -31,7 +31,7 @@ _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
 _WORD = re.compile(r"[A-Za-z]{2}")
 _FRACTION = re.compile(r"([0-9]?)([¼-¾⅐-⅞])(?![\w(])")
 _MARK_OF_PHRASE = re.compile(r"(\banswer)\s*[:=]", re.I)
-_POWER = re.compile(r"(?<=[A-Za-z])\$\^\{?(\d)\}?\$")
+_POWER = re.compile(r"\$\^(?<=[A-Za-z]\$\^)\{?(\d)\}?\$")
 _TAKEN_BACK = re.compile(
     r"[\s.!*_$]*(?:Wait|Actually|Oops|Sorry|Hmm|Correction|No(?=[,.!]))\b", re.I
 )
@@ -140,12 +140,15 @@ def _unmarked(text: str, is_text: bool) -> str | None:
             found = _last_value(_plain(phrased[1])) or found
         if found:
             return found
-    text = _MARK_OF_PHRASE.sub(r"\1 is", _plain(text))
+    text = _plain(text)
+    if "nswer" in text:
+        text = _MARK_OF_PHRASE.sub(r"\1 is", text)
     if is_text:
         return text if len(text) <= _MAX_PHRASE else None
     if phrased is None and (formula := final_formula(text)):
         return formula
-    return _last_value(text, is_answer=not _WORD.search(without_comparisons(text)))
+    is_answer = len(text) <= _MAX_PHRASE and not _WORD.search(without_comparisons(text))
+    return _last_value(text, is_answer)
 
 
 def _last_value(prose: str, is_answer: bool = False) -> str | None:
@@ -157,7 +160,9 @@ def _last_value(prose: str, is_answer: bool = False) -> str | None:
 def _plain(text: str) -> str:
     """The text without markup and remarks, and with the brackets of sets as in LaTeX."""
     text = without_markup(text.replace("\N{MINUS SIGN}", "-").strip()).strip("*`_~ \n")
-    text = _FRACTION.sub(_spelled_out, _POWER.sub(r"^\1", text))
+    text = _POWER.sub(r"^\1", text)
+    if not text.isascii():
+        text = _FRACTION.sub(_spelled_out, text)
     return _SET.sub(r"\\{\1\\}", without_remarks(text)).strip()
 
 
