@@ -45,12 +45,15 @@ _DENIED, _NOT_STATED = (
 )
 _DENIED_AFTER = re.compile(
     rf"[\s$*)]*(?:{_THAN}(?:-?\d|(?-i:[b-z])\b)|\?|\((?:wrong|incorrect|false|not?\b(?!\s+\$?-?\d))"
-    rf"|(?:\w+\s+)?(?:or\s+{_MORE}\b"
-    r"|(?:or|and) (?:above|below|over|under|up)\b(?=\s*(?:[.,;!?)]|$))|at (?:least|most)\b)"
     r"|(?:,?\s*(?:which|but\s+(?:that|this|it))\s*)?"
     rf"(?:(?:(?:{_IS}|can|could|does|must|should|may)\s*not\b|\w+n['’]t\b)(?:\s*(?:[.,;!?]|$)"
     r"|(?:\s+(?:be|the|an?|my|our|your|final))*\s+(?:right|correct|true|valid|possible|it|answer|solution|result)\b)"
     rf"|{_IS}\s+(?:\w+\s+)?(?:wrong|incorrect|false|untrue|impossible|too \w+)))",
+    re.I,
+)
+_COMPARED_AFTER = re.compile(
+    rf"[\s$*)]*(?:\w+\s+)?(?:or\s+{_MORE}\b|at (?:least|most)\b"
+    r"|(?:or|and) (?:above|below|over|under|up)\b(?=\s*(?:[.,;!?)]|$)))",
     re.I,
 )
 _COMPARED = re.compile(rf"{_DENIAL}|{_COMPARISON}|\b(?:and|or|to|through|from)\b", re.I)
@@ -61,8 +64,11 @@ def is_denied(text: str, start: int, end: int | None = None, is_answer: bool = F
     """Whether the words of the clause before `start` or after `end` deny or doubt what is there.
     is_answer: in the text of an answer, "at least 7" does not state 7."""
     before = (_NOT_STATED if is_answer else _DENIED).search(clause_before(text, start))
-    after = end is not None and _DENIED_AFTER.match(text[end : end + _LONGEST_DENIAL])
-    return bool(before or after)
+    if before or end is None:
+        return bool(before)
+    after = text[end : end + _LONGEST_DENIAL]
+    is_compared = is_answer and _COMPARED_AFTER.match(after) is not None
+    return is_compared or _DENIED_AFTER.match(after) is not None
 
 
 def without_comparisons(text: str) -> str:

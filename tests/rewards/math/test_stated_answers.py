@@ -339,6 +339,8 @@ x^2+2x+1 ## The polynomial is x^2 + 2x + 1.
 12 ## The answer is 12 👍
 12 ## The answer is 12 €.
 12 ## The answer is 12 for n = 3.
+12 ## So she needs to buy 12 eggs at least.
+12 ## If 3 fit in a box then he must fill 12 or more of them
 12 ## She has 12 left, which is more than 10.
 1,2 ## x_1 = 1, x_2 = 2
 6\pi ## $6\pi$ cm$^2$
