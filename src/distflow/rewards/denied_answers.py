@@ -33,7 +33,8 @@ _DOUBT = (
 )
 _NO_BREAK = r"(?:(?!\b(?:but|so|hence|thus|therefore|then|however|though|although|because|since|still|yet)\b)[^!])"  # noqa: E501
 _SUPPOSED = (
-    r"\b(?:if|whether|suppose|assume|assuming)(?:\s+that)?(?:\s+the)?(?:\s+final)?"
+    r"\b(?:if|whether|suppose|assume|assuming|not(?=\s+(?:the|my|our)\b))"
+    r"(?:\s+that)?(?:\s+(?:the|my|our))?(?:\s+final)?"
     r"(?:\s+answer\s+is)?\s*$"
 )
 _DENIED_BEFORE = (

@@ -339,6 +339,9 @@ x^2+2x+1 ## The polynomial is x^2 + 2x + 1.
 12 ## The answer is 12 👍
 12 ## The answer is 12 €.
 12 ## The answer is 12 for n = 3.
+12 ## The answer is 12. No, wait. I mean 12.
+12 ## After 8, 9, 10 and 11 comes 12.
+12 ## x = 9 and y = 3 gives x + y = 12
 12 ## So she needs to buy 12 eggs at least.
 12 ## If 3 fit in a box then he must fill 12 or more of them
 12 ## She has 12 left, which is more than 10.
@@ -596,6 +599,9 @@ e ## \boxed{2.718281}
 7 ## If the answer is 7, then we get a contradiction.
 7 ## The answer is 7. Wait, no, it is 8.
 12 ## 12, but that's wrong.
+12 ## This is not the answer: 12
+12 ## You would think the answer is 12, but it isn't.
+12 ## The answer is 12. Correction: 13
 2 ## x_1 = 1, x_2 = 2
 2 ## x = 1 or x = 2, as required.
 """
