@@ -1,6 +1,7 @@
 """Which part of an answer is its program."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_a_helper_may_come_with_an_example(example):
     answer = f"```python\n{helper}\n{example}\n```\nso\n```python\n{MAIN}\n```"
     program = find_program(answer, ["f"])
     assert program is not None and "helper(2)" not in program
-    scope = {}
+    scope = dict[str, Any]()
     exec(program, scope)
     assert scope["f"](3) == 6
 
