@@ -20,6 +20,7 @@ from distflow.user_values import LARGEST_NUMBER, finite_number, plain_value
         (-3, -3.0),
         (1e6 + 0.01, 1e6 + 0.01),
         (Fraction(1, 4), 0.25),
+        (Decimal("0.25"), 0.25),
         (np.float32(0.5), 0.5),
         (np.float64(16777217.0), 16777217.0),
         (np.int64(2**53), 2.0**53),

@@ -10,8 +10,8 @@ LARGEST_NUMBER = float.fromhex("0x1.fffffep127")
 
 
 def finite_number(value: object, said: str = "it returned", where: str = "") -> float:
-    """The float of a number or bool of Python, NumPy or torch. Raises ValueError unless it is
-    finite in float32.
+    """The float of a number or bool of Python, NumPy or torch, or a Decimal. Raises
+    ValueError unless it is finite in float32.
 
     Scores are stored as float64, but models and losses compute in float32; and sums, differences
     and squares of numbers in its range are finite in float64. said, where: around the value in
@@ -24,7 +24,7 @@ def finite_number(value: object, said: str = "it returned", where: str = "") -> 
                 f"{said} a {type(value).__name__} of shape {shape}{where}, which is not a number"
             )
         value = item()
-    if not isinstance(value, Real):
+    if not isinstance(value, Real | Decimal):
         raise ValueError(f"{said} {value!r:.80}{where}, which is not a number")
     try:
         number = float(value)

@@ -16,6 +16,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
 from distflow.runtime.spec import LaunchOptions
+from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 
 ONE_STEP = ("trainer.total_training_steps=1", "trainer.save_groups=all")
@@ -144,6 +145,11 @@ def test_differences_that_a_type_does_not_hold_are_said(
     done = ground.run("grpo", "trainer.total_training_steps=2", "trust.audit_freq=1", *keys)
     assert any(says in note and "differences-lost" in note for note in done.notes("finding"))
     assert not any("nothing computes" in note for note in done.notes("info"))
+
+
+def test_scores_that_float64_merges_are_no_equal_ones(ground: Playground) -> None:
+    with pytest.raises(Exhausted, match="8 too_large.*float64"):
+        run(ground, "10**17 + k", "dapo", BY_SCORE, "algorithm.filter_groups.max_num_gen_batches=2")
 
 
 def test_the_audit_finds_scores_that_were_rounded(

@@ -30,6 +30,9 @@ def test_scores_of_samples_without_a_score_are_left_out() -> None:
         "reward/min": 1.0,
     }
     assert score_metrics(torch.tensor([1.0]), torch.tensor([False])) == {}
+    cancelling = torch.tensor([3e38, 3.0, -3e38, 3e38, -3e38, -0.5], dtype=torch.float64)
+    assert score_metrics(cancelling, cancelling != 0)["reward/mean_score"] == 2.5 / 6
+    assert part_means([{"a": score} for score in cancelling.tolist()]) == {"a": 2.5 / 6}
 
 
 def test_groups_whose_responses_all_scored_the_same_are_counted() -> None:

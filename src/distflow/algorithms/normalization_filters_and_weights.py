@@ -172,6 +172,7 @@ class _Pool:
 
 
 ALL_EQUAL = "all_equal"
+TOO_LARGE = "too_large"
 TOO_FEW_SCORES = "too_few_scores"
 MEAN_TOO_LOW = "mean_too_low"
 MEAN_TOO_HIGH = "mean_too_high"
@@ -184,14 +185,15 @@ def drop_reason(
     """Why a group has no learning signal, or None if it has one.
 
     metric: `(n,)`, one value per sample. Reasons: `too_few_scores` (fewer than two valid samples),
-    `all_equal` (all valid samples have the same metric), and `mean_too_low` or `mean_too_high` (the
-    mean is outside the range).
+    `all_equal` (all valid samples have the same metric), `too_large` (the same, of 2^53 or more,
+    where float64 has no odd numbers, so that they may have differed), and `mean_too_low` or
+    `mean_too_high` (the mean is outside the range).
     """
     valid_metric = metric if valid is None else metric[valid.bool()]
     if valid_metric.numel() < 2:
         return TOO_FEW_SCORES
     if bool(valid_metric.max() == valid_metric.min()):
-        return ALL_EQUAL
+        return ALL_EQUAL if abs(float(valid_metric.max())) < 2.0**53 else TOO_LARGE
     low, high = mean_range or (-torch.inf, torch.inf)
     mean = float(valid_metric.double().mean())
     return MEAN_TOO_LOW if mean <= low else MEAN_TOO_HIGH if mean >= high else None

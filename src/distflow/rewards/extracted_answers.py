@@ -8,6 +8,7 @@ search takes linear time, since the policy writes the text.
 import html
 import json
 import re
+from collections.abc import Callable
 
 from distflow.rewards.denied_answers import clause_before, is_denied
 
@@ -27,6 +28,10 @@ _PHRASE = re.compile(
 _SENTENCE_END = re.compile(r"[.!]\s+(?=[A-Z])|(?<=\?)\s+(?=[A-Z])")
 _TAGS = "a|b|big|center|code|div|em|font|h[1-6]|i|kbd|label|li|mark|p|pre|samp|small|span|strong|td|tt|u|var"  # noqa: E501
 _CLOSED_TAG = re.compile(rf"</({_TAGS})\s*>", re.I)
+_BREAK = re.compile(r"<[bh]r\b[^<>]*>", re.I)
+_SIGN = re.compile("[\u2600-\u27bf\U0001f300-\U0001faff]\ufe0f?")
+"""A tick, a star or another picture."""
+_STRUCK = re.compile(r"~~(?=\S)[^~\n]+~~")
 _SUPERSCRIPT = re.compile(r"<sup>([^<>]*)</sup>", re.I)
 _ENTITY = re.compile(r"&#?\w{2,8};")
 _EMPHASIS = re.compile(
@@ -35,7 +40,7 @@ _EMPHASIS = re.compile(
 _FORMULA = re.compile(
     r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)"
 )
-_NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
+_NUMBER = r"-?\$?(?:\d{1,3}(?:[, _']\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
 _UNIT = r"\s?(?:\\?%|°|(?!but\b)[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
 _FUNCTIONS = r"sqrt|exp|ln|log|(?:arc)?(?:sin|cos|tan)h?"
 _NAMES = r"pi|oo|infinity|inf"
@@ -49,21 +54,31 @@ _ITEM = rf"[-+]?(?:\d++(?:\.\d++)?+|{_CALL}|{_NAME})(?:\s*[-+*/^]\s*(?:\d++|{_CA
 _TUPLE = rf"\\?[(\[{{]\s*{_ITEM}(?:\s*[,;]\s*{_ITEM})+\s*\\?[)\]}}]"
 _EXPRESSION = re.compile(
     (
-        rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+ "
-        rf"\d+/\d+|{_SUM})!?({_UNIT})?)"
+        rf"(?<![^\s=*$€£¥₹(~∈])(?:{_TUPLE}(?:\s*(?:∪|U|\\cup)\s*{_TUPLE})*|(?:\d+(?: "
+        rf"\d+/\d+|(?::\d+)+)|{_SUM})!?({_UNIT})?)"
     ),
     re.ASCII,
 )
 """A tuple, a set or an interval; or a number or an operation on numbers, with the word or sign
 after it."""
 _MATHEMATICS = re.compile(
-    rf"(?!(?:an?|I)\s)(?=.*[\d\\^=<>≤≥π∞√]|.*\b(?:{_NAMES})\b)"
+    rf"(?!(?:an?|I)\s)(?=.*[\d\\^=<>≤≥π∞√½⅓⅔¼¾]|.*\b(?:{_NAMES})\b)"
     rf"(?:[^\w\n]|[\d_²³½⅓⅔¼¾π]|\\[A-Za-z]+|(?<![A-Za-z])(?:{_FUNCTIONS}|{_NAMES}|or|and|mod|[xyz]+|[A-Za-z])(?![A-Za-z]))+"
 )
+_INTRODUCTION = re.compile(
+    r"(?:\b(?:is|are|was|were|be|equals?|so|thus|hence|therefore|then|get|have|obtain|find)\b,?|:(?=\s))\s*",
+    re.I,
+)
+_NAME_EQUALS = re.compile(r"(?:^|(?<=[,;])|\b(?:and|or)\b)\s*[A-Za-z](?:_\w|\([A-Za-z]\))?\s*=")
+_EQUALS = re.compile(r"(?<![<>!])=")
+_DELIMITER = re.compile(r"[?$]|\\[\[\]()]")
+_INTRODUCED = re.compile(r"(?:\bare|^)[\s$*]*$")
 _LISTED = re.compile(r"\s*(?:,\s*(?:(?:and|or)\s*)?|(?:and|or)\s*)")
 _JOINED = re.compile(r"\s*(?:[,;]\s*)?(?:and|or|to|through)\s*|\s*[,;]\s*|[^\S\n]+")
-_OR = re.compile(r"\s*(?:,\s*)?or\s*")
+_OR = re.compile(r"\s*(?:,\s*)?or\s*(?:[A-Za-z]\s*=\s*)?")
 _LONGEST_FORMULA = 100
+DENIED = "not "
+"""How the answer begins that is not stated (`last_mathematics`)."""
 _MOST_DENIED = 1000
 _OPERATIONS = {
     "plus": "+",
@@ -75,7 +90,10 @@ _OPERATIONS = {
 }
 _OPERATION = re.compile(rf"(?<=\d)\s+({'|'.join(_OPERATIONS)})\s+(?=[\d.$])", re.I)
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+\$?$", re.I)
-_REASON = re.compile(r"\b(?:because|since|which|where)\b")
+_REASON = re.compile(
+    r"\b(?:because|since|where|which(?! (?:is|was|are) (?:\w+ )?(?:wrong|incorrect|false))"
+    r"|(?:for|when|if|with)(?=\s+\$?[A-Za-z]\s*=))\b"
+)
 _CONJUNCTIONS = ("and", "or", "to", "through")
 
 
@@ -99,9 +117,7 @@ def boxed_answer(text: str) -> str | None:
         boxes.pop()
     if not boxes:
         return ""
-    first = _first_joined(
-        text, [(start, end) for start, end, _ in boxes], _BETWEEN_BOXES, len(boxes)
-    )
+    first = _first_joined(text, lambda i: boxes[i][:2], _BETWEEN_BOXES, len(boxes))
     contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
     return ", ".join(contents) if all(contents) else ""
 
@@ -152,9 +168,9 @@ def decoded(value: object) -> object:
         return value
 
 
-def phrased_answer(text: str) -> str | None:
+def phrased_answer(text: str) -> tuple[str, str] | None:
     """What follows the last "answer is", "answer:" or `<answer>`, to the end of that sentence, line
-    or tag.
+    or tag; and the rest of the text.
 
     One that the text denies or doubts ("I do not think that the answer is") does not count."""
     found = list(_PHRASE.finditer(text))[-_MOST_DENIED:]
@@ -163,7 +179,9 @@ def phrased_answer(text: str) -> str | None:
     if not found:
         return None
     line, *_ = re.split(r"\n|(?i:</answer>)", text[found[-1].end() :], maxsplit=1)
-    return _SENTENCE_END.split(line)[0].strip()
+    phrase = _SENTENCE_END.split(line)[0]
+    rest = text[found[-1].end() + len(phrase) :]
+    return phrase.strip(), rest
 
 
 def without_markup(text: str) -> str:
@@ -176,6 +194,9 @@ def without_markup(text: str) -> str:
     )
     if names := {name.lower() for name in _CLOSED_TAG.findall(text)}:
         text = re.sub(rf"<(?:/\s*)?(?:{'|'.join(names)})\b[^<>]*>", "", text, flags=re.I)
+    text = _STRUCK.sub("", _BREAK.sub(" ", text) if "<" in text else text)
+    if not text.isascii():
+        text = _SIGN.sub("", text)
     text = _SUPERSCRIPT.sub(r"^{\1}", text)
     while (plain := _EMPHASIS.sub(r"\2", text)) != text:
         text = plain
@@ -186,6 +207,21 @@ def is_mathematics(text: str) -> bool:
     """Whether a short text is a formula as a whole, even without delimiters: `[1, 3]`,
     `-1 + exp(16)`, `x < 2`."""
     return len(text) <= _LONGEST_FORMULA and _MATHEMATICS.fullmatch(text) is not None
+
+
+def final_formula(text: str) -> str | None:
+    """The formula without delimiters that ends the text after "is", "are", ":" or alone on its
+    line: `2, 3 and 5`, `x = 2 or x = 3`, `x^2 + 1`. None for a number or an operation on numbers,
+    and for a calculation with `=`."""
+    line = text.rpartition("\n")[2][-2 * _LONGEST_FORMULA :]
+    introductions = list(_INTRODUCTION.finditer(line))
+    start = introductions[-1].end() if introductions else 0
+    formula = line[start:].rstrip(" .")
+    is_calculation = _EQUALS.search(_NAME_EQUALS.sub("", formula)) is not None
+    if is_calculation or _DELIMITER.search(formula) or not is_mathematics(formula):
+        return None
+    is_stated = _EXPRESSION.fullmatch(formula) is None and not is_denied(line, start)
+    return formula if is_stated else None
 
 
 def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | None:
@@ -214,7 +250,7 @@ def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | N
         return ", ".join(next(filter(None, match.groups())) for match in stated_formulas), ""
     if not stated_numbers:
         denied = reversed(formulas + numbers)
-        return next(((f"not {each.group()}", "") for each in denied), None)
+        return next(((f"{DENIED}{each.group()}", "") for each in denied), None)
     bare = [
         ("-" if _NEGATIVE.search(clause_before(prose, each.start())) else "")
         + each.group().removesuffix(each[1] or "")
@@ -228,28 +264,44 @@ def _last_stated(
 ) -> list[re.Match[str]]:
     """The last of the formulas or numbers, with those that are joined to it, that no words before
     it deny."""
-    spans = [(each.start(), _end(each)) for each in found]
+
+    def with_unit(index: int) -> tuple[int, int]:
+        return found[index].start(), _end(found[index])
+
+    def value(index: int) -> tuple[int, int]:
+        return found[index].start(), _value_end(found[index])
+
     end = len(found)
     while end > max(0, len(found) - _MOST_DENIED):
-        first = _first_joined(prose, spans, joint, end)
-        last = found[end - 1]
-        after = last.end() if last.re is _FORMULA or last[1] is None else last.start(1)
-        if not is_denied(prose, found[first].start(), after, is_answer):
+        first = _first_joined(prose, with_unit, joint, end)
+        if joint is _OR:
+            listed = _first_joined(prose, value, _LISTED, end)
+            if _INTRODUCED.search(clause_before(prose, found[listed].start())):
+                first = listed
+        if not is_denied(prose, found[first].start(), value(end - 1)[1], is_answer):
             return found[first:end]
         end = first
     return []
 
 
+def _value_end(found: re.Match[str]) -> int:
+    """End of the formula, or of the number without its unit."""
+    is_bare = found.re is _FORMULA or found[1] is None
+    return found.end() if is_bare else found.start(1)
+
+
 def _end(found: re.Match[str]) -> int:
     """End of the formula, or of the number with its unit; "or" is not a unit."""
     is_joint = found.re is _EXPRESSION and (found[1] or "").strip() in _CONJUNCTIONS
-    return found.start(1) if is_joint else found.end()
+    return _value_end(found) if is_joint else found.end()
 
 
-def _first_joined(text: str, spans: list[tuple[int, int]], joint: re.Pattern[str], end: int) -> int:
+def _first_joined(
+    text: str, span: Callable[[int], tuple[int, int]], joint: re.Pattern[str], end: int
+) -> int:
     """Index of the first of the spans that are joined to the one before the index `end`."""
     first = end - 1
-    while first and joint.fullmatch(text, spans[first - 1][1], spans[first][0]):
+    while first and joint.fullmatch(text, span(first - 1)[1], span(first)[0]):
         first -= 1
     return first
 

@@ -182,10 +182,11 @@ def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
     valid_scores = values[valid].double()
     if not valid_scores.numel():
         return {}
+    mean = math.fsum(valid_scores.tolist()) / len(valid_scores)  # large scores may cancel
     # differences of large scores are exact, their mean is not
-    near = valid_scores - valid_scores.mean()
+    near = valid_scores - mean
     return {
-        "reward/mean_score": float(valid_scores.mean()),
+        "reward/mean_score": mean,
         "reward/std": float((near - near.mean()).square().mean().sqrt()),
         "reward/max": float(valid_scores.max()),
         "reward/min": float(valid_scores.min()),
@@ -270,7 +271,7 @@ def part_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     found = dict[str, float]()
     for name in sorted({name for part in parts for name in part}):
         values = [part[name] for part in parts if name in part]
-        found[name] = sum(values) / len(values)
+        found[name] = math.fsum(values) / len(values)
     return found
 
 

@@ -341,6 +341,11 @@ class SampleQueue:
                 "should_accept returned False for them, or their workflow returned None: accept "
                 "more of them"
             )
+        elif [*dropped] == ["too_large"]:
+            remedy = (
+                "their scores are equal as float64, which has no odd numbers from 2^53 on: return "
+                "smaller scores"
+            )
         elif num_left:
             remedy += (
                 ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"

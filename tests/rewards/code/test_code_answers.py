@@ -1,6 +1,7 @@
 """Which part of an answer is its program."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,23 @@ def test_helpers_in_blocks_of_their_own_belong_to_the_program(blocks, names, pro
     assert find_program(answer, names) == "\n".join(blocks[i] for i in program)
 
 
+@pytest.mark.parametrize(
+    "example", ["print(helper(2))", "if __name__ == '__main__':\n    x = helper(2)\n    print(x)"]
+)
+def test_a_helper_may_come_with_an_example(example):
+    helper = "def helper(x):\n    return 2 * x\n"
+    answer = f"```python\n{helper}\n{example}\n```\nso\n```python\n{MAIN}\n```"
+    program = find_program(answer, ["f"])
+    assert program is not None and "helper(2)" not in program
+    scope = dict[str, Any]()
+    exec(program, scope)
+    assert scope["f"](3) == 6
+
+
+def test_a_program_in_a_block_of_markdown():
+    assert find_program(f"````markdown\nIt is\n```python\n{F}\n```\n````") == F
+
+
 SMALL_BLOCKS = [
     '```python\n"""\n```\n',
     "```python\ndef a(): b()\n```\n",
@@ -133,7 +151,9 @@ SMALL_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("piece", [*SMALL_BLOCKS, "```\n", "`", "\n", " ", "~~~", "```python\nx\n"])
+@pytest.mark.parametrize(
+    "piece", [*SMALL_BLOCKS, "```\n", "````md\n", "`", "\n", " ", "~~~", "```python\nx\n"]
+)
 def test_a_megabyte_is_read_at_once(piece):
     began = time.process_time()
     find_program(piece * (10**6 // len(piece)), ["f"])

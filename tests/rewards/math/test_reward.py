@@ -249,10 +249,11 @@ def test_finding_the_answer():
     )
     assert after_hashes("a #### 1\n#### 2 \nrest") == "2" and after_hashes("a") is None
     assert marked_answer("#### 1 \\boxed{2}") == "2"
-    assert phrased_answer("The answer is 3. The final answer is: **4**") == "4**"
+    assert phrased_answer("The answer is 3. The final answer is: **4**") == ("4**", "")
     assert phrased_answer("To answer the question we add.\nIt makes 5.") is None
     assert (
-        phrased_answer("The answer is 3.5 kg. Good") == "3.5 kg" and phrased_answer("none") is None
+        phrased_answer("The answer is 3.5 kg. Good") == ("3.5 kg", ". Good")
+        and phrased_answer("none") is None
     )
 
 

@@ -301,6 +301,54 @@ x+1 ## The answer is x + 1.
 0.75 ## The answer is 75/100.
 \frac{936}{48} ## \boxed{936/48}
 3.142857 ## \boxed{22/7}
+18 ## The answer is ~~17~~ 18.
+18 ## The answer is 18<br>
+18 ## \boxed{\$\,18}
+1234567 ## The answer is 1_234_567.
+1234567 ## The answer is 1'234'567.
+1234567 ## So it has 1_234_567 inhabitants.
+1/2 ## The answer is ½.
+3/2 ## She ate 1½ pies.
+1/2 ## 0.5 (or 1/2)
+1/2 ## The answer is 0.5 (or 1/2).
+1/2 ## The answer is 1/2 or 0.5.
+1/2 ## The answer is 1/2, or 50%.
+1/2 ## The answer is 1/2 (i.e. 50%).
+1/2 ## \boxed{1/2 \text{ or } 0.5}
+1/2 ## \boxed{\frac{1}{2} \text{ (or 0.5)}}
+[1,3] ## 1 <= x <= 3
+2, 3, 5 ## The primes are 2, 3, 5.
+2, 3, 5 ## The primes are 2, 3, and 5.
+2, 3, 5 ## The roots: **2, 3, 5**
+2, 3, 5 ## The solutions are x = 2, x = 3, and x = 5.
+(3, 5) ## The solution is x = 3, y = 5.
+x^2+2x+1 ## f(x) = x^2 + 2x + 1
+x^2+2x+1 ## The polynomial is x^2 + 2x + 1.
+8:30 ## The train arrives at 8:30.
+8:30 ## \boxed{8{:}30}
+3:4 ## So the ratio of boys to girls is 3:4 here.
+5 ## 5 apples, 5 in total.
+5 ## In 2023, 5 people came.
+237 ## So coach A spent $290-$53=$237 more than coach B
+8 ## My wrong answer: 7. The right one is 8.
+8 ## Some say the answer is 7, but that is wrong. It is 8.
+8 ## The answer is 7. Wait, no, it is 8.
+7 ## The answer is 7. Wait, let me check: 3 + 4 = 7. Yes.
+7 ## If we add the 3 and the 4 then the answer is 7.
+12 ## Final Answer: 12 ✅
+12 ## The answer is 12 👍
+12 ## The answer is 12 €.
+12 ## The answer is 12 for n = 3.
+12 ## The answer is 12. No, wait. I mean 12.
+12 ## After 8, 9, 10 and 11 comes 12.
+12 ## x = 9 and y = 3 gives x + y = 12
+12 ## So she needs to buy 12 eggs at least.
+12 ## If 3 fit in a box then he must fill 12 or more of them
+12 ## She has 12 left, which is more than 10.
+1,2 ## x_1 = 1, x_2 = 2
+6\pi ## $6\pi$ cm$^2$
+\sqrt{2} ## \boxed{2^{0.5}}
+2\sqrt{5} ## 2*5**0.5
 """
 
 WRONG = r"""
@@ -522,6 +570,40 @@ e ## \boxed{2.718281}
 \sqrt{10} ## \boxed{3.162277}
 \frac{1+\sqrt{5}}{2} ## \boxed{1.618033}
 \sin 1 ## \boxed{0.841470}
+17 ## The answer is ~~17~~ 18.
+1 ## She ate 1½ pies.
+1234567 ## The answer is 1_234_56.
+1/2 ## The answer is 1/2 or 0.6.
+1/2 ## 0.5 (or 1/3)
+0.5 ## 0.5 (or 2)
+5 ## The primes are 2, 3, 5.
+5 ## The primes are 2, 3 and 5.
+5 ## The solutions are x = 3 and x = 5.
+5 ## x = 3 or x = 5
+5 ## x = 3, x = 5
+7 ## The lengths are 3, 5 and 7 cm.
+8 ## The train arrives at 8:30.
+3 ## So the ratio of boys to girls is 3:4 here.
+7 ## Wrong answer: 7
+7 ## My wrong answer: 7
+7 ## **An incorrect answer:** 7
+7 ## The answer is no longer 7.
+7 ## The answer is unlikely to be 7.
+7 ## It is impossible for the answer to be 7.
+7 ## The answer is the negative of 7.
+7 ## The answer is 7 or more.
+7 ## The answer is 7 apples or more.
+7 ## The answer is 7 more than x.
+7 ## The answer is 7, which is wrong.
+7 ## Some say the answer is 7, but that is wrong.
+7 ## If the answer is 7, then we get a contradiction.
+7 ## The answer is 7. Wait, no, it is 8.
+12 ## 12, but that's wrong.
+12 ## This is not the answer: 12
+12 ## You would think the answer is 12, but it isn't.
+12 ## The answer is 12. Correction: 13
+2 ## x_1 = 1, x_2 = 2
+2 ## x = 1 or x = 2, as required.
 """
 
 
@@ -540,11 +622,29 @@ def test_what_the_text_states(table: str, score: float) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["I do not think 7 ", "the answer is not 7\n", "not the answer is 7 ", "7 is wrong ", ("7 less "
-        "than "), ("7 "
-        "(a) "),
-     "<b>", "not \\boxed{7} ", "[1, 2] ", "(100,100,", "1 + ", "sqrt(", "_7_ ", '"7', "[1, 2, "],
-)  # fmt: skip
+    [
+        "I do not think 7 ",
+        "the answer is not 7\n",
+        "not the answer is 7 ",
+        "the answer is 7. Wait, ",
+        "7 is wrong ",
+        "7 less than ",
+        "7 (a) ",
+        "<b>",
+        "are 2, ",
+        "x = 2 or ",
+        "1½ ",
+        "1_000 ",
+        "not \\boxed{7} ",
+        "[1, 2] ",
+        "(100,100,",
+        "1 + ",
+        "sqrt(",
+        "_7_ ",
+        '"7',
+        "[1, 2, ",
+    ],
+)
 def test_a_long_text_takes_linear_time(piece: str) -> None:
     # hours, if a search backtracked
     assert compute_score("", piece * (60_000 // len(piece)), "18") == 0.0

@@ -21,6 +21,7 @@ from distflow.algorithms.normalization_filters_and_weights import (
     MEAN_TOO_HIGH,
     MEAN_TOO_LOW,
     TOO_FEW_SCORES,
+    TOO_LARGE,
 )
 from distflow.audit.audited_step.groups_responses_and_masks import (
     accuracies,
@@ -144,7 +145,7 @@ def _check_dropped(
     settings = recorded.config.algorithm.filter_groups
     if reason == TOO_FEW_SCORES:
         return _check_too_few(recorded, record, batch)
-    if reason not in (ALL_EQUAL, MEAN_TOO_LOW, MEAN_TOO_HIGH):
+    if reason not in (ALL_EQUAL, TOO_LARGE, MEAN_TOO_LOW, MEAN_TOO_HIGH):
         return NOT_APPLICABLE
     part = replace(recorded, records={record.prompt_group.group_id: record}, batch=batch)
     scored = [
@@ -156,7 +157,8 @@ def _check_dropped(
     )
     mean = math.fsum(values) / max(len(values), 1)
     number = record.prompt_group.group_id
-    if reason == ALL_EQUAL and max(values, default=0.0) != min(values, default=0.0):
+    is_equal = max(values, default=0.0) == min(values, default=0.0)
+    if reason in (ALL_EQUAL, TOO_LARGE) and not is_equal:
         what = f"for one {settings.metric} on all its samples, but has {sorted(set(values))}"
         raise Wrong(f"group {number} was dropped {what}")
     near = rounding_of_mean(recorded)

@@ -17,6 +17,7 @@ import operator
 import random
 import sys
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
 from contextlib import suppress
 from traceback import walk_stack
 from types import ModuleType
@@ -83,9 +84,22 @@ def _term(value: Any) -> Any:
     return value
 
 
+def _summed(value: Any) -> Any:
+    """Bools may be counted, but not added to numbers."""
+    if not isinstance(value, Iterable):  # the start
+        return value
+    terms = list(value)
+    if len({type(term) is bool for term in terms}) > 1:
+        terms = [*map(_term, terms)]
+    return terms
+
+
 def _ordered(value: Any) -> Any:
     if value != value:
         _refuse("it has no order")
+    if isinstance(value, list | tuple):
+        for entry in value:
+            _ordered(entry)
     return _term(value)
 
 
@@ -101,6 +115,13 @@ def _item(owner: Any, key: Any) -> Any:
     if not is_mapping or (_has_bool(key) and typed(key) not in [*map(typed, owner)]):
         _term(key)
     return owner[key]
+
+
+def _get(owner: Any, *args: Any) -> Any:
+    """`owner.get(*args)`, also of an owner that is no dict."""
+    if isinstance(owner, dict) and args and args[0] in owner:
+        _item(owner, args[0])
+    return owner.get(*args)
 
 
 _OPERATORS: dict[type[ast.AST], str] = {
@@ -121,6 +142,7 @@ _OPERATORS: dict[type[ast.AST], str] = {
     ast.BitXor: "xor",
 }
 """By operator in the assertion's code: the function of `operator` that replaces it."""
+_METHODS = [f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul")]
 _COMPARED = ("eq", "contains", "countOf", "indexOf")
 _ORDERED = ("lt", "le", "gt", "ge")
 
@@ -162,6 +184,10 @@ def _operation(name: str, *args: ast.expr) -> ast.Call:
     )
 
 
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "super"
+
+
 class Asked(BaseException):
     """Raised when the program must be called."""
 
@@ -184,6 +210,7 @@ _NUMERIC = dict.fromkeys(
 )
 _WRAPPED = {
     **_NUMERIC,
+    **dict.fromkeys(("sum", "fsum", "prod"), "__summed__"),
     **dict.fromkeys(("assertEqual", "assertListEqual", "assertIn", "count", "index"), "__typed__"),
 }
 """By function or method called in an assertion: the wrapper of its arguments."""
@@ -223,12 +250,11 @@ class Guard(ast.NodeTransformer):
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.stmt:
         self.generic_visit(node)
         name = _OPERATORS.get(type(node.op))
-        if name is None or not isinstance(node.target, ast.Name):
+        target = ast.unparse(node.target)
+        if name is None or "(" in target:  # which must not be evaluated twice
             return node
-        changed = _operation(
-            f"i{name.strip('_')}", ast.Name(node.target.id, ast.Load()), node.value
-        )
-        return ast.Assign([node.target], changed)
+        value = self.visit(ast.parse(target, mode="eval").body)
+        return ast.Assign([node.target], _operation(f"i{name.strip('_')}", value, node.value))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
@@ -247,7 +273,14 @@ class Guard(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
-        if passed := _WRAPPED.get(getattr(node.func, "id", getattr(node.func, "attr", ""))):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        is_plain = not node.keywords and not any(isinstance(a, ast.Starred) for a in node.args)
+        if isinstance(node.func, ast.Attribute) and is_plain:
+            if name == "get":
+                return _call("__get__", node.func.value, *node.args)
+            if name in _METHODS and len(node.args) == 1 and not _is_super(node.func.value):
+                return _operation(name.strip("_"), node.func.value, *node.args)
+        if passed := _WRAPPED.get(name):
             node.args = [
                 each if isinstance(each, ast.Starred) else _call(passed, each) for each in node.args
             ]
@@ -289,6 +322,8 @@ class Run:
             "__typed__": typed,
             "__ordered__": _ordered,
             "__term__": _term,
+            "__summed__": _summed,
+            "__get__": _get,
             "__slice__": lambda *bounds: slice(*map(_term, bounds)),
             "__operator__": _OPERATOR,
             "__seen__": self.seen,

@@ -38,6 +38,10 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
 
 
+def _has_value(entry: object) -> bool:
+    return any(map(_has_value, entry)) if isinstance(entry, list) else entry not in (None, "", {})
+
+
 @dataclass(frozen=True)
 class StreamTests:
     """Standard inputs of a program, and the required outputs."""
@@ -58,11 +62,11 @@ class CallTests:
     @cached_property
     def may_be_wrapped(self) -> bool:
         """Whether each result may be the only entry of its list, as in APPS: all are lists of one
-        entry, and some entry is a value, unlike in `[[]]` or `[None]`."""
+        entry, and some entry has a value, unlike in `[[]]`, `[None]` and `[[None]]`."""
         entries = [
             output[0] for output in self.outputs if isinstance(output, list) and len(output) == 1
         ]
-        return len(entries) == len(self.outputs) and any(entry not in _EMPTY for entry in entries)
+        return len(entries) == len(self.outputs) and any(map(_has_value, entries))
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ CASES = (
 )
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
 _PYTHON = ("python", "python3", "py", "py3")
+_MARKDOWN = ("markdown", "md")
 _TRIPLE = ('"""', "'''")
 _QUOTES = re.compile(r"#.*|\\.|\"{3}|'{3}|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'")
 _IN_QUOTES = re.compile(r"\\.|\"{3}|'{3}")
@@ -88,6 +89,8 @@ _STATEMENT = re.compile(
     re.M,
 )
 """A line at the top level that is more than a definition."""
+_CONTINUED = ("", *" \t)]}#")
+"""How a line begins that belongs to the statement before it."""
 _BINDING = re.compile(r"(?<=def )\w+[ \t]*\([^)]*|(?<=class )\w+|(?<=for )\w+|\b\w+[ \t]*=(?!=)")
 _FIRST_WORD = re.compile(r"(?:^|[(,])\s*\*{0,2}(\w+)")
 _USED = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
@@ -103,7 +106,9 @@ def find_program(response: str, names: Sequence[str] = ()) -> str | None:
     with the response. A response without a fence is a program as a whole.
     """
     text = response.rpartition(_THOUGHT_END)[2]
-    blocks = _fenced(text)
+    blocks = list[tuple[str, str]]()
+    for block in _fenced(text):
+        blocks += _fenced(block[1]) if block[0] in _MARKDOWN else [block]
     if not blocks:
         return text
     candidates = [body for mark, body in blocks if mark in _PYTHON] or [
@@ -119,16 +124,17 @@ def find_program(response: str, names: Sequence[str] = ()) -> str | None:
 
 
 def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]:
-    """The blocks that define what the program uses and does not define itself; no drafts and
-    examples."""
+    """The definitions, in other blocks, of what the program uses and does not define itself; no
+    drafts and examples."""
     if "__future__" in program:  # such an import must come first
         return []
+    definitions = [_definitions(block) for block in blocks]
     functions = set(_FUNCTION.findall(program))
     owners: dict[str, int] = {}
     for i, block in enumerate(blocks):
-        defined = _defined(block)
+        defined = _defined(definitions[i])
         is_example = not functions.isdisjoint({*_USED.findall(block)} - defined)
-        if not is_example and not _STATEMENT.search(block):
+        if not is_example:
             owners |= dict.fromkeys(defined, i)
     wanted = [name for name in names if not defines(program, name)]
     wanted += {*_USED.findall(program)} - _bound(program)
@@ -137,8 +143,21 @@ def _helpers(blocks: list[str], program: str, names: Sequence[str]) -> list[str]
         i = owners.get(wanted.pop(), -1)
         if i >= 0 and i not in found:
             found.add(i)
-            wanted += {*_USED.findall(blocks[i])}
-    return [blocks[i] for i in sorted(found)]
+            wanted += {*_USED.findall(definitions[i])}
+    return [definitions[i] for i in sorted(found)]
+
+
+def _definitions(block: str) -> str:
+    """The block without other statements at its top level, such as examples and what reads
+    input."""
+    lines = list[str]()
+    is_kept = True
+    for line in block.split("\n"):
+        if line[:1] not in _CONTINUED:
+            is_kept = _STATEMENT.match(line) is None
+        if is_kept:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _defined(program: str) -> set[str]:

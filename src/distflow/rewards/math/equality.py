@@ -82,6 +82,7 @@ _BUILDER = re.compile(
 )
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|begin|mathbb)(?![A-Za-z])")
 _OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee|cup)(?![A-Za-z]))\s*")
+_ALTERNATIVE = re.compile(r",?\s*(?:\\text\s*\{\s*or\s*\}|\bor\b)\s*")
 _ALL_REALS = re.compile(
     r"(?:\\text\s*\{\s*)?all real (?:numbers|values)(?: of [a-z])?\s*\}?|\\math(?:bb|bf)\{R\}|\\R"
 )
@@ -339,6 +340,13 @@ def _as_interval(chain: list[str]) -> str | None:
     )
 
 
+def _alternatives(gold: str, answer: str) -> bool | None:
+    """`1/2 or 0.5` equals 1/2: one value in several forms."""
+    forms = _ALTERNATIVE.split(answer)
+    is_one_value = len(forms) > 1 and all(are_equal(gold, form) for form in forms)
+    return True if is_one_value else None
+
+
 def _lists(gold: str, answer: str) -> bool | None:
     r"""Item by item: in order between ( ) and [ ], in any order between \{ \} and without
     brackets."""
@@ -424,6 +432,7 @@ def _texts(gold: str, answer: str) -> bool | None:
 
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
     _numbers,
+    _alternatives,
     _choices,
     _named_tuples,
     _bases,

@@ -7,10 +7,13 @@ makes the comparison raise, is wrong. Only a full memory and a full stack are re
 
 import math
 import re
+import unicodedata
 
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.denied_answers import without_comparisons
 from distflow.rewards.extracted_answers import (
+    DENIED,
+    final_formula,
     is_mathematics,
     last_mathematics,
     marked_answer,
@@ -26,6 +29,12 @@ _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Z
 _SET = re.compile(r"(?<![\\\w}^])\{([^{}\\]*,[^{}\\]*)\}")
 _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
 _WORD = re.compile(r"[A-Za-z]{2}")
+_FRACTION = re.compile(r"([0-9]?)([¼-¾⅐-⅞])(?![\w(])")
+_MARK_OF_PHRASE = re.compile(r"(\banswer)\s*[:=]", re.I)
+_POWER = re.compile(r"\$\^(?<=[A-Za-z]\$\^)\{?(\d)\}?\$")
+_TAKEN_BACK = re.compile(
+    r"[\s.!*_$]*(?:Wait|Actually|Oops|Sorry|Hmm|Correction|No(?=[,.!]))\b", re.I
+)
 _MAX_PHRASE = 100
 
 CASES = (
@@ -118,31 +127,49 @@ def is_equal(gold: str, answer: str) -> bool:
 def _unmarked(text: str, is_text: bool) -> str | None:
     """The unmarked answer of the text, or None. is_text: the ground truth is words; else a formula
     or number."""
-    phrase = phrased_answer(text)
-    if phrase is not None:
-        phrase = _plain(phrase)
-        if is_text or _ALONE.fullmatch(phrase):
+    phrased = phrased_answer(text)
+    if phrased is not None:
+        phrase = _plain(phrased[0])
+        is_final = not _TAKEN_BACK.match(phrased[1])
+        if is_text or (_ALONE.fullmatch(phrase) and is_final):
             return phrase if len(phrase) <= _MAX_PHRASE else None
-        if is_mathematics(phrase):
+        if is_final and is_mathematics(phrase):
             return phrase
-        if found := last_mathematics(
-            _CURRENCY_MARK.sub("", phrase).replace(r"\$", ""), is_answer=True
-        ):
-            return _with_unit(*found)
+        found = _last_value(phrase, is_answer=True)
+        if found and (found.startswith(DENIED) or not is_final):
+            found = _last_value(_plain(phrased[1])) or found
+        if found:
+            return found
     text = _plain(text)
+    if "nswer" in text:
+        text = _MARK_OF_PHRASE.sub(r"\1 is", text)
     if is_text:
         return text if len(text) <= _MAX_PHRASE else None
-    if phrase is None and "=" not in text and is_mathematics(text):
-        return text
-    is_answer = not _WORD.search(without_comparisons(text))
-    found = last_mathematics(_CURRENCY_MARK.sub("", text).replace(r"\$", ""), is_answer)
+    if phrased is None and (formula := final_formula(text)):
+        return formula
+    is_answer = len(text) <= _MAX_PHRASE and not _WORD.search(without_comparisons(text))
+    return _last_value(text, is_answer)
+
+
+def _last_value(prose: str, is_answer: bool = False) -> str | None:
+    """The last formula, or number with its unit."""
+    found = last_mathematics(_CURRENCY_MARK.sub("", prose).replace(r"\$", ""), is_answer)
     return _with_unit(*found) if found else None
 
 
 def _plain(text: str) -> str:
     """The text without markup and remarks, and with the brackets of sets as in LaTeX."""
     text = without_markup(text.replace("\N{MINUS SIGN}", "-").strip()).strip("*`_~ \n")
+    text = _POWER.sub(r"^\1", text)
+    if not text.isascii():
+        text = _FRACTION.sub(_spelled_out, text)
     return _SET.sub(r"\\{\1\\}", without_remarks(text)).strip()
+
+
+def _spelled_out(fraction: re.Match[str]) -> str:
+    """`½` as 1/2, and `1½` as 1 1/2."""
+    plain = unicodedata.normalize("NFKC", fraction[2]).replace("\N{FRACTION SLASH}", "/")
+    return f"{fraction[1]} {plain}".lstrip()
 
 
 def _with_unit(answer: str, word: str) -> str:

@@ -27,9 +27,10 @@ _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS, "0123456789-")
 
 
 def _as_integer(match: re.Match[str]) -> str:
-    """A number without thousands separators, unless there are brackets, in which commas may
+    """A number without thousands separators; commas stay if there are brackets, in which they may
     separate items."""
-    return match[0] if re.search(r"[(\[]|\\\{", match.string) else match[0].replace(",", "")
+    number = re.sub("[_']", "", match[0])
+    return number if re.search(r"[(\[]|\\\{", match.string) else number.replace(",", "")
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -69,7 +70,10 @@ _RULES = [
 ]
 TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
 _REMARK = re.compile(r"(?<=[\d%})\]$°π])(?:\s|\\[ ,;:])+([(\[])([^()\[\]\n]*)[)\]]")
-_FORMULA = re.compile(r"\s*([=≈~]?)\s*([\d\s.+*/×÷%^=-]*\d[\d\s.+*/×÷%^=-]*)")
+_FORMULA = re.compile(
+    r"\s*((?:or|i\.?e\.?,?|that is,?)\s)?\s*([=≈~]?)\s*("
+    r"[\d\s.+*/×÷%^=-]*\d[\d\s.+*/×÷%^=-]*)"
+)
 _WORDS = re.compile(r"(?<![A-Za-z\\])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}")
 _NO_REMARK = re.compile(
     (
@@ -107,7 +111,12 @@ def normalise(answer: str) -> str:
 def without_remarks(text: str) -> str:
     """The text without a remark in brackets after a value, like `7 (seven)` or `18 (9 + 9)`. A unit
     there is kept, and so is what changes or doubts the value."""
-    return _REMARK.sub(lambda match: "" if _FORMULA.fullmatch(match[2]) else _remark(match), text)
+    return _REMARK.sub(
+        lambda match: (
+            "" if (found := _FORMULA.fullmatch(match[2])) and not found[1] else _remark(match)
+        ),
+        text,
+    )
 
 
 def _remark(match: re.Match[str]) -> str:
@@ -115,7 +124,7 @@ def _remark(match: re.Match[str]) -> str:
     `18 = 9 + 9`."""
     remark = match[2].strip()
     if found := _FORMULA.fullmatch(remark):
-        return f" {found[1] or '='} {found[2]}"
+        return f" {found[2] or '='} {found[3]}"
     first, *others = _WORDS.findall(remark)[:2] or [""]
     is_plural = not others and first.endswith("s") and first.lower() not in _NO_UNITS
     if is_unit(remark) or is_plural or first.lower() in _MULTIPLES:
