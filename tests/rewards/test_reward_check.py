@@ -256,7 +256,7 @@ NEVER_RIGHT = [
     (
         7,
         READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)",
-        ("with 0.1", "truth '7' (str)"),
+        ("scores 0.1", "truth '7' (str)"),
     ),
     (7.0, READS + "return float(found[-1] == ground_truth)", ("answer 7.0 (float)", "(str)")),
     (
@@ -268,6 +268,11 @@ NEVER_RIGHT = [
         SOLUTION,
         READS + "return float(found[-1] == ground_truth)",
         ("#### 7' (str)", "truth '7' (str)"),
+    ),
+    (
+        f"He has {'many and ' * 30}more.\n#### 7",
+        READS + "return float(found[-1] == ground_truth)",
+        ("answer 'He has many", "#### 7' (str)", "truth '7' (str)"),
     ),
     (r"\boxed{7}", READS + "return float(found[-1] == ground_truth)", ("truth '7' (str)",)),
     (

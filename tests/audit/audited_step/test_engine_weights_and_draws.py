@@ -67,6 +67,16 @@ def test_gradients_moved_too_far_are_not_checked(
     assert "rounding alone moves the gradient" in audit.fields["unproven"]["backward"]
 
 
+def test_gradients_that_float32_rounds_too_far_are_not_checked(
+    rough: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with weights that a learning rate has blown up: the packed pass is not to blame."""
+    monkeypatch.setattr(updates, "EXACT", 1e-7)
+    rough.run("grpo", "trust.audit_freq=1", "trainer.total_training_steps=1")
+    (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
+    assert "rounding alone moves the gradient" in audit.fields["unproven"]["backward"]
+
+
 def test_another_stream_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     key = sequences.sample_key
     monkeypatch.setattr(
