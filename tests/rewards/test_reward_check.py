@@ -228,6 +228,11 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(
         ("7", "return abs(len(solution_str) - 1) + 2", ["a score of 1 or more counts as correct"]),
         (
             "7",
+            "return {'score': float(solution_str == ground_truth), 'acc': 2}",
+            ["gives an acc of 2 for"],
+        ),
+        (
+            "7",
             "return {'score': len(solution_str) < 3, 'accuracy': 1}",
             ["returns 'accuracy': what counts"],
         ),

@@ -481,10 +481,11 @@ async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) 
             notes.append(f"{WARNING if fault.cause else 'note: '}{who} {fault.said()}")
     if scored_right(wrong) and answer is not None:
         advice = 'return {"score": ..., "acc": 0 or 1}'
-        what = (
-            f"gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}"
+        kind = "an acc" if ACC in wrong.extra else "a score"
+        notes.append(
+            f"note: {who} gives {kind} of {why(wrong)} for {WRONG!r}: {kind} of 1 or more counts "
+            f"as correct; {advice}"
         )
-        notes.append(f"note: {who} {what}")
     if ACC not in right.extra and (near := right.extra.keys() & _LIKE_ACC):
         notes.append(
             f"note: {who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'"

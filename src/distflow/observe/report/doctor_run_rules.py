@@ -230,6 +230,8 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     right = known_values(steps, ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
     function = f"the reward function ({path})" if path else "the reward function"
+    if setting(config, "actor_rollout_ref.rollout.workflow"):
+        function = "what scores the episodes"
     everything = f"every response of {_which(steps, 'reward/max')}"
     advice = (
         f"It does not distinguish better responses from worse: check what {function} returns for a "
