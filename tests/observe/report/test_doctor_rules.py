@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "policy-broken in part": (
         "error",
         moves(
-            actor__entropy=lambda value, since: value / (100 if since < 2 else 5),
+            actor__entropy=lambda value, since: value / 5,
             reward__mean_score=lambda value, since: value - 0.4,
             reward__frac_reward_zero_std=1.0,
         ),
