@@ -392,6 +392,17 @@ class TestLengths:
             encode(TOKENIZERS["characters"], TALK, filter_overlong=False, max_response_length=20)
 
 
+def test_messages_that_are_kept_for_a_reward_are_no_other_data() -> None:
+    asked = [{"role": "user", "content": "1+1?"}]
+    rows = [RawRow("f:1", asked, "2", "d", None, {"level": 1})]
+    sets = []
+    for kept in (False, True):
+        options = PromptOptions(99, 99, keep_chats=kept, keep_messages=kept, num_workers=0)
+        sets.append(encode_rows(rows, TOKENIZERS["qwen2"], options, BadRows()))
+    assert sets[0][0].extra_info != sets[1][0].extra_info
+    assert sets[0].fingerprint() == sets[1].fingerprint()
+
+
 def test_the_fingerprint_sees_which_part_is_learnt() -> None:
     every, last = (encode(TOKENIZERS[name], TALK) for name in ("marked narrow", "marked last"))
     ids = [(*row.prompt_ids, *row.response_ids) for prompts in (every, last) for row in prompts]

@@ -228,6 +228,11 @@ def test_a_first_call_is_with_the_first_row_of_a_domain_and_its_ground_truth(
         ("7", "return abs(len(solution_str) - 1) + 2", ["a score of 1 or more counts as correct"]),
         (
             "7",
+            "return {'score': float(solution_str == ground_truth), 'acc': 2}",
+            ["gives an acc of 2 for"],
+        ),
+        (
+            "7",
             "return {'score': len(solution_str) < 3, 'accuracy': 1}",
             ["returns 'accuracy': what counts"],
         ),
@@ -256,7 +261,7 @@ NEVER_RIGHT = [
     (
         7,
         READS + "return 0.1 * bool(found[-1]) + (found[-1] == ground_truth)",
-        ("with 0.1", "truth '7' (str)"),
+        ("scores 0.1", "truth '7' (str)"),
     ),
     (7.0, READS + "return float(found[-1] == ground_truth)", ("answer 7.0 (float)", "(str)")),
     (
@@ -268,6 +273,11 @@ NEVER_RIGHT = [
         SOLUTION,
         READS + "return float(found[-1] == ground_truth)",
         ("#### 7' (str)", "truth '7' (str)"),
+    ),
+    (
+        f"He has {'many and ' * 30}more.\n#### 7",
+        READS + "return float(found[-1] == ground_truth)",
+        ("answer 'He has many", "#### 7' (str)", "truth '7' (str)"),
     ),
     (r"\boxed{7}", READS + "return float(found[-1] == ground_truth)", ("truth '7' (str)",)),
     (

@@ -136,7 +136,8 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         counts = " and ".join(
             count_of(numbers[level], level) for level in ("error", "warning") if numbers[level]
         )
-        lines = [f"{count_of(len(run.steps), 'step')} of {run_dir}: {counts or 'no problem found'}"]
+        num_steps = sum(step > 0 for step in run.steps)  # step 0 is a validation
+        lines = [f"{count_of(num_steps, 'step')} of {run_dir}: {counts or 'no problem found'}"]
         lines += [line for found in problems for line in _described(found)]
         lines += [
             f"no problem: {count_of(len(examined.clean), 'rule')}",

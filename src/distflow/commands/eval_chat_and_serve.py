@@ -133,7 +133,8 @@ def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None
     overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
     loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
     if not (data := loaded.config.data).domains:
-        data = replace(data, train_files=data.val_files)
+        # nothing is trained on: the set must not be said to overlap with itself
+        data = replace(data, train_files=data.val_files, allow_overlap=True)
     loaded = replace(loaded, config=replace(loaded.config, data=data))
     if not validates(loaded.config):
         raise UserError(

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import overload
 
+from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
 from distflow.data.dataset_columns import RawRow
 from distflow.data.sample import Segment
 from distflow.errors import UserError
@@ -282,16 +283,19 @@ class PromptSet(PromptRows):
 
     def fingerprint(self) -> str:
         """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra
-        info, tags."""
+        info (without the messages, which are added for some reward functions), tags."""
         digest = hashlib.sha256()
         digest.update(_flat([entry.ids for entry in self._encoded]))
         responses = [entry.response_ids or () for entry in self._encoded]
         digest.update(_flat(responses) if self.has_responses else b"no responses")
         for entry, row in zip(self._encoded, self._rows, strict=True):
+            extra = {
+                name: value
+                for name, value in row.extra_info.items()
+                if name not in (PROMPT_CHAT, PROMPT_MESSAGES)
+            }
             digest.update(
-                json.dumps(
-                    [entry.text, row.answer, row.domain, row.extra_info], sort_keys=True
-                ).encode()
+                json.dumps([entry.text, row.answer, row.domain, extra], sort_keys=True).encode()
             )
         if any(entry.turns for entry in self._encoded):
             digest.update(json.dumps([entry.turns for entry in self._encoded]).encode())

@@ -173,9 +173,9 @@ def search_allocations(
     raise UserError(
         f"trainer.allocation={AUTO}: none of {count_of(len(tried), 'allocation')} of "
         f"{choices.num_devices} devices "
-        f"fits{with_it}; the nearest is {nearest.text}, but {nearest.run.excess()}; `distflow "
-        "plan` with it names a "
-        "change that fits"
+        f"fits{with_it}; the nearest is {nearest.text}, but {nearest.run.excess()}; "
+        f"`distflow plan ... 'trainer.allocation={nearest.text}'` looks for a change of other keys "
+        "with which that one fits"
     )
 
 

@@ -168,17 +168,13 @@ class UnreadAnswers(NamedTuple):
     cause: str
 
     def said(self) -> str:
-        rows = (
-            "the row's own answer"
-            if self.num_rows == 1
-            else f"the own answer of any of {self.num_rows} rows"
-        )
+        counts = f"counts none of {self.num_rows} rows' own answers"
+        if self.num_rows == 1:
+            counts = "does not count the row's own answer"
         return (
-            f"does not count {rows} as right: it scores the first row's own answer "
-            f"{_typed(self.row.ground_truth)} "
-            f"with {self.score:g} for the response {_typed(self.response)}, and {WRONG!r} with "
-            f"{self.wrong:g} "
-            f"({self.row.origin}); {self.cause or _OTHER_FORM}"
+            f"{counts} as right: the answer {_typed(self.row.ground_truth)} of "
+            f"{self.row.origin}, given as the response {_typed(self.response)}, scores "
+            f"{self.score:g}, and {WRONG!r} scores {self.wrong:g}; {self.cause or _OTHER_FORM}"
         )
 
 
@@ -272,7 +268,10 @@ def _short_answer(truth: object) -> str | None:
 
 
 def _typed(value: object) -> str:
-    return f"{value!r:.80} ({type(value).__name__})"
+    shown = repr(value)
+    if len(shown) > 90:
+        shown = f"{shown[:50]} … {shown[-30:]}"
+    return f"{shown} ({type(value).__name__})"
 
 
 HOSTILE_KIND = "hostile text"
@@ -482,10 +481,11 @@ async def _first_calls(pool: Pool, name: str, rows: Sequence[Row], target: str) 
             notes.append(f"{WARNING if fault.cause else 'note: '}{who} {fault.said()}")
     if scored_right(wrong) and answer is not None:
         advice = 'return {"score": ..., "acc": 0 or 1}'
-        what = (
-            f"gives {wrong.value:g} for {WRONG!r}: a score of 1 or more counts as correct; {advice}"
+        kind = "an acc" if ACC in wrong.extra else "a score"
+        notes.append(
+            f"note: {who} gives {kind} of {why(wrong)} for {WRONG!r}: {kind} of 1 or more counts "
+            f"as correct; {advice}"
         )
-        notes.append(f"note: {who} {what}")
     if ACC not in right.extra and (near := right.extra.keys() & _LIKE_ACC):
         notes.append(
             f"note: {who} returns {sorted(near)[0]!r}: what counts as the accuracy is 'acc'"

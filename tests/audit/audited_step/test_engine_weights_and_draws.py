@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from distflow.audit import model_forward
 from distflow.audit.audited_step import engine_weights_and_draws, updates
 from distflow.errors import TrustError
+from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.observe.run_reader import read_events
 from distflow.rollout.embedded import host_batch_plain_or_invariant as embedded
 from distflow.rollout.embedded import sampler
@@ -65,6 +67,30 @@ def test_gradients_moved_too_far_are_not_checked(
     rough.run("grpo", *BFLOAT16)
     (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
     assert "rounding alone moves the gradient" in audit.fields["unproven"]["backward"]
+
+
+def test_gradients_that_float32_rounds_too_far_are_not_checked(
+    rough: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with weights that a learning rate has blown up: the packed pass is not to blame."""
+    monkeypatch.setattr(updates, "EXACT", 1e-7)
+    rough.run("grpo", "trust.audit_freq=1", "trainer.total_training_steps=1")
+    (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
+    assert "rounding alone moves the gradient" in audit.fields["unproven"]["backward"]
+
+
+def test_gradients_that_rounding_does_not_explain_are_an_alarm(
+    rough: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = model_forward.Turns.gradients
+
+    def gradients(turns: Any, model: Any, *asked: Any) -> list[Any]:
+        is_packed = model.config._attn_implementation == PACKED_ATTENTION
+        return [each * (1.01 if is_packed else 1.0) for each in original(turns, model, *asked)]
+
+    monkeypatch.setattr(model_forward.Turns, "gradients", gradients)
+    with pytest.raises(TrustError, match=r"\(backward\): .* differs by 0\.01"):
+        rough.run("grpo", "trust.audit_freq=1", "trainer.total_training_steps=1")
 
 
 def test_another_stream_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

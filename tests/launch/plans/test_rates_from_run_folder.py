@@ -173,7 +173,7 @@ def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) ->
             for each in report_data(tmp_path / name)["sentences"]
             if "estimate before" in each["text"]
         ]
-        assert len(sentences) == 1 and "a step took" in sentences[0]["text"]
+        assert len(sentences) == 1 and "it took" in sentences[0]["text"]
         assert ends in sentences[0]["text"] + sentences[0]["advice"]
 
 

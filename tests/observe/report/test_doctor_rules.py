@@ -165,6 +165,14 @@ FAULTS: dict[str, tuple[str, Plant]] = {
             reward__frac_reward_zero_std=1.0,
         ),
     ),
+    "policy-broken in part": (
+        "error",
+        moves(
+            actor__entropy=lambda value, since: value / 5,
+            reward__mean_score=lambda value, since: value - 0.4,
+            reward__frac_reward_zero_std=1.0,
+        ),
+    ),
     "length-drift": (
         "warning",
         moves(rollout__avg_response_length=lambda value, since: value + 500),
@@ -486,6 +494,22 @@ def test_a_run_that_failed_was_killed_or_hangs(
         run.metrics(1, "train", {"timing_s/step": 1.0})
     assert main(["doctor", str(killed)]) == 1
     assert "warning run-killed" in capsys.readouterr().out
+
+
+def test_what_a_run_warned_of_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warned = tmp_path / "warned"
+    with RunFolder(warned, 0) as run:
+        run.write_json("run.json", {})
+        run.metrics(0, "val", {"val_correct/all/mean": 0.0})
+        run.metrics(1, "train", {"reward/mean_score": 0.0})
+        run.event("warning", "the reward counts none of 8 rows' own answers as right")
+        run.event("end", "finished", status="finished")
+    assert main(["doctor", str(warned)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("1 step of") and "1 warning" in out.splitlines()[0]
+    assert "none of 8 rows' own answers" in out
 
 
 def test_every_rule_is_planted_somewhere() -> None:

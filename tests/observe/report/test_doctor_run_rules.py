@@ -48,7 +48,7 @@ def texts(sentences: list[dict[str, str]]) -> str:
             "runs/a/b",
             1.2,
             "unknown",
-            "was 2 s and 1 GiB; a step took 1.9 s and at most 1.25 GiB of memory.",
+            "was 2 s a step and 1 GiB of memory; it took 1.9 s and at most 1.25 GiB.",
         ),
         (
             "runs/a/b",
@@ -56,7 +56,7 @@ def texts(sentences: list[dict[str, str]]) -> str:
             "flat",
             "wrong by more than half in train_step (expected 1.6 s, took 1 s).",
         ),
-        ("", 9.0, "unknown", "was 2 s and 1 GiB; a step took 1.9 s"),
+        ("", 9.0, "unknown", "was 2 s a step and 1 GiB of memory; it took 1.9 s"),
     ],
 )
 def test_what_was_predicted_is_beside_what_was_measured(

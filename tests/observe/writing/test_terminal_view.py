@@ -48,11 +48,25 @@ def test_plain_lines_without_a_terminal() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == (
         "step 1/4  reward  0.512  accuracy 0.750  kl  0.0012  entropy  1.250  length   23.1  "
-        "tokens/s  12,346    2.0 s  0:06 to go"
+        "tokens/s  12,346    2.0 s"
     )
     assert lines[1].startswith("warning: tracker \\x1b[2J") and "[bold red]markup[/]" in lines[1]
     assert lines[-1] == "a checkpoint"
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out.getvalue())
+
+
+def test_the_first_step_predicts_nothing() -> None:
+    """It has the start's time and the kernels' warm-up in it, and step 0 is a validation alone."""
+    out = io.StringIO()
+    now = [0.0]
+    view = TerminalView("run", 4, file=out, clock=lambda: now[0])
+    for step, ended in ((0, 20.0), (1, 30.0), (2, 35.0)):
+        now[0] = ended
+        view.log(step, {"val_correct/all/mean": 0.5})
+    view.close()
+    validated, first, second = out.getvalue().splitlines()
+    assert "to go" not in validated + first
+    assert second.endswith("0:10 to go")
 
 
 def test_plain_lines_are_few_and_stand_under_one_another() -> None:

@@ -3,6 +3,7 @@ packed sequences give the same weight gradients as padded ones; a mini-batch's g
 zero and is the sum of its micro-batches' gradients, clipped; the learning rate follows the
 schedule, and the optimizer moves the weights by its formula."""
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -274,25 +275,20 @@ def _same_backward(recorded: RecordedStep, role: str, actor: object) -> str | No
     packed = turns.gradients(actor.model, weights, loss)
     parts = [chosen[place : place + 1] for place in range(NUM_SAMPLES if spread else len(chosen))]
     low = dtype_of(actor)
-    apart = [_through_padding(recorded, role, actor, part, weights, low) for part in parts]
+    apart = [_through_padding(recorded, role, actor.model, part, weights, low) for part in parts]
     if not chosen:
         return "no sample is short enough"
     limit = recorded.limit(EXACT, ROUNDED)
     sums = [torch.stack(others).sum(0) for others in zip(*apart, strict=True)]
     # The gradient of a bias of keys without positions is rounding alone.
     least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
-    for place, (name, one, other) in enumerate(zip(names, packed, sums, strict=True)):
+    for name, one, other in zip(names, packed, sums, strict=True):
         error = float((one - other).norm()) / max(float(other.norm()), least)
         if not error <= limit:
             # all ranks make equally many passes
-            if low not in (None, torch.float32) and not spread:
-                exact = sum(
-                    _through_padding(recorded, role, actor, part, weights, None)[place]
-                    for part in parts
-                )
-                if error <= 2 * (
-                    rounding := float((other - exact).norm() / torch.as_tensor(exact).norm())
-                ):
+            if not spread:
+                exact = _in_more_digits(recorded, role, actor, parts, name).to(other)
+                if error <= 2 * (rounding := float((other - exact).norm() / exact.norm())):
                     return (
                         f"rounding alone moves the gradient of {name} by {rounding:.2g} of itself, "
                         "which is too far"
@@ -384,10 +380,27 @@ def audit_optimizer(recorded: RecordedStep) -> str | None:
     return None
 
 
-def _through_padding(
+def _in_more_digits(
     recorded: RecordedStep,
     role: str,
     actor: OpenEngine,
+    parts: Sequence[Sequence[Sample]],
+    name: str,
+) -> Tensor:
+    """The gradient of one weight, through padding, in a more exact type than the run's: weights
+    that have grown without bounds make float32 rough too."""
+    model = actor.model
+    if dtype_of(actor) in (None, torch.float32):
+        model = copy.deepcopy(model).double()
+    weight = dict(trained(model))[name]
+    passes = [_through_padding(recorded, role, model, part, [weight], None)[0] for part in parts]
+    return torch.stack(passes).sum(0)
+
+
+def _through_padding(
+    recorded: RecordedStep,
+    role: str,
+    model: nn.Module,
     chosen: Sequence[Sample],
     weights: Sequence[nn.Parameter],
     dtype: Dtype,
@@ -397,7 +410,7 @@ def _through_padding(
     tokens = [each for sample in chosen for each in sequences_of(sample)] or [Ids((0,), (0,))]
 
     def loss() -> Tensor:
-        logits = joined_logits(list(logits_of(nn.Module.__call__, actor.model, tokens)))
+        logits = joined_logits(list(logits_of(nn.Module.__call__, model, tokens)))
         ids = torch.tensor(ids_of(chosen[0])[1] if chosen else [0], device=logits.device)
         temperature = recorded.temperatures(chosen[0]).to(logits) if chosen else 1.0
         scores = (logits / temperature).log_softmax(-1)
@@ -409,8 +422,8 @@ def _through_padding(
             cotangent = _cotangent(chosen[0]) * own_tokens(recorded.config, chosen[0], role)
         return (log_probs * cotangent.to(log_probs)).sum()
 
-    with plainly(actor.model, compute_dtype=dtype):
-        return recorded.run.turns.gradients(actor.model, weights, loss)
+    with plainly(model, compute_dtype=dtype):
+        return recorded.run.turns.gradients(model, weights, loss)
 
 
 def _cotangent(sample: Sample) -> Tensor:

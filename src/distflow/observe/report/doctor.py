@@ -3,8 +3,9 @@ what they found."""
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ from distflow.observe.report.summary_sentences import (
     Finding,
     Steps,
     failure,
+    group_events,
     known_values,
     readable_s,
     status,
@@ -52,6 +54,7 @@ from distflow.observe.run_reader import MAX_BYTES, comparable_validations
 from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 BROKEN = "policy-broken"
+_MOST_WARNINGS = 5
 OF_ENTROPY = {"entropy-collapse", "entropy-explosion"}
 
 
@@ -132,8 +135,24 @@ def _with_samples(run: RunRecords, found: Finding) -> Finding:
 
 
 def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Finding]:
-    """What ended the run, or why it does not go on, then what was found."""
-    return [*filter(None, (_failed_run(run), _unfinished(run, is_running))), *found.problems()]
+    """What ended the run, or why it does not go on, then what was found, and what the run itself
+    warned of."""
+    end = filter(None, (_failed_run(run), _unfinished(run, is_running)))
+    return [*end, *found.problems(), *islice(_warned(run), _MOST_WARNINGS)]
+
+
+def _warned(run: RunRecords) -> Iterator[Finding]:
+    for group in group_events(run.events):
+        if group["kind"] == "warning" and not group["rolled_back"]:
+            yield Finding(
+                "flat",
+                group["message"][:MAX_SHOWN],
+                rule="warned",
+                level="warning",
+                first=group["first"],
+                last=group["last"],
+                files=("events.jsonl",),
+            )
 
 
 def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:

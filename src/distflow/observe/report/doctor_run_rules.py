@@ -147,13 +147,13 @@ def predicted_and_measured(run: RunRecords) -> Finding | None:
         for name, seconds in expected.items()
         if name in measured and _misses(seconds, measured[name], measured["step"])
     ]
-    took = f"a step took {measured['step']:.3g} s"
-    estimate = f"{expected['step']:.3g} s"
+    took = f"it took {measured['step']:.3g} s"
+    estimate = f"{expected['step']:.3g} s a step"
     peak = predicted.get("peak_bytes")
     used = known_values(steps, "memory/process/peak")
     if isinstance(peak, int | float) and used:  # in GiB, as a report has them
-        took += f" and at most {max(used):.3g} GiB of memory"
-        estimate += f" and {peak / 2**30:.3g} GiB"
+        took += f" and at most {max(used):.3g} GiB"
+        estimate += f" and {peak / 2**30:.3g} GiB of memory"
         missed += ["peak memory"] if abs(peak / 2**30 - max(used)) > MISSED * max(used) else []
     source = predicted.get("calibrated_by")
     if not source:
@@ -230,6 +230,8 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     right = known_values(steps, ACCURACY_IN_TRAINING)
     path = setting(config, "custom_reward_function.path")
     function = f"the reward function ({path})" if path else "the reward function"
+    if setting(config, "actor_rollout_ref.rollout.workflow"):
+        function = "what scores the episodes"
     everything = f"every response of {_which(steps, 'reward/max')}"
     advice = (
         f"It does not distinguish better responses from worse: check what {function} returns for a "
@@ -253,8 +255,8 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
 def broken_policy(
     steps: Steps, config: Mapping[str, JSON], abruptly: bool = True
 ) -> Finding | None:
-    """A policy whose entropy fell to a tenth, or rose to three times, without a better reward.
-    abruptly: within a few steps; a slow change is judged by other rules."""
+    """A policy whose entropy fell to a tenth without a better reward, or to a third or to three
+    times with a worse one. abruptly: within a few steps; a slow change is judged by other rules."""
     entropies = {
         step: value
         for step, values in sorted(steps.items())
@@ -270,9 +272,10 @@ def broken_policy(
     spread = max(known_values(steps, "reward/max"), default=0) - min(
         known_values(steps, "reward/min"), default=0
     )
-    is_low = last < first / 10 and first > _SOME_ENTROPY
+    is_worse = gain < -0.1 * spread
+    is_low = last < first / (3 if is_worse else 10) and first > _SOME_ENTROPY
     is_high = last > max(3 * first, _SOME_ENTROPY)
-    if not (is_low and gain <= 0.1 * spread or is_high and gain < -0.1 * spread):
+    if not (is_low and gain <= 0.1 * spread or is_high and is_worse):
         return None
     middle = math.sqrt(max(first, 1e-9) * max(last, 1e-9))
     since = next(
@@ -290,8 +293,9 @@ def broken_policy(
     ]
     if since is None:
         return None
+    fall = 1.5 if is_worse else 2
     if abruptly and not (
-        before and (before[0] > 2 * middle if is_low else before[0] < middle / 1.5)
+        before and (before[0] > fall * middle if is_low else before[0] < middle / 1.5)
     ):
         return None
     rate = setting(config, "actor_rollout_ref.actor.optim.lr")

@@ -322,7 +322,8 @@ def time_sentence(steps: Steps) -> str:
     phrases = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
     small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
     if small:
-        phrases.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
+        named = joined(small) if len(small) < 3 else f"{len(small)} others"
+        phrases.append(f"{named} {sum(shares[name] for name in small):.0%}")
     num_steps = sum("timing_s/step" in values for values in steps.values())
     took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
     return f"{took} {readable_s(total)}: {', '.join(phrases)}."

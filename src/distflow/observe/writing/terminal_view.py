@@ -310,7 +310,8 @@ class Panel:
         self.step = 0
         self.started = now
         self.ended: float | None = None
-        self.step_ends: deque[float] = deque([now], maxlen=20)
+        self.step_ends: deque[float] = deque(maxlen=20)
+        """Of the steps after the start; the first took the start's time too."""
         self.values: dict[str, float] = {}
         self.history: dict[Headline, Curve] = {}
         self.phase = "starting"
@@ -326,7 +327,7 @@ class Panel:
 
     def take(self, step: int, values: Mapping[str, float], now: float) -> None:
         """Take the metrics of a finished step, or some of them."""
-        if step > self.step or len(self.step_ends) == 1:
+        if step > self.step:
             self.step_ends.append(now)
         self.step = max(self.step, step)
         # an earlier step's time for a validation is not a share of this one
@@ -341,8 +342,8 @@ class Panel:
             self.history.setdefault(line, Curve()).append(value)
 
     def eta_s(self) -> float | None:
-        """The remaining time from the pace of the last steps; None before there is one, and after
-        the last step."""
+        """The remaining time from the pace of the last steps; None after the last step, and before
+        a second one has ended: what the first one takes says little of the others."""
         if len(self.step_ends) < 2 or self.step >= self.total_steps:
             return None
         pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
