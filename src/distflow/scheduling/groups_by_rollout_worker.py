@@ -28,6 +28,8 @@ class RolloutWorker:
     ended: list[PromptGroup] = field(default_factory=list)
     takes: bool = True
     gone: bool = False
+    foresaw: int = -1
+    """The last step during which it was told the groups of the next one."""
 
 
 class GroupsByWorker:
@@ -76,6 +78,18 @@ class GroupsByWorker:
         self._note_load(chosen)
         self._working_on[group_id] = chosen
         return chosen.name
+
+    def foresee(
+        self, number: int, step: int, groups: Sequence[PromptGroup]
+    ) -> Sequence[PromptGroup]:
+        """Which of these groups the worker will get if no worker has one when they are assigned;
+        none if it was told during this step already."""
+        worker = self._all[number]
+        if worker.foresaw == step or not worker.takes:
+            return ()
+        worker.foresaw = step
+        takers = [each.number for each in self._all if each.takes]
+        return groups[takers.index(number) :: len(takers)]
 
     def _note_load(self, worker: RolloutWorker) -> None:
         if len(self._all) == 1:  # it gets all groups

@@ -10,7 +10,6 @@ from itertools import chain, groupby
 from distflow.data.batch import Batch
 from distflow.runtime.sample_queue.protocol import (
     FinishedGroup,
-    LoadedGroups,
     NewWorkers,
     ResumePoint,
     TrainingStep,
@@ -48,19 +47,6 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             with self._waits("rollout", "capacity", on="training"):
                 await self._event.wait()
 
-    def put_loaded(self, loaded: LoadedGroups) -> None:
-        groups = {group.prompt_group.group_id: group for group in loaded.finished}
-        with self._lock:
-            self._groups |= groups
-            self._coordinator.complete_all(
-                {number: group.num_tokens for number, group in groups.items()}
-            )
-            for number in groups:
-                self._workers.end(number, complete=True)
-            self._count(None)
-            self._notify()
-        self._wake_loop()
-
     def resume_point(self) -> ResumePoint[Batch]:
         point = super().resume_point()
         queued = {
@@ -76,7 +62,12 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         assert not isinstance(taken, NewWorkers), (
             "the engine of one process is there from the start"
         )
-        return None if taken is None else joined(taken, Batch.concat(taken.batch))
+        if taken is None:
+            return None
+        step_part = joined(taken, Batch.concat(taken.batch))
+        # not before: loading rows would keep this thread from its step
+        self._step_was_taken(step)
+        return step_part
 
     def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:
         """The groups' samples; those of neighbours that were loaded together in one batch."""

@@ -115,6 +115,8 @@ class SharedSampleQueue(Generic[T]):
         self._new_workers_wait = False  # for weights
         self._uninformed_ranks = set[int]()  # ranks still to be informed of them
         self._divided_step = -1
+        self._taken_step = -1
+        """The last step that all ranks have, with the samples of their parts."""
         self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
@@ -165,9 +167,24 @@ class SharedSampleQueue(Generic[T]):
             self._wake_asker()
         self._wake_loop()
 
-    def foresee(self) -> list[PromptGroup]:
+    def put_loaded(self, loaded: protocol.LoadedGroups[T]) -> None:
+        groups = {}
         with self._lock:
-            return self._coordinator.foresee()
+            for group in loaded.finished:
+                own = group.prompt_group
+                if not self._workers.is_passed_over(own.group_id, own.attempt):
+                    groups[own.group_id] = group
+            self._groups |= groups
+            self._coordinator.complete_all(
+                {number: group.num_tokens for number, group in groups.items()}
+            )
+            for number, group in groups.items():
+                self._coordinator.weigh(number, group.num_bytes)
+                self._workers.end(number, complete=True)
+            self._count(None)
+            self._notify()
+            self._wake_asker()
+        self._wake_loop()
 
     def drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
@@ -397,14 +414,28 @@ class SharedSampleQueue(Generic[T]):
         if not self._paused and (
             self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0
         ):
+            worker_of = {}
             for prompt_group in self._coordinator.issue_groups(oldest):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
-                    self._coordinator.assign(prompt_group.group_id, name)
+                    worker_of[prompt_group.group_id] = name
                 self._askers.notify_all()
+            self._coordinator.assign(worker_of)
         fetched = self._workers.fetch(worker, self.most_handed_out)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._notify()
-        return [*self._workers.fetch_ended(worker), *prompt_groups]
+        handed_out = [*self._workers.fetch_ended(worker), *prompt_groups]
+        if handed_out or self._taken_step != self._coordinator.step:
+            return handed_out
+        foreseen = self._coordinator.foresee()
+        own = self._workers.foresee(worker, self._taken_step, foreseen)
+        return protocol.ForeseenGroups(own[: self.most_handed_out])
+
+    def _step_was_taken(self, step: int) -> None:
+        """All ranks have the samples of their parts of this step."""
+        with self._lock:
+            self._taken_step = step
+            if self._coordinator.plan.loads_rows:
+                self._wake()
 
     def _wake_asker(self) -> None:
         """After a group has ended: one waiting worker starts what may start, and then wakes the
@@ -453,7 +484,9 @@ class SharedSampleQueue(Generic[T]):
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """Return lost groups after all ranks have reported. Inside the lock."""
-        if not reading.whole:
+        if reading.whole:
+            self._taken_step = step
+        else:
             self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
