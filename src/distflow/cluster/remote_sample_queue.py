@@ -130,6 +130,9 @@ class RemoteSampleQueue:
         )
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
+        self._stored: tuple[GroupRef, int] = (None, 0)
+        """The batch that was stored last, until its groups are put, and its size."""
+        self._stored_batch: Batch | None = None
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
@@ -154,9 +157,17 @@ class RemoteSampleQueue:
         )
         self._end(stored)
 
+    def store_ahead(self, batch: Batch) -> None:
+        self._stored = to_group(batch, self._by_ray)
+        self._stored_batch = batch
+
     def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         fault_injection.reach("queue.put")
-        reference, num_bytes = to_group(loaded.data, self._by_ray)
+        if loaded.data is not self._stored_batch:
+            self.store_ahead(loaded.data)
+        reference, num_bytes = self._stored
+        self._stored_batch = None
+        self._stored = (None, 0)
         self._end(LoadedGroups(loaded.prompt_groups, reference, loaded.num_tokens, num_bytes))
 
     def drop(self, dropped: DroppedGroup) -> None:
@@ -190,8 +201,12 @@ class RemoteSampleQueue:
                 groups += self._reply(self._coordinator.rest.remote(self._first + rank))
             fault_injection.reach("queue.taken")
             batch, lost = self._read(taken, groups)
-            with self._waits("training", f"step {step + 1}", on=RANKS):
-                whole = self._reply(self._coordinator.read.remote(step, self._first + rank, lost))
+            report = self._coordinator.read.remote(step, self._first + rank, lost)
+            if self._by_ray:
+                with self._waits("training", f"step {step + 1}", on=RANKS):
+                    whole = self._reply(report)
+            else:
+                whole = True  # the coordinator has the groups themselves
             if whole:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)

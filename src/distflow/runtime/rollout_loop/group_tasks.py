@@ -350,6 +350,8 @@ class RolloutLoop:
                     if isinstance(prompt_groups, ForeseenGroups):
                         if self.row_loader is not None:
                             self.row_loader.load_ahead(prompt_groups)
+                            if self.row_loader.batch_ahead is not None:
+                                queue.store_ahead(self.row_loader.batch_ahead)
                         continue
                     for group in prompt_groups:
                         if group.state is GroupState.WAITING and group.group_id in running:

@@ -75,6 +75,11 @@ class RowLoader:
                 self._ahead = self.load(prompt_groups)
                 _ = self._ahead.groups.finished  # computed now, and kept
 
+    @property
+    def batch_ahead(self) -> Batch | None:
+        """The samples that were loaded ahead."""
+        return None if self._ahead is None else self._ahead.groups.data
+
     def _found_ahead(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded | None:
         """These groups as they were loaded ahead; None if one of them was not."""
         if self._ahead is None:

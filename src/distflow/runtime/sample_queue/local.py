@@ -47,6 +47,9 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             with self._waits("rollout", "capacity", on="training"):
                 await self._event.wait()
 
+    def store_ahead(self, batch: Batch) -> None:
+        """Batches are stored as they are."""
+
     def resume_point(self) -> ResumePoint[Batch]:
         point = super().resume_point()
         queued = {

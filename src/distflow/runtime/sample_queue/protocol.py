@@ -198,6 +198,9 @@ class SampleQueuePort(Protocol):
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
 
+    def store_ahead(self, batch: Batch) -> None:
+        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
+
     def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         """Groups that were loaded together have completed the rollout loop."""
 

@@ -278,9 +278,11 @@ class SharedSampleQueue(Generic[T]):
         """Report that the rank has all groups of its part except the lost ones. Waits until all
         ranks have reported; returns whether the step is complete on all of them. If not, lost
         groups are regenerated, and all ranks request the step again."""
-        reading = self._reading
-        assert reading is not None, "groups of this queue may be lost"
         with self._lock:
+            reading = self._reading
+            assert reading is not None, "groups of this queue may be lost"
+            if step != self._divided_step:  # no rank waited for the others' reports
+                return True
             reading.missing |= {number for number in lost if number in reading.groups}
             reading.ranks.discard(rank)
             if not reading.ranks and reading.whole is None:
@@ -424,7 +426,8 @@ class SharedSampleQueue(Generic[T]):
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._notify()
         handed_out = [*self._workers.fetch_ended(worker), *prompt_groups]
-        if handed_out or self._taken_step != self._coordinator.step:
+        loads_rows = self._coordinator.plan.loads_rows
+        if handed_out or not loads_rows or self._taken_step != self._coordinator.step:
             return handed_out
         foreseen = self._coordinator.foresee()
         own = self._workers.foresee(worker, self._taken_step, foreseen)
