@@ -2,6 +2,7 @@
 that train from it."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,12 +30,14 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any
     # change made while there was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None
+    _loop_thread: int | None = None
     _event: asyncio.Event  # the loop's: other threads set it only through `_wake_loop`
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
     ) -> AsyncIterator[list[PromptGroup]]:
         self._event = asyncio.Event()
+        self._loop_thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         while True:
             self._event.clear()  # before reading, so that later wakes are not lost
@@ -87,7 +90,9 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""
-        if self._loop is not None:
+        if threading.get_ident() == self._loop_thread:
+            self._event.set()
+        elif self._loop is not None:
             with suppress(RuntimeError):  # it is closed, maybe only now by its thread
                 self._loop.call_soon_threadsafe(self._event.set)
 
