@@ -211,6 +211,9 @@ class RemoteSampleQueue:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)
 
+    def note_training(self, step: int) -> None:
+        """The coordinator has learned it from `read`."""
+
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         fault_injection.reach("release")
         with self._waits("training", f"release of step {step + 1}", on=RANKS):

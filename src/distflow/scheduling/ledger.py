@@ -200,10 +200,11 @@ class LedgerCounts:
                 self._domain_of[group["group_id"]] = group["domain"]
 
     def _move(self, number: int, source: _State, target: _State) -> None:
-        state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
+        state = self._states[number] if number < len(self._states) else _State.UNKNOWN
         if state != source:
+            found = _State(state).name.lower()
             raise CountsError(
-                f"group {number} cannot become {target.name.lower()}: it is {state.name.lower()}, "
+                f"group {number} cannot become {target.name.lower()}: it is {found}, "
                 "not "
                 f"{source.name.lower()}"
             )

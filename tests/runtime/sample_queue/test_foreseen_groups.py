@@ -50,6 +50,7 @@ class Steps:
 
     def take(self) -> None:
         assert self.queue.take(self.coordinator.step, 0) is not None
+        self.queue.note_training(self.coordinator.step)
 
     def release(self) -> None:
         self.queue.release(self.coordinator.step, 0, sent_weights=True)

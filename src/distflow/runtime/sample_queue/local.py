@@ -70,10 +70,14 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         )
         if taken is None:
             return None
-        step_part = joined(taken, Batch.concat(taken.batch))
-        # not before: loading rows would keep this thread from its step
-        self._step_was_taken(step)
-        return step_part
+        first, *others = taken.batch
+        return joined(taken, Batch.concat([first, *others]) if others else first.copy())
+
+    def note_training(self, step: int) -> None:
+        with self._lock:
+            self._taken_step = step
+            if self._coordinator.plan.loads_rows:
+                self._wake()
 
     def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:
         """The groups' samples; those of neighbours that were loaded together in one batch."""

@@ -226,6 +226,10 @@ class SampleQueuePort(Protocol):
         a part that could never come, and the error that ended the rollout loop.
         """
 
+    def note_training(self, step: int) -> None:
+        """This rank trains on its part of the step from now on, so that rows of the next one may be
+        loaded."""
+
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """Report that this rank has trained on its part, and wait until all ranks have.
 

@@ -179,7 +179,8 @@ class SharedSampleQueue(Generic[T]):
                 {number: group.num_tokens for number, group in groups.items()}
             )
             for number, group in groups.items():
-                self._coordinator.weigh(number, group.num_bytes)
+                if group.num_bytes:
+                    self._coordinator.weigh(number, group.num_bytes)
                 self._workers.end(number, complete=True)
             self._count(None)
             self._notify()
@@ -420,8 +421,8 @@ class SharedSampleQueue(Generic[T]):
             for prompt_group in self._coordinator.issue_groups(oldest):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
                     worker_of[prompt_group.group_id] = name
-                self._askers.notify_all()
             self._coordinator.assign(worker_of)
+            self._askers.notify_all()
         fetched = self._workers.fetch(worker, self.most_handed_out)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._notify()
@@ -432,13 +433,6 @@ class SharedSampleQueue(Generic[T]):
         foreseen = self._coordinator.foresee()
         own = self._workers.foresee(worker, self._taken_step, foreseen)
         return protocol.ForeseenGroups(own[: self.most_handed_out])
-
-    def _step_was_taken(self, step: int) -> None:
-        """All ranks have the samples of their parts of this step."""
-        with self._lock:
-            self._taken_step = step
-            if self._coordinator.plan.loads_rows:
-                self._wake()
 
     def _wake_asker(self) -> None:
         """After a group has ended: one waiting worker starts what may start, and then wakes the
