@@ -299,7 +299,7 @@ class NextGroups:
         assert not self.offered
         number = self._num_issued
         num_before = [0] * len(self._plan.sources)
-        groups = []
+        groups = list[PromptGroup]()
         for source in sources[: self.num_left]:
             place_ahead = num_before[source]
             num_before[source] += 1

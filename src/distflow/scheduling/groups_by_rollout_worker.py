@@ -7,8 +7,8 @@ from heapq import heapify, heappop, heappush
 
 from distflow.scheduling.group_states import PromptGroup
 
-MAX_GROUPS = 1000
-"""Most groups in one reply to another process: 65 kB."""
+MAX_GROUPS = 900
+"""Most groups in one message of another process: 61 kB."""
 
 
 @dataclass
@@ -69,13 +69,15 @@ class GroupsByWorker:
         """Assign a group to the worker with the fewest groups (on a tie, the first); returns its
         name."""
         chosen = self._all[0]
-        if len(self._all) > 1:
+        has_others = len(self._all) > 1
+        if has_others:
             while not self._is_now(*self._by_load[0]):
                 heappop(self._by_load)
             chosen = self._all[heappop(self._by_load)[1]]
         chosen.assigned.append(group_id)
         chosen.running[group_id] = attempt
-        self._note_load(chosen)
+        if has_others:
+            self._note_load(chosen)
         self._working_on[group_id] = chosen
         return chosen.name
 

@@ -129,15 +129,15 @@ class LedgerCounts:
 
     def on_issued(self, record: Record) -> None:
         for number, attempt, domain in _values(record, "attempt", "domain"):
-            self._issue(number, attempt, domain)
+            self._issue(number, attempt, domain or "")
 
-    def _issue(self, number: int, attempt: int, domain: str | None) -> None:
+    def _issue(self, number: int, attempt: int, domain: str) -> None:
         if number == len(self._states):
             self._states.append(_State.GENERATING)
             self._counts[_State.GENERATING] += 1
-            if domain is not None:
+            if domain:
                 self._domain_of[number] = domain
-            self._domains[domain or ""].issued += 1
+            self._domains[domain].issued += 1
         elif number > len(self._states):
             raise CountsError(f"group {number} was issued, but {len(self._states)} is the next one")
         elif self._states[number] != _State.GENERATING or attempt <= self._attempts[number]:

@@ -156,7 +156,9 @@ class SampleQueue:
         its id."""
         by_domain: dict[str, dict[int, int]] = {}
         for number, tokens in num_tokens.items():
-            group = self.running_group(number, "complete")
+            group = self._groups.get(number)
+            if group is None or group.state is not GroupState.GENERATING:
+                group = self.running_group(number, "complete")  # which raises
             by_domain.setdefault(group.domain, {})[number] = tokens
         for domain, own in by_domain.items():
             self.domain_queues[domain].complete_all(own)
