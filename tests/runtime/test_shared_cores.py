@@ -129,8 +129,8 @@ def test_processes_that_this_one_started_are_its_own_whether_they_run_or_have_en
     work = "import time\nwhile time.process_time() < 0.15: pass\nprint(flush=True)\ninput()"
     inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}])"
     before = own_s(os.getpid())
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", inner], **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", inner], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
         running = own_s(os.getpid()) - before
