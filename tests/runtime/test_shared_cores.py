@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distflow.runtime.shared_cores import WANTED, are_wanted
+from distflow.runtime.shared_cores import Look, are_wanted, own_s
 
 WATCHED = """
 import threading
@@ -96,10 +96,44 @@ def test_a_worker_watches_the_cores_unless_the_user_chose_how_threads_wait(
     )
 
 
-def test_others_want_the_cores_if_threads_waited_for_them_long_enough() -> None:
-    before = {1: 5, 2: 0}
-    assert not are_wanted(before, {1: 5 + int(WANTED * 0.9e9), 2: 0}, 1.0)
-    assert are_wanted(before, {1: 5 + int(WANTED * 0.6e9), 2: int(WANTED * 0.6e9)}, 1.0)
-    assert not are_wanted(before, {1: 5, 3: 10**12}, 1.0), (
-        "a thread that was not there before tells nothing"
-    )
+def look(waited_s: float, busy_s: float, own_s: float) -> Look:
+    return Look({1: int(waited_s * 1e9)}, busy_s, own_s)
+
+
+START = look(7.0, 100.0, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "now", "wanted"),
+    [
+        ("another program beside two threads", look(7.8, 102.0, 51.2), True),
+        ("three of them", look(8.5, 102.0, 50.8), True),
+        ("alone, one thread for each core", look(7.02, 102.0, 52.0), False),
+        ("alone, a burst of threads that load data", look(9.5, 102.0, 51.95), False),
+        ("alone, reward processes of the run", look(8.2, 102.0, 52.0), False),
+        ("another program, but cores enough", look(7.1, 103.5, 52.0), False),
+    ],
+)
+def test_others_want_the_cores_if_threads_wait_for_them_and_not_for_each_other(
+    what: str, now: Look, wanted: bool
+) -> None:
+    assert are_wanted(START, now, 1.0) == wanted, what
+
+
+def test_a_thread_that_was_not_there_before_tells_nothing() -> None:
+    now = Look({1: 7 * 10**9, 3: 10**12}, 102.0, 50.0)
+    assert not are_wanted(START, now, 1.0)
+
+
+def test_processes_that_this_one_started_are_its_own_whether_they_run_or_have_ended() -> None:
+    work = "import time\nwhile time.process_time() < 0.15: pass\nprint(flush=True)\ninput()"
+    inner = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {work!r}])"
+    before = own_s(os.getpid())
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", inner], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        running = own_s(os.getpid()) - before
+        process.stdin.write(b"\n")
+    assert running > 0.12
+    assert own_s(os.getpid()) - before >= running

@@ -110,12 +110,12 @@ class GroupRecords:
             self._kept.pop(record.prompt_group.group_id, None)  # of an earlier attempt
             self._kept[record.prompt_group.group_id] = record
 
-    def keep_loaded(self, loaded: LoadedGroups) -> None:
+    def keep_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         if self._on_keep is None:
             self._kept |= {group.group_id: GroupRecord(group) for group in loaded.prompt_groups}
             return
         for group in loaded.finished:
-            self._on_keep(GroupRecord(group.prompt_group), loaded.batch.select(group.rows or ()))
+            self._on_keep(GroupRecord(group.prompt_group), loaded.data.select(group.rows or ()))
 
     def drop(self, reason: str, batch: Batch) -> None:
         self._num_dropped[reason] += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from distflow.cluster.remote_sample_queue import GroupRef, to_group
+from distflow.cluster.remote_sample_queue import GroupRef, RowsOfGroup, to_group
 from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.data.encoded_prompts import PromptRow
 from distflow.launch.run_start_and_end import Start, begin_ledger
@@ -19,6 +19,7 @@ from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
     FinishedGroup,
+    LoadedGroups,
     NewWorkers,
     ResumePoint,
     TrainingStep,
@@ -27,6 +28,7 @@ from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, queue_dp_group
 from distflow.scheduling.group_states import GroupCounts, Version
+from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS
 
 _PAGE = 64
 """Groups in one reply: a reference has some 170 bytes, a group's measurements some hundreds. No
@@ -78,6 +80,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self._num_releases = sum(len(each.shares) for each in dp_groups)
         coordinator.prompt_groups.data_open = not own_loop  # until the loop requests some
         self._rests: dict[int, Sequence[GroupRef]] = {}  # remaining groups of a step, by rank
+        # groups that were loaded together share a reference
+        self._page = MAX_GROUPS if coordinator.plan.loads_rows else _PAGE
 
     def progress(self) -> Progress:
         with self._lock:
@@ -92,7 +96,7 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
 
     def end(
         self,
-        group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups,
+        group: FinishedGroup[GroupRef] | LoadedGroups[GroupRef] | DroppedGroup | AbortedGroups,
         reward_counts: RewardCounts,
     ) -> None:
         """Groups have left the rollout loop. reward_counts: of their worker since the previous
@@ -103,6 +107,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
                 super().abort(group)
             elif isinstance(group, DroppedGroup):
                 super().drop(group)
+            elif isinstance(group, LoadedGroups):
+                super().put_loaded(group)
             else:
                 super().put(group)
         except Exception as err:  # nobody waits for the reply: the run ends with it
@@ -126,14 +132,17 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             return taken
         if rank == 0:
             self._resume_point = None
-        self._rests[rank] = taken.batch[_PAGE:]
-        return replace(taken, batch=taken.batch[:_PAGE])
+        self._rests[rank] = taken.batch[self._page :]
+        return replace(taken, batch=taken.batch[: self._page])
 
     def rest(self, rank: int) -> Sequence[GroupRef]:
-        """The next groups of the step that the rank has taken; empty once it has all."""
-        found = self._rests[rank][:_PAGE]
-        self._rests[rank] = self._rests[rank][_PAGE:]
+        """The next groups of the step that the rank has taken."""
+        found = self._rests[rank][: self._page]
+        self._rests[rank] = self._rests[rank][self._page :]
         return found
+
+    def _data_of(self, groups: Sequence[FinishedGroup[GroupRef]]) -> Sequence[GroupRef]:
+        return [RowsOfGroup.of(group) for group in groups]
 
     def resume_page(self, page: int) -> ResumePoint[GroupRef]:
         """A part of `resume_point`, without any groups after the last one."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.cluster.remote_calls import Peer, future_of, reply, shortened
@@ -55,6 +55,19 @@ def to_group(batch: Batch, by_ray: bool) -> tuple[GroupRef, int]:
     return (ray.put(buffers),), num_bytes
 
 
+@dataclass(frozen=True)
+class RowsOfGroup:
+    """A group that is stored together with others. data: of all of them, as `GroupRef`."""
+
+    data: GroupRef
+    rows: range
+
+    @staticmethod
+    def of(group: FinishedGroup[GroupRef]) -> "GroupRef | RowsOfGroup":
+        """Where the samples of a group are, as what `to_batch` reads."""
+        return group.data if group.rows is None else RowsOfGroup(group.data, group.rows)
+
+
 def _fetched(groups: Sequence[GroupRef]) -> Sequence[Buffers]:
     """Raises GroupLost."""
     if not isinstance(groups[0], tuple):
@@ -68,14 +81,21 @@ def _fetched(groups: Sequence[GroupRef]) -> Sequence[Buffers]:
         raise GroupLost("a worker that held prompt groups has died") from err
 
 
-def to_batch(groups: Sequence[GroupRef]) -> Batch:
+def to_batch(groups: Sequence[GroupRef | RowsOfGroup]) -> Batch:
     """The rows of the groups in order. Raises GroupLost."""
-    parts = _fetched(groups)
-    rows = []
-    for part, buffers in enumerate(parts):
-        for row in range(buffers["lengths.prompt"].size // 8):
-            rows.append((part, row))
-    return gather(parts, rows)
+    data = [group.data if isinstance(group, RowsOfGroup) else group for group in groups]
+    distinct = {id(each): each for each in data}
+    part_of = {each: part for part, each in enumerate(distinct)}
+    parts = _fetched(list(distinct.values()))
+    picks = []
+    for group, stored in zip(groups, data, strict=True):
+        part = part_of[id(stored)]
+        if isinstance(group, RowsOfGroup):
+            rows = group.rows
+        else:
+            rows = range(parts[part]["lengths.prompt"].size // 8)
+        picks += [(part, row) for row in rows]
+    return gather(parts, picks)
 
 
 class RemoteSampleQueue:
@@ -110,6 +130,9 @@ class RemoteSampleQueue:
         )
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
+        self._stored: tuple[GroupRef, int] = (None, 0)
+        """The batch that was stored last, until its groups are put, and its size."""
+        self._stored_batch: Batch | None = None
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
@@ -134,13 +157,18 @@ class RemoteSampleQueue:
         )
         self._end(stored)
 
-    def put_loaded(self, loaded: LoadedGroups) -> None:
-        for group in loaded.finished:
-            assert group.rows is not None, "the batch has the samples of several groups"
-            self.put(replace(group, data=loaded.batch.select(group.rows), rows=None))
+    def store_ahead(self, batch: Batch) -> None:
+        self._stored = to_group(batch, self._by_ray)
+        self._stored_batch = batch
 
-    def foresee(self) -> list[PromptGroup]:
-        return []
+    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
+        fault_injection.reach("queue.put")
+        if loaded.data is not self._stored_batch:
+            self.store_ahead(loaded.data)
+        reference, num_bytes = self._stored
+        self._stored_batch = None
+        self._stored = (None, 0)
+        self._end(LoadedGroups(loaded.prompt_groups, reference, loaded.num_tokens, num_bytes))
 
     def drop(self, dropped: DroppedGroup) -> None:
         self._end(
@@ -168,15 +196,23 @@ class RemoteSampleQueue:
             if taken is None or isinstance(taken, NewWorkers):
                 return taken
             groups = [*taken.batch]
-            while more := self._reply(self._coordinator.rest.remote(self._first + rank)):
-                groups += more
+            # a rank without groups gets one
+            while len(groups) < max(1, len(taken.own)):
+                groups += self._reply(self._coordinator.rest.remote(self._first + rank))
             fault_injection.reach("queue.taken")
             batch, lost = self._read(taken, groups)
-            with self._waits("training", f"step {step + 1}", on=RANKS):
-                whole = self._reply(self._coordinator.read.remote(step, self._first + rank, lost))
+            report = self._coordinator.read.remote(step, self._first + rank, lost)
+            if self._by_ray:
+                with self._waits("training", f"step {step + 1}", on=RANKS):
+                    whole = self._reply(report)
+            else:
+                whole = True  # the coordinator has the groups themselves
             if whole:
                 assert batch is not None, "no group of it is lost"
                 return joined(taken, batch)
+
+    def note_training(self, step: int) -> None:
+        """The coordinator has learned it from `read`."""
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         fault_injection.reach("release")
@@ -198,20 +234,24 @@ class RemoteSampleQueue:
         while page.snapshot["live"] or page.queued:
             for number, group in page.queued.items():
                 with suppress(GroupLost):  # a resumed run generates it again
-                    queued[number] = group.stored_as(to_batch([group.data]))
+                    batch = to_batch([RowsOfGroup.of(group)])
+                    queued[number] = replace(group.stored_as(batch), rows=None)
             page = reply(self._coordinator.resume_page.remote(num_pages))
             snapshot["live"] += page.snapshot["live"]
             num_pages += 1
         return ResumePoint(snapshot, queued)
 
-    def _end(self, group: FinishedGroup[GroupRef] | DroppedGroup | AbortedGroups) -> None:
+    def _end(
+        self,
+        group: FinishedGroup[GroupRef] | LoadedGroups[GroupRef] | DroppedGroup | AbortedGroups,
+    ) -> None:
         reward_counts = self._reward_counts
         self._reward_counts = RewardCounts()
         self._coordinator.end.remote(group, reward_counts)
 
 
 def read_groups(
-    numbers: Sequence[int], groups: Sequence[GroupRef]
+    numbers: Sequence[int], groups: Sequence[GroupRef | RowsOfGroup]
 ) -> tuple[Batch | None, list[int]]:
     """The rows of the groups, or the ids of lost groups. numbers: their ids."""
     with suppress(GroupLost):
@@ -219,7 +259,7 @@ def read_groups(
     lost = []
     for number, group in zip(numbers, groups, strict=True):
         try:
-            _fetched([group])
+            to_batch([group])
         except GroupLost:
             lost.append(number)
     return (None, lost) if lost else (to_batch(groups), [])  # a fetch may have been too slow before

@@ -32,7 +32,7 @@ class GroupRecorder(Protocol):
         """The running task's group goes to the sample queue. Records of other groups are discarded
         with their tasks. batch: its columns; None in validation."""
 
-    def keep_loaded(self, loaded: LoadedGroups) -> None:
+    def keep_loaded(self, loaded: LoadedGroups[Batch]) -> None:
         """Groups that were loaded together, without tasks, go to the sample queue."""
 
     def drop(self, reason: str, batch: Batch) -> None:

@@ -4,8 +4,9 @@ others want them."""
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 USERS_CHOICE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -13,21 +14,46 @@ USERS_CHOICE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 changes it."""
 
 EVERY_S = 1.0
-WANTED = 0.5
-"""Threads of this process that wait for a core, on average over an interval, above which others
-want the cores."""
+WAITING = 0.5
+"""Threads of this process that wait for a core, on average over an interval."""
+OTHERS = 0.25
+"""Cores that processes of others keep busy, on average over an interval."""
+BUSY_LOOKS = 2
+"""Intervals in a row in which more threads wait, and others keep more cores busy, after which
+others want the cores. One alone may be the start of another program."""
 QUIET_LOOKS = 3
 MOST_QUIET_LOOKS = 96
-"""Intervals in a row without such waits after which the threads spin again: at first, and at most.
+"""Intervals in a row without that, after which the threads spin again: at first, and at most.
 The number doubles each time, since threads that sleep wait less for cores, whoever else wants
 these."""
 
-_TASKS = Path("/proc/self/task")
+_PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the system has counted so far."""
+
+    waited_ns: Mapping[int, int]
+    """How long each thread of this process has waited for a core."""
+    busy_s: float
+    """Of all cores that this process may use."""
+    own_s: float
+    """Processor time of this process and of those that it started."""
+
+    @staticmethod
+    def now() -> "Look | None":
+        """None if the system does not tell."""
+        try:
+            return Look(_waited_ns(), _busy_s(), own_s(os.getpid()))
+        except (OSError, IndexError, ValueError):
+            return None
 
 
 class SharedCores:
-    """A context manager. Inside, a thread watches how long the threads of this process wait for a
-    core, and lets the OpenMP threads sleep between operations while that is long.
+    """A context manager. Inside, a thread watches whether others want the cores (`are_wanted`), and
+    lets the OpenMP threads sleep between operations while they do.
 
     libgomp's threads spin for some milliseconds after each operation. On free cores that is faster
     than sleep. Beside other busy processes a spinning thread uses up the time of the thread that it
@@ -44,7 +70,7 @@ class SharedCores:
 
     def __enter__(self) -> "SharedCores":
         start_team = _find_start_team()
-        if start_team is not None and _waits() is not None:
+        if start_team is not None and Look.now() is not None:
             self._watch = threading.Thread(
                 target=self._run, args=(start_team,), name="shared-cores", daemon=True
             )
@@ -76,16 +102,20 @@ class SharedCores:
             self._holder = None
 
     def _run(self, start_team: Callable[[], None]) -> None:
-        before = _waits() or {}
+        before = Look.now()
+        num_busy = 0
         num_quiet = 0
         enough = QUIET_LOOKS
         while not self._ended.wait(EVERY_S):
-            now = _waits() or {}
-            if are_wanted(before, now, EVERY_S):
+            now = Look.now()
+            if before is not None and now is not None and are_wanted(before, now, EVERY_S):
+                num_busy += 1
                 num_quiet = 0
-                self.sleep(start_team)
             else:
+                num_busy = 0
                 num_quiet += 1
+            if num_busy >= BUSY_LOOKS:
+                self.sleep(start_team)
             if self._holder is not None and num_quiet >= enough:
                 self.spin()
                 enough = min(2 * enough, MOST_QUIET_LOOKS)
@@ -93,24 +123,48 @@ class SharedCores:
         self.spin()
 
 
-def are_wanted(before: dict[int, int], now: dict[int, int], interval_s: float) -> bool:
-    """Whether others want the cores, from the nanoseconds that each thread has waited for a core so
-    far."""
-    waited = sum(total - before[thread] for thread, total in now.items() if thread in before)
-    return waited > WANTED * interval_s * 1e9
+def are_wanted(before: Look, now: Look, interval_s: float) -> bool:
+    """Whether others want the cores: threads of this process wait for a core, and not only for each
+    other or for processes that it started, such as those of rewards."""
+    waited_ns = 0
+    for thread, total in now.waited_ns.items():
+        waited_ns += total - before.waited_ns.get(thread, total)
+    others_s = now.busy_s - before.busy_s - (now.own_s - before.own_s)
+    return waited_ns > WAITING * interval_s * 1e9 and others_s > OTHERS * interval_s
 
 
-def _waits() -> dict[int, int] | None:
-    """How long each thread of this process has waited for a core so far, in nanoseconds; None if
-    the system does not tell."""
+def _waited_ns() -> dict[int, int]:
     found = dict[int, int]()
-    try:
-        for thread in os.listdir(_TASKS):
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                found[int(thread)] = int((_TASKS / thread / "schedstat").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return found or None
+    for thread in os.listdir(_PROC / "self/task"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            schedstat = (_PROC / "self/task" / thread / "schedstat").read_bytes()
+            found[int(thread)] = int(schedstat.split()[1])
+    return found
+
+
+def _busy_s() -> float:
+    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    busy = 0
+    for line in (_PROC / "stat").read_text().splitlines():
+        name, *counts = line.split()
+        if name in cores:
+            user, nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, counts[:7])
+            busy += user + nice + system + interrupts + soft_interrupts
+    return busy / _TICKS_PER_S
+
+
+def own_s(process: int) -> float:
+    """Processor time of a process and of all that it started, including those that have ended and
+    were waited for; 0 if it has ended."""
+    total = 0.0
+    with suppress(FileNotFoundError, ProcessLookupError):
+        # behind the name, which may hold anything: utime, stime, cutime, cstime
+        fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+        total = sum(map(int, fields[11:15])) / _TICKS_PER_S
+        for thread in os.listdir(_PROC / str(process) / "task"):
+            children = (_PROC / str(process) / "task" / thread / "children").read_text()
+            total += sum(own_s(int(child)) for child in children.split())
+    return total
 
 
 def _find_start_team() -> Callable[[], None] | None:

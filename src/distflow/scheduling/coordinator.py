@@ -90,6 +90,8 @@ class Coordinator:
         self.prompt_groups = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
         self._foreseen: list[PromptGroup] = []
+        self._foreseen_sources: list[int] = []
+        self._foreseen_version = -1
         self._skips = Skips(plan.skips, start.get("skips"))
         self.queue = SampleQueue(
             plan.consumer_batch,
@@ -170,9 +172,10 @@ class Coordinator:
             self.queue.give_places([group.group_id for group in prompt_groups])
         return [self.queue.prompt_group(group.group_id) for group in prompt_groups]
 
-    def assign(self, number: int, worker: str) -> None:
-        """Record in the ledger that `worker` works on the group from now on."""
-        self._journal("assigned", group_id=number, worker=worker)
+    def assign(self, worker_of: Mapping[int, str]) -> None:
+        """Record in the ledger which worker works on each of these groups from now on."""
+        records = [{"group_id": number, "worker": name} for number, name in worker_of.items()]
+        self._journal_all("assigned", records)
 
     def offer(self) -> int:
         """Add a row that is not in the data set; returns its number. Not allowed in a run with
@@ -201,7 +204,10 @@ class Coordinator:
         is_whole = queue.num_complete == queue.num_live == plan.consumer_batch
         if not (is_known and is_whole and self.step + 1 < plan.total_steps):
             return []
-        self._foreseen = self.prompt_groups.next(plan.consumer_batch, self.step + 1)
+        if self._foreseen_version != self.step + 1:
+            self._foreseen_sources = self._admission.sources_after_next()
+            self._foreseen = self.prompt_groups.next(self._foreseen_sources, self.step + 1)
+            self._foreseen_version = self.step + 1
         return self._foreseen
 
     def weigh(self, number: int, num_bytes: int) -> None:
@@ -355,17 +361,19 @@ class Coordinator:
     @property
     def _is_in_order(self) -> bool:
         """Whether the next groups follow from how many were issued."""
-        return not (self.plan.domains or self.plan.skips or self.prompt_groups.offered)
+        return not (self.plan.skips or self.prompt_groups.offered)
 
     def _issue_in_order(self, sources: Sequence[int], engine_version: int) -> list[PromptGroup]:
-        groups = self._foreseen[: len(sources)]
-        if not groups or groups[0] != self.prompt_groups.next(1, engine_version)[0]:
-            groups = self.prompt_groups.next(len(sources), engine_version)
+        num_sources = len(sources)
+        groups = self._foreseen[:num_sources]
+        first = self.prompt_groups.next(sources[:1], engine_version)
+        if groups[:1] != first or sources != self._foreseen_sources[:num_sources]:
+            groups = self.prompt_groups.next(sources, engine_version)
         self._foreseen = []
         self.queue.issue_all(groups)
-        for _, source in zip(groups, sources, strict=False):  # the data may end first
+        for group, source in zip(groups, sources, strict=False):  # the data may end first
             self._admission.issued(source, engine_version)
-        self._counts[""].issued += len(groups)
+            self._counts[group.domain].issued += 1
         self._journal_all("issued", [group.issued_fields() for group in groups])
         return groups
 

@@ -73,7 +73,7 @@ class PromptGroup:
     @property
     def domain(self) -> str:
         """Empty in a run without domains."""
-        return self.stream.partition("/")[2]
+        return self.stream.partition("/")[2] if self.stream != TRAIN else ""
 
     def changed(self, **changes: Any) -> "PromptGroup":
         """A changed record. `dataclasses.replace`, run three times per group, would take several

@@ -7,8 +7,8 @@ from heapq import heapify, heappop, heappush
 
 from distflow.scheduling.group_states import PromptGroup
 
-MAX_GROUPS = 1000
-"""Most groups in one reply to another process: 65 kB."""
+MAX_GROUPS = 900
+"""Most groups in one message of another process: 61 kB."""
 
 
 @dataclass
@@ -28,6 +28,8 @@ class RolloutWorker:
     ended: list[PromptGroup] = field(default_factory=list)
     takes: bool = True
     gone: bool = False
+    foresaw: int = -1
+    """The last step during which it was told the groups of the next one."""
 
 
 class GroupsByWorker:
@@ -67,15 +69,29 @@ class GroupsByWorker:
         """Assign a group to the worker with the fewest groups (on a tie, the first); returns its
         name."""
         chosen = self._all[0]
-        if len(self._all) > 1:
+        has_others = len(self._all) > 1
+        if has_others:
             while not self._is_now(*self._by_load[0]):
                 heappop(self._by_load)
             chosen = self._all[heappop(self._by_load)[1]]
         chosen.assigned.append(group_id)
         chosen.running[group_id] = attempt
-        self._note_load(chosen)
+        if has_others:
+            self._note_load(chosen)
         self._working_on[group_id] = chosen
         return chosen.name
+
+    def foresee(
+        self, number: int, step: int, groups: Sequence[PromptGroup]
+    ) -> Sequence[PromptGroup]:
+        """Which of these groups the worker will get if no worker has one when they are assigned;
+        none if it was told during this step already."""
+        worker = self._all[number]
+        if worker.foresaw == step or not worker.takes:
+            return ()
+        worker.foresaw = step
+        takers = [each.number for each in self._all if each.takes]
+        return groups[takers.index(number) :: len(takers)]
 
     def _note_load(self, worker: RolloutWorker) -> None:
         if len(self._all) == 1:  # it gets all groups

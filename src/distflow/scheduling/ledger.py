@@ -34,10 +34,10 @@ that count groups:
     rolled_back to (a byte offset)                       a resume: the records since `to` no longer
     hold
 
-A record of kind issued or complete may be of several groups, rows of the data set that were loaded
-together: then each of its lists has a value for each group (`by_group`). Steps are counted from 1.
-Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds that they do not
-know.
+A record of kind issued, assigned or complete may be of several groups, rows of the data set that
+were loaded together: then each of its lists has a value for each group (`by_group`). Steps are
+counted from 1. Nothing is ever rewritten. Records of other kinds may be added; readers skip kinds
+that they do not know.
 """
 
 import json
@@ -50,6 +50,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -127,16 +128,16 @@ class LedgerCounts:
         return GroupCounts.of(self._domains, running, complete, self._num_aborted_tokens)
 
     def on_issued(self, record: Record) -> None:
-        for number, attempt in _values(record, "attempt"):
-            self._issue(number, attempt, record)
+        for number, attempt, domain in _values(record, "attempt", "domain"):
+            self._issue(number, attempt, domain or "")
 
-    def _issue(self, number: int, attempt: int, record: Record) -> None:
+    def _issue(self, number: int, attempt: int, domain: str) -> None:
         if number == len(self._states):
             self._states.append(_State.GENERATING)
             self._counts[_State.GENERATING] += 1
-            if "domain" in record:
-                self._domain_of[number] = record["domain"]
-            self._domains[record.get("domain", "")].issued += 1
+            if domain:
+                self._domain_of[number] = domain
+            self._domains[domain].issued += 1
         elif number > len(self._states):
             raise CountsError(f"group {number} was issued, but {len(self._states)} is the next one")
         elif self._states[number] != _State.GENERATING or attempt <= self._attempts[number]:
@@ -145,7 +146,7 @@ class LedgerCounts:
         self._attempts[number] = attempt
 
     def on_complete(self, record: Record) -> None:
-        for number, tokens in _values(record, "tokens"):
+        for number, tokens, _ in _values(record, "tokens"):
             self._move(number, _State.GENERATING, _State.QUEUED)
             self._tokens[number] = tokens
 
@@ -199,10 +200,11 @@ class LedgerCounts:
                 self._domain_of[group["group_id"]] = group["domain"]
 
     def _move(self, number: int, source: _State, target: _State) -> None:
-        state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
+        state = self._states[number] if number < len(self._states) else _State.UNKNOWN
         if state != source:
+            found = _State(state).name.lower()
             raise CountsError(
-                f"group {number} cannot become {target.name.lower()}: it is {state.name.lower()}, "
+                f"group {number} cannot become {target.name.lower()}: it is {found}, "
                 "not "
                 f"{source.name.lower()}"
             )
@@ -214,15 +216,13 @@ class LedgerCounts:
             del self._attempts[number]
 
 
-def _values(record: Record, name: str) -> Iterator[tuple[int, int]]:
-    """The id of each group of a record, and its value."""
+def _values(record: Record, name: str, optional: str = "") -> Iterator[tuple[Any, ...]]:
+    """The id of each group of a record, its value, and its optional value, or None."""
     numbers = record["group_id"]
-    values = record[name]
-    return (
-        zip(numbers, values, strict=True)
-        if isinstance(numbers, list)
-        else zip((numbers,), (values,), strict=True)
-    )
+    columns = (numbers, record[name], record.get(optional))
+    if not isinstance(numbers, list):
+        return iter([columns])
+    return zip(*columns[:2], columns[2] or repeat(None, len(numbers)), strict=True)
 
 
 class Ledger(AbstractContextManager["Ledger"]):
@@ -368,7 +368,7 @@ def timeline(path: Path, end: int | None = None) -> Iterator[tuple[int, Record]]
             stop = to
     for span in reversed([*spans, (0, stop)]):
         for offset, record in _records(path, *span):
-            if record["kind"] in ("issued", "complete"):
+            if record["kind"] in ("issued", "assigned", "complete"):
                 yield from ((offset, dict(each)) for each in by_group(record))
             else:
                 yield offset, record

@@ -138,22 +138,27 @@ class SampleQueue:
         self.restore(prompt_group)
 
     def issue_all(self, prompt_groups: Sequence[PromptGroup]) -> None:
-        """`issue` for new groups of one domain, version and size."""
+        """`issue` for new groups of one version."""
         groups = {group.group_id: group for group in prompt_groups}
         if repeated := self._groups.keys() & groups.keys():
             raise CountsError(
                 f"group {min(repeated)} was issued twice: it is on the sample queue already"
             )
         self._groups |= groups
-        if prompt_groups:
-            self.domain_queues[prompt_groups[0].domain].add_running(groups.keys(), prompt_groups[0])
+        by_domain: dict[str, list[int]] = {}
+        for number, group in groups.items():
+            by_domain.setdefault(group.domain, []).append(number)
+        for domain, numbers in by_domain.items():
+            self.domain_queues[domain].add_running(numbers, groups[numbers[0]])
 
     def complete_all(self, num_tokens: Mapping[int, int]) -> list[PromptGroup]:
         """`complete` for several groups, with the versions of their issues. num_tokens: of each, by
         its id."""
         by_domain: dict[str, dict[int, int]] = {}
         for number, tokens in num_tokens.items():
-            group = self.running_group(number, "complete")
+            group = self._groups.get(number)
+            if group is None or group.state is not GroupState.GENERATING:
+                group = self.running_group(number, "complete")  # which raises
             by_domain.setdefault(group.domain, {})[number] = tokens
         for domain, own in by_domain.items():
             self.domain_queues[domain].complete_all(own)

@@ -3,13 +3,13 @@ one."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow, UnusableRow
 from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.pipelines.nodes.rollout_reward_filter import pair_of_row, response_of_row
@@ -35,8 +35,8 @@ def loader(rows: Sequence[PromptRow] = ROWS, load: Any = response_of_row) -> Row
     return RowLoader(rows, load, tiny_tokenizer())
 
 
-def columns(loaded: LoadedGroups) -> dict[str, Any]:
-    stored = loaded.batch.to_tensors()
+def columns(loaded: LoadedGroups[Batch]) -> dict[str, Any]:
+    stored = loaded.data.to_tensors()
     return {name: tensor.tolist() for name, tensor in stored.items()}
 
 
@@ -50,16 +50,15 @@ def test_groups_loaded_ahead_are_those_loaded_when_they_start(load: Any, size: i
     assert columns(ahead.load(wanted).groups) == columns(at_start)
     assert [len(each.rows or ()) for each in at_start.finished] == [size] * 3
     part = ahead.load(wanted[1:]).groups
-    assert columns(part) == columns(
-        replace(part, batch=at_start.batch.select(range(size, 3 * size)))
-    )
+    last = at_start.data.select(range(size, 3 * size))
+    assert columns(part) == columns(LoadedGroups.of(part.prompt_groups, last))
 
 
 def test_groups_that_others_start_in_place_of_are_not_those_loaded_ahead() -> None:
     ahead = loader()
     ahead.load_ahead(groups(4, 0, version=1))
     later = ahead.load(groups(4, 0, version=2)).groups
-    assert torch.equal(later.batch.flat("versions").unique(), torch.tensor([2]))
+    assert torch.equal(later.data.flat("versions").unique(), torch.tensor([2]))
 
 
 def test_an_unusable_row_is_left_out_alone() -> None:
@@ -71,7 +70,7 @@ def test_an_unusable_row_is_left_out_alone() -> None:
 
     loaded = loader(Rows(ROWS)).load(groups(2, 3, 4))
     assert [group.row for group in loaded.groups.prompt_groups] == [2, 4] and len(
-        loaded.groups.batch
+        loaded.groups.data
     ) == 2
     assert [(group.row, error.reason) for group, error in loaded.unusable] == [(3, "overlong")]
 

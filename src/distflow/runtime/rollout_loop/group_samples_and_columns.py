@@ -109,9 +109,7 @@ class Group:
                 batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
             if "scores" in batch and "acc" not in batch:
                 batch["acc"] = batch["scores"]
-            for name in ("token_level_scores", "token_level_rewards"):
-                if name in batch:
-                    batch[name] = batch.flat(name)  # stored, so that it is derived only once
+            batch.keep_derived("token_level_scores", "token_level_rewards")
             self._batch = batch
         return self._batch.copy()
 

@@ -45,7 +45,12 @@ from distflow.runtime.rollout_loop.group_samples_and_columns import (
 from distflow.runtime.rollout_loop.row_loader import RowLoader
 from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
-from distflow.runtime.sample_queue.protocol import AbortedGroups, DroppedGroup, SampleQueuePort
+from distflow.runtime.sample_queue.protocol import (
+    AbortedGroups,
+    DroppedGroup,
+    ForeseenGroups,
+    SampleQueuePort,
+)
 from distflow.runtime.spec import Spec
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 
@@ -342,6 +347,12 @@ class RolloutLoop:
                 async for prompt_groups in queue.prompt_groups(
                     lambda: gate.version.step if gate is not None else None
                 ):
+                    if isinstance(prompt_groups, ForeseenGroups):
+                        if self.row_loader is not None:
+                            self.row_loader.load_ahead(prompt_groups)
+                            if self.row_loader.batch_ahead is not None:
+                                queue.store_ahead(self.row_loader.batch_ahead)
+                        continue
                     for group in prompt_groups:
                         if group.state is GroupState.WAITING and group.group_id in running:
                             self.surplus.add(running[group.group_id])
@@ -381,7 +392,7 @@ class RolloutLoop:
     def _load_rows(
         self, loader: RowLoader, prompt_groups: list[PromptGroup], queue: SampleQueuePort
     ) -> None:
-        """Complete these groups, then load those of the next step while this one trains."""
+        """Complete these groups."""
         started = time.time()
         with self.events.waits("rollout", "rows", on=DATA):
             loaded = loader.load(prompt_groups)
@@ -392,7 +403,6 @@ class RolloutLoop:
             self._end(loaded.groups.prompt_groups[0], "complete", started)  # one span, of the first
             self.group_recorder.keep_loaded(loaded.groups)
             queue.put_loaded(loaded.groups)
-        loader.load_ahead(queue.foresee())
 
     async def _run_batch(
         self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort

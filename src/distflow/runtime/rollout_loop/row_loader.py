@@ -27,7 +27,7 @@ SamplesOfRow = Callable[[PromptGroup, PromptRow, PreTrainedTokenizerBase], list[
 class _Loaded:
     """unusable: the groups without a usable row, with the reason."""
 
-    groups: LoadedGroups
+    groups: LoadedGroups[Batch]
     unusable: Sequence[tuple[PromptGroup, UnusableRow]] = ()
 
 
@@ -65,7 +65,7 @@ class RowLoader:
                 continue
             usable.append(group)
             samples += self.samples_of_row(group, row, self.tokenizer)
-        return _Loaded(LoadedGroups(usable, Batch.from_samples(samples)), unusable)
+        return _Loaded(LoadedGroups.of(usable, Batch.from_samples(samples)), unusable)
 
     def load_ahead(self, prompt_groups: Sequence[PromptGroup]) -> None:
         """Load groups that will probably start next."""
@@ -74,6 +74,11 @@ class RowLoader:
             with suppress(Exception):  # it is raised again when they start
                 self._ahead = self.load(prompt_groups)
                 _ = self._ahead.groups.finished  # computed now, and kept
+
+    @property
+    def batch_ahead(self) -> Batch | None:
+        """The samples that were loaded ahead."""
+        return None if self._ahead is None else self._ahead.groups.data
 
     def _found_ahead(self, prompt_groups: Sequence[PromptGroup]) -> _Loaded | None:
         """These groups as they were loaded ahead; None if one of them was not."""
@@ -85,6 +90,6 @@ class RowLoader:
         places = {group: place for place, group in enumerate(loaded.prompt_groups)}
         if any(group not in places for group in prompt_groups):
             return None
-        size = len(loaded.batch) // len(places)
+        size = loaded.group_size
         rows = [places[group] * size + index for group in prompt_groups for index in range(size)]
-        return _Loaded(LoadedGroups(prompt_groups, loaded.batch.select(rows)))
+        return _Loaded(LoadedGroups.of(prompt_groups, loaded.data.select(rows)))

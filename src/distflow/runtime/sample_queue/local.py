@@ -2,6 +2,7 @@
 that train from it."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +11,6 @@ from itertools import chain, groupby
 from distflow.data.batch import Batch
 from distflow.runtime.sample_queue.protocol import (
     FinishedGroup,
-    LoadedGroups,
     NewWorkers,
     ResumePoint,
     TrainingStep,
@@ -30,12 +30,14 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
     # Set by `prompt_groups` before its first read of what the lock guards, so that it sees any
     # change made while there was no loop to wake.
     _loop: asyncio.AbstractEventLoop | None = None
+    _loop_thread: int | None = None
     _event: asyncio.Event  # the loop's: other threads set it only through `_wake_loop`
 
     async def prompt_groups(
         self, engine_version: Callable[[], int | None]
     ) -> AsyncIterator[list[PromptGroup]]:
         self._event = asyncio.Event()
+        self._loop_thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
         while True:
             self._event.clear()  # before reading, so that later wakes are not lost
@@ -48,18 +50,8 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
             with self._waits("rollout", "capacity", on="training"):
                 await self._event.wait()
 
-    def put_loaded(self, loaded: LoadedGroups) -> None:
-        groups = {group.prompt_group.group_id: group for group in loaded.finished}
-        with self._lock:
-            self._groups |= groups
-            self._coordinator.complete_all(
-                {number: group.num_tokens for number, group in groups.items()}
-            )
-            for number in groups:
-                self._workers.end(number, complete=True)
-            self._count(None)
-            self._notify()
-        self._wake_loop()
+    def store_ahead(self, batch: Batch) -> None:
+        """Batches are stored as they are."""
 
     def resume_point(self) -> ResumePoint[Batch]:
         point = super().resume_point()
@@ -76,7 +68,16 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
         assert not isinstance(taken, NewWorkers), (
             "the engine of one process is there from the start"
         )
-        return None if taken is None else joined(taken, Batch.concat(taken.batch))
+        if taken is None:
+            return None
+        first, *others = taken.batch
+        return joined(taken, Batch.concat([first, *others]) if others else first.copy())
+
+    def note_training(self, step: int) -> None:
+        with self._lock:
+            self._taken_step = step
+            if self._coordinator.plan.loads_rows:
+                self._wake()
 
     def _data_of(self, groups: Sequence[FinishedGroup[Batch]]) -> Sequence[Batch]:
         """The groups' samples; those of neighbours that were loaded together in one batch."""
@@ -93,7 +94,9 @@ class LocalSampleQueue(SharedSampleQueue[Batch]):
 
     def _wake_loop(self) -> None:
         """Have `prompt_groups` check again; from any thread."""
-        if self._loop is not None:
+        if threading.get_ident() == self._loop_thread:
+            self._event.set()
+        elif self._loop is not None:
             with suppress(RuntimeError):  # it is closed, maybe only now by its thread
                 self._loop.call_soon_threadsafe(self._event.set)
 

@@ -42,7 +42,7 @@ class FinishedGroup(Generic[T]):
     accuracy: Accuracy | None = None
     failure: Failure | None = None
     rows: range | None = None
-    """Its samples in `data`, if that is also of other groups; None for all."""
+    """Its samples in `data`, if those of other groups are there too; None for all."""
 
     def stored_as(self, data: U) -> "FinishedGroup[U]":
         """The same group with its samples in another form."""
@@ -50,27 +50,49 @@ class FinishedGroup(Generic[T]):
 
 
 @dataclass(frozen=True)
-class LoadedGroups:
-    """Groups whose samples are rows of the data set, which were loaded together.
-
-    batch: the samples of all groups, as many of each.
-    """
+class LoadedGroups(Generic[T]):
+    """Groups whose samples are rows of the data set, which were loaded together."""
 
     prompt_groups: Sequence[PromptGroup]
-    batch: Batch
+    data: T
+    """The samples of all groups in turn, as many of each, or a reference to them."""
+    num_tokens: Sequence[int]
+    """Of each sample."""
+    num_bytes: int = 0
+    """Of the data, if storage is bounded."""
+
+    @staticmethod
+    def of(prompt_groups: Sequence[PromptGroup], batch: Batch) -> "LoadedGroups[Batch]":
+        return LoadedGroups(prompt_groups, batch, batch.lengths("sequence").tolist())
+
+    @property
+    def group_size(self) -> int:
+        return len(self.num_tokens) // max(1, len(self.prompt_groups))
 
     @cached_property
-    def finished(self) -> list[FinishedGroup[Batch]]:
-        tokens = self.batch.lengths("sequence").tolist()
-        size = len(tokens) // max(1, len(self.prompt_groups))
+    def finished(self) -> list[FinishedGroup[T]]:
+        size = self.group_size
+        num_bytes = self.num_bytes // max(1, len(self.prompt_groups))
         found = []
         for place, prompt_group in enumerate(self.prompt_groups):
             rows = range(place * size, (place + 1) * size)
-            num_tokens = sum(tokens[rows.start : rows.stop])
+            num_tokens = sum(self.num_tokens[rows.start : rows.stop])
             found.append(
-                FinishedGroup(prompt_group, self.batch, num_tokens, prompt_group.version, rows=rows)
+                FinishedGroup(
+                    prompt_group,
+                    self.data,
+                    num_tokens,
+                    prompt_group.version,
+                    num_bytes=num_bytes,
+                    rows=rows,
+                )
             )
         return found
+
+
+class ForeseenGroups(list[PromptGroup]):
+    """Groups that will probably start next, so that their rows may be loaded now. They are not
+    issued yet."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +189,8 @@ class SampleQueuePort(Protocol):
         """consumes capacity · waits for released steps and dropped groups · produces groups to
         start together
 
-        Groups waiting to be issued again come first, if any; this worker is to end them.
+        Groups waiting to be issued again come first, if any; this worker is to end them. If groups
+        are only loaded, `ForeseenGroups` come while a step trains.
 
         engine_version: the lowest weight version of this worker's engines; None if it has none.
         """
@@ -175,11 +198,11 @@ class SampleQueuePort(Protocol):
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
 
-    def put_loaded(self, loaded: LoadedGroups) -> None:
-        """Groups that were loaded together have completed the rollout loop."""
+    def store_ahead(self, batch: Batch) -> None:
+        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
 
-    def foresee(self) -> list[PromptGroup]:
-        """See `Coordinator.foresee`."""
+    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
+        """Groups that were loaded together have completed the rollout loop."""
 
     def drop(self, dropped: DroppedGroup) -> None:
         """Drop a group; another may start in its place."""
@@ -202,6 +225,10 @@ class SampleQueuePort(Protocol):
         data. Raises NoProgress, Exhausted, TimeoutError (which takes nothing), NothingToWaitFor for
         a part that could never come, and the error that ended the rollout loop.
         """
+
+    def note_training(self, step: int) -> None:
+        """This rank trains on its part of the step from now on, so that rows of the next one may be
+        loaded."""
 
     def release(self, step: int, rank: int, sent_weights: bool) -> Released:
         """Report that this rank has trained on its part, and wait until all ranks have.

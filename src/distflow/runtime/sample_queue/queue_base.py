@@ -115,6 +115,8 @@ class SharedSampleQueue(Generic[T]):
         self._new_workers_wait = False  # for weights
         self._uninformed_ranks = set[int]()  # ranks still to be informed of them
         self._divided_step = -1
+        self._taken_step = -1
+        """The last step that all ranks have, with the samples of their parts."""
         self._num_waiting = 0  # trainers inside `take_step`
         self._num_wakes = 0
         self._reward_counts = RewardCounts()
@@ -165,9 +167,25 @@ class SharedSampleQueue(Generic[T]):
             self._wake_asker()
         self._wake_loop()
 
-    def foresee(self) -> list[PromptGroup]:
+    def put_loaded(self, loaded: protocol.LoadedGroups[T]) -> None:
+        groups = {}
         with self._lock:
-            return self._coordinator.foresee()
+            for group in loaded.finished:
+                own = group.prompt_group
+                if not self._workers.is_passed_over(own.group_id, own.attempt):
+                    groups[own.group_id] = group
+            self._groups |= groups
+            self._coordinator.complete_all(
+                {number: group.num_tokens for number, group in groups.items()}
+            )
+            for number, group in groups.items():
+                if group.num_bytes:
+                    self._coordinator.weigh(number, group.num_bytes)
+                self._workers.end(number, complete=True)
+            self._count(None)
+            self._notify()
+            self._wake_asker()
+        self._wake_loop()
 
     def drop(self, dropped: protocol.DroppedGroup) -> None:
         group_id = dropped.prompt_group.group_id
@@ -261,9 +279,11 @@ class SharedSampleQueue(Generic[T]):
         """Report that the rank has all groups of its part except the lost ones. Waits until all
         ranks have reported; returns whether the step is complete on all of them. If not, lost
         groups are regenerated, and all ranks request the step again."""
-        reading = self._reading
-        assert reading is not None, "groups of this queue may be lost"
         with self._lock:
+            reading = self._reading
+            assert reading is not None, "groups of this queue may be lost"
+            if step != self._divided_step:  # no rank waited for the others' reports
+                return True
             reading.missing |= {number for number in lost if number in reading.groups}
             reading.ranks.discard(rank)
             if not reading.ranks and reading.whole is None:
@@ -397,14 +417,22 @@ class SharedSampleQueue(Generic[T]):
         if not self._paused and (
             self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0
         ):
+            worker_of = {}
             for prompt_group in self._coordinator.issue_groups(oldest):
                 if name := self._workers.assign(prompt_group.group_id, prompt_group.attempt):
-                    self._coordinator.assign(prompt_group.group_id, name)
-                self._askers.notify_all()
+                    worker_of[prompt_group.group_id] = name
+            self._coordinator.assign(worker_of)
+            self._askers.notify_all()
         fetched = self._workers.fetch(worker, self.most_handed_out)
         prompt_groups = [self._coordinator.queue.prompt_group(group_id) for group_id in fetched]
         self._notify()
-        return [*self._workers.fetch_ended(worker), *prompt_groups]
+        handed_out = [*self._workers.fetch_ended(worker), *prompt_groups]
+        loads_rows = self._coordinator.plan.loads_rows
+        if handed_out or not loads_rows or self._taken_step != self._coordinator.step:
+            return handed_out
+        foreseen = self._coordinator.foresee()
+        own = self._workers.foresee(worker, self._taken_step, foreseen)
+        return protocol.ForeseenGroups(own[: self.most_handed_out])
 
     def _wake_asker(self) -> None:
         """After a group has ended: one waiting worker starts what may start, and then wakes the
@@ -453,7 +481,9 @@ class SharedSampleQueue(Generic[T]):
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
         """Return lost groups after all ranks have reported. Inside the lock."""
-        if not reading.whole:
+        if reading.whole:
+            self._taken_step = step
+        else:
             self._coordinator.queue.untake(reading.groups)
             self._divided_step = step - 1
             self._reward_counts = RewardCounts.joined([reading.reward_counts, self._reward_counts])
