@@ -365,6 +365,13 @@ def test_names_are_utf8_in_any_locale(locale: dict[str, str], tmp_path: Path) ->
     assert "default_local_dir: läuf/→" in done.stdout.decode(), done.stderr.decode()
 
 
+def test_names_are_utf8_where_python_is_told_otherwise() -> None:
+    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-X", "utf8=0", "-m", "distflow", "config", "no/→.yaml"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=120)
+    assert done.returncode == 2 and "no/→.yaml" in done.stderr.decode()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("locale", LOCALES[1:2], ids=str)
 def test_a_run_in_a_folder_with_any_letters(locale: dict[str, str], tmp_path: Path) -> None:

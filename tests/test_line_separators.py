@@ -2,16 +2,21 @@
 record: each reader of records finds whole ones."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from distflow.cli import main
+from distflow.commands.dashboard_page_data import Dashboard
 from distflow.commands.migration.read_files import read_foreign
 from distflow.data.rows_on_demand import index_file
 from distflow.data.sources import read_file
 from distflow.environments.builtin_tools import Search
 from distflow.observe.crash_safe_files import LineFile, read_records
 from distflow.observe.sample_files import read_sample_file, write_sample_file
+from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
+from tests.observe.conftest import write_asynchronous_run
 
 TEXT = "one\u2028two\u2029three\u0085four\x0bfive\x1csix"
 
@@ -62,3 +67,31 @@ def test_commands_to_migrate(tmp_path: Path) -> None:
     )
     found = read_foreign(tmp_path / "x.sh")
     assert found.values["system_prompt"] == TEXT and found.lines["seed"] == 2
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[object]:
+    """What the commands, the report, the trace and the dashboard's pages show of a run."""
+    name = folder.name
+    for arguments in (["why", "1", "--json"], ["doctor"], ["report", "--trace", "1"], ["report"]):
+        main([arguments[0], str(folder), *arguments[1:]])
+    found: list[object] = [capsys.readouterr().out]
+    found += [file.read_text("utf-8") for file in sorted(folder.glob("*.json"))]
+    found.append((folder / "report.html").read_text("utf-8"))
+    with Dashboard(folder.parent) as dashboard:
+        for part in ("curves", "step", "waits", "trust"):
+            found.append(dashboard.answer(part, [name], {"step": "1"}))
+    return found
+
+
+@pytest.mark.parametrize("write", [write_asynchronous_run, write_ledger_run], ids=["run", "ledger"])
+def test_the_pages_and_commands_that_show_a_run(
+    write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "run")
+    files = [*folder.rglob("*.jsonl")]
+    assert files
+    before = shown(folder, capsys)
+    for file in files:
+        records = [json.loads(line) for line in file.read_bytes().split(b"\n") if line]
+        lines(file, *({**each, "unknown": TEXT} for each in records))
+    assert shown(folder, capsys) == before

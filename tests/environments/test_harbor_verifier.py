@@ -132,6 +132,53 @@ def test_a_plugin_that_a_policy_left_is_not_loaded(tmp_path: Path) -> None:
     assert play(tmp_path, command, IN_PYTEST, 30.0)["score"] == 0.0
 
 
+OPTIONS = {
+    "pyproject.toml": "[tool.pytest.ini_options]\\naddopts = '-p evil'\\npythonpath = ['.']",
+    "setup.cfg": "[tool:pytest]\\naddopts = -p evil\\npythonpath = .",
+    "tox.ini": "[pytest]\\naddopts = -p evil\\npythonpath = .",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_a_policy_gives_pytest_are_not_read(name: str, tmp_path: Path) -> None:
+    command = f'echo "{CODE}" > evil.py; printf "{OPTIONS[name]}" > {name}; echo 8 > answer'
+    test = f"cp /tests/*.py .; {IN_PYTEST.replace('/tests/', '')}"
+    assert play(tmp_path, command, test, 30.0)["score"] == 0.0
+
+
+def test_other_options_of_a_package_stay(tmp_path: Path) -> None:
+    command = f"echo '[tool.x]' > pyproject.toml; printf '[metadata]\n' > setup.cfg; {RIGHT}"
+    test = f"set -e; [ -s pyproject.toml ]; [ -s setup.cfg ]; {READS}"
+    assert play(tmp_path, command, test)["score"] == 1.0
+
+
+COMPILES = f"""cat > make.py <<'END'
+import importlib._bootstrap_external as external, importlib.util, os
+os.makedirs("__pycache__")
+compiled = external._code_to_hash_pyc(compile({CODE!r}, "x", "exec"), b"unchecks", False)
+open(importlib.util.cache_from_source("test_answer.py"), "wb").write(compiled)
+END
+python make.py
+"""
+IN_A_COPY = """
+cp /tests/test_answer.py .; {}; [ -s /logs/verifier/reward.txt ] || echo 0 > /logs/verifier/reward.txt
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("command", "test"),
+    [
+        (f'echo "{CODE}" > decimal.py', "python test_answer.py"),
+        (f'echo "{CODE}" > decimal.py', "python -u ./test_answer.py"),
+        (COMPILES, "python -c 'import test_answer'"),
+        (COMPILES, "python -m unittest test_answer"),
+    ],
+    ids=["script", "script with an option", "compiled", "compiled, by unittest"],
+)
+def test_a_copy_of_the_tests_is_what_runs(command: str, test: str, tmp_path: Path) -> None:
+    assert play(tmp_path, command, IN_A_COPY.format(test))["score"] == 0.0
+
+
 def test_hooks_of_git_do_not_run(tmp_path: Path) -> None:
     command = (
         "git init -q .; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > h; chmod +x "

@@ -45,13 +45,15 @@ def call(command: str, name: str = "shell") -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {{"command": "{command}"}}}}</tool_call>'
 
 
-def play(folder: Path, replies: Sequence[str], **options: Any) -> tuple[Chat, Any]:
+def play(
+    folder: Path, replies: Sequence[str], limit: int = 6000, **options: Any
+) -> tuple[Chat, Any]:
     tokenizer, _ = FAMILIES["qwen2"]
     policy = Policy(tokenizer, replies)
     chat = Chat(
         TurnTokens(tokenizer, [tokenizer.eos_token_id], {}),
         policy,
-        Limits(6000, 8000),
+        Limits(limit, limit + 2000),
         templated=True,
     )
     messages = [{"role": "user", "content": "Write 7 into answer."}]
@@ -105,6 +107,16 @@ def test_calls_that_are_wrong_hang_or_print_too_much_are_told_and_counted(tmp_pa
     assert "did not end within 2 s and was killed" in texts[2] and "cut: the answer has" in texts[2]
     assert "the 2 s that this task has for commands are used up" in texts[3]
     assert chat.counts["tool/shell/errors"] == 4 and rewards["score"] == 0.0
+
+
+def test_a_command_that_the_system_cannot_start_is_told_to_the_model(tmp_path: Path) -> None:
+    task = make(tmp_path / "a", CONFIG, test=TEST)
+    long = "echo " + "7" * 140_000
+    replies = [call("echo \\ud800"), call(long), call("a\\u0000b"), call(WRITES), "done"]
+    tokenizer, _ = FAMILIES["qwen2"]
+    chat, rewards = play(task, replies, limit=2 * len(tokenizer.encode(long)))
+    assert rewards["score"] == 1.0
+    assert [each.count("error") for each in said(chat)] == [1, 1, 1, 0]
 
 
 def test_an_episode_at_its_turn_limit_is_scored_for_what_it_did(tmp_path: Path) -> None:

@@ -188,6 +188,19 @@ def test_a_broken_call_has_a_reason(form: str, text: str, reason: str) -> None:
     assert reason in find_tool_calls(text, form)[-1].problem
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e999", "-1e999", '{"a": ["\\udfff"]}'])
+def test_an_argument_that_no_tool_can_receive_has_a_reason(value: str) -> None:
+    calls = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>',
+        "llama3": '{"name": "f", "parameters": {"x": %s}}',
+        "mistral": '[TOOL_CALLS]f[ARGS]{"x": %s}',
+        "pythonic": "[f(x=%s)]",
+    }
+    for form, text in calls.items():
+        (call,) = find_tool_calls(text % value, form)
+        assert call.problem and not call.arguments, form
+
+
 def test_a_broken_call_leaves_the_others() -> None:
     one = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     problems = [

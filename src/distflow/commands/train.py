@@ -83,7 +83,10 @@ def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     from distflow.config import describe
     from distflow.config.derived_settings import check_keys, launch_target
     from distflow.observe.writing.run_folder import claimed
+    from distflow.processes.descendants import ending_by_themselves
+    from distflow.processes.survivors import end_survivors
 
+    ending_by_themselves.add(end_survivors())  # before code of the user runs
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
         if base != "grpo":
             raise UserError(

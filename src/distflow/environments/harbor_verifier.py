@@ -5,6 +5,7 @@ untouched place too are broken, which is an error of the episode.
 """
 
 import asyncio
+import configparser
 import json
 import math
 import os
@@ -12,8 +13,10 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from distflow.data.task_folders import Task
 from distflow.environments.tools_in_user_code_process import bounded
@@ -32,29 +35,50 @@ _LOADED_BY_TOOLS = frozenset(
         "usercustomize.py",
         "pytest.ini",
         ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
         ".coveragerc",
         ".bashrc",
     )
 )
 """Files that a tool of the tests loads where it finds them."""
 
+_PYTEST_SECTIONS = {"pyproject.toml": "tool", "setup.cfg": "tool:pytest", "tox.ini": "pytest"}
+"""Files of a package, and where in them pytest finds options, such as plugins to load."""
+
+_MOST_BYTES_OF_OPTIONS = 2**20
+
 _SITE = """
 import os, sys
+from importlib.machinery import PathFinder
 
-class WithoutCurrentFolder:
-    '''Before the first import: `python -m pytest` finds no module in the folder in which it was started.'''
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        sys.meta_path.remove(WithoutCurrentFolder)
-        first = os.path.realpath(sys.path[0] or '.') if sys.path else ''
-        if first == os.getcwd() and not any(os.path.dirname(os.path.realpath(word)) == first for word in script):
-            last = sys.path.pop(0)
-            if 'pytest' not in sys.orig_argv:
-                sys.path.append(last)
+class InstalledFirst:
+    '''Finds what is installed, before what lies in the folders of the task.'''
+    installed = list(sys.path)  # Python adds the folder of the script, or the current one, later
+    has_started = False
 
-script = [word for word in sys.orig_argv[1:2] if not word.startswith('-')]
-sys.meta_path.insert(0, WithoutCurrentFolder)
-"""  # noqa: E501
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if not cls.has_started:
+            cls.has_started = True
+            # pytest asks each folder of the path for plugins
+            is_here = os.path.realpath(sys.path[0] or '.') == os.getcwd()
+            if is_here and 'pytest' in sys.orig_argv:
+                del sys.path[0]
+        if path is None and name != 'test':  # packages of tests are called like Python's own
+            return PathFinder.find_spec(name, cls.installed)
+
+def is_of_the_model(script):
+    '''Whether it is a program from before the tests, which finds its own modules first.'''
+    if script in ('', '-', '-c', '-m') or not os.path.isfile(script):
+        return False
+    trusted = ('/tests/', '/usr/', sys.prefix + '/', sys.base_prefix + '/')
+    is_old = os.stat(script).st_ctime_ns <= os.stat('/verifier/site').st_ctime_ns
+    return is_old and not os.path.realpath(script).startswith(trusted)
+
+if not is_of_the_model(sys.argv[0]):
+    sys.meta_path.insert(0, InstalledFirst)
+"""
 
 _ENVIRONMENT = {
     **{
@@ -63,6 +87,8 @@ _ENVIRONMENT = {
         "XDG_CONFIG_HOME": "/verifier/home/.config",
     },
     **{"PYTHONPATH": "/verifier/site", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+    # compiled code that lies beside a module need not be of that module
+    "PYTHONPYCACHEPREFIX": "/verifier/home/.pycache",
     **{"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_COUNT": "3", "GIT_CONFIG_KEY_0": "core.hooksPath"},
     **{
         "GIT_CONFIG_VALUE_0": "/dev/null",
@@ -161,10 +187,30 @@ def _clean(task: Task, shell: Shell) -> None:
 
 def _is_loaded(file: Path, files: Path, environment: Path) -> bool:
     """Whether tools load a file by its name that the task does not begin with."""
+    original = environment / file.relative_to(files) if file.is_relative_to(files) else None
+    if file.name in _PYTEST_SECTIONS:
+        begun_with = _pytest_options(original) if original and original.is_file() else {}
+        return _pytest_options(file) != begun_with
     if file.name not in _LOADED_BY_TOOLS and file.suffix != ".pth":
         return False
-    original = environment / file.relative_to(files) if file.is_relative_to(files) else None
     return original is None or not original.is_file() or original.read_bytes() != file.read_bytes()
+
+
+def _pytest_options(file: Path) -> Mapping[str, Any] | None:
+    """What a file tells pytest; None if that cannot be read."""
+    if file.stat().st_size > _MOST_BYTES_OF_OPTIONS:
+        return None
+    text = file.read_text(encoding="utf-8", errors="replace")
+    section = _PYTEST_SECTIONS[file.name]
+    try:
+        if file.suffix == ".toml":
+            options = tomllib.loads(text).get(section, {}).get("pytest", {})
+            return {"pytest": options} if options else {}
+        parser = configparser.RawConfigParser(allow_no_value=True, strict=False)
+        parser.read_string(text)
+        return dict(parser[section]) if section in parser else {}
+    except (ValueError, AttributeError, RecursionError, configparser.Error):
+        return None
 
 
 def _stays_inside(target: str, place: PurePosixPath, workdir: str) -> bool:

@@ -31,6 +31,8 @@ SHELL: dict[str, Any] = {
     },
 }
 _SHOWN = 500
+_MOST_BYTES_OF_COMMAND = 100_000
+"""Linux passes on an argument of 128 KiB."""
 
 
 class HarborWorkflow:
@@ -117,6 +119,12 @@ class HarborWorkflow:
         ):
             return ToolAnswer(
                 "error: there is one tool, shell, whose one argument is the text 'command'", True
+            )
+        if len(command.encode()) > _MOST_BYTES_OF_COMMAND:
+            return ToolAnswer(
+                f"error: a command has at most {_MOST_BYTES_OF_COMMAND:,} bytes: write long files "
+                "in parts",
+                True,
             )
         if left <= 0:
             return ToolAnswer(

@@ -250,7 +250,7 @@ def _pythonic(text: str) -> Iterator[ToolCall]:
             continue
         try:
             found = {str(key.arg): ast.literal_eval(key.value) for key in node.keywords if key.arg}
-            json.dumps(found)
+            _check_plain(found)
         except (ValueError, TypeError, RecursionError):
             yield ToolCall(name, problem="an argument is not a plain value")
             continue
@@ -297,9 +297,16 @@ def _first_json(text: str) -> tuple[Any, str, str]:
     """The JSON value at the start of the text, the text after it, and why there is none."""
     try:
         value, end = _DECODER.raw_decode(text)
+        _check_plain(value)
         return value, text[end:].strip(), ""
     except (ValueError, RecursionError) as error:
         return None, "", f"the JSON of a tool call cannot be read: {error}"
+
+
+def _check_plain(value: object) -> None:
+    """Raises ValueError for what no tool can receive: infinities, halves of surrogate pairs;
+    TypeError for what JSON lacks."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _refuse(constant: str) -> NoReturn:
