@@ -15,11 +15,16 @@ from distflow.cli import main
 from distflow.cluster import slurm_launcher
 from distflow.errors import UserError
 from distflow.observe.writing.run_folder import claimed
+from distflow.processes.survivors import MARK
 from tests.e2e.runs import Playground, notes
 from tests.ledger_audit import verify
 
 NAME = 'it\'s 100% "mine" $HOME'
-SBATCH = 'printf "%s\\n" "$@" > "$(dirname "$0")/submitted"; echo "4711;here"'
+SBATCH = """
+printf "%s\\n" "$@" > "$(dirname "$0")/submitted"
+env > "$(dirname "$0")/environment"
+echo "4711;here"
+"""
 # A job of two nodes, and its steps as processes of this one.
 SCONTROL = (
     '[[ $1 == show ]] && printf "%s\\n" first second || echo "$@" >> "$(dirname "$0")/requeued"'
@@ -157,6 +162,8 @@ def test_what_is_submitted(
     wanted = (*wanted, "trainer.device=auto", "trainer.n_gpus_per_node=4", "trainer.max_restarts=2")
     assert slurm.submit(*wanted) == 0
     assert (slurm.tools / "submitted").read_text().splitlines() == ["--parsable", str(slurm.script)]
+    environment = (slurm.tools / "environment").read_text()
+    assert "WANDB_API_KEY=" in environment and MARK not in environment  # the job outlives us
     assert slurm.options() == [
         *("--job-name=grpo_training", f"--chdir={Path.cwd()}"),
         f'--output={tmp_path}/it\'s 100%% "mine" $HOME/slurm-%j.out',

@@ -1,6 +1,7 @@
 """The Slurm launcher: submits a job that starts Ray on its nodes and trains with the Ray
 launcher."""
 
+import os
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from distflow.errors import UserError
 from distflow.launch.run_start_and_end import done_before, starting
 from distflow.observe.crash_safe_files import write_atomically
+from distflow.processes.survivors import without_mark
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
 
@@ -29,7 +31,12 @@ def launch_slurm(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
             return done
         path = spec.run_dir.absolute() / "slurm.sbatch"
         write_atomically(path, _script(spec).encode())
-    submitted = subprocess.run([sbatch, "--parsable", str(path)], capture_output=True, text=True)
+    submitted = subprocess.run(
+        [sbatch, "--parsable", str(path)],
+        env=without_mark(os.environ),  # the job has this environment, and outlives this command
+        capture_output=True,
+        text=True,
+    )
     if submitted.returncode:
         raise UserError(f"sbatch rejected {path}: {submitted.stderr.strip()}")
     job = submitted.stdout.strip().partition(";")[0]

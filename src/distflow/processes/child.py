@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distflow.processes.descendants import ending_by_themselves
-from distflow.processes.survivors import MARK
+from distflow.processes.survivors import without_mark
 
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _ENDS_WITHIN_S = 10.0
@@ -38,8 +38,7 @@ class Child:
             stdout=stdout,
             stderr=stderr,
             pass_fds=pass_fds,
-            # the keeper ends what it has
-            env={name: value for name, value in env.items() if name != MARK},
+            env=without_mark(env),  # the keeper ends what it has
             start_new_session=True,  # Ctrl-C reaches only this process
         )
         self.pid = self._popen.pid

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
@@ -30,6 +31,11 @@ def end_survivors() -> int:
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, pipe]
     silent = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
     return os.posix_spawn(sys.executable, command, {}, file_actions=silent, setsid=True)
+
+
+def without_mark(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a program that may live on, or that a keeper ends."""
+    return {name: value for name, value in environment.items() if name != MARK}
 
 
 def main(owner: int, mark: str, pipe: str) -> None:
