@@ -42,7 +42,7 @@ def _collect(coordinator: Coordinator) -> None:
     lost = False
     while coordinator.ready(coordinator.step) is None:
         for prompt_group in coordinator.issue_groups():
-            coordinator.assign(prompt_group.group_id, f"rank-{prompt_group.attempt}")
+            coordinator.assign({prompt_group.group_id: f"rank-{prompt_group.attempt}"})
             if prompt_group.group_id == 2 and not lost:
                 lost = coordinator.retry(2)
             elif prompt_group.group_id == 3:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
+from tests.patience import wait_until
 
 # A pipeline of the user's, whose file makes the engine's step hang after it has drawn some tokens.
 HANGS = """
@@ -76,4 +77,4 @@ def test_a_run_ends_in_time_and_names_the_engine(
     stacks = said if command == "eval" else (tmp_path / "run" / "stacks.txt").read_text()
     assert "hangs.py" in stacks and "in count" in stacks
     assert "Traceback" not in said and said.count("distflow: ") == 1
-    assert not any(is_alive(pid) for pid in children)
+    wait_until(lambda: not any(map(is_alive, children)), "all children of the run have ended", 10)

@@ -66,7 +66,7 @@ def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
         coordinator = Coordinator(plan_of(), ledger)
         for attempt in range(3):
             for group_id in coordinator.issue_groups():
-                coordinator.assign(group_id.group_id, f"rank-{group_id.group_id + attempt}")
+                coordinator.assign({group_id.group_id: f"rank-{group_id.group_id + attempt}"})
                 if group_id.group_id == 1 or (group_id.group_id, attempt) == (0, 0):
                     coordinator.retry(group_id.group_id)
                 else:
