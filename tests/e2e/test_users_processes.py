@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from distflow.observe.run_reader import read_metrics
 from tests.e2e.runs import Playground
 from tests.ledger_audit import verify
 from tests.patience import is_running, wait_until
+from tests.sparse_params import BY_HAND
 
 pytestmark = pytest.mark.slow
 
@@ -331,8 +333,17 @@ class UsersRun:
         wait_until(lambda: not self.left(), "nothing of it is left", within_s=20.0)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+def in_places(first: int) -> list[Any]:
+    """Each kind in each place: in one of them with the slow tests, and in the others by hand."""
+    pairs = []
+    for number, kind in enumerate(KINDS, first):
+        for other, place in enumerate(PLACES):
+            marks = [BY_HAND] if (number + other) % len(PLACES) else []
+            pairs.append(pytest.param(kind, place, marks=marks))
+    return pairs
+
+
+@pytest.mark.parametrize(("kind", "place"), in_places(0))
 def test_it_trains_and_ends(tmp_path: Path, kind: str, place: str) -> None:
     run = UsersRun(tmp_path, kind, place, steps=2)
     try:
@@ -342,8 +353,7 @@ def test_it_trains_and_ends(tmp_path: Path, kind: str, place: str) -> None:
         run.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "place"), in_places(2))
 def test_ctrl_c_ends_it(tmp_path: Path, kind: str, place: str) -> None:
     run = UsersRun(tmp_path, kind, place, steps=10_000)
     try:
