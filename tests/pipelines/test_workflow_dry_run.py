@@ -73,7 +73,8 @@ def tried(name: str, folder: Path, *more: str) -> list[str]:
         for key in ground.overrides("tried", workflow, "trust.check_rewards=true", *more)
         if name == "judged" or not key.startswith(of_rewards)
     ]
-    said = try_users_code(make_spec(load_config("grpo", keys), say=lambda line: None))
+    said: list[str] = []
+    try_users_code(make_spec(load_config("grpo", keys), say=lambda line: None), said.append)
     return [
         line.replace(f"{folder}/", "").replace(str(folder), "")
         for line in said
