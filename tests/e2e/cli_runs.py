@@ -127,14 +127,21 @@ def _show_on(out: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """All processes below `pid`, as /proc knows them."""
+    """All processes below `pid`, as /proc knows them, but the one that ends what they leave."""
     parents = {
         int(entry.name): parent for entry in _processes() if (parent := _parent(entry)) is not None
     }
     found = [pid]
     for known in found:
         found += [child for child, parent in parents.items() if parent == known]
-    return found[1:]
+    return [child for child in found[1:] if not _ends_survivors(child)]
+
+
+def _ends_survivors(pid: int) -> bool:
+    try:
+        return b"survivors.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def is_alive(pid: int) -> bool:

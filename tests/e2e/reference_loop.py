@@ -133,7 +133,9 @@ class ReferenceLoop:
         of_group = {
             s.group: [x.score for x in samples if x.group == s.group and x.valid] for s in samples
         }
-        scores = {group: torch.tensor(scores).double() for group, scores in of_group.items()}
+        scores = {
+            group: torch.tensor(scores, dtype=torch.float64) for group, scores in of_group.items()
+        }
         return [
             float((s.score - scores[s.group].mean()) / (scores[s.group].std() + 1e-6))
             for s in samples

@@ -225,6 +225,7 @@ def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_
     overrides = ground.overrides("ranks", "data.train_files=[]", *keys(ground, "loaded"))
     two = (
         "trainer.n_gpus_per_node=2",
+        "trainer.device=cpu",
         "trainer.imports=[spy]",
         "trust.audit_freq=0",
         "data.shuffle=true",

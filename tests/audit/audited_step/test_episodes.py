@@ -444,7 +444,7 @@ def test_a_call_of_a_tool_that_is_left_out(tmp_path: Path, monkeypatch: Patch) -
     find = parse_tool_calls.find_tool_calls
     monkeypatch.setattr(
         "distflow.environments.tool_workflow.find_tool_calls",
-        lambda text, form: find(text, form)[:1],
+        lambda *arguments: find(*arguments)[:1],
     )
     keys = (
         f"actor_rollout_ref.model.path={tmp_path}/caller",

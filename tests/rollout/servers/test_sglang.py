@@ -340,14 +340,15 @@ def test_keys_and_values_of_older_weights_are_refused() -> None:
 
 
 def launcher(folder: Path, **env: str) -> str:
-    """What stands for the Python of SGLang's environment: `-m sglang.launch_server` is our
-    server."""
+    """What stands for the Python of SGLang's environment: `-m sglang.launch_server` is our server.
+    With `-c` it is asked whether SGLang is there."""
     file = folder / "python"
     variables = "".join(
         f"export {name}='{value}'\n" for name, value in {"PYTHONPATH": str(ROOT), **env}.items()
     )
     file.write_text(
-        f'#!/bin/sh\n{variables}[ "$2" = sglang.launch_server ] || exit 7\n'
+        f'#!/bin/sh\n{variables}[ "$1" = -c ] && echo here && exit\n'
+        '[ "$2" = sglang.launch_server ] || exit 7\n'
         f'exec {sys.executable} {SERVER} "$@"'
     )
     file.chmod(0o755)
