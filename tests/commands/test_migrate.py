@@ -46,7 +46,7 @@ def test_a_written_config_is_accepted_and_has_no_key_that_nothing_reads(
         in capsys.readouterr().err
     )
     assert "critic" not in yaml.safe_load(target.read_text())
-    assert main(["config", str(target)]) == 0
+    assert main(["config", str(target), "data.answer_key=answer"]) == 0
 
 
 @pytest.mark.slow

@@ -30,11 +30,13 @@ left = int(text)
     "spawn": """
 from concurrent.futures import ProcessPoolExecutor
 import multiprocessing
-left = ProcessPoolExecutor(1, multiprocessing.get_context("spawn")).submit(os.getpid).result()
+pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+left = pool.submit(os.getpid).result()
 """,
     "forkserver": """
 import multiprocessing
-left = multiprocessing.get_context("forkserver").Pool(1).apply(os.getpid)
+pool = multiprocessing.get_context("forkserver").Pool(1)
+left = pool.apply(os.getpid)
 """,
     "below a keeper": """
 from distflow.processes.child import Child

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import due_within, left_s
 from distflow.sandbox.interface import SandboxFault
 from distflow.sandbox.local_sandbox import Sandbox
-from tests.patience import at_some_deadline
+from tests.patience import at_some_deadline, is_running, wait_until
 from tests.rewards.routers import pids_of
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
@@ -593,8 +592,7 @@ def kill_children(pid):
     assert children
     for child in children:
         os.kill(child, signal.SIGKILL)
-        while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.01)
+        wait_until(lambda child=child: not is_running(child), "it is dead")
 
 
 @pytest.mark.slow
