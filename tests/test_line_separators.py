@@ -34,7 +34,7 @@ def test_a_file_of_data(suffix: str, tmp_path: Path) -> None:
     lines(path, {"prompt": TEXT}, {"prompt": "b"}) if suffix == "jsonl" else lines(
         path, [{"prompt": TEXT}]
     )
-    assert next(iter(read_file(path, "data.train_files"))).values["prompt"] == TEXT
+    assert next(iter(read_file(path, "data.train_files")))[1]["prompt"] == TEXT
     assert suffix == "json" or index_file(path, tmp_path, "data.train_files").num_rows == 2
 
 

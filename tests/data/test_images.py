@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from distflow.data.dataset_columns import BadRows, Columns, Record, read_rows
+from distflow.data.dataset_columns import BadRows, Columns, read_rows
 from distflow.data.images import parts_of, place_images, read_images
 from distflow.data.messages import RowError
 from distflow.errors import UserError
@@ -170,16 +170,16 @@ def test_rows_of_a_file_find_images_beside_it(tmp_path: Path) -> None:
         {"prompt": "q", "answer": "g"},
     ]
     values.append({"prompt": "q", "answer": "g", "images": ["b.png"]})
-    records = [Record(f"{file}:{number}", row) for number, row in enumerate(values, 1)]
-    rows = list(read_rows(iter(records), columns, bad, "rows"))
+    file_rows = [(f"{file}:{number}", row) for number, row in enumerate(values, 1)]
+    rows = list(read_rows(file_rows, columns, bad, "rows"))
     assert [len(row.images) for row in rows] == [1, 0]
     assert rows[0].prompt == "<image>q" and rows[0].extra_info == {"level": 3}
     assert len(bad.reasons) == 1 and "b.png" in bad.reasons[0]
 
 
 def test_without_the_column_rows_are_text(tmp_path: Path) -> None:
-    record = Record("here", {"prompt": "q", "answer": "g", "images": ["a.png"]})
-    (row,) = read_rows(iter([record]), Columns(), BadRows(), "rows")
+    values = {"prompt": "q", "answer": "g", "images": ["a.png"]}
+    (row,) = read_rows([("here", values)], Columns(), BadRows(), "rows")
     assert row.images == () and row.prompt == "q" and row.extra_info == {"images": ["a.png"]}
 
 

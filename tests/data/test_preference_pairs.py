@@ -4,7 +4,6 @@ import pytest
 
 from distflow.builtin_names import PROMPT_MESSAGES
 from distflow.data.dataset_columns import RawRow
-from distflow.data.encoded_prompts import Encoded
 from distflow.data.preference_pairs import encode_pair, encode_text
 from tests.tiny_models import EOS, tiny_tokenizer
 
@@ -21,14 +20,13 @@ def pair(chosen: object, rejected: object, template: bool) -> tuple[str, str] | 
     found = encode_pair(row, tokenizer, ("better", "worse"))
     if isinstance(found, str):
         return found
-    (entry,) = found
-    assert isinstance(entry, Encoded) and entry.response_ids and entry.rejected_ids and entry.ids
-    for ids, response in ((entry.response_ids, chosen), (entry.rejected_ids, rejected)):
+    assert found.prompt_ids and found.response_ids and found.rejected_ids
+    for ids, response in ((found.response_ids, chosen), (found.rejected_ids, rejected)):
         said = response if isinstance(response, str) else response[-1]["content"]
-        assert [*entry.ids, *ids] == encode_text(tokenizer, ASKED, said)[0], (
+        assert [*found.prompt_ids, *ids] == encode_text(tokenizer, ASKED, said)[0], (
             "as the reward function reads it"
         )
-    return str(tokenizer.decode(entry.response_ids)), str(tokenizer.decode(entry.rejected_ids))
+    return str(tokenizer.decode(found.response_ids)), str(tokenizer.decode(found.rejected_ids))
 
 
 def test_what_both_texts_begin_with_is_the_prompt() -> None:

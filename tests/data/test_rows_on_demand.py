@@ -41,7 +41,7 @@ def test_any_line_is_the_one_that_the_whole_file_has(tmp_path: Path, seed: int) 
     found = index_file(file, tmp_path / "data", KEY)
     assert found.num_rows == len(whole)
     order = random.Random(seed).sample(range(len(whole)), len(whole))
-    assert [found.record(index) for index in order] == [whole[index] for index in order]
+    assert [found.row(index) for index in order] == [whole[index] for index in order]
 
 
 def test_any_row_of_any_row_group_is_the_one_that_the_whole_file_has(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_any_row_of_any_row_group_is_the_one_that_the_whole_file_has(tmp_path: P
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=5)
     whole = list(read_file(file, KEY))
     found = index_file(file, tmp_path, KEY)
-    assert [found.record(index) for index in range(found.num_rows)] == whole and len(whole) == 23
+    assert [found.row(index) for index in range(found.num_rows)] == whole and len(whole) == 23
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -81,7 +81,7 @@ def test_a_file_that_has_changed_since_or_is_of_another_kind_is_refused(tmp_path
     with pytest.raises(
         UserError, match=r"row 2 of .*rows.jsonl' cannot be read: the file has changed since"
     ):
-        found.record(1)
+        found.row(1)
     other = tmp_path / "rows.csv"
     other.write_text("prompt\na\n")
     with pytest.raises(

@@ -35,13 +35,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def numbers(stream: RowStream, indices: Sequence[int]) -> list[int]:
-    return [int(str(stream.record(index).values["prompt"])) for index in indices]
+    return [int(str(stream.row(index)[1]["prompt"])) for index in indices]
 
 
 def test_rows_are_numbered_on_from_pass_to_pass(folder: Path) -> None:
     stream = RowStream([f"{folder}/*"], "data.train_files", -1)
     assert numbers(stream, range(25)) == [*range(10), *range(10), *range(5)]
-    assert stream.record(13).origin == f"{folder}/a.jsonl.gz:4"
+    assert stream.row(13)[0] == f"{folder}/a.jsonl.gz:4"
     assert numbers(RowStream([f"{folder}/*"], "data.train_files", 4), [6, 0, 3, 4]) == [2, 0, 3, 0]
     assert numbers(pickle.loads(pickle.dumps(stream)), [21, 3]) == [1, 3]
 
@@ -62,7 +62,7 @@ def test_a_fault_in_the_middle_is_not_the_end(folder: Path) -> None:
     (folder / "b.ndjson.zst").write_bytes(whole[:-9])
     for _ in range(2):
         with pytest.raises(UserError, match=r"b.ndjson.zst' cannot be read"):
-            stream.record(8)
+            stream.row(8)
     (folder / "b.ndjson.zst").write_bytes(whole)
     assert numbers(stream, [8, 12]) == [8, 2]
 
@@ -70,7 +70,7 @@ def test_a_fault_in_the_middle_is_not_the_end(folder: Path) -> None:
 def test_without_a_row_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl.gz").write_bytes(gzip.compress(b"\n"))
     with pytest.raises(UserError, match="data.train_files: no rows in .*none.jsonl.gz"):
-        RowStream([f"{tmp_path}/none.jsonl.gz"], "data.train_files", -1).record(0)
+        RowStream([f"{tmp_path}/none.jsonl.gz"], "data.train_files", -1).row(0)
 
 
 def test_the_first_rows_are_its_fingerprint(folder: Path) -> None:

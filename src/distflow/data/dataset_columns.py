@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from distflow.data import messages as chat_messages
 from distflow.data.images import place_images, read_images
+from distflow.data.messages import RowError, kind
 from distflow.errors import UserError, nearest
 from distflow.observe.crash_safe_files import JSON, is_deep
 
@@ -38,77 +40,76 @@ TEMPLATE_KWARGS_COLUMN = "chat_template_kwargs"
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns. A dotted name reaches into nested values: `reward_model.ground_truth`.
-
-    answer_required: rows without an answer are bad. domain: may be missing if it has its default
-    name; None if all rows are of `only_domain`. group: of the config keys that name the columns,
-    for messages. pass_rate: a number that every row must have, or None. response: the column to
-    learn from (SFT), or None. messages: conversations to learn from, if a row has no prompt and
-    response; or None. tools: functions for the chat template. is_chat: texts go through it too.
-    tag: a column that every row must have, or None. domain_of_tag: unless empty, rows of domains
-    other than `only_domain` are skipped. images: a column of images, which are kept in the folder
-    `store`; or None.
-    """
+    """Names of the columns; None for those that are not read. A dotted name reaches into nested
+    values: `reward_model.ground_truth`."""
 
     prompt: str = "prompt"
     answer: str = "answer"
     domain: str | None = _DEFAULT_DOMAIN_KEY
+    """May be missing if it has its default name; None if all rows are of `only_domain`."""
     response: str | None = None
+    """To learn from (SFT)."""
     answer_required: bool = True
+    """Rows without an answer are bad."""
     messages: str | None = None
+    """Conversations to learn from, if a row has no prompt and response."""
     tools: str = "tools"
+    """Functions for the chat template."""
     is_chat: bool = False
+    """Texts go through the chat template too."""
     only_domain: str = DEFAULT_DOMAIN
     group: str = "data"
+    """Of the config keys that name the columns, for messages."""
     pass_rate: str | None = None
+    """A number that every row must have."""
     tag: str | None = None
+    """Every row must have it."""
     domain_of_tag: Mapping[str, str] = field(default_factory=dict)
+    """Unless empty, rows of domains other than `only_domain` are skipped."""
     images: str | None = None
     store: Path = Path()
+    """The folder in which images are kept."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """One row as read. `bad` says why it cannot be read; `values` is then empty."""
-
-    origin: str
-    values: Mapping[str, object] = field(default_factory=dict)
-    bad: str | None = None
+Values = Mapping[str, object]
+"""A row's values by column."""
+FileRow = tuple[str, Values | str]
+"""Where a row is from (file and line), and its values, or why it cannot be read."""
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A good row. `origin` is its file and line.
-
-    tools, template_kwargs: for the chat template. is_conversation: whether to train on the
-    assistant's turns in `prompt`. pass_rate: None if it is not used.
-    """
+    """A good row as the user's file has it, by the meaning of its columns."""
 
     origin: str
+    """File and line."""
     prompt: str | chat_messages.Messages
     answer: JSON
     domain: str
     response: str | None
     extra_info: dict[str, JSON]
+    """The other columns."""
     tools: list[JSON] = field(default_factory=list)
+    """For the chat template, as `template_kwargs`."""
     template_kwargs: dict[str, JSON] = field(default_factory=dict)
     is_conversation: bool = False
+    """Whether to train on the assistant's turns in `prompt`."""
     pass_rate: float | None = None
+    """None if it is not used."""
     tag: str = ""
     images: tuple[str, ...] = ()
+    """Paths, see `read_images`."""
 
 
 @dataclass
 class BadRows:
-    """Bad rows: collects them to report all together, or counts and skips them.
-
-    policy: "error" or "skip" (data.bad_rows). broken: readable rows that are omitted because no
-    response to them could be scored.
-    """
+    """Bad rows: collects them to report all together, or counts and skips them."""
 
     policy: str = "error"
+    """ "error" or "skip" (data.bad_rows)."""
     reasons: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    """Readable rows that are omitted because no response to them could be scored."""
 
     def add(self, origin: str, reason: str) -> None:
         self.reasons.append(f"{origin}: {reason}")
@@ -125,16 +126,16 @@ class BadRows:
 
 def listed(reasons: Sequence[str], what: str, which: str = "") -> str:
     """The number of such rows, and the first of them with the reason, one per line."""
-    shown = "".join(f"\n  {reason}" for reason in reasons[:_MAX_SHOWN])
-    more = f"\n  and {len(reasons) - _MAX_SHOWN} more" if len(reasons) > _MAX_SHOWN else ""
-    return (
-        f"{len(reasons)} "
-        f"{what}{'s' if len(reasons) > 1 else ''}{' ' if which else ''}{which}:{shown}{more}"
-    )
+    plural = "s" if len(reasons) > 1 else ""
+    lines = [f"{len(reasons)} {what}{plural} {which}".rstrip() + ":"]
+    lines += [f"  {reason}" for reason in reasons[:_MAX_SHOWN]]
+    if len(reasons) > _MAX_SHOWN:
+        lines.append(f"  and {len(reasons) - _MAX_SHOWN} more")
+    return "\n".join(lines)
 
 
 def read_rows(
-    records: Iterator[Record], columns: Columns, bad: BadRows, source: str | None
+    rows: Iterable[FileRow], columns: Columns, bad: BadRows, source: str | None
 ) -> Iterator[RawRow]:
     """The good rows of one source, None for some rows of one; the bad ones go to `bad`.
 
@@ -144,64 +145,77 @@ def read_rows(
     seen: set[str] = set()
     missing = _required(columns)
     num_read = 0
-    only: Iterable[object] = ()
-    for record in records:
-        fault = record.bad or ("nested too deeply" if is_deep(dict(record.values)) else None)
-        if fault is not None:
-            bad.add(record.origin, fault)
-            continue
-        seen.update(record.values)
-        only = record.values.values()
-        if columns.tag is not None and find(record.values, columns.tag) is not None:
-            missing.pop("data.tag_key", None)
+    last: Values = {}
+    for origin, found in rows:
         try:
-            tag = _tag(record.values, columns)
-        except chat_messages.RowError as error:
-            bad.add(record.origin, str(error))
-            continue
-        if columns.domain_of_tag.get(tag, columns.only_domain) != columns.only_domain:
-            continue
-        num_read += 1
-        found = {name for name in missing.values() if find(record.values, name) is not None}
-        if _is_conversation(record.values, columns):
-            found |= {columns.prompt, str(columns.response)}
-        missing = {key: name for key, name in missing.items() if name not in found}
-        try:
-            row = _raw_row(record, columns, tag)
-        except chat_messages.RowError as error:
-            bad.add(record.origin, str(error))
+            values = _readable(found)
+            seen.update(values)
+            last = values
+            if columns.tag is not None and find(values, columns.tag) is not None:
+                missing.pop("data.tag_key", None)
+            tag = _tag(values, columns)
+            if columns.domain_of_tag.get(tag, columns.only_domain) != columns.only_domain:
+                continue
+            num_read += 1
+            _strike_found(missing, values, columns)
+            row = _raw_row(origin, values, columns, tag)
+        except RowError as error:
+            bad.add(origin, str(error))
             continue
         yield row
-    if source is not None and ((num_read and missing) or (seen and "data.tag_key" in missing)):
-        key = "data.tag_key" if "data.tag_key" in missing else next(iter(missing))
-        name = missing[key]
-        message = _missing_column(key, name, columns, source, seen)
-        if num_read == 1 and all(
-            isinstance(value, list) and value and isinstance(value[0], dict) for value in only
-        ):
-            message += "; its only row holds lists: save each list of rows as a file of its own"
-        of_domain = key.replace(
-            "data.", "data." if key == "data.tag_key" else f"{columns.group}.", 1
-        )
-        raise UserError(message.replace(key, of_domain))
+    if source is None:
+        return
+    if "data.tag_key" in missing and seen:
+        key = "data.tag_key"
+    elif missing and num_read:
+        key = next(iter(missing))
+    else:
+        return
+    message = _missing_column(key, missing[key], columns, source, seen)
+    if num_read == 1 and all(_is_list_of_rows(value) for value in last.values()):
+        message += "; its only row holds lists: save each list of rows as a file of its own"
+    group = "data" if key == "data.tag_key" else columns.group
+    raise UserError(message.replace(key, key.replace("data.", f"{group}.", 1)))
 
 
-def rows_of_domain(records: Iterable[Record], columns: Columns, bad: BadRows) -> Iterator[int]:
+def _readable(found: Values | str) -> Values:
+    """Raises RowError for a row that cannot be read."""
+    if isinstance(found, str):
+        raise RowError(found)
+    if is_deep(dict(found)):
+        raise RowError("nested too deeply")
+    return found
+
+
+def _strike_found(missing: dict[str, str], values: Values, columns: Columns) -> None:
+    """Remove the columns that the row has from the missing ones."""
+    is_conversation = _is_conversation(values, columns)
+    for key, name in list(missing.items()):
+        stands_for = is_conversation and name in (columns.prompt, columns.response)
+        if stands_for or find(values, name) is not None:
+            del missing[key]
+
+
+def _is_list_of_rows(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def rows_of_domain(rows: Iterable[FileRow], columns: Columns, bad: BadRows) -> Iterator[int]:
     """The positions, from 0, of the rows with tags of the source's domain; rows without a known tag
     go to `bad`."""
-    for place, record in enumerate(records):
+    for place, (origin, found) in enumerate(rows):
         try:
-            if record.bad is not None:
-                raise chat_messages.RowError(record.bad)
-            tag = _tag(record.values, columns)
-        except chat_messages.RowError as error:
-            bad.add(record.origin, str(error))
+            if isinstance(found, str):
+                raise RowError(found)
+            tag = _tag(found, columns)
+        except RowError as error:
+            bad.add(origin, str(error))
             continue
         if columns.domain_of_tag[tag] == columns.only_domain:
             yield place
 
 
-def find(values: Mapping[str, object], name: str) -> object:
+def find(values: Values, name: str) -> object:
     """The value of a column, or None; a name that is not a column is tried as a dotted path."""
     if name in values:
         return values[name]
@@ -212,6 +226,7 @@ def find(values: Mapping[str, object], name: str) -> object:
 
 
 def _required(columns: Columns) -> dict[str, str]:
+    """The names of the columns that a source must have, by config key."""
     required = {
         "data.prompt_key": columns.prompt,
         "data.answer_key": columns.answer if columns.answer_required else None,
@@ -223,18 +238,17 @@ def _required(columns: Columns) -> dict[str, str]:
     return {key: name for key, name in required.items() if name is not None}
 
 
-def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:
+def _is_conversation(values: Values, columns: Columns) -> bool:
     """Whether its turns are trained on: it has messages, and is not a prompt with its response."""
-    if (
-        columns.messages is None
-        or columns.response is None
-        or find(values, columns.messages) is None
-    ):
+    if columns.messages is None or columns.response is None:
+        return False
+    if find(values, columns.messages) is None:
         return False
     return find(values, columns.prompt) is None or find(values, columns.response) is None
 
 
 def _missing_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
+    """The message: what the source has instead, and what to set."""
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
     if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
@@ -242,20 +256,10 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
             f"{source} has one column, {next(iter(seen))!r}: separate columns with commas, not "
             f"with {found[0]!r}"
         )
-    usual = next(
-        (other for other in _USUAL_NAMES.get(key, ()) if other.partition(".")[0] in seen), ""
-    )
-    near = nearest(name, seen)
-    conversation = next((other for other in _USUAL_NAMES["data.messages_key"] if other in seen), "")
-    meant = (
-        f"; did you mean '{near}'? Set {key}={near}"
-        if near
-        else f"; set {key}={usual}"
-        if usual
-        else ""
-    )
+    meant = _meant(key, name, seen)
     if columns.messages is not None and name in (columns.prompt, columns.response):
-        meant = meant or (f"; set data.messages_key={conversation}" if conversation else "")
+        if not meant and (conversation := _usual_name("data.messages_key", seen)):
+            meant = f"; set data.messages_key={conversation}"
         meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
     shown = ", ".join(sorted(seen)[:100]) or "none"
     message = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {shown}"
@@ -269,69 +273,79 @@ def _missing_column(key: str, name: str, columns: Columns, source: str, seen: se
     return message
 
 
-def _tag(values: Mapping[str, object], columns: Columns) -> str:
+def _meant(key: str, name: str, seen: set[str]) -> str:
+    """The column that was probably meant; empty if none is near."""
+    if near := nearest(name, seen):
+        return f"; did you mean '{near}'? Set {key}={near}"
+    usual = _usual_name(key, seen)
+    return f"; set {key}={usual}" if usual else ""
+
+
+def _usual_name(key: str, seen: set[str]) -> str:
+    """The first usual name of the column that the source has; empty if it has none."""
+    for name in _USUAL_NAMES.get(key, ()):
+        if name.partition(".")[0] in seen:
+            return name
+    return ""
+
+
+def _tag(values: Values, columns: Columns) -> str:
     """The row's tag; empty if none is read. Raises RowError for one that no domain has."""
-    found = None if columns.tag is None else find(values, columns.tag)
-    tag = str(found) if isinstance(found, str | int) else ""
-    if columns.tag is not None and not tag:
-        raise chat_messages.RowError(
-            f"the tag (column '{columns.tag}', data.tag_key) is "
-            f"{chat_messages.kind(plain(found))}, not a text"
-        )
-    if columns.domain_of_tag and tag not in columns.domain_of_tag:
-        known = columns.domain_of_tag
-        near = f"; did you mean '{near}'?" if (near := nearest(tag, known)) else ""
-        raise chat_messages.RowError(
-            f"no domain has the tag '{tag}' (column '{columns.tag}'){near}: put it into "
-            "data.domains.NAME.tags; "
-            f"there are {', '.join(known)}"
+    if columns.tag is None:
+        tag = ""
+    else:
+        found = find(values, columns.tag)
+        tag = str(found) if isinstance(found, str | int) else ""
+        if not tag:
+            raise RowError(
+                f"the tag (column '{columns.tag}', data.tag_key) is {kind(plain(found))}, not a "
+                "text"
+            )
+    known = columns.domain_of_tag
+    if known and tag not in known:
+        near = nearest(tag, known)
+        meant = f"; did you mean '{near}'?" if near else ""
+        raise RowError(
+            f"no domain has the tag '{tag}' (column '{columns.tag}'){meant}: put it into "
+            f"data.domains.NAME.tags; there are {', '.join(known)}"
         )
     return tag
 
 
-def _raw_row(record: Record, columns: Columns, tag: str) -> RawRow:
+def _raw_row(origin: str, values: Values, columns: Columns, tag: str) -> RawRow:
     """The row. Raises RowError with its problem."""
-    values = record.values
     is_conversation = _is_conversation(values, columns)
-    prompt: JSON | chat_messages.Messages
+    prompt: str | chat_messages.Messages
     images: tuple[str, ...] = ()
+    response = None
     if is_conversation:
-        assert columns.messages is not None
-        if columns.images is not None and find(values, columns.images):
-            raise chat_messages.RowError(
-                f"a conversation cannot have images (column '{columns.images}'): give a prompt and "
-                "a response"
-            )
-        prompt = chat_messages.read_conversation(
-            plain(find(values, columns.messages)), columns.messages
-        )
+        prompt = _conversation(values, columns)
     else:
-        prompt = plain(find(values, columns.prompt))
-        if columns.images is not None and (found := find(values, columns.images)) is not None:
-            images = read_images(found, columns.images, _folder_of(record.origin), columns.store)
-            prompt = place_images(prompt, len(images))
-        prompt = chat_messages.read_prompt(prompt, columns.prompt)
+        prompt, images = _prompt(origin, values, columns)
+        if columns.response is not None:
+            response = _response(values, columns.response)
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
-        raise chat_messages.RowError(f"no answer in the column '{columns.answer}'")
-    kwargs = plain(values.get(TEMPLATE_KWARGS_COLUMN))
-    domain = find(values, columns.domain) if columns.domain is not None else columns.only_domain
-    is_chat = columns.is_chat or not isinstance(prompt, str)
+        raise RowError(f"no answer in the column '{columns.answer}'")
+    domain: object = columns.only_domain
+    if columns.domain is not None:
+        domain = find(values, columns.domain)
+    tools: list[JSON] = []
+    template_kwargs: dict[str, JSON] = {}
+    if columns.is_chat or not isinstance(prompt, str):
+        tools = chat_messages.read_tools(plain(find(values, columns.tools)), columns.tools)
+        template_kwargs = chat_messages.read_template_kwargs(
+            plain(values.get(TEMPLATE_KWARGS_COLUMN)), TEMPLATE_KWARGS_COLUMN
+        )
     return RawRow(
-        origin=record.origin,
+        origin=origin,
         prompt=prompt,
         answer=answer,
         domain=DEFAULT_DOMAIN if domain in (None, "") else str(domain),
-        response=None
-        if is_conversation or columns.response is None
-        else _response(values, columns.response),
+        response=response,
         extra_info=_extra_info(values, columns, is_conversation),
-        tools=chat_messages.read_tools(plain(find(values, columns.tools)), columns.tools)
-        if is_chat
-        else [],
-        template_kwargs=chat_messages.read_template_kwargs(kwargs, TEMPLATE_KWARGS_COLUMN)
-        if is_chat
-        else {},
+        tools=tools,
+        template_kwargs=template_kwargs,
         is_conversation=is_conversation,
         pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
         tag=tag,
@@ -339,53 +353,66 @@ def _raw_row(record: Record, columns: Columns, tag: str) -> RawRow:
     )
 
 
+def _conversation(values: Values, columns: Columns) -> chat_messages.Messages:
+    assert columns.messages is not None
+    if columns.images is not None and find(values, columns.images):
+        raise RowError(
+            f"a conversation cannot have images (column '{columns.images}'): give a prompt and "
+            "a response"
+        )
+    return chat_messages.read_conversation(plain(find(values, columns.messages)), columns.messages)
+
+
+def _prompt(
+    origin: str, values: Values, columns: Columns
+) -> tuple[str | chat_messages.Messages, tuple[str, ...]]:
+    """The prompt, and the paths of its images."""
+    prompt = plain(find(values, columns.prompt))
+    images: tuple[str, ...] = ()
+    if columns.images is not None and (found := find(values, columns.images)) is not None:
+        images = read_images(found, columns.images, _folder_of(origin), columns.store)
+        prompt = place_images(prompt, len(images))
+    return chat_messages.read_prompt(prompt, columns.prompt), images
+
+
 def _folder_of(origin: str) -> Path | None:
     """The folder of the file, or of the data set, that a row is from; None if it is from
     neither."""
     path = Path(re.sub(r"(:\d+|, (row|entry) \d+)$", "", origin)).expanduser()
-    return path if path.is_dir() else path.parent if path.is_file() else None
+    if path.is_dir():
+        return path
+    return path.parent if path.is_file() else None
 
 
-def _pass_rate(values: Mapping[str, object], name: str) -> float:
+def _pass_rate(values: Values, name: str) -> float:
     found = plain(find(values, name))
-    try:
-        rate = (
-            float(found)
-            if isinstance(found, str | int | float) and not isinstance(found, bool)
-            else math.nan
-        )
-    except ValueError:
-        rate = math.nan
+    rate = math.nan
+    if isinstance(found, str | int | float) and not isinstance(found, bool):
+        with suppress(ValueError):
+            rate = float(found)
     if math.isfinite(rate):
         return rate
-    raise chat_messages.RowError(
-        f"the pass rate (column '{name}') is {chat_messages.kind(found)}, not a finite number"
-    )
+    raise RowError(f"the pass rate (column '{name}') is {kind(found)}, not a finite number")
 
 
-def _response(values: Mapping[str, object], name: str) -> str:
+def _response(values: Values, name: str) -> str:
     found = find(values, name)
     if not isinstance(found, str) or not found:
-        raise chat_messages.RowError(
-            f"the response (column '{name}') is {chat_messages.kind(found)}, not a text"
-        )
+        raise RowError(f"the response (column '{name}') is {kind(found)}, not a text")
     chat_messages.check_unicode(found, f"the response (column '{name}')")
     return found
 
 
-def _extra_info(
-    values: Mapping[str, object], columns: Columns, is_conversation: bool
-) -> dict[str, JSON]:
+def _extra_info(values: Values, columns: Columns, is_conversation: bool) -> dict[str, JSON]:
     """The rest of the row; a column `extra_info` that is a mapping is spread, as reward functions
     expect it."""
     used = {columns.prompt, columns.answer, columns.domain, columns.response, columns.images}
     if is_conversation:
         used.add(columns.messages)
-    rest = {
-        name: plain(value)
-        for name, value in values.items()
-        if name not in used and value is not None
-    }
+    rest: dict[str, JSON] = {}
+    for name, value in values.items():
+        if name not in used and value is not None:
+            rest[name] = plain(value)
     spread = rest.pop("extra_info", {})
     return {**rest, **spread} if isinstance(spread, dict) else {**rest, "extra_info": spread}
 
@@ -403,9 +430,8 @@ def plain(value: object) -> JSON:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal):
-        return (
-            int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
-        )
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_whole else float(value)
     if callable(tolist := getattr(value, "tolist", None)):
         return plain(tolist())  # numpy scalars and arrays
     return repr(value)[:1000]

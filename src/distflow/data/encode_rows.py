@@ -22,9 +22,9 @@ from distflow.data.chat_template_and_turns import (
 )
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.encoded_prompts import (
-    Encoded,
     PromptOptions,
     PromptReport,
+    PromptRow,
     PromptSet,
     UnusableRow,
 )
@@ -36,28 +36,30 @@ from distflow.observe.crash_safe_files import JSON
 
 
 def fit(
-    good: list[tuple[RawRow, Encoded]],
+    good: Sequence[PromptRow],
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
-    num_bad: int,
-    num_outside: int,
+    report: PromptReport,
 ) -> PromptSet:
-    """Leave out or cut rows that are too long, and count them."""
-    kept: list[tuple[RawRow, Encoded]] = []
-    num_prompts = num_responses = num_truncated = 0
-    for row, entry in good:
-        long_prompt = len(entry.ids) > options.max_prompt_length
-        long_response = len(entry.longest_response) > options.max_response_length
-        if (long_prompt or long_response) and options.filter_overlong:
-            num_prompts += long_prompt
-            num_responses += long_response and not long_prompt
-            continue
-        if long_prompt or long_response:
-            entry = _cut(row, entry, tokenizer, options)
+    """Leave out or cut rows that are too long, and count them. report: the counts so far."""
+    kept: list[PromptRow] = []
+    num_prompts = 0
+    num_responses = 0
+    num_truncated = 0
+    for row in good:
+        long_prompt = len(row.prompt_ids) > options.max_prompt_length
+        long_response = len(row.longest_response) > options.max_response_length
+        if not (long_prompt or long_response):
+            kept.append(row)
+        elif not options.filter_overlong:
+            kept.append(_cut(row, tokenizer, options))
             num_truncated += 1
-        kept.append((row, entry))
+        elif long_prompt:
+            num_prompts += 1
+        else:
+            num_responses += 1
     if not kept:
-        shortest = min((len(entry.ids) for _, entry in good), default=0)
+        shortest = min((len(row.prompt_ids) for row in good), default=0)
         raise UnusableRow(
             "overlong",
             f"none of {len(good):,} rows is short enough: "
@@ -66,52 +68,65 @@ def fit(
             f"data.max_response_length={options.max_response_length}: "
             "raise the limit",
         )
-    report = PromptReport(
-        len(kept),
-        num_bad,
-        num_prompts,
-        num_responses,
-        num_truncated,
-        longest_prompt_tokens=max(len(entry.ids) for _, entry in kept),
-        num_turns=sum(len(entry.turns or ()) for _, entry in kept),
-        num_texts_more=len(good) - len({id(row) for row, _ in good}),
-        num_outside=num_outside,
+    report = replace(
+        report,
+        num_rows=len(kept),
+        num_overlong_prompts=num_prompts,
+        num_overlong_responses=num_responses,
+        num_truncated=num_truncated,
+        longest_prompt_tokens=max(len(row.prompt_ids) for row in kept),
+        num_turns=sum(len(row.turns or ()) for row in kept),
     )
-    return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
+    return PromptSet(kept, report)
 
 
-def _cut(
-    row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
-) -> Encoded:
+def _cut(row: PromptRow, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> PromptRow:
     """The prompt cut by `truncation`; a response loses its end, including the end token."""
     # A score belongs to a whole text, and an image to all of its placeholders.
-    if options.truncation == "error" or entry.rejected_ids is not None or row.images:
-        long_prompt = len(entry.ids) > options.max_prompt_length
-        part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.longest_response)
-        raise UserError(
-            f"{row.origin}: the {part} has {len(ids)} tokens, more than data.max_{part}_length="
-            f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise "
-            "it, "
-            "or set data.filter_overlong_prompts=true"
-            + ("" if entry.rejected_ids or row.images else " or data.truncation=left")
-        )
-    ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
-    text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(list(ids))
-    assert isinstance(text, str)
+    is_whole = row.rejected_ids is not None or bool(row.images)
+    if options.truncation == "error" or is_whole:
+        raise _too_long(row, options, is_whole)
+    prompt_ids = truncated(row.prompt_ids, options.max_prompt_length, options.truncation)
+    text = row.prompt_text
+    if len(prompt_ids) < len(row.prompt_ids):
+        text = str(tokenizer.decode(list(prompt_ids)))
     limit = options.max_response_length
-    response = None if entry.response_ids is None else entry.response_ids[:limit]
-    if response is None or entry.turns is None:
-        return Encoded(text, ids, response)
-    turns = tuple((start, min(end, limit)) for start, end in entry.turns if start < limit)
-    return Encoded(text, ids, response[: turns[-1][1]], turns)
+    turns = row.turns
+    if turns is not None:
+        turns = tuple((start, min(end, limit)) for start, end in turns if start < limit)
+        limit = turns[-1][1]
+    return replace(
+        row,
+        prompt_text=text,
+        prompt_ids=prompt_ids,
+        response_ids=None if row.response_ids is None else row.response_ids[:limit],
+        turns=turns,
+    )
 
 
-def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:
+def _too_long(row: PromptRow, options: PromptOptions, is_whole: bool) -> UserError:
+    part = "response"
+    num_tokens = len(row.longest_response)
+    limit = options.max_response_length
+    if len(row.prompt_ids) > options.max_prompt_length:
+        part = "prompt"
+        num_tokens = len(row.prompt_ids)
+        limit = options.max_prompt_length
+    advice = "raise it, or set data.filter_overlong_prompts=true"
+    if not is_whole:
+        advice += " or data.truncation=left"
+    return UserError(
+        f"{row.origin}: the {part} has {num_tokens} tokens, more than data.max_{part}_length="
+        f"{limit}: {advice}"
+    )
+
+
+def truncated(ids: tuple[int, ...], max_tokens: int, side: str) -> tuple[int, ...]:
     """At most `max_tokens` of the ids. side: which part is cut off, "left", "right" or "middle"."""
     if len(ids) <= max_tokens:
         return ids
     head = {"left": 0, "middle": max_tokens // 2, "right": max_tokens}[side]
-    return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
+    return ids[:head] + ids[len(ids) - (max_tokens - head) :]
 
 
 _CHUNK_ROWS = 512
@@ -135,7 +150,9 @@ def encode_rows(
     end token. Raises UserError for a tokenizer that lacks a template or an end token, for bad rows
     unless skipped, for a prompt that is too long with truncation "error", and if no row is left.
     """
-    rows, num_outside = _within(rows, options)
+    num_read = len(rows)
+    rows = _within(rows, options)
+    num_outside = num_read - len(rows)
     _check_options(tokenizer, rows, options)
     if options.keep_messages:
         rows = [_with_messages(row, options, PROMPT_MESSAGES) for row in rows]
@@ -148,27 +165,45 @@ def encode_rows(
         raise UserError(
             "preference pairs with images cannot be trained on: set data.image_key=null"
         )
-    encoded = _encode_all(rows, tokenizer, options, end_ids)
-    if names := options.pair:
-        encoded = (encode_pair(row, tokenizer, names) for row in rows)
-    good: list[tuple[RawRow, Encoded]] = []
-    for row, entries in zip(rows, encoded, strict=True):
-        if isinstance(entries, str):
-            bad_rows.add(row.origin, entries)
+    good: list[PromptRow] = []
+    num_texts_more = 0
+    if options.pair:
+        encoded = _encode_pairs(rows, tokenizer, options.pair)
+    else:
+        encoded = _encode_all(rows, tokenizer, options, end_ids)
+    for row, found in zip(rows, encoded, strict=True):
+        if isinstance(found, str):
+            bad_rows.add(row.origin, found)
         else:
-            good.extend((row, entry) for entry in entries)
+            good.extend(found)
+            num_texts_more += len(found) - 1
     bad_rows.check()
     if not good:
         raise UnusableRow(
             "bad_row", f"all rows are bad and were skipped; the first: {bad_rows.reasons[0]}"
         )
-    return fit(good, tokenizer, options, len(bad_rows.reasons), num_outside)
+    report = PromptReport(
+        num_bad=len(bad_rows.reasons), num_outside=num_outside, num_texts_more=num_texts_more
+    )
+    return fit(good, tokenizer, options, report)
 
 
-def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[RawRow], int]:
-    """The rows with a pass rate within the band, and the number of the others."""
+_Entries = list[PromptRow] | str
+"""A row's encoded rows (several for some conversations), or why there are none."""
+
+
+def _encode_pairs(
+    rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]
+) -> Iterator[_Entries]:
+    for row in rows:
+        pair = encode_pair(row, tokenizer, names)
+        yield pair if isinstance(pair, str) else [pair]
+
+
+def _within(rows: Sequence[RawRow], options: PromptOptions) -> Sequence[RawRow]:
+    """The rows with a pass rate within the band."""
     if options.pass_rate is None:
-        return rows, 0
+        return rows
     low, high = options.pass_rate
     kept = [row for row in rows if row.pass_rate is not None and low <= row.pass_rate <= high]
     if not kept:
@@ -179,7 +214,7 @@ def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[Ra
             "range; their rates "
             f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}",
         )
-    return kept, len(rows) - len(kept)
+    return kept
 
 
 def _check_options(
@@ -228,20 +263,23 @@ def _encode_all(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     end_ids: Collection[int],
-) -> Iterator[list[Encoded] | str]:
+) -> Iterator[_Entries]:
     """Encode in chunks, over threads if there are several: tokenizers written in Rust release the
     interpreter's lock.
 
     The threads share one tokenizer: no call asks for padding or truncation, which would change its
     settings.
     """
-    ends = sorted({*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
-    texts = _render(rows, tokenizer, options, ends)
+    ends = set(end_ids)
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    in_order = sorted(ends)
+    texts = _render(rows, tokenizer, options, in_order)
     starts = range(0, len(rows), _CHUNK_ROWS)
 
-    def encode(start: int) -> list[list[Encoded] | str]:
+    def encode(start: int) -> list[_Entries]:
         chunk = slice(start, start + _CHUNK_ROWS)
-        return _encode_chunk(rows[chunk], texts[chunk], tokenizer, options, ends)
+        return _encode_chunk(rows[chunk], texts[chunk], tokenizer, options, in_order)
 
     if options.num_workers < 1 or len(starts) < 2:
         yield from chain.from_iterable(map(encode, starts))
@@ -260,15 +298,18 @@ def _encode_chunk(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     ends: Collection[int],
-) -> list[list[Encoded] | str]:
-    """One entry per row: its encoded rows, or an error."""
-    prompts = {
-        i: text
-        for i, text in enumerate(texts)
-        if isinstance(text, str) and not isinstance(text, Refused)
-    }
+) -> list[_Entries]:
+    """One entry per row."""
+    encoded: dict[int, _Entries] = {}
+    prompts: dict[int, str] = {}
+    for i, text in enumerate(texts):
+        if isinstance(text, Refused):
+            encoded[i] = str(text)
+        elif isinstance(text, str):
+            prompts[i] = text
+        else:
+            encoded[i] = _encode_conversation(rows[i], text, tokenizer, ends)
     responses = _response_ids(rows, prompts, tokenizer)
-    encoded: dict[int, list[Encoded] | str] = {}
     for is_chat in (False, True):
         chosen = [i for i in prompts if _is_chat(rows[i], options) == is_chat]
         special = {"add_special_tokens": False} if is_chat else {}
@@ -279,14 +320,10 @@ def _encode_chunk(
             except ValueError as error:
                 encoded[i] = str(error)
                 continue
-            encoded[i] = (
-                [Encoded(prompts[i], ids, responses.get(i))] if ids else "the prompt has no tokens"
-            )
-    for i, text in enumerate(texts):
-        if i not in prompts:
-            encoded[i] = (
-                str(text) if isinstance(text, str) else _conversation(text, tokenizer, ends)
-            )
+            if ids:
+                encoded[i] = [PromptRow.of(rows[i], prompts[i], ids, responses.get(i))]
+            else:
+                encoded[i] = "the prompt has no tokens"
     return [encoded[i] for i in range(len(texts))]
 
 
@@ -307,11 +344,14 @@ def _with_images(
     return ids
 
 
-def _conversation(
-    rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
-) -> list[Encoded] | str:
+def _encode_conversation(
+    row: RawRow,
+    rendered: list[Rendered],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+) -> _Entries:
     """The prompt ends where the first trained turn begins; the rest is the response."""
-    encoded = []
+    encoded: list[PromptRow] = []
     for text, turns in rendered:
         try:
             ids, spans = encode_turns((text, turns), tokenizer, ends)
@@ -320,8 +360,9 @@ def _conversation(
         first = spans[0][0]
         if not first:
             return "the prompt has no tokens"
+        prompt = text[: turns[0][1]]
         learnt = tuple((start - first, end - first) for start, end in spans)
-        encoded.append(Encoded(text[: turns[0][1]], ids[:first], ids[first:], learnt))
+        encoded.append(PromptRow.of(row, prompt, ids[:first], ids[first:], turns=learnt))
     return encoded
 
 
@@ -340,20 +381,20 @@ def _render(
         template.check(asked, response)
         if not is_conversation:
             return template.render(asked, prompts=True)
-        return [
-            [text, [list(turn) for turn in turns]]
-            for text, turns in render_turns(asked, template, end_texts)
-        ]
+        texts: list[JSON] = []
+        for text, turns in render_turns(asked, template, end_texts):
+            texts.append([text, [list(turn) for turn in turns]])
+        return texts
 
     prompts = [_with_marks(_prompt(row, options), row, tokenizer) for row in rows]
-    end = tokenizer.eos_token or ""
-    chats = [
-        (entry, row.is_conversation, str(row.response or "").removesuffix(str(end)))
-        for entry, row in zip(prompts, rows, strict=True)
-        if isinstance(entry, Chat)
-    ]
+    end = str(tokenizer.eos_token or "")
+    chats: list[tuple[Chat, bool, str]] = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        if isinstance(prompt, Chat):
+            response = (row.response or "").removesuffix(end)
+            chats.append((prompt, row.is_conversation, response))
     rendered = render_all(chats, render, tokenizer)
-    return [entry if isinstance(entry, str) else next(rendered) for entry in prompts]
+    return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
 
 def _with_marks(prompt: str | Chat, row: RawRow, tokenizer: PreTrainedTokenizerBase) -> str | Chat:
@@ -363,12 +404,12 @@ def _with_marks(prompt: str | Chat, row: RawRow, tokenizer: PreTrainedTokenizerB
         return prompt
     if isinstance(prompt, str):
         return prompt.replace(IMAGE_MARK, processor.mark)
-    messages: Messages = [
-        {**message, "content": parts_of(text)}
-        if IMAGE_MARK in (text := str(message.get("content")))
-        else message
-        for message in prompt.messages
-    ]
+    messages: Messages = []
+    for message in prompt.messages:
+        text = str(message.get("content"))
+        if IMAGE_MARK in text:
+            message = {**message, "content": parts_of(text)}
+        messages.append(message)
     return replace(prompt, messages=messages)
 
 
@@ -380,15 +421,16 @@ def _is_chat(row: RawRow, options: PromptOptions) -> bool:
 
 def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
     """The text, or the values for the chat template."""
-    prompt = row.prompt
-    if isinstance(prompt, str):
+    messages: Messages
+    if isinstance(row.prompt, str):
+        text = row.prompt
         if options.prompt_template is not None:
-            prompt = options.prompt_template.format(prompt=prompt)
+            text = options.prompt_template.format(prompt=text)
         if options.prompt_format == "text":
-            return prompt
-    messages: Messages = (
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    )
+            return text
+        messages = [{"role": "user", "content": text}]
+    else:
+        messages = row.prompt
     if options.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
     kwargs = {
@@ -401,20 +443,19 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
 
 def _with_messages(row: RawRow, options: PromptOptions, column: str) -> RawRow:
     asked = _prompt(row, options)
-    messages: list[JSON] = (
-        [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked.messages)
-    )
+    if isinstance(asked, str):
+        messages: list[JSON] = [{"role": "user", "content": asked}]
+    else:
+        messages = list(asked.messages)
     return replace(row, extra_info={**row.extra_info, column: messages})
 
 
 def _tokenise(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: bool
 ) -> list[list[int]]:
-    return (
-        tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"]
-        if texts
-        else []
-    )
+    if not texts:
+        return []
+    return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"]
 
 
 def _response_ids(
@@ -427,7 +468,8 @@ def _response_ids(
     responses = _tokenise(
         tokenizer, [str(rows[i].response) for i in answered], add_special_tokens=False
     )
-    return {
-        i: ids if ids and ids[-1] == end else [*ids, end]
-        for i, ids in zip(answered, responses, strict=True)
-    }
+    found: dict[int, list[int]] = {}
+    for i, ids in zip(answered, responses, strict=True):
+        is_ended = bool(ids) and ids[-1] == end
+        found[i] = ids if is_ended else [*ids, end]
+    return found

@@ -4,10 +4,10 @@ import hashlib
 import json
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import overload
 
@@ -18,48 +18,85 @@ from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 
 PROMPT_FIELDS = (
-    *(
-        "uid",
-        "prompts",
-        "prompt_ids",
-        "domain",
-        "ground_truth",
-        "extra_info",
-        "group_index",
-        "episode_index",
-    ),
-    *("agent", "forks", "conversation", "images"),
+    "uid",
+    "prompts",
+    "prompt_ids",
+    "domain",
+    "ground_truth",
+    "extra_info",
+    "group_index",
+    "episode_index",
+    "agent",
+    "forks",
+    "conversation",
+    "images",
 )
 """The fields that exist before any node has run."""
 
 Turns = tuple[tuple[int, int], ...]
+"""Start and end of each turn in a response."""
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, ready for an engine.
-
-    index: its row in the set. prompt_text: the text that was tokenised. response_ids: the response
-    to train on, with the end token (SFT), else None. turns: start and end of the assistant's turns
-    in the response of a conversation; None if it is a single turn. origin: file and line. tag: ""
-    if none is read. rejected_ids: for a preference pair the worse response (`response_ids` is the
-    better one), else None. images: paths, see
-    `read_images`. workflow: of its episodes, replacing the run's.
-    """
+    """An encoded row: one prompt, ready for an engine."""
 
     index: int
+    """Its row in the set."""
     prompt_ids: tuple[int, ...]
     prompt_text: str
+    """The text that was tokenised."""
     ground_truth: JSON = None
     domain: str = "default"
     extra_info: dict[str, JSON] | None = None
     response_ids: tuple[int, ...] | None = None
+    """The response to train on, with the end token (SFT); of a preference pair the better one."""
     origin: str = ""
+    """File and line."""
     turns: Turns | None = None
+    """The assistant's turns in the response of a conversation; None if it is a single turn."""
     tag: str = ""
+    """Empty if none is read."""
     rejected_ids: tuple[int, ...] | None = None
+    """Of a preference pair, the worse response."""
     images: tuple[str, ...] = ()
+    """Paths, see `read_images`."""
+    is_chat: bool = field(default=False, compare=False)
+    """Whether the user's file has messages as its prompt; not known of rows in a run's folder."""
     workflow: object = field(default=None, compare=False)
+    """Of its episodes, replacing the run's."""
+
+    @staticmethod
+    def of(
+        row: RawRow,
+        text: str,
+        prompt_ids: Iterable[int],
+        response_ids: Iterable[int] | None = None,
+        *,
+        turns: Turns | None = None,
+        rejected_ids: Iterable[int] | None = None,
+    ) -> "PromptRow":
+        """The row, encoded. Its index is set by its set."""
+        return PromptRow(
+            index=0,
+            prompt_ids=tuple(prompt_ids),
+            prompt_text=text,
+            ground_truth=row.answer,
+            domain=row.domain,
+            extra_info=row.extra_info,
+            response_ids=None if response_ids is None else tuple(response_ids),
+            origin=row.origin,
+            turns=turns,
+            tag=row.tag,
+            rejected_ids=None if rejected_ids is None else tuple(rejected_ids),
+            images=row.images,
+            is_chat=not isinstance(row.prompt, str),
+        )
+
+    @property
+    def longest_response(self) -> tuple[int, ...]:
+        """The longer one of a pair."""
+        return max(self.response_ids or (), self.rejected_ids or (), key=len)
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -85,52 +122,56 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """The keys of `data` that turn a row into a prompt; lengths in tokens.
-
-    prompt_format: "text", or "chat": a str prompt becomes one user message. Lists of messages are
-    always chat. prompt_template: text around a str prompt, with `{prompt}` in it, plain braces
-    doubled. system_prompt: only for chat; a row's own takes precedence. template_kwargs: for the
-    chat template; a row's own take precedence. keep_messages: keep the prompt's messages in the
-    row's extra info, for reward functions that read them; keep_chats: only those of chats, also for
-    workflows. num_workers: threads that tokenise; 0 uses the calling thread. The result is the
-    same. pass_rate: [low, high] of the rows to use, None for all. group: of the config keys, for
-    messages. pair: the columns of the chosen and the rejected response, of preference pairs.
-    """
+    """The keys of `data` that turn a row into a prompt; lengths in tokens."""
 
     max_prompt_length: int
     max_response_length: int
     prompt_format: str = "text"
+    """ "text", or "chat": a str prompt becomes one user message. Lists of messages are always
+    chat."""
     prompt_template: str | None = None
+    """Text around a str prompt, with `{prompt}` in it, plain braces doubled."""
     system_prompt: str | None = None
+    """Only for chat; a row's own takes precedence."""
     enable_thinking: bool = False
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """For the chat template; a row's own take precedence."""
     filter_overlong: bool = True
     truncation: str = "error"
     keep_messages: bool = False
+    """Keep the prompt's messages in the row's extra info, for reward functions that read them."""
     keep_chats: bool = False
+    """Keep those of chats alone, also for workflows."""
     has_own_replies: bool = False
     """The assistant's messages in the prompts are the model's own, and may have words of the
     template."""
     num_workers: int = 4
+    """Threads that tokenise; 0 uses the calling thread. The result is the same."""
     pass_rate: tuple[float, float] | None = None
+    """[low, high] of the rows to use, None for all."""
     group: str = "data"
+    """Of the config keys, for messages."""
     pair: tuple[str, str] | None = None
+    """The columns of the chosen and the rejected response, of preference pairs."""
 
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Counts of rows. num_turns: assistant turns to train on. num_texts_more: extra texts of
-    conversations."""
+    """Counts of rows, read for a set of prompts."""
 
-    num_rows: int
-    num_bad: int
-    num_overlong_prompts: int
-    num_overlong_responses: int
-    num_truncated: int
-    longest_prompt_tokens: int
+    num_rows: int = 0
+    """Those in the set."""
+    num_bad: int = 0
+    num_overlong_prompts: int = 0
+    num_overlong_responses: int = 0
+    num_truncated: int = 0
+    longest_prompt_tokens: int = 0
     num_turns: int = 0
+    """Turns of the assistant to train on."""
     num_texts_more: int = 0
+    """Texts of conversations beyond the first of each."""
     num_outside: int = 0
+    """Rows outside the band of pass rates."""
 
     def lines(self) -> list[str]:
         """Lines on the rows that are used, and on those left out, with the reasons."""
@@ -156,36 +197,11 @@ class PromptReport:
     @staticmethod
     def joined(parts: Sequence["PromptReport"]) -> "PromptReport":
         """The sum over several sets."""
-        sums = {
-            item.name: sum(getattr(part, item.name) for part in parts)
-            for item in fields(PromptReport)
-        }
-        return PromptReport(
-            **{**sums, "longest_prompt_tokens": max(part.longest_prompt_tokens for part in parts)}
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An encoded row; token ids."""
-
-    text: str
-    ids: Sequence[int]
-    response_ids: Sequence[int] | None = None
-    turns: Turns | None = None
-    rejected_ids: Sequence[int] | None = None
-
-    @property
-    def longest_response(self) -> Sequence[int]:
-        return max(self.response_ids or (), self.rejected_ids or (), key=len)
-
-    def packed(self) -> "Encoded":
-        """The entry with four bytes per id."""
-        both = [
-            None if ids is None else array("i", ids)
-            for ids in (self.response_ids, self.rejected_ids)
-        ]
-        return Encoded(self.text, array("i", self.ids), both[0], self.turns, both[1])
+        sums: dict[str, int] = {}
+        for count in fields(PromptReport):
+            sums[count.name] = sum(getattr(part, count.name) for part in parts)
+        longest = max(part.longest_prompt_tokens for part in parts)
+        return replace(PromptReport(**sums), longest_prompt_tokens=longest)
 
 
 class UnusableRow(UserError):
@@ -225,36 +241,30 @@ class PromptRows(Sequence[PromptRow]):
 
 
 class PromptSet(PromptRows):
-    """Prompts in row order. has_responses: whether there are responses to train on."""
+    """Prompts in row order. Token ids are kept apart from their rows, in four bytes each."""
 
-    def __init__(
-        self, rows: Sequence[RawRow], encoded: Sequence[Encoded], report: PromptReport
-    ) -> None:
-        assert len(rows) == len(encoded)
+    def __init__(self, rows: Iterable[PromptRow], report: PromptReport) -> None:
         self.report = report
-        self._rows = list(rows)
-        self._encoded = [entry.packed() for entry in encoded]
-        self.has_responses = any(entry.response_ids is not None for entry in encoded)
+        self._rows: list[PromptRow] = []
+        self._prompts: list[array[int]] = []
+        self._responses: list[array[int] | None] = []
+        self._rejected: list[array[int] | None] = []
+        for index, row in enumerate(rows):
+            self._prompts.append(array("i", row.prompt_ids))
+            self._responses.append(_packed(row.response_ids))
+            self._rejected.append(_packed(row.rejected_ids))
+            bare = replace(row, index=index, prompt_ids=(), response_ids=None, rejected_ids=None)
+            self._rows.append(bare)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def _row(self, index: int) -> PromptRow:
-        row = self._rows[index]
-        entry = self._encoded[index]
-        return PromptRow(
-            index=index,
-            prompt_ids=tuple(entry.ids),
-            prompt_text=entry.text,
-            ground_truth=row.answer,
-            domain=row.domain,
-            extra_info=row.extra_info,
-            response_ids=tuple(entry.response_ids or ()) if self.has_responses else None,
-            origin=row.origin,
-            turns=entry.turns,
-            tag=row.tag,
-            rejected_ids=None if entry.rejected_ids is None else tuple(entry.rejected_ids),
-            images=row.images,
+        return replace(
+            self._rows[index],
+            prompt_ids=tuple(self._prompts[index]),
+            response_ids=_unpacked(self._responses[index]),
+            rejected_ids=_unpacked(self._rejected[index]),
         )
 
     @staticmethod
@@ -262,9 +272,8 @@ class PromptSet(PromptRows):
         """Several sets, concatenated."""
         if len(sets) == 1:
             return sets[0]
-        rows = [row for each in sets for row in each._rows]
-        encoded = [entry for each in sets for entry in each._encoded]
-        return PromptSet(rows, encoded, PromptReport.joined([each.report for each in sets]))
+        rows = chain.from_iterable(sets)
+        return PromptSet(rows, PromptReport.joined([each.report for each in sets]))
 
     @property
     def domains(self) -> list[str]:
@@ -272,9 +281,14 @@ class PromptSet(PromptRows):
         return sorted({row.domain for row in self._rows})
 
     @property
+    def has_responses(self) -> bool:
+        """Whether there are responses to train on."""
+        return any(ids is not None for ids in self._responses)
+
+    @property
     def has_messages(self) -> bool:
         """Whether a prompt is chat messages."""
-        return any(not isinstance(row.prompt, str) for row in self._rows)
+        return any(row.is_chat for row in self._rows)
 
     @property
     def has_images(self) -> bool:
@@ -285,29 +299,34 @@ class PromptSet(PromptRows):
         """A hash of what affects a run in the rows: tokens, texts, ground truths, domains, extra
         info (without the messages, which are added for some reward functions), tags."""
         digest = hashlib.sha256()
-        digest.update(_flat([entry.ids for entry in self._encoded]))
-        responses = [entry.response_ids or () for entry in self._encoded]
-        digest.update(_flat(responses) if self.has_responses else b"no responses")
-        for entry, row in zip(self._encoded, self._rows, strict=True):
-            extra = {
-                name: value
-                for name, value in row.extra_info.items()
-                if name not in (PROMPT_CHAT, PROMPT_MESSAGES)
-            }
-            digest.update(
-                json.dumps([entry.text, row.answer, row.domain, extra], sort_keys=True).encode()
-            )
-        if any(entry.turns for entry in self._encoded):
-            digest.update(json.dumps([entry.turns for entry in self._encoded]).encode())
+        digest.update(_flat(self._prompts))
+        if self.has_responses:
+            digest.update(_flat([ids or () for ids in self._responses]))
+        else:
+            digest.update(b"no responses")
+        for row in self._rows:
+            extra = dict(row.extra_info or {})
+            extra.pop(PROMPT_CHAT, None)
+            extra.pop(PROMPT_MESSAGES, None)
+            values = [row.prompt_text, row.ground_truth, row.domain, extra]
+            digest.update(json.dumps(values, sort_keys=True).encode())
+        # what most runs do not have came later, and does not change their hashes
+        if any(row.turns for row in self._rows):
+            digest.update(json.dumps([row.turns for row in self._rows]).encode())
         if any(row.tag for row in self._rows):
             digest.update(json.dumps([row.tag for row in self._rows]).encode())
-        if any(row.images for row in self._rows):
-            digest.update(
-                json.dumps(
-                    [[Path(path).stem for path in row.images] for row in self._rows]
-                ).encode()
-            )
+        if self.has_images:
+            names = [[Path(path).stem for path in row.images] for row in self._rows]
+            digest.update(json.dumps(names).encode())
         return digest.hexdigest()
+
+
+def _packed(ids: tuple[int, ...] | None) -> "array[int] | None":
+    return None if ids is None else array("i", ids)
+
+
+def _unpacked(ids: "array[int] | None") -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> bytes:

@@ -25,6 +25,19 @@ _SCHEMA = pyarrow.schema(
     {"prompt_ids": _IDS, "response_ids": _IDS, "rest": pyarrow.string(), "crc32": pyarrow.uint32()}
 )
 
+_REST = (
+    "prompt_text",
+    "ground_truth",
+    "domain",
+    "extra_info",
+    "origin",
+    "turns",
+    "tag",
+    "rejected_ids",
+    "images",
+)
+"""The fields of a row in its JSON text, in order."""
+
 
 def write_arrow(file: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.RecordBatch]) -> None:
     """Write atomically. Raises OSError."""
@@ -105,27 +118,13 @@ class EncodedRows(PromptRows):
         response_ids = _ids_of(response.values) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
             raise self._damaged(f"row {index} has changed since it was written")
-        text, answer, domain, extra_info, origin, turns, tag, worse, images = json.loads(
-            rest.as_py()
-        )
-        turns = tuple((start, end) for start, end in turns) if turns is not None else None
-        rejected = None if worse is None else tuple(worse)
-        return PromptRow(
-            *(
-                index,
-                prompt_ids,
-                text,
-                answer,
-                domain,
-                extra_info,
-                response_ids,
-                origin,
-                turns,
-                tag,
-                rejected,
-            ),
-            images=tuple(images),
-        )
+        values = dict(zip(_REST, json.loads(rest.as_py()), strict=True))
+        if values["turns"] is not None:
+            values["turns"] = tuple((start, end) for start, end in values["turns"])
+        if values["rejected_ids"] is not None:
+            values["rejected_ids"] = tuple(values["rejected_ids"])
+        values["images"] = tuple(values["images"])
+        return PromptRow(index=index, prompt_ids=prompt_ids, response_ids=response_ids, **values)
 
     def _batch(self, number: int) -> pyarrow.RecordBatch:
         """Read a record batch, after checking its offsets."""
@@ -151,23 +150,12 @@ class EncodedRows(PromptRows):
 def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
     for start in range(0, len(prompts), CHUNK_ROWS):
         rows = prompts[start : start + CHUNK_ROWS]
-        names = (
-            "prompt_text",
-            "ground_truth",
-            "domain",
-            "extra_info",
-            "origin",
-            "turns",
-            "tag",
-            "rejected_ids",
-            "images",
-        )
-        rest = [json.dumps([getattr(row, name) for name in names]) for row in rows]
-        checksums = [
-            _crc32(row.prompt_ids, row.response_ids, text)
-            for row, text in zip(rows, rest, strict=True)
-        ]
-        texts = [text.encode() for text in rest]
+        texts: list[bytes] = []
+        checksums: list[int] = []
+        for row in rows:
+            rest = json.dumps([getattr(row, name) for name in _REST])
+            texts.append(rest.encode())
+            checksums.append(_crc32(row.prompt_ids, row.response_ids, rest))
         memory = pyarrow.py_buffer(b"".join(texts))
         arrays = [
             _id_lists([row.prompt_ids for row in rows]),
@@ -185,11 +173,9 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
 
 def _ids_of(values: pyarrow.Array) -> tuple[int, ...]:
     numbers = values.buffers()[1]
-    return (
-        tuple(memoryview(numbers).cast("i")[values.offset : values.offset + len(values)])
-        if numbers
-        else ()
-    )
+    if not numbers:
+        return ()
+    return tuple(memoryview(numbers).cast("i")[values.offset : values.offset + len(values)])
 
 
 def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:

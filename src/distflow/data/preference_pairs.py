@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.builtin_names import PROMPT_MESSAGES
 from distflow.data.chat_template_and_turns import ChatTemplate
 from distflow.data.dataset_columns import RawRow
-from distflow.data.encoded_prompts import Encoded
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.messages import RowError, kind
 
 Messages = Sequence[Mapping[str, object]]
@@ -72,7 +72,7 @@ def _encode(
 
 def encode_pair(
     row: RawRow, tokenizer: PreTrainedTokenizerBase, names: tuple[str, str]
-) -> list[Encoded] | str:
+) -> PromptRow | str:
     """The row with both texts, or why they are not a pair. Their common prefix is the prompt, which
     is computed once; each text keeps at least its last token, at which it is scored.
 
@@ -106,11 +106,5 @@ def encode_pair(
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], both)))
     if not same:
         return "the prompt has no tokens"
-    return [
-        Encoded(
-            str(tokenizer.decode(chosen[:same])),
-            chosen[:same],
-            chosen[same:],
-            rejected_ids=rejected[same:],
-        )
-    ]
+    prompt = str(tokenizer.decode(chosen[:same]))
+    return PromptRow.of(row, prompt, chosen[:same], chosen[same:], rejected_ids=rejected[same:])

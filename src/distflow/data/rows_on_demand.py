@@ -13,14 +13,15 @@ from functools import lru_cache
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import pyarrow
 
-from distflow.data.dataset_columns import Record, plain
-from distflow.data.sources import MAX_LIST_BYTES, is_data_set, json_record, records_of
+from distflow.data.dataset_columns import FileRow, plain
+from distflow.data.sources import MAX_LIST_BYTES, is_data_set, read_line, rows_of
 from distflow.errors import UserError
-from distflow.observe.crash_safe_files import replacing
+from distflow.observe.crash_safe_files import JSON, replacing
 from distflow.untrusted_files import check_file, is_compressed, lines_of, matching_files, open_file
 
 NUM_FIRST = 256
@@ -33,46 +34,51 @@ _LINES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file whose rows can be read individually, by any process.
-
-    size: in bytes, when indexed. fingerprint: of all bytes, for Parquet of the footer. places: for
-    JSONL, the file with each row's line number and first byte. group_ends: for Parquet, the rows up
-    to the end of each row group. chosen: the file with the numbers of the used rows, if not all
-    are.
-    """
+    """A file whose rows can be read individually, by any process."""
 
     path: Path
     size: int
+    """In bytes, when it was indexed."""
     num_rows: int
     fingerprint: str
+    """Of all bytes; for Parquet of the footer."""
     places: Path | None = None
+    """For JSONL: the file with each row's line number and first byte."""
     group_ends: tuple[int, ...] = ()
+    """For Parquet: the rows up to the end of each row group."""
     chosen: Path | None = None
+    """The file with the numbers of the used rows, if not all are."""
 
-    def record(self, index: int) -> Record:
+    def row(self, index: int) -> FileRow:
         """The row, from 0. Raises UserError if the file has changed since it was indexed, or cannot
         be read."""
         try:
             if self.path.stat().st_size != self.size:
                 raise ValueError("the file has changed since the run began: start the run again")
             if self.chosen is not None:
-                index = int(np.memmap(check_file(self.chosen), np.int64, "r")[index])
-            if self.places is None:
-                group = bisect_right(self.group_ends, index)
-                row = index - (self.group_ends[group - 1] if group else 0)
-                table = _row_group(self.path, group, self.fingerprint)
-                return Record(f"{self.path}, row {index + 1}", table.slice(row, 1).to_pylist()[0])
-            number, start = (
-                np.memmap(check_file(self.places), np.int64, "r").reshape(-1, 2)[index].tolist()
-            )
-            with open_file(self.path) as file:
-                file.seek(start)
-                line = next(lines_of(file))
-            return json_record(
-                line if start else line.removeprefix(BOM_UTF8), f"{self.path}:{number}"
-            )
+                index = int(_numbers(self.chosen)[index])
+            return self._table_row(index) if self.places is None else self._line(self.places, index)
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise UserError(f"row {index + 1} of '{self.path}' cannot be read: {error}") from error
+
+    def _table_row(self, index: int) -> FileRow:
+        group = bisect_right(self.group_ends, index)
+        first = self.group_ends[group - 1] if group else 0
+        table = _row_group(self.path, group, self.fingerprint)
+        return f"{self.path}, row {index + 1}", table.slice(index - first, 1).to_pylist()[0]
+
+    def _line(self, places: Path, index: int) -> FileRow:
+        number, start = _numbers(places).reshape(-1, 2)[index].tolist()
+        with open_file(self.path) as file:
+            file.seek(start)
+            line = next(lines_of(file))
+        if start == 0:
+            line = line.removeprefix(BOM_UTF8)
+        return f"{self.path}:{number}", read_line(line)
+
+
+def _numbers(file: Path) -> "np.memmap[Any, np.dtype[np.int64]]":
+    return np.memmap(check_file(file), np.int64, "r")
 
 
 def choose_rows(found: IndexedFile, rows: Iterable[int], folder: Path) -> IndexedFile:
@@ -166,8 +172,8 @@ class RowStream:
         self._key = key
         self._most = most
         self._lock = Lock()  # rollout loop and audit both read
-        self._pass: Iterator[Record] | None = None
-        self._held = dict[int, Record]()
+        self._pass: Iterator[FileRow] | None = None
+        self._held = dict[int, FileRow]()
         self._next = 0
         self._began = 0
         self._num_rows: int | None = None  # known after the first pass
@@ -178,10 +184,12 @@ class RowStream:
     @property
     def fingerprint(self) -> str:
         """A hash of the first rows, since no more are read before the run."""
-        first = [[plain(row.values), row.bad] for row in islice(self._one_pass(), NUM_FIRST)]
+        first: list[JSON] = []
+        for _, found in islice(self._one_pass(), NUM_FIRST):
+            first.append([{}, found] if isinstance(found, str) else [plain(found), None])
         return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
 
-    def record(self, index: int) -> Record:
+    def row(self, index: int) -> FileRow:
         """The row, from 0. One that is neither held nor ahead costs a pass from the start. Raises
         UserError if the sources cannot be read."""
         with self._lock:
@@ -194,14 +202,16 @@ class RowStream:
     def _read_next(self, wanted: int) -> None:
         if self._pass is None:
             self._pass = self._one_pass()
-            self._began = self._next = wanted - wanted % self._num_rows if self._num_rows else 0
+            first = wanted - wanted % self._num_rows if self._num_rows else 0
+            self._began = first
+            self._next = first
         # an error ends this pass, but not the stream
         rows = self._pass
         self._pass = None
-        record = next(rows, None)
+        row = next(rows, None)
         self._pass = rows
-        if record is not None:
-            self._held[self._next] = record
+        if row is not None:
+            self._held[self._next] = row
             self._next += 1
             if len(self._held) > NUM_FIRST + NUM_HELD:
                 del self._held[next(each for each in self._held if each >= NUM_FIRST)]
@@ -212,8 +222,8 @@ class RowStream:
         self._pass = self._one_pass()
         self._began = self._next
 
-    def _one_pass(self) -> Iterator[Record]:
+    def _one_pass(self) -> Iterator[FileRow]:
         rows = chain.from_iterable(
-            records_of(source, self._key, streaming=True) for source in self._sources
+            rows_of(source, self._key, streaming=True) for source in self._sources
         )
         return rows if self._most < 0 else islice(rows, self._most)

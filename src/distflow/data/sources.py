@@ -1,7 +1,7 @@
 """Reads rows from the sources in `data.train_files`: files, data sets of `datasets`, built-in ones,
 functions. Writes those that are passed from Python to the run's folder, as JSON lines.
 
-Each record of a JSONL, JSON, CSV or Parquet file has its file and line; a problem of a whole file
+Each row of a JSONL, JSON, CSV or Parquet file has its file and line; a problem of a whole file
 is a UserError. A function's rows are written once to an Arrow file in the run's folder, so that a
 resumed run reads the same.
 """
@@ -21,10 +21,18 @@ from typing import Any, BinaryIO, cast
 import pyarrow
 
 from distflow.builtin_names import HUB_DATA
-from distflow.data.dataset_columns import BadRows, Columns, RawRow, Record, plain, read_rows
+from distflow.data.dataset_columns import (
+    BadRows,
+    Columns,
+    FileRow,
+    RawRow,
+    Values,
+    plain,
+    read_rows,
+)
 from distflow.data.encoded_rows_file import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.task_folders import has_tasks, read_task_folders
-from distflow.data.task_packages import read_records
+from distflow.data.task_packages import read_package_rows
 from distflow.errors import UserError, blaming, missing_path
 from distflow.hub_id_or_local_path import unreachable
 from distflow.import_target import load_function, users_code
@@ -47,7 +55,7 @@ MAX_ROWS = 1_000_000
 
 Source = str | Path
 GivenRows = Iterable[object] | Callable[[], Iterable[object]]
-Rows = Iterable[Mapping[str, object]]
+Rows = Iterable[Values]
 
 
 def load_rows(
@@ -91,18 +99,16 @@ def load_rows(
         text = str(source)
         most = -1 if columns.domain_of_tag else wanted
         if is_function(text) or text.startswith(("reasoning-gym:", "verifiers:")):
-            records = _made_records(text, key, file, most)
+            file_rows = _made_rows(text, key, file, most)
         else:
-            records = records_of(text, key, streaming=streaming)
-        found = read_rows(records, columns, bad, f"'{source}'")
+            file_rows = rows_of(text, key, streaming=streaming)
+        found = read_rows(file_rows, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
     bad.check()
     if not rows and not columns.domain_of_tag:
-        skipped = (
-            f" ({len(bad.reasons)} bad ones were skipped, the first: {bad.reasons[0]})"
-            if bad.reasons
-            else ""
-        )
+        skipped = ""
+        if bad.reasons:
+            skipped = f" ({len(bad.reasons)} bad ones were skipped, the first: {bad.reasons[0]})"
         named = ", ".join(f"'{source}'" for source in listed)
         raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
     return rows, bad
@@ -124,7 +130,7 @@ def is_function(source: str) -> bool:
     )
 
 
-def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterator[Record]:
+def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterator[FileRow]:
     """The rows of the function "module:function" or "file.py:function", read from `file`, which is
     written first unless it already has them: one column of JSON texts, with their origin and
     fingerprint in the schema's metadata.
@@ -152,11 +158,11 @@ def _rows_of_function(target: str, file: Path, key: str, wanted: int) -> Iterato
     if _fingerprint(texts) != expected:
         raise UserError(f"{key}: '{file}' is damaged: delete it to read {source} again")
     for number, text in enumerate(texts, 1):
-        yield Record(f"{source}, row {number}", json.loads(text))
+        yield f"{source}, row {number}", json.loads(text)
 
 
-def read_file(path: Path, key: str) -> Iterator[Record]:
-    """The records of a file, by its suffix. key: the config key that named it, for messages.
+def read_file(path: Path, key: str) -> Iterator[FileRow]:
+    """The rows of a file, by its suffix. key: the config key that named it, for messages.
 
     Raises UserError if the file has an unknown kind, cannot be opened, or has content that does not
     match its suffix."""
@@ -169,10 +175,10 @@ def read_file(path: Path, key: str) -> Iterator[Record]:
         raise UserError(f"{key}: '{path}' cannot be read: {error.strerror or error}") from error
 
 
-def _made_records(text: str, key: str, file: Path | None, wanted: int) -> Iterator[Record]:
+def _made_rows(text: str, key: str, file: Path | None, wanted: int) -> Iterator[FileRow]:
     """The rows of a function or a task package."""
     if not is_function(text):
-        return read_records(text, key, wanted)
+        return read_package_rows(text, key, wanted)
     if file is None:
         raise UserError(
             f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept "
@@ -190,7 +196,7 @@ def is_data_set(text: str) -> bool:
     return bool(is_hub_id) or Path(text.partition(":")[0]).expanduser().is_dir()
 
 
-def records_of(text: str, key: str, streaming: bool = False) -> Iterator[Record]:
+def rows_of(text: str, key: str, streaming: bool = False) -> Iterator[FileRow]:
     """The rows of a file, of a pattern's files, of a built-in data set or one of `datasets`.
     streaming: of the latter, load only what is read."""
     if text.startswith("builtin:"):
@@ -210,12 +216,12 @@ def records_of(text: str, key: str, streaming: bool = False) -> Iterator[Record]
     if path.is_dir() and has_tasks(path):
         return read_task_folders(path)
     if is_data_set(text):
-        return _hub_records(text, key, streaming)
+        return _hub_rows(text, key, streaming)
     what, advice = missing_path(path)
     raise UserError(f"{key}: '{path}': {what}; {advice}")
 
 
-def _hub_records(name: str, key: str, streaming: bool) -> Iterator[Record]:
+def _hub_rows(name: str, key: str, streaming: bool) -> Iterator[FileRow]:
     """A folder that `datasets` saved or can read, or an id on the hub, as
     `id:configuration:split`."""
     path, configuration, split = (*name.split(":"), "", "")[:3]
@@ -234,7 +240,7 @@ def _hub_records(name: str, key: str, streaming: bool) -> Iterator[Record]:
             found = datasets.load_dataset(where, configuration or None, streaming=streaming)
         rows = _split_of(found, path, split, key)
         for number, values in enumerate(rows, 1):
-            yield Record(f"{name}, row {number}", values)
+            yield f"{name}, row {number}", values
     except UserError:
         raise
     except Exception as error:  # from `datasets`, readers, the network, or a data set's code
@@ -267,7 +273,7 @@ def _fingerprint(texts: Iterable[str]) -> str:
     return hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
 
 
-def _read_jsonl(path: Path) -> Iterator[Record]:
+def _read_jsonl(path: Path) -> Iterator[FileRow]:
     with path.open("rb") as raw:
         file = _decompressed(raw, path) if is_compressed(path) else raw
         left = max(MAX_LIST_BYTES, 1000 * path.stat().st_size)
@@ -276,30 +282,27 @@ def _read_jsonl(path: Path) -> Iterator[Record]:
                 line = line.removeprefix(BOM_UTF8)
             if (left := left - len(line)) < 0 and file is not raw:
                 raise OSError(EFBIG, "it expands to more than 1,000 times its size")
-            if line.strip():
-                yield (
-                    json_record(line, f"{path}:{number}")
-                    if number > 1
-                    else _first_record(line, path)
-                )
+            if not line.strip():
+                continue
+            yield f"{path}:{number}", read_line(line) if number > 1 else _read_first(line, path)
 
 
-def _first_record(line: bytes, path: Path) -> Record:
-    """The first line of a file, which may be of another kind. Raises UserError if it has no lines
-    of text."""
+def _read_first(line: bytes, path: Path) -> Values | str:
+    """As `read_line`, for the first line of a file, which may be of another kind. Raises UserError
+    if it has no lines of text."""
     if line.startswith(b"\x1f\x8b"):
         raise UserError(f"'{path}' is compressed by gzip: name it {path.name}.gz")
     if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise UserError(f"'{path}' is UTF-16: save it as UTF-8")
-    record = json_record(line, f"{path}:1")
+    found = read_line(line)
+    if not isinstance(found, str):
+        return found
     text = line.strip()
-    is_list = text == b"[" or text.startswith(b"[{")
-    kind, suffix = ("one JSON list", "json") if is_list else ("CSV", "csv")
-    if not record.bad or not is_list and (b"," not in text or text.startswith((b"{", b"["))):
-        return record
-    return Record(
-        record.origin, bad=f"{record.bad}; if the file is {kind}, name it {path.stem}.{suffix}"
-    )
+    if text == b"[" or text.startswith(b"[{"):
+        return f"{found}; if the file is one JSON list, name it {path.stem}.json"
+    if b"," in text and not text.startswith((b"{", b"[")):
+        return f"{found}; if the file is CSV, name it {path.stem}.csv"
+    return found
 
 
 def _decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
@@ -310,25 +313,27 @@ def _decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
     return BufferedReader(stream)
 
 
-def json_record(line: bytes, origin: str) -> Record:
+def read_line(line: bytes) -> Values | str:
+    """The values of a JSON object, or why there are none."""
     try:
         values = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return Record(origin, bad=f"not UTF-8 (byte {error.start + 1} of the line)")
+        return f"not UTF-8 (byte {error.start + 1} of the line)"
     except ValueError as error:
-        lines = (
-            "; an object that spans several lines: write each row on one line, or all as one list "
-            "in a .json file"
+        if line.strip() != b"{":
+            return f"not JSON ({error})"
+        return (
+            f"not JSON ({error}); an object that spans several lines: write each row on one line, "
+            "or all as one list in a .json file"
         )
-        return Record(origin, bad=f"not JSON ({error}){lines if line.strip() == b'{' else ''}")
     except RecursionError:
-        return Record(origin, bad="nested too deeply")
+        return "nested too deeply"
     if not isinstance(values, dict):
-        return Record(origin, bad=f"a JSON {type(values).__name__}, not an object")
-    return Record(origin, values)
+        return f"a JSON {type(values).__name__}, not an object"
+    return values
 
 
-def _read_json(path: Path) -> Iterator[Record]:
+def _read_json(path: Path) -> Iterator[FileRow]:
     """One list of objects; a `.json` file with an object on each line is read as JSONL."""
     with path.open("rb") as file:
         is_list = file.read(4096).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
@@ -352,16 +357,12 @@ def _read_json(path: Path) -> Iterator[Record]:
     except RecursionError as error:
         raise UserError(f"'{path}' cannot be read: its JSON is nested too deeply") from error
     for number, entry in enumerate(entries, 1):
-        origin = f"{path}, entry {number}"
-        is_object = isinstance(entry, dict)
-        yield (
-            Record(origin, entry)
-            if is_object
-            else Record(origin, bad=f"{type(entry).__name__}, not an object")
-        )
+        if not isinstance(entry, dict):
+            entry = f"{type(entry).__name__}, not an object"
+        yield f"{path}, entry {number}", entry
 
 
-def _read_csv(path: Path) -> Iterator[Record]:
+def _read_csv(path: Path) -> Iterator[FileRow]:
     """The first line names the columns; empty fields have no value."""
     csv.field_size_limit(MAX_LINE_BYTES)
     with path.open("rb") as file:
@@ -374,7 +375,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
                     f"{used!r}"
                 )
             for values in reader:
-                yield _csv_record(values, f"{path}:{reader.line_num}")
+                yield f"{path}:{reader.line_num}", _read_fields(values)
         except UnicodeDecodeError as error:
             raise UserError(
                 f"'{path}' is not UTF-8 (near line {reader.line_num + 1}): save it as UTF-8"
@@ -383,40 +384,42 @@ def _read_csv(path: Path) -> Iterator[Record]:
             raise UserError(f"'{path}', line {reader.line_num}: not CSV: {error}") from error
 
 
-def _csv_record(values: dict[str | None, str | list[str] | None], origin: str) -> Record:
-    if isinstance(surplus := values.get(None), list):
-        return Record(origin, bad=f"{len(surplus)} more fields than columns")
-    short = [name for name, value in values.items() if value is None]
-    if short:
-        return Record(origin, bad=f"no field for the column '{short[0]}'")
-    return Record(origin, {str(name): value for name, value in values.items() if value != ""})
+def _read_fields(fields: dict[str | None, str | list[str] | None]) -> Values | str:
+    """The values of a line's fields, or why it has none."""
+    if isinstance(surplus := fields.get(None), list):
+        return f"{len(surplus)} more fields than columns"
+    values: dict[str, object] = {}
+    for name, field in fields.items():
+        if field is None:
+            return f"no field for the column '{name}'"
+        if field != "":
+            values[str(name)] = field
+    return values
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path) -> Iterator[FileRow]:
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
         most = max(MAX_LIST_BYTES, 1000 * path.stat().st_size)
-        size = max(
-            (file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)),
-            default=0,
-        )
+        size = 0
+        for number in range(file.num_row_groups):
+            size = max(size, file.metadata.row_group(number).total_byte_size)
         batches = file.iter_batches(batch_size=16) if size <= most else ()
-        for number, values in enumerate(
-            (values for batch in batches for values in batch.to_pylist()), 1
-        ):
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, values in enumerate(rows, 1):
             size += _ROW_BYTES + sum(len(each) for each in values.values() if isinstance(each, str))
             if size > most:
                 break
-            yield Record(f"{path}, row {number}", values)
+            yield f"{path}, row {number}", values
         if size > most:
             raise ValueError(f"it expands to more than {most:,} bytes")
     except (pyarrow.ArrowException, ValueError) as error:  # a ValueError: a text in it is not UTF-8
         raise UserError(f"'{path}' is not Parquet, or damaged: {error}") from error
 
 
-READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+READERS: dict[str, Callable[[Path], Iterator[FileRow]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
@@ -440,11 +443,9 @@ def keep_rows(values: GivenRows, file: Path, *, name: str, wanted: int, resuming
     max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
     texts = json_lines(rows, source=_called(values), key=name, wanted=wanted, max_rows=max_rows)
     if not texts:
-        again = (
-            " (an iterator can be read only once: create a new one)"
-            if hasattr(values, "__next__")
-            else ""
-        )
+        again = ""
+        if hasattr(values, "__next__"):
+            again = " (an iterator can be read only once: create a new one)"
         raise UserError(f"{name}: no rows in {_called(values)}{again}")
     data = "".join(f"{text}\n" for text in texts).encode()
     if resuming and file.is_file() and file.read_bytes() != data:
@@ -493,17 +494,14 @@ def _iterable(values: Any, name: str) -> object:
     """An iterable of rows. Raises UserError for whole tables and for splits."""
     if isinstance(values, Mapping):
         splits = [key for key, value in values.items() if hasattr(value, "column_names")]
-        what = (
-            f"the splits {', '.join(map(str, splits))}"
-            if splits
-            else f"a {type(values).__name__} of columns"
+        if splits:
+            raise UserError(
+                f"{name} is the splits {', '.join(map(str, splits))}: give one, e.g. "
+                f"{name}=dataset[{splits[0]!r}]"
+            )
+        raise UserError(
+            f"{name} is a {type(values).__name__} of columns: give a list of rows, each a dict"
         )
-        how = (
-            f"give one, e.g. {name}=dataset[{splits[0]!r}]"
-            if splits
-            else "give a list of rows, each a dict"
-        )
-        raise UserError(f"{name} is {what}: {how}")
     if not (callable(values) or hasattr(values, "__iter__")):
         raise UserError(
             f"{name} is of type {type(values).__name__}: give a list of rows, each a dict"

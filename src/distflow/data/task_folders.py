@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from distflow.data.dataset_columns import Record
+from distflow.data.dataset_columns import FileRow
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
 
 HARBOR = "harbor"
@@ -59,17 +59,16 @@ def has_tasks(folder: Path) -> bool:
     return next(folder.glob("*/task.toml"), None) is not None
 
 
-def read_task_folders(folder: Path) -> Iterator[Record]:
+def read_task_folders(folder: Path) -> Iterator[FileRow]:
     """A row for each task folder, in the order of names."""
     for file in sorted(folder.absolute().glob("*/task.toml")):
         try:
             task = read_task_folder(file.parent)
         except (ValueError, OSError, RecursionError) as error:
-            yield Record(str(file.parent), bad=" ".join(str(error).split()))
+            yield str(file.parent), " ".join(str(error).split())
         else:
-            yield Record(
-                str(file.parent), {"prompt": task.instruction, HARBOR: {"folder": str(file.parent)}}
-            )
+            place = {"folder": str(file.parent)}
+            yield str(file.parent), {"prompt": task.instruction, HARBOR: place}
 
 
 def read_task_folder(folder: Path) -> Task:

@@ -25,7 +25,7 @@ from contextlib import redirect_stdout
 from typing import Any
 from urllib.parse import parse_qsl
 
-from distflow.data.dataset_columns import Record
+from distflow.data.dataset_columns import FileRow
 from distflow.errors import UserError, hint
 from distflow.observe.crash_safe_files import JSON
 
@@ -42,7 +42,7 @@ def missing(package: str) -> str:
     return f"needs the package {package}: pip install 'distflow[{package}]'"
 
 
-def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
+def read_package_rows(source: str, key: str, wanted: int) -> Iterator[FileRow]:
     """The rows of `source`, the first `wanted` of them if that is not negative.
 
     A row has the columns prompt, answer (if the task has one), data_source (`PACKAGE/NAME`) and the
@@ -79,7 +79,7 @@ def read_records(source: str, key: str, wanted: int) -> Iterator[Record]:
         found = json.loads(line)
         if "error" in found:
             raise UserError(f"{key}: '{source}': {found['error']}")
-        yield Record(f"{source}, row {number}", found)
+        yield f"{source}, row {number}", found
 
 
 def _read_settings(query: str) -> dict[str, JSON]:
@@ -231,7 +231,7 @@ def _task_rows(
 
 
 def _print_rows(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows, or an error, for `read_records`; other output of their code goes to standard
+    """Print rows, or an error, for `read_package_rows`; other output of their code goes to standard
     error."""
     out = sys.stdout
     with redirect_stdout(sys.stderr):

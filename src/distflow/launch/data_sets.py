@@ -34,8 +34,8 @@ from distflow.data.dataset_columns import (
     DEFAULT_DOMAIN,
     BadRows,
     Columns,
+    FileRow,
     RawRow,
-    Record,
     listed,
     plain,
     read_rows,
@@ -243,11 +243,13 @@ class DataSource:
             self, streaming=True, max_samples=self.max_samples if has_fewer else NUM_LOOKED_AT
         )
 
-    def prompts(self, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    def prompts(
+        self, file_rows: Sequence[FileRow], tokenizer: PreTrainedTokenizerBase
+    ) -> PromptSet:
         """The usable ones among some rows. Raises UnusableRow if there are none, or UserError like
         `read` and `encode`."""
         bad = BadRows(self.bad_rows)
-        rows = list(read_rows(iter(records), self.columns, bad, None))
+        rows = list(read_rows(file_rows, self.columns, bad, None))
         bad.check()
         if self.rewards is not None:
             check_domains(self.rewards, [row.domain for row in rows])
@@ -337,9 +339,9 @@ class LazyRows(PromptRows):
     def _read(self, number: int, indices: Sequence[int]) -> dict[int, PromptRow]:
         """The usable ones among these rows of a file."""
         (source, file, _), first = self._files[number], self._ends[number - 1] if number else 0
-        records = [file.record(index - first) for index in indices]
-        index_of = {record.origin: index for record, index in zip(records, indices, strict=True)}
-        rows = source.prompts(records, self._tokenizer)
+        file_rows = [file.row(index - first) for index in indices]
+        index_of = {origin: index for (origin, _), index in zip(file_rows, indices, strict=True)}
+        rows = source.prompts(file_rows, self._tokenizer)
         if len({row.origin for row in rows}) < len(rows):
             raise UserError(
                 f"{rows[0].origin}: the chat template needs several rows for it: set "
@@ -526,11 +528,10 @@ def encode_row(
         )
     scored = "reward_fn" in pipeline.services
     (source,) = as_read_by_model(train_sources(config, scored), config)
-    record = Record(
-        f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()}
-    )
+    columns = {str(key): plain(value) for key, value in values.items()}
+    submitted = (f"submitted prompt {number}", columns)
     bad = BadRows("error")
-    rows = list(read_rows(iter([record]), source.columns, bad, "the submitted rows"))
+    rows = list(read_rows([submitted], source.columns, bad, "the submitted rows"))
     bad.check()
     options = replace(source.options, num_workers=0, filter_overlong=False)
     (row,) = encode_rows(rows, tokenizer, options, bad, end_token_ids(tokenizer))
