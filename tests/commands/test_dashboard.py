@@ -24,7 +24,7 @@ import torch
 from distflow.cli import main
 from distflow.commands.arguments_and_run_folders import listen
 from distflow.commands.dashboard import PAGES, make_server
-from distflow.commands.dashboard_page_data import Dashboard, _invoice_columns
+from distflow.commands.dashboard_page_data import Dashboard, _columns_of_all_steps
 from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
@@ -724,7 +724,7 @@ def test_a_damaged_run_has_partial_pages_or_a_message(
         for page in PAGES:
             assert client.ask(f"/{page.name if page.of_run else ''}?run=run")[0] in (200, 400)
         assert client.part("runs")["runs"][0]["run"] == "run"
-        assert _invoice_columns(tmp_path / "run").keys() == {"idle", "best"}
+        assert _columns_of_all_steps(tmp_path / "run").keys() == {"idle", "best"}
     assert hashes(tmp_path) == before
 
 

@@ -26,7 +26,6 @@ from distflow.observe.report import chart_data, doctor, samples
 from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
 from distflow.observe.report.doctor_run_rules import measured_phases
-from distflow.observe.report.idle_invoice import shares
 from distflow.observe.report.summary_sentences import (
     ACCURACY,
     NO_END,
@@ -53,7 +52,7 @@ _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
 _LONGEST_PAUSE_S = 30.0
 _HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
-_NO_INVOICE: dict[str, Any] = {"idle": None, "best": {}}
+_NO_COLUMNS: dict[str, Any] = {"idle": None, "best": {}}
 _HOST = re.compile(rb"pid \d+ on (\S+)")
 _CHARTS_OF = {
     "time": (re.compile(r"timing_s/|throughput/|memory/"), re.compile(r"timing_s/|throughput/")),
@@ -120,11 +119,11 @@ class Dashboard:
         self.folder = folder.resolve()
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
-        self._invoices: dict[Path, tuple[object, dict[str, Any]]] = {}
+        self._slow_columns: dict[Path, tuple[object, dict[str, Any]]] = {}
         self._wanted: dict[Path, object] = {}
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        self._reader = threading.Thread(target=self._read_invoices, daemon=True)
+        self._reader = threading.Thread(target=self._read_slowly, daemon=True)
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +198,7 @@ class Dashboard:
         )
         note = "" if chosen else "None of them fits" if found else hint
         rows = [
-            self._row(path) | self._invoice(path) for path in chosen[start : start + RUNS_OF_PAGE]
+            self._row(path) | self._slow_part(path) for path in chosen[start : start + RUNS_OF_PAGE]
         ]
         return {
             "runs": rows,
@@ -243,11 +242,11 @@ class Dashboard:
             else {}
         )
 
-    def _invoice(self, path: Path) -> dict[str, Any]:
+    def _slow_part(self, path: Path) -> dict[str, Any]:
         """What takes longer to read of a run. Until that is read: what was read before."""
         stamp, (known, columns) = (
             _stamp(path / "metrics.jsonl"),
-            self._invoices.get(path, (None, _NO_INVOICE)),
+            self._slow_columns.get(path, (None, _NO_COLUMNS)),
         )
         if known != stamp:
             self._wanted[path] = stamp
@@ -256,15 +255,15 @@ class Dashboard:
                     self._reader.start()
         return columns
 
-    def _read_invoices(self) -> None:
-        """Consumes the runs whose invoices are wanted · waits five times as long as each took ·
+    def _read_slowly(self) -> None:
+        """Consumes the runs whose columns are wanted · waits five times as long as each took ·
         unblocked by the end · produces columns of the page Runs."""
         pause = 0.1
         while not self._is_closed.wait(pause):
             pause = 0.1
             if self._wanted:
                 (path, stamp), start = self._wanted.popitem(), time.monotonic()
-                self._invoices[path] = (stamp, _invoice_columns(path))
+                self._slow_columns[path] = (stamp, _columns_of_all_steps(path))
                 pause = min(5 * (time.monotonic() - start), _LONGEST_PAUSE_S)
 
 
@@ -307,7 +306,7 @@ def _run_row(path: Path) -> dict[str, Any]:
     }
 
 
-def _invoice_columns(path: Path) -> dict[str, Any]:
+def _columns_of_all_steps(path: Path) -> dict[str, Any]:
     """The share of idle time, and the best of all steps."""
     found: dict[str, Any] = {"idle": None, "best": {}}
     with suppress(UserError):  # its row says so
@@ -315,8 +314,7 @@ def _invoice_columns(path: Path) -> dict[str, Any]:
         for name, metric in _HEADLINES.items():
             if values := known_values(pages.steps, metric):
                 found["best"][name] = min(values) if name == "loss" else max(values)
-        seconds = {kind: sum(causes.values()) for kind, causes in shares(pages.charges).items()}
-        found["idle"] = seconds["idle"] / total if (total := sum(seconds.values())) else None
+        found["idle"] = pages.times.idle_share()
     return found
 
 

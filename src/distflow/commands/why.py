@@ -46,13 +46,13 @@ def add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class StepContent(NamedTuple):
-    """What a step was made of. head: sentences. slowest: the uid of the longest response of the
-    group that was done last. groups, dropped: rows of tables. dropped_note: a title. damage: of the
-    samples' files."""
+    """What a step was made of. waits: seconds by who waits for whom. head: sentences. slowest: the
+    uid of the longest response of the group that was done last. groups, dropped: rows of tables.
+    dropped_note: a title. damage: of the samples' files."""
 
     lineage: StepLineage
     responses: Mapping[int, "Responses"]
-    invoice: dict[str, Any]
+    waits: list[dict[str, Any]]
     head: list[str]
     slowest: str
     groups: list[dict[str, str]]
@@ -63,23 +63,26 @@ class StepContent(NamedTuple):
 
 def step_content(run_dir: Path, step: int) -> StepContent:
     """Raises UserError if the ledger has no such step."""
-    from distflow.observe.report.doctor import read_charges
-    from distflow.observe.report.idle_invoice import invoice_json, invoice_lines, price_of
-    from distflow.observe.run_reader import read_config, read_samples
+    from distflow.observe.report.graph_and_timelines import read_activity
+    from distflow.observe.report.step_times import device_price, step_times, times_lines
+    from distflow.observe.run_reader import MAX_BYTES, read_config, read_metrics, read_samples
     from distflow.observe.sample_files import SAMPLES, sample_file_name
 
     lineage = step_lineage(run_dir / LEDGER, step)
     damage: list[str] = []
     responses = _by_group(read_samples(run_dir, step, max_bytes=_MAX_SAMPLE_BYTES, damage=damage))
-    price = price_of(read_config(run_dir))
+    time_lines = []
+    waits = []
     try:
-        found = read_charges(run_dir, step)
+        times = step_times(read_activity(run_dir, MAX_BYTES), read_metrics(run_dir))
+        time_lines = times_lines(times, step, device_price(read_config(run_dir)))
+        for (who, waits_for), seconds in times.waits([step]).items():
+            waits.append({"who": who, "waits_for": waits_for, "seconds": seconds})
     except UserError as error:
-        found = []
         damage = [*damage, f"where its time went is unknown: {error}"]
     last, slowest = _last_done(lineage, responses)
     head = _head(lineage, run_dir) + last
-    head += [escape_control(line, one_line=True) for line in invoice_lines(found, price)]
+    head += [escape_control(line, one_line=True) for line in time_lines]
     if lineage.consumed_at is not None and not responses:
         name = f"{SAMPLES}/{sample_file_name(step, 'train')}"
         head.append(f"scores and reward parts are missing: {name} is missing, empty or rolled back")
@@ -93,9 +96,7 @@ def step_content(run_dir: Path, step: int) -> StepContent:
         f"{', '.join(f'{count} {reason}' for reason, count in reasons.most_common()) or 'none'}"
     )
     dropped = [_group_row(group, lineage, ()) for group in lineage.dropped]
-    return StepContent(
-        lineage, responses, invoice_json(found, price), head, slowest, groups, note, dropped, damage
-    )
+    return StepContent(lineage, responses, waits, head, slowest, groups, note, dropped, damage)
 
 
 def _run_and_step(arguments: argparse.Namespace) -> tuple[str | None, int | None]:
@@ -135,7 +136,7 @@ def run_why(arguments: argparse.Namespace) -> int:
                 {
                     "step": lineage.step,
                     **tables,
-                    "invoice": content.invoice,
+                    "waits": content.waits,
                     "damage": content.damage,
                 }
             )

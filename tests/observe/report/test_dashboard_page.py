@@ -317,7 +317,7 @@ def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_the
 
 def test_what_is_asked_most_is_answered_within_three_clicks(browser: Any, client: Client) -> None:
     for clicks, shown in (
-        (("asynchronous", "Time"), "document.querySelector('#invoice tbody tr') !== null"),
+        (("asynchronous", "Time"), "document.querySelector('#step-times tbody tr') !== null"),
     ):
         open_page(browser, client, "runs")
         for label in clicks:

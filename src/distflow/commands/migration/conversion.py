@@ -1,5 +1,5 @@
-"""`distflow migrate`: a config of ours from a script, a command or a config of another system: what
-its table says of each key, and what its formulas give."""
+"""`distflow migrate`: a config of ours from a command or a config of another system: what its table
+says of each key, and what its formulas give."""
 
 import argparse
 import re
@@ -447,9 +447,8 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="a config (YAML, JSON, TOML), a file of commands or a Python script of TRL, OpenRLHF, "
-        "verl, siiRL, ROLL "
-        "or AReaL",
+        help="a config (YAML, JSON, TOML) or a file with a command of TRL, OpenRLHF, verl, siiRL, "
+        "ROLL or AReaL",
     )
     parser.add_argument(
         "--to",

@@ -1,5 +1,4 @@
-"""A file of another system, whatever it is: YAML, JSON, TOML, commands of the shell, or a Python
-script."""
+"""A file of another system: YAML, JSON, TOML, or the options of commands."""
 
 import re
 import tomllib
@@ -8,9 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from distflow.commands.migration.python_configs import METHODS, read_script
+from distflow.commands.migration.flags import read_options, split_commands
 from distflow.commands.migration.settings import ForeignSettings, Unread, identify, method_of
-from distflow.commands.migration.shell_commands import Command, ShellScript, read_options
 from distflow.config.compose.setting_origins import preset_names
 from distflow.config.compose.typed_values import nested
 from distflow.config.migration.tables import all_tables
@@ -22,28 +20,33 @@ _TRAINER = re.compile(
     r"(?P<verl>main_(?!gen|eval)\w+|\w*(?:async_main|sft_trainer))(?:\.py)?"
     r"|(?:.*/)?(?P<TRL>trl)(?:\.scripts\.\w+)?|(?P<script>.*\.py)"
 )
-_METHODS = {"ppo_ray": "", "ppo": "ppo", "sft": "sft", "rm": "rm"} | {
-    name.lower(): METHODS[name] for name in METHODS
+_METHODS = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "ppo_ray": "",
+    "ppo": "ppo",
+    "sft": "sft",
+    "reward": "rm",
+    "rm": "rm",
 }
+"""What trainers are called, and what they train; the settings say it of an empty one."""
 _PROCESSES = re.compile(
     r"--(?:num_processes|(?P<node>nproc[_-]per[_-]node|num_gpus))[= ](?P<count>\d{1,6})"
 )
 _MACHINES = re.compile(r"--(?:num_machines|nnodes|num_nodes)[= ](\d{1,6})")
-_PARSERS = re.compile(r"\b(?:TrlParser|HfArgumentParser|ArgumentParser)\(")
-_OPTIONS_ELSEWHERE = """\
-the script takes settings from a command line: migrate a file with the command that runs it; what neither says is \
-TRL's default here"""  # noqa: E501
-
-_NO_SETTINGS = {
-    ".ipynb": (
-        "it is a notebook: `jupyter nbconvert --to script` makes a script of it, to be migrated"
-    )
-} | (
-    dict.fromkeys(
-        (".jsonl", ".parquet", ".csv", ".arrow"),
-        "it is a file of data: name it in data.train_files",
-    )
+_CODE = (
+    "code is not read: write its settings into a file of options, --learning_rate=1e-6, or of "
+    "keys, as YAML"
 )
+_DATA = "it is a file of data: name it in data.train_files"
+_NO_SETTINGS = {
+    ".py": _CODE,
+    ".ipynb": _CODE,
+    ".jsonl": _DATA,
+    ".parquet": _DATA,
+    ".csv": _DATA,
+    ".arrow": _DATA,
+}
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")
 
 
@@ -73,11 +76,9 @@ def _read(path: Path) -> ForeignSettings:
     text = read_file(path, max_bytes=MAX_YAML_BYTES).decode("utf-8")
     if "\0" in text or not text.strip():
         raise UserError("it is not a text file" if text.strip() else "it is empty")
-    if path.suffix == ".py":
-        settings = read_script(text)
-        settings.remarks += [_OPTIONS_ELSEWHERE] if _PARSERS.search(text) else []
-        return settings
-    return _read_config(path, text) if path.suffix in _CONFIGS else _read_shell(text, path.parent)
+    if path.suffix in _CONFIGS:
+        return _read_config(path, text)
+    return _read_commands(text, path.parent)
 
 
 def _read_config(path: Path, text: str) -> ForeignSettings:
@@ -97,14 +98,12 @@ def _is_ours(values: Mapping[str, object]) -> bool:
     return isinstance(defaults, list) and any(name in preset_names() for name in defaults)
 
 
-def _read_shell(text: str, folder: Path) -> ForeignSettings:
-    script = ShellScript(text)
-    found = [
-        each for command in script.commands if (each := _read_command(command, script, folder))
-    ]
+def _read_commands(text: str, folder: Path) -> ForeignSettings:
+    commands = split_commands(text)
+    found = [each for words in commands if (each := _read_command(words, folder))]
     if not found:
-        words = [word for command in script.commands for word in command.words]
-        values = {key: value for key, value in read_options(words, script.read_value) if key}
+        words = [word for command in commands for word in command]
+        values = {key: value for key, value in read_options(words) if key}
         if not values:
             raise UserError(
                 "no command in it trains with TRL, OpenRLHF, verl, ROLL or AReaL, and no line is "
@@ -112,15 +111,11 @@ def _read_shell(text: str, folder: Path) -> ForeignSettings:
             )
         found = [_identify_lines(values)]
     settings = found[-1]
-    settings.remarks += (
-        [f"{len(found)} of its commands train; the last one is read"] if len(found) > 1 else []
-    )
-    settings.remarks += script.remarks
-    for command in script.commands:
-        if command.words[0].startswith("--"):
-            settings.remarks.append(
-                f"line {command.line}: {command.words[0]} belongs to no command"
-            )
+    if len(found) > 1:
+        settings.remarks.append(f"{len(found)} of its commands train; the last one is read")
+    for words in commands:
+        if words[0].startswith("--"):
+            settings.remarks.append(f"{words[0]} belongs to no command")
     _find_lines(settings, text)
     return settings
 
@@ -146,29 +141,27 @@ def _identify_lines(values: Mapping[str, object]) -> ForeignSettings:
         raise UserError("one of its keys is a value and a group of others") from error
 
 
-def _read_command(command: Command, script: ShellScript, folder: Path) -> ForeignSettings | None:
+def _read_command(words: list[str], folder: Path) -> ForeignSettings | None:
     """What a command trains; None for one of another tool."""
-    words = command.words
-    line = command.line
-    found = (
-        (place, each) for place, word in enumerate(words) if (each := _TRAINER.fullmatch(word))
-    )
-    place, trainer = next(found, (0, None))
-    own = [] if trainer is None else [*trainer[0].split(".scripts.")[1:], *words[place + 1 :], ""]
-    if trainer is None or trainer["TRL"] and place and own[0] not in _METHODS:  # pip install trl
+    found = []
+    for place, word in enumerate(words):
+        if match := _TRAINER.fullmatch(word):
+            found.append((place, match))
+    if not found:
+        return None
+    place, trainer = found[0]
+    own = [*trainer[0].split(".scripts.")[1:], *words[place + 1 :]]
+    if trainer["TRL"] and place and (not own or own[0] not in _METHODS):  # pip install trl
         return None
     system = "siiRL" if trainer["siirl"] else str(trainer.lastgroup)
-    launcher = " ".join(words[:place])
-    values, remarks = _read_options(own[:-1], script, line, system)
-    named = {"TRL": own[0], "script": "script"}.get(system, "")
+    values, remarks = _read_options(own, system)
+    named = {"TRL": own[0] if own else "", "script": "script"}.get(system, "")
     if system in ("verl", "siiRL"):
         named = "ppo_ray" if "main" in trainer[0] else "sft"
     elif system == "OpenRLHF":
         named = trainer["OpenRLHF"]
     if system != "script" and named not in _METHODS:
-        raise UserError(
-            f"line {line}: '{trainer[0]}' uses an unsupported method, or does not train"
-        )
+        raise UserError(f"'{trainer[0]}' uses an unsupported method, or does not train")
     config = values.pop("config", None) or values.pop("config_name", None)
     if config is not None and (
         system not in ("verl", "siiRL") or _find(str(config), folder) is not None
@@ -177,12 +170,9 @@ def _read_command(command: Command, script: ShellScript, folder: Path) -> Foreig
         settings.values |= values
         settings.method = _METHODS.get(named, "") or settings.method
     elif system == "script":
-        if (
-            not any(all_tables()["TRL"].find(key) for key in values)
-            and _find(trainer[0], folder) is None
-        ):
+        if not any(all_tables()["TRL"].find(key) for key in values):
             return None
-        settings = _of_script(trainer[0], values, folder)
+        settings = _of_script(trainer[0], values)
     else:
         settings = ForeignSettings(system, _METHODS[named] or method_of(system, values), values)
         # of the presets
@@ -190,6 +180,11 @@ def _read_command(command: Command, script: ShellScript, folder: Path) -> Foreig
         if config is not None and not is_default:
             remarks.append(f"the settings of {config}, which is not in the same folder")
     settings.remarks += remarks
+    _count_devices(settings, " ".join(words[:place]))
+    return settings
+
+
+def _count_devices(settings: ForeignSettings, launcher: str) -> None:
     processes = _PROCESSES.search(launcher)
     machines = _MACHINES.search(launcher)
     num_machines = int(machines[1]) if machines else 1
@@ -197,33 +192,28 @@ def _read_command(command: Command, script: ShellScript, folder: Path) -> Foreig
         settings.devices = int(processes["count"]) * (num_machines if processes["node"] else 1)
     if settings.system == "TRL" and num_machines > 1:
         settings.values["num_machines"] = num_machines
-    return settings
 
 
-def _read_options(
-    words: list[str], script: ShellScript, line: int, system: str
-) -> tuple[dict[str, object], list[str]]:
+def _read_options(words: list[str], system: str) -> tuple[dict[str, object], list[str]]:
     """The values by key, and a remark for each word that is no value of a key."""
     table = all_tables().get(system)
     newer = table.newer_names if table else {}
     values: dict[str, object] = {}
     remarks = list[str]()
     is_method = system == "TRL"  # the first word of `trl grpo`
-    for key, value in read_options(words, script.read_value):
+    for key, value in read_options(words):
         name = newer.get(key, key)
         if name:
             if name in values and values[name] != value:
-                remarks.append(f"line {line}: {key} is given twice; the last value is read")
+                remarks.append(f"{key} is given twice; the last value is read")
             values[name] = value
+        elif isinstance(value, Unread):
+            remarks.append(f"a word is not read: {value.why}")
         elif not is_method:
-            why = script.reason(str(value))
-            shown = "a word" if why else f"'{value}'"
-            remarks.append(f"line {line}: {shown} is not read: {why or 'it is no option'}")
+            remarks.append(f"'{value}' is not read: it is no option")
         is_method = False
     if (path := values.pop("config_path", None)) is not None:
-        remarks.append(
-            f"line {line}: config_path={path}: a config is looked for in the folder of this file"
-        )
+        remarks.append(f"config_path={path}: a config is looked for in the folder of this file")
     return values, remarks
 
 
@@ -243,23 +233,9 @@ def _beside(name: str, folder: Path) -> Path:
     return found
 
 
-def _of_script(name: str, values: dict[str, object], folder: Path) -> ForeignSettings:
-    """The literal settings of a script beside the command, and the options of the command."""
-    if (found := _find(name, folder)) is not None:
-        settings = read_script(read_file(found, max_bytes=MAX_YAML_BYTES).decode("utf-8"))
-        settings.values |= values
-        settings.lines = {key: line for key, line in settings.lines.items() if key not in values}
-        settings.remarks.append(f"{name}: only its literal arguments are read")
-        return settings
-    kind = next(
-        (
-            kind
-            for kind in METHODS
-            if kind.lower() in Path(name).stem.lower().replace("gspo", "grpo")
-        ),
-        None,
-    )
-    remarks = [f"{name} was not found; only the options of the command are read"]
-    return ForeignSettings(
-        "TRL", METHODS[kind] if kind else method_of("TRL", values), values, remarks=remarks
-    )
+def _of_script(name: str, values: dict[str, object]) -> ForeignSettings:
+    """The options of a command that runs a script of the user's own."""
+    stem = Path(name).stem.lower().replace("gspo", "grpo")
+    method = next((method for word, method in _METHODS.items() if method and word in stem), None)
+    remarks = [f"{name} is not read: only the options of the command are"]
+    return ForeignSettings("TRL", method or method_of("TRL", values), values, remarks=remarks)

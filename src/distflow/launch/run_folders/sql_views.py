@@ -14,8 +14,10 @@ from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_steps, saved_tokens, token_texts
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import bytes_left_out, read_object, replacing, to_number
-from distflow.observe.report.doctor import examine, read_charges
+from distflow.observe.report.doctor import examine
 from distflow.observe.report.doctor_run_rules import RunRecords
+from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.step_times import step_times
 from distflow.observe.report.summary_sentences import PROBLEM_KINDS
 from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
 from distflow.observe.sanitized_output import valid_utf8
@@ -42,7 +44,7 @@ VIEWS = {
         "actor VARCHAR, t0 DOUBLE, t1 DOUBLE, kind VARCHAR, what VARCHAR, step BIGINT, "
         "group_id BIGINT, version BIGINT, waits_for VARCHAR, restart BIGINT"
     ),
-    "invoice": "step BIGINT, device BIGINT, kind VARCHAR, cause VARCHAR, seconds DOUBLE",
+    "times": "step BIGINT, actor VARCHAR, phase VARCHAR, waits_for VARCHAR, seconds DOUBLE",
     "groups": (
         "group_id BIGINT, state VARCHAR, step BIGINT, epoch BIGINT, data_row BIGINT, "
         "domain VARCHAR, version BIGINT, tokens BIGINT, attempts BIGINT, worker VARCHAR, "
@@ -205,6 +207,11 @@ def _spans(run_dir: Path) -> Iterator[Row]:
                 yield actor, *times, *about
 
 
+def _times(run_dir: Path) -> Iterator[Row]:
+    activity = read_activity(run_dir, run_reader.MAX_BYTES)
+    yield from step_times(activity, run_reader.read_metrics(run_dir)).parts
+
+
 def _groups(run_dir: Path) -> Iterator[Row]:
     for group in run_reader.groups_of(surviving_records(run_dir / LEDGER)).values():
         yield group.values()
@@ -240,7 +247,7 @@ _ROWS: Mapping[str, Callable[[Path], Iterable[Row]]] = {
     "metrics": _metrics,
     "tokens": _tokens,
     "spans": _spans,
-    "invoice": read_charges,
+    "times": _times,
     "groups": _groups,
     "versions": _versions,
     "findings": _findings,

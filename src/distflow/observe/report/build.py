@@ -18,7 +18,7 @@ from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import doctor, doctor_run_rules, domains, samples, summary_sentences
 from distflow.observe.report import graph_and_timelines as step
-from distflow.observe.report.idle_invoice import invoice_json, price_of
+from distflow.observe.report.step_times import device_price, times_json
 from distflow.observe.report.summary_sentences import (
     Accuracy,
     EventGroup,
@@ -60,7 +60,7 @@ _PARTS = (
         "pipeline_graph",
         "timeline",
     ),
-    *("idle_invoice", "domains", "response_remarks", "samples", "config_and_events"),
+    *("step_times", "domains", "response_remarks", "samples", "config_and_events"),
 )
 SCRIPTS = (*_PARTS, "report")
 POLICY_OF_SERVED_PAGES = (
@@ -228,7 +228,7 @@ class RunPages(doctor_run_rules.RunRecords):
                 read_object(self.run_dir / "plan.json", self.run_dir).get("nodes"), self.steps
             ),
             "timelines": step.timelines(self.activity, self.records),
-            "invoice": invoice_json(self.charges, price_of(self.config)),
+            "times": times_json(self.times, device_price(self.config)),
         }
 
     def setup(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from distflow.observe.crash_safe_files import JSON, to_number
@@ -22,13 +21,12 @@ from distflow.observe.report.doctor_run_rules import (
     data_order,
     equal_groups,
     greedy_and_sampled,
+    idle_workers,
     no_update,
     predicted_and_measured,
     reward_errors,
     starved_prompts,
-    starving,
     truncation,
-    unaccounted,
 )
 from distflow.observe.report.doctor_step_rules import (
     MANY_STEPS,
@@ -38,8 +36,6 @@ from distflow.observe.report.doctor_step_rules import (
     register_doctor_rule,
     rules_over,
 )
-from distflow.observe.report.graph_and_timelines import read_activity
-from distflow.observe.report.idle_invoice import Charge
 from distflow.observe.report.summary_sentences import (
     NO_END,
     Finding,
@@ -50,7 +46,7 @@ from distflow.observe.report.summary_sentences import (
     readable_s,
     status,
 )
-from distflow.observe.run_reader import MAX_BYTES, comparable_validations
+from distflow.observe.run_reader import comparable_validations
 from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 BROKEN = "policy-broken"
@@ -68,13 +64,8 @@ class RunRule(NamedTuple):
     check: Callable[[RunRecords], Finding | None]
 
     def can_look(self, run: RunRecords) -> bool:
-        there = {"groups": bool(run.activity.groups), "spans": bool(run.charges), "": True}
+        there = {"groups": bool(run.activity.groups), "spans": bool(run.times.windows), "": True}
         return there.get(self.needs, self.needs in run.metrics)
-
-
-def read_charges(run_dir: Path, step: int | None = None) -> list[Charge]:
-    """The idle invoice of a whole run, or of one step."""
-    return RunRecords(run_dir).charges_of(read_activity(run_dir, MAX_BYTES), step)
 
 
 @dataclass(frozen=True)
@@ -278,9 +269,7 @@ RUN_RULES: tuple[RunRule, ...] = (
     RunRule("no-signal", "reward/frac_reward_zero_std", "warning", _equal_groups),
     RunRule("reward-errors", "", "", reward_errors),
     RunRule("greedy-and-sampled", "val_correct/all/mean", "", greedy_and_sampled),
-    RunRule("starving-trainer", "spans", "warning", lambda run: starving(run, is_trainer=True)),
-    RunRule("starving-rollout", "spans", "warning", lambda run: starving(run, is_trainer=False)),
-    RunRule("unaccounted-time", "spans", "warning", unaccounted),
+    RunRule("idle-workers", "spans", "warning", idle_workers),
     RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
     RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
     RunRule("data-order", "groups", "warning", data_order),

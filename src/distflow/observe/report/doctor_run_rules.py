@@ -9,11 +9,11 @@ from pathlib import Path
 
 from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON, read_object, to_number
-from distflow.observe.report import idle_invoice as invoice
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.doctor_step_rules import MANY_STEPS, setting
 from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
 from distflow.observe.report.samples import evenly
+from distflow.observe.report.step_times import StepTimes, step_times
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
     RIGHT,
@@ -27,6 +27,7 @@ from distflow.observe.run_reader import (
     sample_splits,
     sample_steps,
 )
+from distflow.observe.writing.timing import DATA, ENGINE, RANKS, REWARDS
 
 MANY_CUT = 0.1
 MANY_EQUAL = 0.5
@@ -41,35 +42,31 @@ MISSED = 0.5
 UNPLANNED = ("eval", "save", "save_wait", "start")
 """Phases that a plan leaves out."""
 MUCH = 0.2
-_LAST_STEPS = 20
 """The share of the last steps above which idleness is reported."""
+_LAST_STEPS = 20
 _SHORT_S = 0.5
 """Steps that are shorter are mostly overhead."""
-_ADVICE = {
-    invoice.REWARD: (
+_ADVICE_BY_CAUSE = {
+    REWARDS: (
         "Give the reward functions more processes (reward.num_workers), or a shorter "
         "reward.timeout_s."
     ),
-    invoice.GENERATE: (
-        "Generation is the slower side: give it more devices, or fewer and shorter responses."
+    ENGINE: (
+        "Generation is the slower side: give it more devices, or fewer and shorter responses, or "
+        "raise async.max_staleness."
     ),
-    invoice.TAIL: (
-        "A few long responses hold up the step: a shorter data.max_response_length, or "
-        "async.max_staleness."
-    ),
-    invoice.LOADER: (
-        "Rows are made too slowly: set data.lazy=false, or prepare the data beforehand."
-    ),
-    invoice.OF_RANK: (
+    DATA: "Rows are made too slowly: set data.lazy=false, or prepare the data beforehand.",
+    RANKS: (
         "One rank is slower than the others: look at its machine, and at the sizes of its share."
     ),
     "tool ": "Episodes wait for their tools: make these faster, or run more groups.",
     "environment": "Episodes wait for their environment: make it faster, or run more groups.",
-    invoice.NODES: "The rollout's own nodes take this time: look at custom nodes and workflows.",
-    invoice.OF_TRAINER: (
+    "training": "Training is the slower side: give it more devices, or lower async.max_staleness.",
+    "coordinator": (
         "Training is the slower side: give it more devices, or lower async.max_staleness."
     ),
 }
+"""What to do by the beginning of what idle workers waited for."""
 MAX_SHOWN = 300
 MAX_UIDS = 5
 _MAX_FILES = 10
@@ -109,14 +106,8 @@ class RunRecords:
         return read_activity(self.run_dir)
 
     @cached_property
-    def charges(self) -> list[invoice.Charge]:
-        return self.charges_of(self.activity)
-
-    def charges_of(self, activity: RunActivity, step: int | None = None) -> list[invoice.Charge]:
-        """The idle invoice of what was read of the run, or of one step."""
-        return invoice.charges(
-            invoice.journal_of(activity, self.timeline, self.records, self.events, step)
-        )
+    def times(self) -> StepTimes:
+        return step_times(self.activity, self.records)
 
     def samples(self, step: int, split: str = "train") -> list[dict[str, JSON]]:
         return read_samples(self.run_dir, step, split, self.timeline)
@@ -580,47 +571,28 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def starving(run: RunRecords, is_trainer: bool) -> Finding | None:
-    """Devices that wait for the rollout (for training, if not is_trainer) for more than a fifth of
-    the last steps."""
-    last = sorted({charge.step for charge in run.charges if charge.step is not None})[-_LAST_STEPS:]
-    found = [charge for charge in run.charges if charge.step in last]
-    idle = invoice.shares(found)["idle"]
-    total = sum(charge.seconds for charge in found)
-    own = {
-        cause: s / total
-        for cause, s in idle.items()
-        if cause.startswith(invoice.OF_TRAINER) != is_trainer
-    }
-    is_short = total < _SHORT_S * len(last) * len({charge.device for charge in found})
-    if sum(own.values()) <= MUCH or len(last) < MANY_STEPS or is_short:
+def idle_workers(run: RunRecords) -> Finding | None:
+    """Workers that do nothing for more than a fifth of the last steps."""
+    last = list(run.times.windows)[-_LAST_STEPS:]
+    share = run.times.idle_share(last) or 0.0
+    is_short = run.times.seconds(last) < _SHORT_S * len(last) * run.times.workers
+    if share <= MUCH or len(last) < MANY_STEPS or is_short:
         return None
-    named = [
-        f"{cause.removeprefix(invoice.OF_TRAINER)} {share:.0%}"
-        for cause, share in own.items()
-        if share >= 0.01
-    ]
+    seconds: dict[str, float] = {}
+    for (step, cause), idle in run.times.idle_causes.items():
+        if step in last:
+            seconds[cause] = seconds.get(cause, 0.0) + idle
+    total = run.times.seconds(last)
+    longest_first = sorted(seconds.items(), key=lambda each: -each[1])
+    shares = {cause: idle / total for cause, idle in longest_first[:_MAX_NAMED]}
+    named = [f"{cause} {part:.0%}" for cause, part in shares.items() if part >= 0.01]
+    waited = f", while something waited for {joined(named)}" if named else ""
+    text = f"Workers were idle in {share:.0%} of the time of the last {len(last)} steps{waited}."
+    longest = next(iter(shares), "")
     advice = next(
-        (text for start, text in _ADVICE.items() if next(iter(own)).startswith(start)), ""
+        (text for start, text in _ADVICE_BY_CAUSE.items() if longest.startswith(start)), ""
     )
-    text = (
-        f"Devices waited for {joined(named[:_MAX_NAMED])} of the time of the last {len(last)} "
-        "steps."
-    )
-    return Finding("flat", text, advice, numbers=own, files=("spans/",))
-
-
-def unaccounted(run: RunRecords) -> Finding | None:
-    """Time in which it is unknown what a device did."""
-    total = sum(charge.seconds for charge in run.charges)
-    unknown = sum(charge.seconds for charge in run.charges if charge.kind == invoice.UNKNOWN) / (
-        total or 1.0
-    )
-    if unknown <= invoice.MOST_UNKNOWN:
-        return None
-    text = f"Of the devices' time {unknown:.0%} is unaccounted for: no span in spans/ covers it."
-    advice = "Spans were lost with a process, or its clock was set."
-    return Finding("flat", text, advice, numbers={"unknown": unknown}, files=("spans/",))
+    return Finding("flat", text, advice, numbers={"idle": share, **shares}, files=("spans/",))
 
 
 def starved_prompts(run: RunRecords) -> Finding | None:

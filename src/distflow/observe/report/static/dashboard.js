@@ -202,7 +202,7 @@ function showSample() {
 function showTime() {
   const measured = el("div", {});
   own.append(measured);
-  own.before(byId("invoice"));
+  own.before(byId("step-times"));
   const refresh = () => {
     const drawn = readCurves("time");
     load("waits", {}, (found) => measured.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
@@ -210,7 +210,7 @@ function showTime() {
       ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
     return drawn;
   };
-  refresh().then(() => read("time", showStep, showInvoice));
+  refresh().then(() => read("time", showStep, showStepTimes));
   return refresh;
 }
 

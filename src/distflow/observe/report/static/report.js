@@ -11,7 +11,7 @@ showConstants();
 showHistograms();
 new Samples();
 showStep();
-showInvoice();
+showStepTimes();
 showLog();
 showSetup();
 showContents();

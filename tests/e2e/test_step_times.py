@@ -1,4 +1,4 @@
-"""Real runs with a sleep in one place: the idle invoice charges its seconds to that place."""
+"""Real runs with a sleep in one place: its seconds are found in that phase, or in that wait."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ import pytest
 from distflow.cli import main
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.launch.data_sets import LazyRows
-from distflow.observe.report.doctor import read_charges
-from distflow.observe.report.idle_invoice import Charge
+from distflow.observe.report.doctor_run_rules import RunRecords
+from distflow.observe.report.step_times import StepTimes
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from tests.e2e.runs import Playground
 from tests.environments.test_tools_of_a_workflow import Callers
@@ -72,38 +72,31 @@ def calculator(expression: str) -> str:
 """
 
 
-def check(run: Path, kind: str, cause: str, slept: float, device: int = 0) -> None:
-    """Within 5 % of the sleeps, in a table in which each second is charged once."""
-    found = read_charges(run)
-    assert charged(found, kind, cause, device) == pytest.approx(slept, rel=0.05)
-    spans = [json.loads(line) for path in (run / "spans").glob("*.jsonl") for line in path.open()]
-    events = [json.loads(line)["t"] for line in (run / "events.jsonl").open()]
-    wall = max(events + [span["t1"] for span in spans]) - min(
-        events + [span["t0"] for span in spans]
-    )
-    devices = {each.device for each in found}
-    assert sum(each.seconds for each in found) == pytest.approx(len(devices) * wall, rel=1e-3)
-    unknown = sum(each.seconds for each in found if each.kind == "unknown")
-    assert unknown <= 0.02 * len(devices) * wall
+def phase_seconds(times: StepTimes, actor: str, phase: str) -> float:
+    """Of work in a phase, and of waits in it."""
+    own = [part for part in times.parts if (part.actor, part.phase) == (actor, phase)]
+    return sum(part.seconds for part in own)
 
 
-def charged(found: Sequence[Charge], kind: str, cause: str, device: int) -> float:
-    return sum(c.seconds for c in found if (c.kind, c.cause, c.device) == (kind, cause, device))
+def idle_seconds(times: StepTimes, cause: str) -> float:
+    """In which a worker did nothing, and something waited for the cause."""
+    return sum(s for (_, name), s in times.idle_causes.items() if name == cause)
 
 
 def test_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ground = Playground(tmp_path)
     ground.write_reward(REWARD.replace("SLEEP", str(SLEEP)))
     run = ground.run("grpo", *KEYS)
-    check(run.folder, "idle", "reward", STEPS * SLEEP)
+    idle = idle_seconds(RunRecords(run.folder).times, "reward functions")
+    assert idle == pytest.approx(STEPS * SLEEP, rel=0.05)
     assert main(["why", str(run.folder), "2"]) == 0
     said = capsys.readouterr().out
-    assert "reward" in said.partition("\nidle      ")[2].splitlines()[0]
+    assert "reward for reward functions" in said.partition("\nwaits     ")[2].splitlines()[0]
     assert main(["why", str(run.folder), "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step"] == 2 and len(told["groups"]) == 4 and len(told["groups"][0]["scores"]) == 4
-    (reward,) = [each["seconds"] for each in told["invoice"]["causes"] if each["cause"] == "reward"]
-    assert reward == pytest.approx(SLEEP, rel=0.1)
+    waits = {each["waits_for"]: each["seconds"] for each in told["waits"]}
+    assert waits["reward functions"] == pytest.approx(SLEEP, rel=0.1)
 
 
 def test_a_weight_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +108,9 @@ def test_a_weight_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EmbeddedEngine, "load_weights", slow)
     run = Playground(tmp_path).run("grpo", *KEYS)
-    check(run.folder, "overhead", "update_weights", (STEPS + 1) * SLEEP)
+    # One sync more is outside of the steps.
+    slept = phase_seconds(RunRecords(run.folder).times, "training", "update_weights")
+    assert slept == pytest.approx(STEPS * SLEEP, rel=0.05)
 
 
 def test_one_rank_of_two(tmp_path: Path) -> None:
@@ -124,12 +119,11 @@ def test_one_rank_of_two(tmp_path: Path) -> None:
     keys = (*KEYS, "trainer.n_gpus_per_node=2", f"dag.pipeline={tmp_path}/slow.py:slow")
     _, spec = ground.spec("grpo", *keys)
     launch_processes(spec)
-    found = read_charges(tmp_path / "run")
-    cause = next(each.cause for each in found if each.cause.startswith("rank 1: slow"))
-    check(tmp_path / "run", "idle", cause, STEPS * SLEEP)
-    assert charged(found, "busy", cause.removeprefix("rank 1: "), 1) == pytest.approx(
-        STEPS * SLEEP, rel=0.05
-    )
+    times = RunRecords(tmp_path / "run").times
+    slept = pytest.approx(STEPS * SLEEP, rel=0.05)
+    assert times.waits()["training", "other ranks"] == slept
+    (phase,) = {part.phase for part in times.parts if part.phase.startswith("slow")}
+    assert phase_seconds(times, "training-1", phase) == slept
 
 
 def test_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +137,8 @@ def test_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LazyRows, "prepare", slow)
     run = Playground(tmp_path).run("grpo", *KEYS, "data.lazy=true")
-    check(run.folder, "idle", "data loader", STEPS * SLEEP)
+    idle = idle_seconds(RunRecords(run.folder).times, "data")
+    assert idle == pytest.approx(STEPS * SLEEP, rel=0.05)
 
 
 def test_a_tool_of_an_episode(tmp_path: Path) -> None:
@@ -169,4 +164,5 @@ def test_a_tool_of_an_episode(tmp_path: Path) -> None:
     for began, ended in calls:
         slept = slept + max(0.0, ended - max(began, until))
         until = max(until, ended)
-    check(run.folder, "idle", "tool calculator", slept)
+    idle = idle_seconds(RunRecords(run.folder).times, "tool calculator")
+    assert idle == pytest.approx(slept, rel=0.05)
