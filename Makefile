@@ -149,9 +149,12 @@ bench-peers: $(INSTALLED) vllm
 	mkdir -p .peers/tcmalloc
 	-cd .peers/tcmalloc && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x *.deb .
 
-# The pages docs/config.md and docs/migrating.md, from the schema and the tables of other systems.
+# The generated pages (docs/config.md, docs/migrating.md, docs/schema.md), and the site of all pages in build/docs/site. A link that
+# leads nowhere is an error.
 docs: $(INSTALLED)
 	$(BIN)/python scripts/make_docs.py
+	test -x $(BIN)/zensical || $(BIN)/python $(PIP_INSTALL) -e ".[docs]"
+	$(BIN)/python scripts/make_site.py
 
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-lowest .venv-newest .lock runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
