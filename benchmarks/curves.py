@@ -17,13 +17,6 @@ eight at most. A cliff is told where speed falls by more than a quarter while sl
 micro-batch double, or by more than half while responses do (attention over what stands before costs
 no more than that); each tells how it fell. `--plot` draws the curves (`pip install matplotlib`).
 All of it takes about 5 minutes on two cores.
-
-What profiling found: with native code a token of a long response costs what its keys and values
-take to come from memory, 18 to 23 GB/s of the 22 to 24 that a sum over large memory gets here with
-two threads. Eight responses of 4,096 tokens do not fit the cache of 32 MB, so that there half of
-the speed, or a little less, is left of what 2,048 had. All queries of a key-value head through each
-block together, to read it once, gained nothing at 4,000 tokens and lost a tenth below 200; asking
-for the next keys early gained nothing.
 """
 
 import argparse

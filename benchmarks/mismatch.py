@@ -14,22 +14,7 @@ of the first step's answers in that precision lies from the same in float64. End
 where float32 differs by more than 1e-4 nats in any token, and by more than that. float16 is not
 there: `actor_rollout_ref.model.dtype` takes float32 and bfloat16.
 
-What was found (384 × 6, weights ten times as wide, 16 answers of 256 tokens; nats, against
-float64):
-- In float32 engine, trainer and transformers' own forward are each off by 1.9e-5 on average and
-  1.8e-4 to 2.0e-4 at most, and engine and trainer from each other by less: 1.1e-5 and 0.9e-4. So
-  none is less exact than it could be.
-- It arises in the products of matrices, whose sums are taken in float32. In float64, results
-  rounded to float32, the linears leave 0.8e-4 of the 2.0e-4, attention 1.7e-4, norms 2.2e-4, all
-  three 0.5e-4: that is the floor of float32.
-- In bfloat16 an engine that rounds all to it was off by 0.32 and the trainer by 0.16: it computes
-  by autocast, which leaves the residual stream and the norms in float32. Transformers' forward with
-  all of it in bfloat16 is off by 0.30. Native code rounds where autocast does: of 384 × 6 and 512
-  tokens the two are 0.035 apart and not 0.29, of weights three times as wide 4e-5 to 1e-3. What is
-  left is what rounding makes of the seventh digit.
-- The engine's copy had its rotary frequencies in bfloat16 too, so that 500 tokens away an angle was
-  wrong by up to a radian: 0.085 nats apart on average at 128 × 4 and 512 tokens in place of 0.058,
-  and at 384 × 6 above 0.5, at which a run is stopped.
+docs/tried.md lists what profiling found to gain nothing.
 """
 
 import argparse

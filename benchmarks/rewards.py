@@ -9,14 +9,6 @@ sandbox that this machine has: pipelines called with eight cases in one process,
 assertions (a process each), and two inputs on standard input. Then a verdict that hangs is asked
 for beside others on two processes: the longest that one of the others took, with and without.
 Rounds take turns; the best counts.
-
-The goal for `code` at the floor is 200 a second on two cores. Reached: 341 with eight calls, 224
-with three assertions, 350 with two inputs. A verdict takes about 5 ms of the processor with eight
-calls, 7.5 with three assertions and 5 with two inputs, the pool's 0.8 included; 6, 11 and 7 before
-processes were forked without Python's hooks. The processes of a verdict take turns (judge, fork
-server, pipeline), so that two cores are not busy all the time. Three assertions are the dearest:
-three processes, each of which copies some 270 pages as it starts. Fewer processes would save that,
-and weaken the walls (docs/sandbox.md, "What a verdict costs").
 """
 
 import argparse

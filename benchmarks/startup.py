@@ -12,25 +12,7 @@ smallest of the rounds count, and best their ratio: other load on the machine st
 --rows: instead a JSONL file of so many rows, with data.lazy and without, and the largest process so
 far.
 
-What profiling found (2 cores, Python 3.11, torch 2.13, transformers 5.23; seconds of processor time
-before the first token, the main thread's, unless said otherwise):
-- Of 3.5 s now, 2.8 are those two imports: torch 1.0, transformers' lists of its own modules 0.3
-  twice, DTensor and sympy 0.5, torch._dynamo 0.5 (a decorator of transformers asks for it, and the
-  first optimizer would). Threads make it no faster: imports hold the interpreter's lock.
-- Verifiers were started and tried behind all that, 2 s of waiting: a process for each function's
-  loading, five more to see that one that fails or hangs costs a verdict only. That now begins with
-  the command, on the other core.
-- The garbage collector looked through everything that was imported again and again: 0.4 s.
-- pyarrow imports pandas to see whether it was given something of its, both to make an array of a
-  list and to make one of numpy: 0.2 s.
-- Not imported: datasets, peft, bitsandbytes, scipy. `distflow config` and `--help` import neither
-  torch nor transformers.
-- Where Python writes no bytecode (PYTHONDONTWRITEBYTECODE), each start compiled 410 sources of
-  ours, 0.4 s:
-  `make install` compiles them now.
-- Left alone: torch._dynamo, 0.35 s, which transformers' decorators ask for (a stand-in for them
-  would have to know what they do), and DTensor with sympy, 0.45 s, which transformers imports
-  whatever the model.
+docs/tried.md lists what profiling found to gain nothing.
 """
 
 import argparse

@@ -2,7 +2,6 @@
 torch nor Ray."""
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,17 +96,6 @@ def test_no_run_of_text_imports_what_acts() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_architecture_draws_the_rooms() -> None:
-    picture = (SOURCE.parents[1] / "docs" / "architecture.md").read_text().split("```")[1]
-    drawn = set(
-        re.findall(
-            r"[a-z_]+", re.sub(r"  +.*", "", picture.replace("then", ""), flags=re.MULTILINE)
-        )
-    )
-    rooms = {room for rooms in LAYERS for room in rooms} - {"__main__"}
-    assert rooms <= drawn | {"errors", "builtin_names", "import_target"}, rooms - drawn
 
 
 def test_no_cycle_of_modules() -> None:

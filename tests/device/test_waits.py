@@ -1,5 +1,5 @@
 """Where the host waits for the device: in no micro-batch, once in a decode step, else where
-docs/devices.md says."""
+waits.md says."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
 
 pytestmark = pytest.mark.slow
-DOCS = Path(__file__).parents[2] / "docs/devices.md"
+WAITS = Path(__file__).with_name("waits.md")
 
 
 def waits_of_response(num_tokens: int) -> Counter:
@@ -155,7 +155,7 @@ def waits_of_run(ground: Playground, rollout: str, num_steps: int) -> Counter:
 
 def documented(heading: str) -> dict[str, bool]:
     """Whether each place of a table waits in every step, and not only once."""
-    table = DOCS.read_text().split(heading)[1].split("\n#")[0]
+    table = WAITS.read_text().split(heading)[1].split("\n#")[0]
     rows = re.findall(
         r"^\| `(\S+)` · `(\S+)` \| ([^|]+) \| (once|step|token) \|", table, re.MULTILINE
     )
@@ -164,7 +164,7 @@ def documented(heading: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("rollout", ["embedded", pytest.param("hf", marks=pytest.mark.by_hand)])
 @on_device
-def test_the_docs_name_every_place_that_waits(tmp_path: Path, rollout: str) -> None:
+def test_every_place_that_waits_is_named(tmp_path: Path, rollout: str) -> None:
     ground = Playground(tmp_path, num_rows=8)
     two, four = (waits_of_run(ground, rollout, steps) for steps in (2, 4))
     measured = {place: four[place] > two[place] for place in four}
