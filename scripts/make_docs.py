@@ -1,6 +1,6 @@
 """Writes the generated pages of the docs: docs/config.md from the schema of the config,
-docs/migrating.md from the tables of names in other systems, and docs/schema.md from the schema of a
-run's folder.
+docs/migrating.md from the tables of names in other systems, docs/schema.md from the schema of a
+run's folder, and docs/metrics.md from the table of metrics.
 
     make docs
 
@@ -33,6 +33,7 @@ from distflow.config.migration.tables import (
 )
 from distflow.errors import ConfigError
 from distflow.launch.run_folders.sql_views import VIEWS
+from distflow.observe.metrics import metric_table
 from distflow.observe.sample_files import COLUMNS, SCHEMA_VERSION
 
 _BUILTIN_NAMES: Mapping[str, Mapping[str, builtin_names.Entry]] = {
@@ -64,6 +65,7 @@ def main() -> None:
         "config.md": render_reference,
         "migrating.md": render_migrating,
         "schema.md": render_schema,
+        "metrics.md": render_metrics,
     }
     for name, render in pages.items():
         (folder / name).write_text(render(), encoding="utf-8")
@@ -129,6 +131,13 @@ def render_schema() -> str:
         "views": _table(("view", "columns"), views),
     }
     return _fill("schema.md", parts)
+
+
+def render_metrics() -> str:
+    """The page with all metrics."""
+    rows = [(_code(each.name), each.unit, each.kind, each.doc) for each in metric_table()]
+    heads = ("metric", "unit", "parts combine by", "what it is")
+    return _fill("metrics.md", {"metrics": _table(heads, rows)})
 
 
 def _fill(page: str, parts: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -121,14 +120,3 @@ def test_headlines_take_the_first_name_that_is_there() -> None:
 )
 def test_a_headline_is_filled_up_to_its_width_and_never_long(value: float) -> None:
     assert all(line.width <= len(line.text(value)) <= 9 for line in headline_table())
-
-
-def test_the_docs_hold_the_table_as_it_is() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "observe.md").read_text(encoding="utf-8")
-    lines = ["| metric | unit | parts combine by | what it is |", "|---|---|---|---|"]
-    lines += [
-        f"| `{metric.name}` | {metric.unit} | {metric.kind} | {metric.doc} |"
-        for metric in metric_table()
-    ]
-    table = "\n".join(lines) + "\n"
-    assert docs.endswith(table), f"put this at the end of docs/observe.md:\n{table}"

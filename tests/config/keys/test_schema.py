@@ -77,6 +77,7 @@ def test_defaults_break_no_bound():
         ("config.md", make_docs.render_reference),
         ("migrating.md", make_docs.render_migrating),
         ("schema.md", make_docs.render_schema),
+        ("metrics.md", make_docs.render_metrics),
     ],
 )
 def test_the_docs_are_up_to_date(page, render):
