@@ -18,7 +18,7 @@ from distflow import http_guard
 from distflow.commands.dashboard import make_server
 from distflow.commands.dashboard_page_data import Dashboard
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call
+from distflow.environments.endpoint_calls import Answer, Call
 from distflow.http_guard import token_of
 from distflow.sandbox import http_server
 from distflow.sandbox.http_server import SandboxService

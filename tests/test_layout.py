@@ -90,7 +90,7 @@ def test_no_run_of_text_imports_what_acts() -> None:
         "import sys, distflow.cli, distflow.launch.one_process_launcher, "
         "distflow.audit.all_checks, "
         "distflow.launch.make_spec, distflow.pipelines.grpo, "
-        "distflow.environments.workflow_loading_and_builtins\n"
+        "distflow.environments.workflows\n"
         "print([m for m in sys.modules if m.startswith('distflow') and any(name in m for name in "
         f"{names})])"
     )

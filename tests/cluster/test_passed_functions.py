@@ -7,7 +7,7 @@ import pytest
 
 import distflow
 from distflow.environments.chat import Chat
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.observe.run_reader import read_events
 from tests.api.passed_functions import CELLS, REGISTERED, cells
 from tests.api.reward_results import lengths

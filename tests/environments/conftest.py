@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from distflow.environments.chat import Chat, Limits
+from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint, Session
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations
+from distflow.environments.endpoint_calls import Answer, Call
 from distflow.runtime.rollout_loop.loop_thread import LoopThread
 from tests.environments.test_chat import FAMILIES, Engine, Family, chat_of, ids
 

@@ -15,7 +15,7 @@ import torch
 from distflow.config.derived_settings import code_of_workflow
 from distflow.environments.agent_workflow import AgentWorkflow
 from distflow.environments.chat import Prompt
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.launch.user_code_trust_and_importability import pipeline_code
 from tests.e2e.runs import Run

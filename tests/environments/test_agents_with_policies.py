@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
+from distflow.environments.builtin_workflows import solver_checker
 from distflow.environments.chat import Chat, Prompt, Reply
-from distflow.environments.workflow_loading_and_builtins import Row, solver_checker
+from distflow.environments.workflows import Row
 from distflow.errors import TrustError, UserError
 from distflow.rewards.reward_results import Error
 from distflow.rewards.router import RewardOutcome

@@ -12,7 +12,7 @@ from distflow.data.sample import Segment
 from distflow.environments.areal_workflows import ArealWorkflow
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.tokens_between_turns import TurnTokens
-from distflow.environments.workflow_loading_and_builtins import Row, make_workflow
+from distflow.environments.workflows import Row, make_workflow
 from tests.environments.areal_user import (
     GenerationHyperparameters,
     ModelRequest,

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from distflow.environments.endpoint import MAX_BODY_BYTES, Endpoint
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call
+from distflow.environments.endpoint_calls import Answer, Call
 from tests.environments.test_chat import ids
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}

@@ -15,7 +15,7 @@ from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.environment_workflow import EnvironmentWorkflow, seed_of
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.user_code_process import CallFailed
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from tests.environments.test_training import Games

@@ -18,7 +18,7 @@ from distflow.data.task_folders import HARBOR, Task
 from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.harbor_workflow import HarborWorkflow
 from distflow.environments.tokens_between_turns import TurnTokens
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from distflow.sandbox.shell import Shell

@@ -17,7 +17,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, Limits, Prompt
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.tool_workflow import ToolWorkflow
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_samples
 from tests.data.chat_templates import (

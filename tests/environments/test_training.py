@@ -13,7 +13,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.environments.chat import ChatError, Prompt
-from distflow.environments.workflow_loading_and_builtins import Row, load_workflow
+from distflow.environments.workflows import Row, load_workflow
 from distflow.errors import TrustError, UserError
 from distflow.pipelines.nodes import workflow_rollout
 from distflow.rewards.router import RewardRouter

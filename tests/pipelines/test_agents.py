@@ -14,7 +14,7 @@ from distflow.audit.recorded_step import samples_of
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
 from distflow.environments.chat import Agents
-from distflow.environments.workflow_loading_and_builtins import Row, load_workflow
+from distflow.environments.workflows import Row, load_workflow
 from distflow.errors import UserError
 from distflow.graph import Node
 from distflow.graph.bind_to_config import bind_alone

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.environments.chat import Chat
-from distflow.environments.workflow_loading_and_builtins import Row, Workflow
+from distflow.environments.workflows import Row, Workflow
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_episodes
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation

@@ -139,9 +139,7 @@ def test_a_server_beside_the_trainer_reads_files_and_an_offloaded_trainer_brings
     "keys",
     [
         ("actor_rollout_ref.rollout.workflow=multi_turn",),
-        (
-            "actor_rollout_ref.rollout.workflow=distflow.environments.workflow_loading_and_builtins:multi_turn",
-        ),
+        ("actor_rollout_ref.rollout.workflow=distflow.environments.builtin_workflows:multi_turn",),
         (VLLM, "actor_rollout_ref.rollout.url=[http://localhost:1]"),
         ("reward.functions={default: [{name: judge, options: {model: m}}]}",),
     ],

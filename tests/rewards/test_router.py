@@ -10,7 +10,7 @@ import pytest
 from distflow.audit.record_groups_and_updates import GroupRecords
 from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
-from distflow.environments.workflow_loading_and_builtins import Workflow
+from distflow.environments.workflows import Workflow
 from distflow.errors import UserError
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_scored_episodes

@@ -36,7 +36,7 @@ _FUNCTIONS = {
     "pipeline": ("dag.pipeline", "distflow.pipelines.grpo:grpo_pipeline"),
     "workflow": (
         "actor_rollout_ref.rollout.workflow",
-        "distflow.environments.workflow_loading_and_builtins:single_turn",
+        "distflow.environments.builtin_workflows:single_turn",
     ),
 }
 """The key of each function argument, and its placeholder until the file is written."""

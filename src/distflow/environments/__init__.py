@@ -2,4 +2,4 @@
 re-encoded."""
 
 from distflow.environments.chat import Chat, ChatError, Prompt, Reply
-from distflow.environments.workflow_loading_and_builtins import Row, workflow
+from distflow.environments.workflows import Row, workflow

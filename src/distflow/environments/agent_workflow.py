@@ -19,16 +19,16 @@ from typing import Any, cast
 from distflow.data.task_packages import VERIFIERS, missing
 from distflow.environments import agent_process
 from distflow.environments.chat import Chat
+from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint, Session
-from distflow.environments.endpoint_calls_and_conversations import (
+from distflow.environments.endpoint_calls import (
     Answer,
     Call,
-    Conversations,
     RequestError,
 )
 from distflow.environments.parse_tool_calls import check_format
 from distflow.environments.user_code_process import MadeByOptions, ProcessServer, options_of
-from distflow.environments.workflow_loading_and_builtins import REWARD, RewardFn, Row
+from distflow.environments.workflows import REWARD, RewardFn, Row
 from distflow.errors import UserError
 from distflow.import_target import check_server_packages
 

@@ -17,7 +17,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from distflow.environments.endpoint_calls_and_conversations import (
+from distflow.environments.anthropic_format import MESSAGES
+from distflow.environments.endpoint_calls import (
     Answer,
     Call,
     Events,
@@ -26,9 +27,8 @@ from distflow.environments.endpoint_calls_and_conversations import (
     RequestError,
     Wire,
 )
-from distflow.environments.openai_and_anthropic_formats import (
+from distflow.environments.openai_format import (
     CHAT,
-    MESSAGES,
     RESPONSES,
     TEXT,
     continued,

@@ -9,7 +9,7 @@ from typing import Any, cast
 from distflow.environments import environment_adapters
 from distflow.environments.chat import Chat, Reply
 from distflow.environments.user_code_process import MadeByOptions, ProcessServer, options_of
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 
 
 class EnvironmentWorkflow(MadeByOptions):

@@ -12,7 +12,7 @@ from distflow.environments.harbor_verifier import copy_environment, verify
 from distflow.environments.parse_tool_calls import ToolCall, check_format, format_of
 from distflow.environments.tool_workflow import answer_calls
 from distflow.environments.tools_in_user_code_process import ToolAnswer, bounded
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from distflow.sandbox.shell import Shell
 

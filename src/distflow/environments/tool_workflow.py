@@ -43,7 +43,7 @@ from distflow.environments.user_code_process import (
     UserProcess,
     options_of,
 )
-from distflow.environments.workflow_loading_and_builtins import Rewarded, RewardFn, Row
+from distflow.environments.workflows import Rewarded, RewardFn, Row
 from distflow.errors import UserError, hint
 from distflow.import_target import LoadError, load
 from distflow.sandbox.interface import DEFAULT_LIMITS, Broken, Raised

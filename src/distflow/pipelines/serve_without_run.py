@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config
 from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, Limits
+from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint
-from distflow.environments.endpoint_calls_and_conversations import Answer, Call, Conversations
+from distflow.environments.endpoint_calls import Answer, Call
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.pipelines.nodes.workflow_rollout import template_kwargs

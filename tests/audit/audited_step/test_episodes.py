@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from distflow.environments import (
+    builtin_workflows,
     environment_workflow,
     parse_tool_calls,
-    workflow_loading_and_builtins,
+    workflows,
 )
 from distflow.environments.chat import Chat
 from distflow.environments.tokens_between_turns import TurnTokens
@@ -394,12 +395,12 @@ def test_stops_of_a_call_that_are_lost(
 def test_settings_of_another_agent(
     tmp_path: Path, monkeypatch: Patch, change: dict[str, Any], says: str
 ) -> None:
-    begin_agents = workflow_loading_and_builtins.begin_agents
+    begin_agents = workflows.begin_agents
 
     def planted(chat: Any, agents: Any) -> Any:
         return begin_agents(chat, {name: replace(each, **change) for name, each in agents.items()})
 
-    monkeypatch.setattr(workflow_loading_and_builtins, "begin_agents", planted)
+    monkeypatch.setattr(workflows, "begin_agents", planted)
     checker = "{policy: checker, system_prompt: 'c:', max_tokens: 3}"
     agents = (
         f"actor_rollout_ref.rollout.agents={{solver: {{system_prompt: 's:'}}, checker: {checker}}}"
@@ -414,14 +415,14 @@ def test_settings_of_another_agent(
 def test_a_domain_with_the_workflow_of_another(
     tmp_path: Path, monkeypatch: Patch, is_planted: bool
 ) -> None:
-    original = workflow_loading_and_builtins.ByDomain.__call__
+    original = builtin_workflows.ByDomain.__call__
 
     async def planted(self: Any, chat: Any, row: Any, reward_fn: Any = None) -> Any:
         return await original(
             self, chat, replace(row, domain="other") if is_planted else row, reward_fn
         )
 
-    monkeypatch.setattr(workflow_loading_and_builtins.ByDomain, "__call__", planted)
+    monkeypatch.setattr(builtin_workflows.ByDomain, "__call__", planted)
     playground = Playground(tmp_path)
     playground.write_rows(
         [{"prompt": f"{i}:", "answer": "7", "domain": "ab"[i % 2]} for i in range(12)]

@@ -13,7 +13,7 @@ from distflow.environments.chat import Chat, ChatError, Limits, Prompt
 from distflow.environments.simulators.workflow import SimulatorWorkflow
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.user_code_process import CallFailed
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError
 from tests.tiny_models import tiny_tokenizer
 

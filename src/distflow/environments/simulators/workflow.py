@@ -19,7 +19,7 @@ from distflow.environments.simulators.action_tokens import (
 from distflow.environments.simulators.protocol import Observation
 from distflow.environments.simulators.worker_pool import Episode, SimulatorPool
 from distflow.environments.user_code_process import MadeByOptions, options_of
-from distflow.environments.workflow_loading_and_builtins import Row
+from distflow.environments.workflows import Row
 from distflow.errors import UserError, hint
 
 MAX_STEPS = "max_steps"

@@ -20,7 +20,7 @@ from distflow.data.sample import Segment
 from distflow.environments.chat import Chat, ChatError, Limits
 from distflow.environments.parse_tool_calls import format_of
 from distflow.environments.tokens_between_turns import TurnTokens
-from distflow.environments.workflow_loading_and_builtins import KEY, Workflow, row_of
+from distflow.environments.workflows import KEY, Workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.pipelines.nodes.workflow_rollout import read_outcome, template_kwargs
 from distflow.processes.child import Child, python_command, python_path

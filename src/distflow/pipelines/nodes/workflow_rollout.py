@@ -19,7 +19,7 @@ from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_
 from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.user_code_process import ServerGivenUp, ServerLost
-from distflow.environments.workflow_loading_and_builtins import (
+from distflow.environments.workflows import (
     Workflow,
     load_workflow,
     make_workflow,

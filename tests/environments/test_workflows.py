@@ -11,11 +11,11 @@ import torch
 
 from distflow.data.encoded_prompts import PromptRow
 from distflow.environments import workflow
+from distflow.environments.builtin_workflows import multi_turn
 from distflow.environments.chat import Limits, Prompt
-from distflow.environments.workflow_loading_and_builtins import (
+from distflow.environments.workflows import (
     Row,
     load_workflow,
-    multi_turn,
     row_of,
 )
 from distflow.errors import UserError

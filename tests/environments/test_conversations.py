@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from distflow.environments.endpoint_calls_and_conversations import (
+from distflow.environments.conversations import Conversations
+from distflow.environments.endpoint_calls import (
     Answer,
     Call,
-    Conversations,
     RequestError,
     Wire,
 )
-from distflow.environments.openai_and_anthropic_formats import CHAT, TEXT
+from distflow.environments.openai_format import CHAT, TEXT
 from tests.environments.test_chat import FAMILIES, Engine, chat_of, ids
 
 TOOLS = [
