@@ -1,159 +1,201 @@
-"""Weights against the mismatch of rollout and trainer, by loops; their statistics by hand."""
+"""Weights, rejection masks and figures of an engine that differs from the trainer."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
+from distflow.algorithms.mismatch_check import causes
 from distflow.algorithms.rollout_correction import (
     Correction,
+    compute_rejection_mask,
     compute_rollout_weights,
     effective_sample_size,
+    interpolate,
     mismatch_statistics,
+    off_policy_sequence_mask,
+    proximal_position,
 )
+from distflow.builtin_names import ROLLOUT_RS
+from tests.algorithms.batches import Drawn, batches, parts_of
+from tests.algorithms.two_ranks import run_on_ranks
+from tests.references import rollout_correction as reference
+
+THRESHOLDS = (2.0, 1.2, (0.5, 2.0), (0.9, 1.1), (0.0, 1e-9))
+BOUNDS = {"k1": ((None, 1.4), (0.9, 1.1)), "k2": ((None, 0.02),), "k3": ((None, 0.02),)}
+RANKS = st.lists(st.booleans(), min_size=1, max_size=4)
 
 
-def raw_weights(batch: Any, level: str) -> list[list[float]]:
-    """π_trainer / π_rollout by plain loops, 0 outside the mask."""
-    out = []
-    for i, keep in enumerate(batch.mask.tolist()):
-        tokens = [t for t, m in enumerate(keep) if m]
-        d = {t: float(batch["old_log_probs"][i, t] - batch["log_probs"][i, t]) for t in tokens}
-        total = sum(d.values())
-        row = [0.0] * len(keep)
-        for t in tokens:
-            exponent = {"token": d[t], "sequence": total, "geometric": total / len(tokens)}[level]
-            row[t] = math.exp(max(-20.0, min(20.0, exponent)))
-        out.append(row)
-    return out
+def gaps_of(batch: Drawn) -> list[list[float]]:
+    found = []
+    for row in range(len(batch)):
+        gap = batch.of_tokens(row, "old_log_probs") - batch.of_tokens(row, "rollout_log_probs")
+        found.append(gap.tolist())
+    return found
 
 
-@pytest.mark.parametrize("spread", [0.3, 12.0])
-@pytest.mark.parametrize(
-    "threshold", [1.5, (0.0, 1.5), (0.5, 1.5)], ids=["truncate", "mask", "icepop"]
+def columns_of(batch: Drawn, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    return batch["old_log_probs"][rows], batch["rollout_log_probs"][rows], batch.mask[rows]
+
+
+def laid_out(batch: Drawn, rows: list[list[Any]]) -> Tensor:
+    found = torch.zeros_like(batch.mask)
+    for row, own in enumerate(rows):
+        found[row][batch.mask[row] > 0] = torch.tensor(own, dtype=torch.float64)
+    return found
+
+
+@settings(max_examples=80)
+@given(
+    batch=batches(),
+    level=st.sampled_from(("token", "sequence", "geometric")),
+    threshold=st.sampled_from(THRESHOLDS),
+    is_normalized=st.booleans(),
+    first=RANKS,
 )
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("seed", range(3))
-def test_weights(case: Any, seed: int, level: Any, threshold: Any, spread: float) -> None:
-    batch = case(seed, spread=spread)
-    weights, stats = compute_rollout_weights(
-        batch["old_log_probs"], batch["log_probs"], batch.mask, Correction(level, threshold)
-    )
-    raw = raw_weights(batch, level)
-
-    def corrected(w: float) -> float:
-        if isinstance(threshold, float):
-            return min(w, threshold)
-        return w if threshold[0] <= w <= threshold[1] else 0.0
-
-    wanted = [[corrected(w) for w in row] for row in raw]
-    torch.testing.assert_close(
-        weights.double(), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-9
-    )
-    assert weights.dtype == torch.float32
-    inside = [
-        (w, c)
-        for r, c_r, k in zip(raw, wanted, batch.mask.tolist(), strict=True)
-        for w, c, m in zip(r, c_r, k, strict=True)
-        if m
-    ]
-    assert stats["rollout_is_mean"] == pytest.approx(sum(w for w, _ in inside) / len(inside))
-    assert stats["rollout_is_max"] == pytest.approx(max(w for w, _ in inside))
-    assert stats["rollout_is_corrected_frac"] == pytest.approx(
-        sum(w != c for w, c in inside) / len(inside)
-    )
-    draws = [c for _, c in inside]
-    if level != "token":
-        draws = [
-            next(c for c, m in zip(row, k, strict=True) if m)
-            for row, k in zip(wanted, batch.mask.tolist(), strict=True)
-            if any(k)
-        ]
-    squares = sum(c * c for c in draws)
-    assert stats["rollout_is_eff_sample_size"] == pytest.approx(
-        sum(draws) ** 2 / (len(draws) * squares) if squares else 0.0
-    )
-
-
-@pytest.mark.parametrize("threshold", [1.5, (0.7, 1.5)])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("seed", range(3))
-def test_normalised_weights_have_the_mean_one(
-    case: Any, seed: int, level: Any, threshold: Any
+def test_importance_weights_over_two_ranks(
+    batch: Drawn, level: Any, threshold: Any, is_normalized: bool, first: list[bool]
 ) -> None:
-    """Over tokens, or over sequences where one weight is a sequence's; after the cap."""
-    batch = case(seed, spread=0.4)
-    columns = (batch["old_log_probs"], batch["log_probs"], batch.mask)
-    weights, _ = compute_rollout_weights(*columns, Correction(level, threshold))
-    normalised, stats = compute_rollout_weights(
-        *columns, Correction(level, threshold), batch_normalize=True
-    )
-    rows = [
-        [w for w, m in zip(row, keep, strict=True) if m]
-        for row, keep in zip(weights.tolist(), batch.mask.tolist(), strict=True)
-    ]
-    draws = [w for row in rows for w in (row if level == "token" else row[:1])]
-    mean = sum(draws) / len(draws)
-    assert stats["rollout_is_batch_norm_factor"] == pytest.approx(mean, rel=1e-6)
-    torch.testing.assert_close(normalised, (weights / mean).float(), rtol=1e-6, atol=1e-9)
+    weights, stats = reference.importance_weights(gaps_of(batch), level, threshold, is_normalized)
+    wanted = laid_out(batch, weights).float()
+    shares = parts_of(batch, first)
+    correction = Correction(level, threshold)
+
+    def of_rank(rows: list[int]) -> Any:
+        return lambda ranks: compute_rollout_weights(
+            *columns_of(batch, rows), correction, batch_normalize=is_normalized, reduce=ranks
+        )
+
+    for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
+        torch.testing.assert_close(found[0], wanted[rows], rtol=1e-6, atol=0.0)
+        assert found[1] == pytest.approx(stats, rel=1e-9, abs=1e-12)
 
 
-def test_weights_that_are_all_zero_stay() -> None:
-    weights, stats = compute_rollout_weights(
-        torch.zeros(1, 2),
-        torch.full((1, 2), -5.0),
-        torch.ones(1, 2),
-        Correction("token", (0.0, 2.0)),
-        batch_normalize=True,
+@settings(max_examples=100)
+@given(
+    batch=batches(),
+    names=st.sets(st.sampled_from(ROLLOUT_RS), min_size=1),
+    first=RANKS,
+    data=st.data(),
+)
+def test_rejection_over_two_ranks(
+    batch: Drawn, names: set[str], first: list[bool], data: Any
+) -> None:
+    chosen = sorted(names)
+    bounds = [data.draw(st.sampled_from(BOUNDS[name[-2:]])) for name in chosen]
+    kept, stats = reference.reject(gaps_of(batch), chosen, bounds)
+    wanted = laid_out(batch, kept).float()
+    shares = parts_of(batch, first)
+
+    def of_rank(rows: list[int]) -> Any:
+        return lambda ranks: compute_rejection_mask(
+            *columns_of(batch, rows), rollout_rs=chosen, bounds=bounds, reduce=ranks
+        )
+
+    for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
+        assert torch.equal(found[0], wanted[rows])
+        assert found[1] == pytest.approx(stats, rel=1e-9, abs=1e-12)
+
+
+def test_bounds_are_inclusive() -> None:
+    d = torch.tensor([[0.0, math.log(2.0), -math.log(2.0), 0.1]], dtype=torch.float64)
+    arguments = (d, torch.zeros_like(d), torch.ones(1, 4))
+    mask, _ = compute_rejection_mask(*arguments, rollout_rs=["token_k1"], bounds=[(0.5, 2.0)])
+    assert mask.tolist() == [[1.0, 1.0, 1.0, 1.0]]
+    mask, _ = compute_rejection_mask(*arguments, rollout_rs=["token_k1"], bounds=[(0.5, 1.5)])
+    assert mask.tolist() == [[1.0, 1.0, 0.0, 1.0]]
+    half = torch.tensor([[0.5]], dtype=torch.float64)
+    mask, _ = compute_rejection_mask(
+        half, torch.zeros(1, 1), torch.ones(1, 1), rollout_rs=["seq_max_k2"], bounds=[(None, 0.125)]
     )
-    assert weights.tolist() == [[0.0, 0.0]] and stats["rollout_is_batch_norm_factor"] == 1.0
+    assert mask.tolist() == [[1.0]]
+    edge = Correction("token", (1.0, 1.0)).weights(torch.zeros(1, 1), torch.zeros(1, 1), half)
+    assert edge[1].tolist() == [[1.0]]
+
+
+@settings(max_examples=40)
+@given(batch=batches(), first=RANKS)
+def test_figures_of_the_mismatch_over_two_ranks(batch: Drawn, first: list[bool]) -> None:
+    gaps = [gap for row in gaps_of(batch) for gap in row]
+    shares = parts_of(batch, first)
+
+    def of_rank(rows: list[int]) -> Any:
+        return lambda ranks: mismatch_statistics(*columns_of(batch, rows), ranks)
+
+    for found in run_on_ranks([of_rank(rows) for rows in shares]):
+        assert found == pytest.approx(reference.mismatch(gaps), rel=1e-9, abs=1e-12)
 
 
 def test_effective_sample_size_by_hand() -> None:
     ones = torch.ones(1, 4)
     assert float(effective_sample_size(ones, ones)) == 1.0
     assert float(effective_sample_size(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), ones)) == 0.25
-    assert float(
-        effective_sample_size(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))
-    ) == pytest.approx(16 / 20)
     assert float(effective_sample_size(torch.zeros(1, 4), ones)) == 0.0
     assert float(effective_sample_size(ones, torch.zeros(1, 4))) == 0.0
 
 
-def test_equal_policies_weigh_one_and_carry_no_gradient() -> None:
-    log_probs = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
-    for level in ("token", "sequence", "geometric"):
-        weights, stats = compute_rollout_weights(log_probs, log_probs, mask, Correction(level))
-        assert torch.equal(weights, mask)
-        assert not weights.requires_grad
-        assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (
-            1.0,
-            0.0,
-        )
-
-
-def test_nothing_left_is_reported_not_raised() -> None:
-    weights, stats = compute_rollout_weights(
-        torch.zeros(2, 3),
-        torch.full((2, 3), -5.0),
-        torch.ones(2, 3),
-        Correction("token", (0.0, 2.0)),
+@given(batch=batches(), threshold=st.sampled_from((0.05, 0.5)))
+def test_the_off_policy_mask(batch: Drawn, threshold: float) -> None:
+    log_probs = batch["old_log_probs"].clone().requires_grad_()
+    found = off_policy_sequence_mask(
+        log_probs, batch["rollout_log_probs"], batch["advantages"], batch.mask, threshold
     )
-    assert weights.sum() == 0
-    assert (stats["rollout_is_eff_sample_size"], stats["rollout_is_corrected_frac"]) == (0.0, 1.0)
-    _, empty = compute_rollout_weights(*[torch.zeros(0, 0)] * 3, Correction("sequence"))
-    assert set(empty.values()) == {0.0}
+    assert not found.requires_grad and found.dtype is torch.float64
+    for row, gaps in enumerate(gaps_of(batch)):
+        if not gaps:
+            continue
+        advantages = batch.of_tokens(row, "advantages").tolist()
+        kept = reference.keep_on_policy(gaps, advantages, threshold)
+        assert (found[row][batch.mask[row] > 0] == 1.0).tolist() == kept
 
 
-def test_mismatch_statistics_by_hand() -> None:
-    trainer = torch.tensor([[-1.0, -2.0, math.nan]])
-    rollout = torch.tensor([[-1.5, -1.8, math.inf]])
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
-    stats = mismatch_statistics(trainer, rollout, mask)
-    assert stats["mean_abs"] == pytest.approx(0.35)
-    assert stats["max_abs"] == pytest.approx(0.5)
-    w = [math.exp(0.5), math.exp(-0.2)]
-    assert stats["k3"] == pytest.approx(((w[0] - 1.5) + (w[1] - 0.8)) / 2, rel=1e-6)
-    assert stats["ess"] == pytest.approx(sum(w) ** 2 / (2 * (w[0] ** 2 + w[1] ** 2)), rel=1e-6)
+def test_the_off_policy_mask_at_its_bound() -> None:
+    log_probs = torch.tensor([[-1.0, -3.0]])
+    rollout = torch.tensor([[-1.0, -2.0]])
+    advantages = torch.tensor([[-1.0, 0.0]])
+    for threshold, kept in ((0.5, [[1.0, 1.0]]), (0.49, [[0.0, 1.0]])):
+        found = off_policy_sequence_mask(
+            log_probs, rollout, advantages, torch.ones(1, 2), threshold
+        )
+        assert found.tolist() == kept
+
+
+@given(batch=batches(), step=st.integers(0, 5), data=st.data())
+def test_the_proximal_policy_between_two_versions(batch: Drawn, step: int, data: Any) -> None:
+    shape = batch.mask.shape
+    versions = torch.tensor(
+        data.draw(st.lists(st.integers(-1, step + 1), min_size=shape[1], max_size=shape[1]))
+    ).expand(shape)
+    alpha = proximal_position(versions, step)
+    assert alpha.dtype is torch.float32
+    now = batch["log_probs"].clone().requires_grad_()
+    found = interpolate(now, batch["old_log_probs"], alpha)
+    assert not found.requires_grad
+    for row in range(len(batch)):
+        for token in (batch.mask[row] > 0).nonzero()[:, 0].tolist():
+            ends = float(batch["log_probs"][row, token]), float(batch["old_log_probs"][row, token])
+            wanted = reference.proximal(*ends, int(versions[row, token]), step)
+            assert float(found[row, token]) == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+@given(batch=batches(), keeps_kv=st.booleans(), data=st.data())
+def test_each_token_has_one_cause(batch: Drawn, keeps_kv: bool, data: Any) -> None:
+    step = 3
+    drawn = data.draw(st.lists(st.integers(1, 3), min_size=batch.mask.numel(), max_size=200))
+    versions = torch.tensor(drawn[: batch.mask.numel()]).view(batch.mask.shape)
+    found = causes(versions, batch.mask, step, keeps_kv)
+    for row, own in enumerate(batch.mask.tolist()):
+        first = -1
+        for token, counts in enumerate(own):
+            names = {name for name, tokens in found.items() if tokens[row, token]}
+            if not counts:
+                assert not names
+                first = -1
+                continue
+            version = int(versions[row, token])
+            first = version if first < 0 else first
+            assert names == {reference.cause(version, first, step, keeps_kv)}

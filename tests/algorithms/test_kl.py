@@ -1,163 +1,129 @@
-"""KL estimators, the penalty in the reward, and the controllers of its coefficient."""
+"""KL estimates, the penalty in the reward and its controller, against the references."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distflow.algorithms.kl import adapted_coefficient, apply_kl_penalty, check_kl_type, kl_estimate
+from distflow.builtin_names import KL_TYPES
+from tests.algorithms.batches import Drawn, batches, parts_of
+from tests.algorithms.two_ranks import run_on_ranks
+from tests.references import kl as reference
+
+NAMES = (*KL_TYPES, *("k1", "k2", "k3", "k3+"))
 
 
-def reference(lp: float, ref: float, kind: str) -> tuple[float, float]:
-    """(value, derivative by lp) in plain Python."""
-    d = lp - ref
-    if kind == "kl":
-        return d, 1.0
-    if kind == "abs":
-        return abs(d), math.copysign(1.0, d)
-    if kind == "mse":
-        return d * d / 2, d
-    x = max(-20.0, min(20.0, -d))
-    value = math.exp(x) - x - 1
-    return min(value, 10.0), 0.0 if value > 10.0 or abs(d) > 20.0 else 1 - math.exp(x)
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
-@pytest.mark.parametrize(
-    ("kind", "name"), [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", "k3")]
-)
-def test_estimators_and_their_gradients(kind: str, name: str, spread: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    lp = (torch.randn(50, dtype=torch.float64, generator=generator) * spread).requires_grad_()
-    ref = torch.randn(50, dtype=torch.float64, generator=generator)
-    estimate = kl_estimate(lp, ref, kind)
-    estimate.sum().backward()
-    pairs = [reference(a, b, kind) for a, b in zip(lp.tolist(), ref.tolist(), strict=True)]
-    assert estimate.tolist() == pytest.approx([value for value, _ in pairs], rel=1e-12)
-    assert lp.grad.tolist() == pytest.approx([slope for _, slope in pairs], rel=1e-9)
-    assert torch.equal(kl_estimate(lp, ref, name), estimate)
-
-
-@pytest.mark.parametrize("kind", ["kl+", "abs+", "mse+", "low_var_kl+", "k3+"])
-def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
-    lp = torch.randn(
-        20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).requires_grad_()
-    ref = torch.zeros(20, dtype=torch.float64)
-    estimate = kl_estimate(lp, ref, kind)
-    torch.testing.assert_close(estimate, kl_estimate(lp, ref, kind[:-1]))
-    estimate.sum().backward()
-    torch.testing.assert_close(lp.grad, lp.detach())
+@pytest.mark.parametrize("kind", NAMES)
+@settings(max_examples=20)
+@given(batch=batches())
+def test_an_estimate_and_its_gradient(kind: str, batch: Drawn) -> None:
+    own = batch["log_probs"][batch.mask > 0].requires_grad_()
+    leaf = own.detach().clone().requires_grad_()
+    ref = batch["ref_log_prob"][batch.mask > 0]
+    found = kl_estimate(own, ref, kind)
+    wanted = reference.kl(leaf, ref, kind)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    found.sum().backward()
+    wanted.sum().backward()
+    assert own.grad is not None and leaf.grad is not None
+    torch.testing.assert_close(own.grad, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_k1_and_k3_estimate_the_kl() -> None:
-    """Their expectation under the policy, taken over a whole vocabulary, is the KL itself."""
+    """Their expectation under the policy, over a whole vocabulary, is the KL itself."""
     generator = torch.Generator().manual_seed(2)
-    p, q = (
-        torch.log_softmax(0.3 * torch.randn(3, 11, dtype=torch.float64, generator=generator), -1)
-        for _ in range(2)
-    )
-    exact = torch.distributions.kl_divergence(
-        *(torch.distributions.Categorical(logits=each) for each in (p, q))
-    )
-    assert (exact > 0).all()
+    p = torch.log_softmax(0.3 * torch.randn(3, 11, dtype=torch.float64, generator=generator), -1)
+    q = torch.log_softmax(0.3 * torch.randn(3, 11, dtype=torch.float64, generator=generator), -1)
+    exact = (p.exp() * (p - q)).sum(-1)
     for kind in ("kl", "low_var_kl"):
         torch.testing.assert_close((p.exp() * kl_estimate(p, q, kind)).sum(-1), exact)
 
 
+def test_k3_is_bounded_and_the_others_are_not() -> None:
+    far = torch.tensor([-50.0, 50.0], dtype=torch.float64)
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert kl_estimate(far, zero, "low_var_kl").tolist() == [10.0, 10.0]
+    assert kl_estimate(far, zero, "kl").tolist() == [-50.0, 50.0]
+    assert kl_estimate(far, zero, "mse").tolist() == [1250.0, 1250.0]
+
+
 @pytest.mark.parametrize("kind", ["k4", "low_var", "full+", ""])
-def test_unknown_estimators_are_refused(kind: str) -> None:
+def test_unknown_estimates_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind)
-    with pytest.raises(
-        ValueError, match="whole distributions .* low_var_kl is an unbiased estimate"
-    ):
+    with pytest.raises(ValueError, match="'full'.*low_var_kl"):
         check_kl_type("full")
 
 
-@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_penalty_in_the_reward(case: Any, seed: int, kind: str) -> None:
-    batch = case(seed)
-    rewards, mean = apply_kl_penalty(
-        batch["scores"],
-        batch["old_log_probs"],
-        batch["ref_log_prob"],
-        batch.mask,
-        batch.valid,
-        kl_coef=0.3,
-        kl_penalty=kind,
-    )
-    seen = []
-    for i, keep in enumerate(batch.mask.tolist()):
-        for t, m in enumerate(keep):
-            if not m:
-                assert rewards[i, t] == 0.0
-                continue
-            value, _ = reference(
-                float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t]), kind
-            )
-            assert float(rewards[i, t]) == pytest.approx(
-                float(batch["scores"][i, t]) - 0.3 * value, rel=1e-6, abs=1e-6
-            )
-            if batch.valid[i]:
-                seen.append(value)
-    assert mean == pytest.approx(sum(seen) / len(seen))
+@settings(max_examples=60)
+@given(
+    batch=batches(),
+    kind=st.sampled_from(KL_TYPES),
+    mean=st.sampled_from(("token", "sequence")),
+    first=st.lists(st.booleans(), min_size=1, max_size=4),
+)
+def test_the_penalty_in_the_reward_over_two_ranks(
+    batch: Drawn, kind: str, mean: str, first: list[bool]
+) -> None:
+    shares = parts_of(batch, first)
+    names = ("scores", "old_log_probs", "ref_log_prob")
 
-
-@pytest.mark.parametrize("with_verdicts", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_mean_that_the_controller_is_shown(case: Any, seed: int, with_verdicts: bool) -> None:
-    """Over tokens, or over the sequences' means, where the row without a token counts as 0."""
-    batch = case(seed)
-    valid = batch.valid if with_verdicts else torch.ones_like(batch.valid)
-    sequences = []
-    for i, keep in enumerate(batch.mask.tolist()):
-        pairs = [
-            (float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t]))
-            for t in range(len(keep))
-        ]
-        kl = [reference(*pair, "mse")[0] for pair, m in zip(pairs, keep, strict=True) if m]
-        if valid[i]:
-            sequences.append(kl)
-    tokens = [value for kl in sequences for value in kl]
-    wanted = {
-        "token": sum(tokens) / len(tokens),
-        "sequence": sum(sum(kl) / len(kl) if kl else 0.0 for kl in sequences) / len(sequences),
-    }
-    for mean, value in wanted.items():
-        _, shown = apply_kl_penalty(
-            batch["scores"],
-            batch["old_log_probs"],
-            batch["ref_log_prob"],
-            batch.mask,
-            batch.valid if with_verdicts else None,
+    def of_rank(rows: list[int]) -> Any:
+        columns = [batch[name][rows] for name in names]
+        return lambda ranks: apply_kl_penalty(
+            *columns,
+            batch.mask[rows],
+            batch.valid[rows],
             kl_coef=0.3,
-            kl_penalty="mse",
-            mean=mean,
+            kl_penalty=kind,
+            mean=mean,  # type: ignore[arg-type]
+            reduce=ranks,
         )
-        assert shown == pytest.approx(value, rel=1e-12)
-    assert wanted["token"] != pytest.approx(wanted["sequence"], rel=1e-3)
+
+    penalties = []
+    for row in range(len(batch)):
+        own = batch.of_tokens(row, "old_log_probs"), batch.of_tokens(row, "ref_log_prob")
+        penalties.append(reference.kl(*own, kind))
+    wanted = reference.mean_kl([penalties[row].tolist() for row in batch.rows()], mean)
+    for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
+        assert found[1] == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+        assert found[0].dtype is torch.float64
+        assert not found[0][batch.mask[rows] == 0].any()
+        for place, row in enumerate(rows):
+            rewards = batch.of_tokens(row, "scores") - 0.3 * penalties[row]
+            is_token = batch.mask[row] > 0
+            torch.testing.assert_close(found[0][place][is_token], rewards, rtol=1e-12, atol=1e-12)
 
 
-class TestAdaptiveByHand:
-    """value ·= 1 + clip(kl / target − 1, ±.2) · n / horizon."""
+def test_without_valid_every_sample_counts() -> None:
+    old = torch.tensor([[-1.0], [-3.0]])
+    ref = torch.tensor([[-2.0], [-1.0]])
+    zeros = torch.zeros(2, 1)
+    _, mean = apply_kl_penalty(zeros, old, ref, torch.ones(2, 1), kl_coef=0.1)
+    assert mean == -0.5
 
-    def test_figures(self) -> None:
-        # error .1: · (1 + .1·.1)
-        value = adapted_coefficient(0.1, 6.6, 100, target_kl=6.0, horizon=1000)
-        assert value == pytest.approx(0.101)
-        # error 9, clipped to .2: · 1.02
-        value = adapted_coefficient(value, 60.0, 100, target_kl=6.0, horizon=1000)
-        assert value == pytest.approx(0.10302)
-        # error −1, clipped to −.2: · .9
-        value = adapted_coefficient(value, 0.0, 500, target_kl=6.0, horizon=1000)
-        assert value == pytest.approx(0.092718)
 
-    def test_never_below_zero(self) -> None:
-        assert adapted_coefficient(0.1, 0.0, 100, target_kl=1.0, horizon=10) == 0.0
+@given(
+    kl=st.sampled_from((0.0, 0.05, 0.1, 0.11, 0.5, math.inf, math.nan)),
+    num_samples=st.integers(1, 1000),
+    coefficient=st.floats(0.0, 2.0),
+)
+def test_the_controller(kl: float, num_samples: int, coefficient: float) -> None:
+    found = adapted_coefficient(coefficient, kl, num_samples, 0.1, 500.0)
+    wanted = reference.next_coefficient(coefficient, kl, num_samples, 0.1, 500.0)
+    assert found == pytest.approx(wanted, rel=1e-12)
 
-    def test_a_kl_that_is_not_finite_moves_nothing(self) -> None:
-        for kl in (math.nan, math.inf):
-            assert adapted_coefficient(0.1, kl, 5, target_kl=1.0, horizon=10) == 0.1
+
+def test_the_controller_by_hand() -> None:
+    """β · (1 + clip(KL / target − 1, ±0.2) · n / horizon)."""
+    value = adapted_coefficient(0.1, 6.6, 100, target_kl=6.0, horizon=1000)
+    assert value == pytest.approx(0.101)
+    value = adapted_coefficient(value, 60.0, 100, target_kl=6.0, horizon=1000)
+    assert value == pytest.approx(0.10302)
+    value = adapted_coefficient(value, 0.0, 500, target_kl=6.0, horizon=1000)
+    assert value == pytest.approx(0.092718)
+    assert adapted_coefficient(0.1, 0.0, 100, target_kl=1.0, horizon=10) == 0.0

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from distflow.algorithms.normalization_filters_and_weights import Normalization
 from distflow.data.batch import Batch
-from tests.algorithms import conftest
-from tests.algorithms.test_normalization import normalised
 from tests.e2e.keys.algorithm import advantages_of, scores_of
 from tests.e2e.keys.case import Case, close, differ
 from tests.e2e.keys.lab import Run
+from tests.references.normalization import Value, normalise
 
 ONE = "trainer.total_training_steps=1"
 ONE_TURN = (
@@ -32,10 +31,13 @@ def by_loops(batch: Batch, values: Tensor, mask: Tensor, norm: Normalization) ->
     groups = batch["group_index"]
     if norm.group_size is not None:
         groups = groups * 100 + batch["episode_index"] // norm.group_size
-    case = conftest.Case(mask, groups, batch["valid"], {"values": values.double()})
+    places = ((mask > 0) & batch["valid"].bool()[:, None]).nonzero().tolist()
+    numbers = [Value(float(values[row, t]), row, int(groups[row])) for row, t in places]
+    options = {**vars(norm)}
+    del options["group_size"]
     found = torch.zeros(values.shape, dtype=torch.float64)
-    for cell, value in normalised(case, "values", norm, groups.tolist()).items():
-        found[cell] = value
+    for (row, token), value in zip(places, normalise(numbers, **options), strict=True):
+        found[row, token] = value
     return found
 
 

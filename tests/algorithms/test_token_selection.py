@@ -1,0 +1,165 @@
+"""Which tokens Clip-Cov and KL-Cov select, on two ranks, against sorted lists."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.algorithms.losses.covariance import largest, token_covariance, token_draws
+from distflow.algorithms.registry import find_policy_loss
+from tests.algorithms.batches import Drawn, batches, parts_of
+from tests.algorithms.two_ranks import run_on_ranks
+from tests.references import token_selection as reference
+
+RANKS = st.lists(st.booleans(), min_size=1, max_size=4)
+SHARES = st.sampled_from((0.0002, 0.1, 0.34, 1.0))
+Token = tuple[int, int]
+
+
+def tokens_of(batch: Drawn) -> list[Token]:
+    return [(int(row), int(token)) for row, token in (batch.mask > 0).nonzero()]
+
+
+def covariances_of(batch: Drawn) -> list[float]:
+    columns = []
+    for name in ("advantages", "old_log_probs"):
+        columns.append([float(batch[name][token]) for token in tokens_of(batch)])
+    return reference.covariances(*columns)
+
+
+def select(name: str, batch: Drawn, first: list[bool], options: dict[str, Any]) -> set[Token]:
+    """What two ranks select together."""
+    selector: Any = find_policy_loss(name).selects
+    shares = parts_of(batch, first)
+
+    def of_rank(rows: list[int]) -> Any:
+        uids = [f"7-{row}" for row in rows]
+        columns = batch["advantages"][rows], batch["old_log_probs"][rows], batch.mask[rows]
+        return lambda ranks: selector(*columns, uids, ranks, **options)
+
+    chosen = set()
+    for rows, found in zip(shares, run_on_ranks([of_rank(rows) for rows in shares]), strict=True):
+        assert found.dtype is torch.float32 and {*found.flatten().tolist()} <= {0.0, 1.0}
+        chosen |= {(rows[int(row)], int(token)) for row, token in found.nonzero()}
+    return chosen
+
+
+@settings(max_examples=40)
+@given(batch=batches())
+def test_covariance(batch: Drawn) -> None:
+    found = token_covariance(batch["advantages"], batch["old_log_probs"], batch.mask)
+    assert not found[batch.mask == 0].any()
+    wanted = torch.tensor(covariances_of(batch), dtype=torch.float64)
+    torch.testing.assert_close(found[batch.mask > 0], wanted, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(batch=batches(), first=RANKS, share=SHARES)
+def test_kl_cov_selects_the_largest(batch: Drawn, first: list[bool], share: float) -> None:
+    found = select("kl_cov", batch, first, {"kl_cov_ratio": share})
+    covariances = covariances_of(batch)
+    tokens = tokens_of(batch)
+    count = reference.num_selected(share, len(tokens)) if tokens else 0
+    assert len(found) == count
+    values = sorted(covariances, reverse=True)
+    if len(values) > count and values[count - 1] - values[count] < 1e-9:
+        return  # ties are drawn
+    assert found == {tokens[place] for place in reference.kl_cov(covariances, share)}
+
+
+@settings(max_examples=40)
+@given(
+    batch=batches(),
+    first=RANKS,
+    share=SHARES,
+    bounds=st.sampled_from(((0.1, 5.0), (-0.5, 1.0), (0.3, 0.6))),
+)
+def test_clip_cov_draws_within_its_bounds(
+    batch: Drawn, first: list[bool], share: float, bounds: tuple[float, float]
+) -> None:
+    options = {"clip_cov_ratio": share, "clip_cov_lb": bounds[0], "clip_cov_ub": bounds[1]}
+    found = select("clip_cov", batch, first, options)
+    tokens = tokens_of(batch)
+    within = sorted(reference.within(covariances_of(batch), *bounds))
+    draws = token_draws([f"7-{row}" for row in range(len(batch))], batch.mask)
+    ranked = sorted(within, key=lambda place: -float(draws[tokens[place]]))
+    count = min(reference.num_selected(share, len(tokens)), len(within))
+    assert found == {tokens[place] for place in ranked[:count]}
+
+
+def test_defaults_and_bounds_that_are_out() -> None:
+    """All of the share but the one token within 1 and 5, and its ends."""
+    selector: Any = find_policy_loss("clip_cov").selects
+    log_probs = torch.tensor([[-1.0, 1.0, -2.0, 2.0]], dtype=torch.float64)
+    advantages = torch.tensor([[-1.0, 1.0, -2.0, 2.0]], dtype=torch.float64)
+    # covariances 1, 1, 4, 4
+    found = selector(advantages, log_probs, torch.ones(1, 4), ["0-0"])
+    assert found.sum() == 1.0 and not found[0, :2].any()
+    everyone = selector(advantages, log_probs, torch.ones(1, 4), ["0-0"], clip_cov_ratio=1.0)
+    assert everyone.tolist() == [[0.0, 0.0, 1.0, 1.0]]
+    low = selector(
+        advantages, log_probs, torch.ones(1, 4), ["0-0"], clip_cov_ratio=1.0, clip_cov_ub=4.0
+    )
+    assert not low.any()
+
+
+@pytest.mark.slow
+def test_every_token_within_the_bounds_is_drawn_alike() -> None:
+    mask = torch.ones(1, 4)
+    flat = torch.zeros(1, 4, dtype=torch.float64)
+    counts = [0, 0, 0, 0]
+    selector: Any = find_policy_loss("clip_cov").selects
+    for step in range(2000):
+        chosen = selector(flat, flat, mask, [f"{step}-0"], clip_cov_ratio=0.25, clip_cov_lb=-1.0)
+        counts[int(chosen.argmax())] += 1
+        assert float(chosen.sum()) == 1.0
+    assert all(abs(count - 500) < 80 for count in counts), counts  # 4 standard deviations
+
+
+def test_equal_covariances_give_no_more_than_the_share() -> None:
+    selector: Any = find_policy_loss("kl_cov").selects
+    flat = torch.zeros(2, 5, dtype=torch.float64)
+    chosen = selector(flat, flat, torch.ones(2, 5), ["0-0", "0-1"], kl_cov_ratio=0.2)
+    assert int(chosen.sum()) == 2
+
+
+def test_a_draw_depends_on_the_sample_and_the_position_alone() -> None:
+    one = token_draws(["3-1", "0-0"], torch.ones(2, 5))
+    two = token_draws(["0-0"], torch.ones(1, 3))
+    assert torch.equal(one[1, :3], two[0])
+    assert not torch.equal(one[0], one[1])
+    assert bool(((one >= 0) & (one < 1)).all())
+
+
+def test_largest_orders_signs_zeros_and_infinities() -> None:
+    values = torch.tensor([[-1e300, -0.0, 0.0, 1e-310, 3.0, math.inf]], dtype=torch.float64)
+    ties = torch.tensor([[0.0, 0.9, 0.1, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    everywhere = torch.ones_like(values, dtype=torch.bool)
+    for count, wanted in (
+        (1, {5}),
+        (2, {4, 5}),
+        (4, {1, 3, 4, 5}),
+        (5, {1, 2, 3, 4, 5}),
+        (9, set(range(6))),
+    ):
+        chosen = largest(values, ties, everywhere, count)[0]
+        assert set(chosen.nonzero().flatten().tolist()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("clip_cov", {"clip_cov_ratio": 0.0}, "clip_cov_ratio"),
+        ("clip_cov", {"clip_cov_lb": 5.0, "clip_cov_ub": 1.0}, "below clip_cov_ub"),
+        ("kl_cov", {"kl_cov_ratio": 1.5}, "kl_cov_ratio"),
+        ("kl_cov", {"kl_cov_ration": 0.1}, "did you mean 'kl_cov_ratio'"),
+    ],
+)
+def test_options_without_sense_are_refused_before_the_start(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_policy_loss(name).call_options(options)
