@@ -327,7 +327,6 @@ def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
         "torch",
         "transformers",
         "datasets",
-        "rich",
         "yaml",
         "hydra",
         "omegaconf",

@@ -11,7 +11,7 @@ import pytest
 
 from distflow import cli
 from distflow.observe.run_reader import read_samples
-from distflow.observe.writing.terminal_view import TerminalView
+from distflow.observe.writing.terminal_lines import TerminalLines
 from tests.e2e.hostile import CANARY, HOSTILE_CHARACTERS, assert_harmless, speak_hostile, text_files
 from tests.e2e.runs import Playground
 
@@ -121,29 +121,15 @@ def test_messages(what: str, capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
-class Screen(io.StringIO):
-    """A terminal to write to."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_what_others_print_under_the_live_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    view = TerminalView(CANARY, 3)
-    view.phase(CANARY)
-    view.sample(CANARY, CANARY, 1.0)
+def test_what_a_run_prints() -> None:
+    out = io.StringIO()
+    view = TerminalLines(3, file=out)
     view.note("warning", CANARY)
-    view.log(1, {f"timing_s/{CANARY}": 0.5, "timing_s/step": 1.0, "reward/mean_score": 1.0})
-    print(CANARY)
-    print(CANARY, file=sys.stderr)
+    view.reward_failed(CANARY)
+    view.log(1, {"reward/mean_score": 1.0, "reward/calls": 2.0, "reward/error_rate": 0.5})
     view.close()
-    assert sys.stdout is screen and sys.stderr is screen
-    shown = screen.getvalue()
+    shown = out.getvalue()
+    assert "reward errors 1 (" in shown
     assert "\\x1b[2J" in shown and "[red]boo" in shown
     for acting in (
         "\x1b[2J\x1b]52",

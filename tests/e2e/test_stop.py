@@ -202,21 +202,6 @@ def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: P
     assert not any(path.exists() for path in (*left, partial))
 
 
-def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:
-    """The live view hides it; a run that leaves at once takes no lock to stop the view, and shows
-    it all the same."""
-    ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
-    keys = ground.overrides("terminal", "trust.check_rewards=false")
-    run = TerminalRun(["train", "grpo", *keys])
-    run.read_until(lambda: "\x1b[?25l" in run.said() and (ground.folder / "judging").exists())
-    run.send(signal.SIGINT)
-    run.read_until(lambda: "a second signal exits at once" in run.said())
-    run.send(signal.SIGINT)
-    run.read_until(lambda: False)
-    assert run.status() == 130
-    assert run.said().rstrip().endswith("\x1b[?25h"), run.said()[-200:]
-
-
 def assert_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 60
     while any(map(is_alive, pids)):

@@ -1,6 +1,5 @@
 """Signals: the first is told from another thread, whatever lock the main thread holds."""
 
-import errno
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,6 @@ from distflow.runtime.early_stop_and_signals import (
     MetricStop,
     StopRequest,
     interruptible,
-    leave_at_once,
 )
 
 # Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has
@@ -26,12 +24,12 @@ from distflow.runtime.early_stop_and_signals import (
 WRITES_BEFORE_THE_SIGNAL = """
 import os, signal, sys, time
 from distflow.observe.sanitized_output import sanitized_output
-from distflow.observe.writing.terminal_view import TerminalView
+from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.runtime.early_stop_and_signals import StopRequest, exit_status
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
 with sanitized_output(), StopRequest(lambda name: print("stopping", flush=True)) as stop:
-    view = TerminalView("run", 9, live=LIVE)
+    view = TerminalLines(9)
     view.note("info", "ready")
     while os.isatty(0):
         time.sleep(0.01)
@@ -133,36 +131,19 @@ def test_another_thread_sets_no_handler() -> None:
     assert ran
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_output_that_fails_before_the_hang_up_arrives_leaves_its_status(live: bool) -> None:
+def test_output_that_fails_before_the_hang_up_arrives_leaves_its_status() -> None:
     """The kernel may fail the writes to a closed terminal before its signal is delivered."""
     ours, theirs = os.openpty()
-    code = WRITES_BEFORE_THE_SIGNAL.replace("LIVE", str(live))
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    run = subprocess.Popen([sys.executable, "-c", code], **streams, start_new_session=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", WRITES_BEFORE_THE_SIGNAL], **streams, start_new_session=True
+    )
     os.close(theirs)
     shown = b""
     while b"ready" not in shown:
         shown += os.read(ours, 65536)
     os.close(ours)
     assert run.wait(60) == 129
-
-
-def test_a_terminal_that_has_just_gone_does_not_keep_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def gone(descriptor: int, data: bytes) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    def leave(status: int) -> None:
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
-    monkeypatch.setattr(os, "write", gone)
-    monkeypatch.setattr(os, "_exit", leave)
-    with pytest.raises(SystemExit) as left:
-        leave_at_once(130)
-    assert left.value.code == 130
 
 
 @pytest.mark.parametrize(

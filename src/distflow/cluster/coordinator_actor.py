@@ -4,7 +4,6 @@ worker to worker."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from distflow.cluster.remote_sample_queue import GroupRef, RowsOfGroup, to_group
@@ -74,7 +73,6 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
             [DpGroupShares()] if own_loop else dp_groups,
             [str(rank.rank) for rank in spec.plan.ranks if rank.rollout_nodes],
             queued=queued,
-            changed=partial(self._messages.replace, "queue"),
             may_be_lost=True,
         )
         self._num_releases = sum(len(each.shares) for each in dp_groups)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from distflow.cluster.remote_calls import COORDINATOR, future_of, reply_of, shortened
-from distflow.observe.writing.terminal_view import TerminalView
+from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.run_recorder import make_view
 from distflow.runtime.spec import Spec
@@ -23,7 +23,6 @@ Message = tuple[str, tuple[Any, ...]]
 """A method of the driver's view or callbacks, and its arguments."""
 
 _CALLBACKS = tuple(field.name for field in fields(Callbacks))
-_MAX_SAMPLE_CHARS = 1000
 _LOOKS_EVERY_S = 0.5
 _MAX_MESSAGES = 10_000
 _MAX_BYTES = 32_768
@@ -67,7 +66,7 @@ def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
 
 
 class RemoteView:
-    """The driver's `TerminalView`, for a worker; one that does not lead shows only notes."""
+    """The driver's `TerminalLines`, for a worker; one that does not lead shows only notes."""
 
     def __init__(self, send: MessageSender, place: Place) -> None:
         self._send = send
@@ -76,11 +75,6 @@ class RemoteView:
     def note(self, kind: str, message: str) -> None:
         where = "" if self._place.leads else f"worker {self._place.rank}: "
         self._send("note", kind, where + shortened(message))
-
-    def sample(self, prompt: str, response: str, score: float | None) -> None:
-        self._send_if_leading(
-            "sample", prompt[:_MAX_SAMPLE_CHARS], response[:_MAX_SAMPLE_CHARS], score
-        )
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._send_if_leading, name)
@@ -95,16 +89,10 @@ class MessageQueue:
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
-        self._newest: dict[str, tuple[Any, ...]] = {}
         # before an earlier one of the same sender
         self._early: dict[str, dict[int, Message]] = defaultdict(dict)
         self._num_queued = Counter[str]()
         self._changed = threading.Condition()
-
-    def replace(self, method: str, *arguments: Any) -> None:
-        """Queue a message in place of the last one for the method, which is out of date."""
-        with self._changed:
-            self._newest[method] = arguments
 
     def append_in_order(self, sender: str, number: int, method: str, *arguments: Any) -> None:
         """Queue a message after all earlier ones of the sender. number: of the message, from 0."""
@@ -122,8 +110,7 @@ class MessageQueue:
         with self._changed:
             if not self._messages:
                 self._changed.wait(timeout_s)
-            found = list(self._newest.items())
-            self._newest = {}
+            found: list[Message] = []
             num_bytes = 0
             while self._messages and num_bytes < _MAX_BYTES:
                 found.append(self._messages.popleft())
@@ -148,7 +135,7 @@ def shown(
 class DriverOutput:
     """Passes workers' reports to the driver's terminal and to the user's callbacks."""
 
-    def __init__(self, view: TerminalView, caller: Caller, waits_s: float) -> None:
+    def __init__(self, view: TerminalLines, caller: Caller, waits_s: float) -> None:
         """waits_s: how long to wait for the next report."""
         self._view = view
         self._caller = caller

@@ -47,7 +47,6 @@ NEEDED = (
     "hydra-core",
     "datasets",
     "math-verify",
-    "rich",
 )
 MIN_FREE_BYTES = 2 * 1024**3
 _OF_A_RUN = ("run.json", "ledger.jsonl")

@@ -131,7 +131,7 @@ def _running(
             run_start_and_end.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
                 run_start_and_end.note_resume(recorder, checkpoint, built.differences, spec)
-            ports = local_ports(coordinator, recorder.waits, queued, changed=recorder.view.queue)
+            ports = local_ports(coordinator, recorder.waits, queued)
             if own_loop:
                 assert isinstance(ports.queue, LocalSampleQueue), "the queue is of this process"
                 coordinator.prompt_groups.data_open = False
@@ -165,10 +165,9 @@ def local_ports(
     coordinator: Coordinator,
     waits: Waits,
     queued: Mapping[int, FinishedGroup[Batch]] | None = None,
-    changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
 ) -> Ports:
-    """Ports for workers of this process. changed: as in `SharedSampleQueue`."""
-    queue = LocalSampleQueue(coordinator, waits, queued=queued, changed=changed)
+    """Ports for workers of this process."""
+    queue = LocalSampleQueue(coordinator, waits, queued=queued)
     return Ports(queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
 
 

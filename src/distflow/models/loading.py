@@ -331,8 +331,7 @@ class ModelSource:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and the load report: they would break the live view, and we report what
-    matters."""
+    """Silence progress bars and the load report: we report what matters."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

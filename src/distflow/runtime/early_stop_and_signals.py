@@ -19,7 +19,6 @@ from typing import Final
 
 from distflow.processes.descendants import end_descendants
 
-SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
 _ENDED: Final = 0
@@ -187,10 +186,6 @@ def die_with(parent: int) -> None:
 def leave_at_once(status: int) -> None:
     """Exit without locks or waiting; the processes that this one started die with it."""
     end_descendants()
-    # writing to a closed terminal fails, and must not keep the process alive
-    with suppress(OSError):
-        if os.isatty(1):
-            os.write(1, SHOW_CURSOR)  # the live view hid the cursor
     os._exit(status)
 
 

@@ -27,13 +27,13 @@ from distflow.observe.report.doctor_step_rules import StepRules
 from distflow.observe.report.graph_and_timelines import TRAINING
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.writing.run_folder import RunFolder, Span
-from distflow.observe.writing.terminal_view import TerminalView
+from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
 from distflow.observe.writing.trackers import TrackedFinding, TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.spec import Spec
-from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows, scores
+from distflow.runtime.step_metrics import DECODED, DECODED_S, sample_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -217,7 +217,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         resumed_at: int | None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
         process: ReportingProcess = ReportingProcess(),  # noqa: B008  immutable
-        view: TerminalView | None = None,
+        view: TerminalLines | None = None,
     ):
         """view: None makes one here."""
         self._options = options = spec.options
@@ -316,8 +316,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             return
         step = self._step + (of == "step")
         self.folder.event("audit", message, step=step, proven=proven, unproven=unproven, of=of)
-        if of == "step":
-            self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
     def looked(self, counts: Mapping[str, int]) -> None:
         """The number of steps partly audited since the last call, and how often each check was
@@ -388,13 +386,6 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self._trackers.finding(
                     TrackedFinding(found.rule, step, f"{found.text} {found.advice}".rstrip())
                 )
-        if len(batch):
-            is_scored = "token_level_scores" in batch and bool(batch["valid"][0])
-            self.view.sample(
-                batch["prompts"][0],
-                batch["responses"][0],
-                float(scores(batch)[0]) if is_scored else None,
-            )
         self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(
@@ -441,11 +432,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder.span(actor, span, self._step + 1)
 
 
-def make_view(spec: Spec, total_steps: int) -> TerminalView:
-    options = spec.options
-    return TerminalView(
-        f"{options.project} / {options.experiment}", total_steps, generates=spec.plan.generates
-    )
+def make_view(spec: Spec, total_steps: int) -> TerminalLines:
+    return TerminalLines(total_steps, generates=spec.plan.generates)
 
 
 @contextmanager

@@ -3,7 +3,7 @@ as references to them if workers have separate processes."""
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -79,19 +79,16 @@ class SharedSampleQueue(Generic[T]):
         dp_groups: Sequence[DpGroupShares] = (DpGroupShares(),),
         workers: Sequence[str] = ("",),
         queued: Mapping[int, protocol.FinishedGroup[T]] | None = None,
-        changed: Callable[[int, int, int], None] = lambda running, complete, dropped: None,
         may_be_lost: bool = False,
     ) -> None:
         """dp_groups: each trains on every step, which its ranks share; ranks are numbered through
         all dp groups. workers: names of those that generate; empty if there is only one. queued:
         the complete groups of the coordinator's snapshot. Those dropped since are left out; missing
-        ones are generated again. changed: called with the numbers of running, complete and dropped
-        groups, from any thread, inside the lock. may_be_lost: groups may be lost between
-        `take_step` and their arrival at a rank, so that each rank reports them with `read`.
+        ones are generated again. may_be_lost: groups may be lost between `take_step` and their
+        arrival at a rank, so that each rank reports them with `read`.
         """
         self._coordinator = coordinator
         self._waits = waits
-        self._changed = changed
         self._dp_groups = dp_groups
         self._num_ranks = sum(len(dp_group.shares) for dp_group in dp_groups)
         self._groups = {
@@ -377,10 +374,9 @@ class SharedSampleQueue(Generic[T]):
         self._wake()
 
     def _notify(self) -> None:
-        """Wake trainers to check again, and show the counts. Inside the lock."""
+        """Wake trainers to check again, and check the counts. Inside the lock."""
         self._lock.notify_all()
-        counts = self._coordinator.checked_counts()
-        self._changed(counts.running, counts.complete, sum(counts.dropped.values()))
+        self._coordinator.checked_counts()
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:

@@ -166,9 +166,7 @@ class WeightSync:
         """Send the initial weights of this process; returns the canary's metrics."""
         if self._sender is None:
             return {}
-        compared = self._sender.sync(self._version, at_start=True)
-        self._recorder.view.weight_version(self._version.step)
-        return compared
+        return self._sender.sync(self._version, at_start=True)
 
     def send(self, version: Version) -> tuple[bool, dict[str, float]]:
         """Send the weights after a step. Returns whether they had changed, and the canary's
@@ -182,7 +180,6 @@ class WeightSync:
         outcome = self._sender.sync_changed(version, updated or self._frees)
         self._check_all_synced(version)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
-        self._recorder.view.weight_version(version.step)
         return outcome
 
     def send_to_new_workers(self, step: int) -> None:
