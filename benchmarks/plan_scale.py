@@ -4,7 +4,7 @@ what the code of the coordinator takes there.
     python benchmarks/plan_scale.py [scaling asynchrony failures coordinator command]
 
 The model is Qwen2.5-7B on H100s (`planning/devices.toml` and `planning/model_shapes.toml` name the
-sources of their figures; the shares of the peak are those of `planning/predicted_run.py`). Nothing
+sources of their figures; the shares of the peak are those of `planning/step_times.py`). Nothing
 here was measured on such devices.
 
     scaling      strong (1,024 prompts, 8 responses each) and weak (one prompt a device), generation
@@ -37,9 +37,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distflow.launch.plans.plan_before_run import RunPlanner
-from distflow.planning.predicted_run import Lengths, PredictedRun
-from distflow.planning.simulate import Costs, Setup, SimulatedRun, simulate
+from simulated_run import Costs, Setup, SimulatedRun, lognormal, setup_of, simulate
+from distflow.config.keys.schema import with_values
+from distflow.launch.data_sets import data_plan
+from distflow.launch.plans.run_planner import RunPlanner
+from distflow.planning.lengths import Lengths
+from distflow.planning.predicted_run import PredictedRun, RunFacts, predict
 from distflow.scheduling.data_plan import DataPlan, Frequency
 
 MODEL = [
@@ -55,32 +58,35 @@ MODEL += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20480", "reward.num
 HOURS_OF_A_DEVICE = 54 * 24 * 16384 / 419
 
 
-def planned(
-    devices: int, prompts: int, generating: int, staleness: int, spread: str, limit: int = 4096
-) -> RunPlanner:
-    """generating: devices that only generate; 0 for all, which then train too."""
-    sign, rollout, training = (
-        ("+", generating, devices - generating) if generating else ("|", devices, devices)
-    )
-    sizes = [
+def predicted(
+    devices: int, prompts: int, generating: int, staleness: int, width: float, limit: int = 4096
+) -> PredictedRun:
+    """generating: devices that only generate; 0 for all, which then train too. width: of lognormal
+    responses, which have a quarter of the limit on average before they are cut at it."""
+    allocation = f"vllm[rollout]:d{devices}|fsdp[actor]:d{devices}"
+    if generating:
+        allocation = f"vllm[rollout]:d{generating}+fsdp[actor]:d{devices - generating}"
+    keys = [
+        *MODEL,
         f"data.train_batch_size={prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, prompts // 4)}",
-    ]
-    sizes += [
         f"data.max_response_length={limit}",
         "data.max_prompt_length=1024",
         f"async.max_staleness={staleness}",
-    ]
-    sizes += [
-        f"trainer.allocation='vllm[rollout]:d{rollout}{sign}fsdp[actor]:d{training}'",
+        f"trainer.allocation='{allocation}'",
         "trainer.save_freq=-1",
     ]
-    mean = limit / 4
-    return RunPlanner("async_grpo", [*MODEL, *sizes], "h100", devices, 512, mean, spread)
+    planner = RunPlanner("async_grpo", keys, "h100", devices)
+    lengths = Lengths(512, lognormal(limit / 4, width, limit), limit)
+    known = RunFacts(planner.limits, lengths)
+    return predict(planner.loaded.config, planner.pipeline, planner.shapes, planner.device, known)
 
 
-def simulated(planner: RunPlanner, steps: int) -> tuple[PredictedRun, SimulatedRun]:
-    return planner.run, planner.simulate(planner.run, steps)
+def simulated(run: PredictedRun, steps: int) -> SimulatedRun:
+    """The first steps of a run, with the scheduler and the data plan that it has."""
+    config = with_values(run.config, {"trainer.total_training_steps": steps})
+    plan = data_plan(config, {"": 10**5})
+    return simulate(setup_of(run, plan, reward_workers=config.reward.num_workers))
 
 
 def controller_bytes_per_second() -> float:
@@ -105,7 +111,8 @@ def scaling() -> Iterator[str]:
         first = 0.0
         for devices in (64, 256, 1024, 4096):
             prompts = 1024 if name == "strong" else devices
-            run, found = simulated(planned(devices, prompts, devices // 2, 1, "lognormal:0.8"), 6)
+            run = predicted(devices, prompts, devices // 2, 1, 0.8)
+            found = simulated(run, 6)
             speed = prompts * 8 / found.step_seconds
             first = first or speed / devices
             passed = 2 * sum(run.channel_bytes) / rate
@@ -117,7 +124,7 @@ def scaling() -> Iterator[str]:
 
 
 def asynchrony() -> Iterator[str]:
-    widths = ("0", "0.5", "1", "1.5")
+    widths = (0, 0.5, 1, 1.5)
     ages = (1, 2, 4)
     yield (
         "\n| width of the lognormal | mean, longest | synchronous, s | "
@@ -126,19 +133,16 @@ def asynchrony() -> Iterator[str]:
     )
     yield "|---|---|---|" + "---|" * len(ages)
     for width in widths:
-        shared = planned(64, 128, 0, 0, f"lognormal:{width}", 16384)
-        run, found = simulated(shared, 6)
-        base = found.step_seconds
+        run = predicted(64, 128, 0, 0, width, 16384)
+        base = simulated(run, 6).step_seconds
         lengths = run.lengths
         cells = []
         for age in ages:
             splits = (16, 32, 40)
-            steps = [
-                simulated(planned(64, 128, split, age, f"lognormal:{width}", 16384), 6 + 2 * age)[
-                    1
-                ].step_seconds
-                for split in splits
-            ]
+            steps = []
+            for split in splits:
+                apart = predicted(64, 128, split, age, width, 16384)
+                steps.append(simulated(apart, 6 + 2 * age).step_seconds)
             best = min(steps)
             cells.append(f"{base / best:.2f} × ({splits[steps.index(best)]})")
         yield (
@@ -172,7 +176,7 @@ def failures() -> Iterator[str]:
         for interval in intervals:
             plan = DataPlan(10**5, 2, 1, None, 3_000, saves=Frequency(interval))
             costs = Costs(lambda *_: 0.0, lambda _: 0.0, lambda _: step, save=save, restart=restart)
-            found = simulate(Setup(plan, costs, Lengths(1, 1, 1, (1.0,)), training_mtbf=mtbf))
+            found = simulate(Setup(plan, costs, Lengths(1, (1.0,), 1), training_mtbf=mtbf))
             cells.append(f"{found.step_ends[-1] / (3_000 * step) - 1:.1%}")
         shown = f"{young / step:.0f} steps | {daly / step:.0f} steps"
         yield f"| {devices:,} | {mtbf / 3600:.1f} | {shown} | {' | '.join(cells)} |"
@@ -226,7 +230,7 @@ def coordinator() -> Iterator[str]:
 def command() -> Iterator[str]:
     words = ["plan", "async_grpo", *MODEL, "--device", "h100"]
     apart = ["--devices", "64", "trainer.allocation='vllm[rollout]:d32+fsdp:d32'"]
-    cases = {"plan": apart, "plan --simulate 100": [*apart, "--simulate", "100"]}
+    cases = {"plan": apart}
     cases["auto, 64 devices"] = ["--devices", "64", "trainer.allocation=auto"]
     cases["auto, 1,024 devices"] = ["--devices", "1024", "trainer.allocation=auto"]
     for name, more in cases.items():

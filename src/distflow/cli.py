@@ -113,8 +113,13 @@ USE_INSTEAD = {
     "watch": "`distflow dashboard RUN` follows a run",
     "trace": "`distflow report RUN --trace STEPS` writes a trace",
     "list runs": "`distflow runs DIR` lists runs",
+    "plan --simulate": "the times are those of a step; benchmarks/plan_scale.py simulates runs",
+    "plan --tool-seconds": "--from RUN takes the times that a run measured",
+    "plan --mtbf-hours": "benchmarks/plan_scale.py simulates failures",
+    "plan --lengths": "--response-tokens sets the mean, and --from RUN takes measured lengths",
+    "plan --html": "--json prints everything",
 }
-"""For each command that there was."""
+"""For each command or option that there was."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,6 +243,8 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
     """The message for unrecognised arguments; keys are written without dashes."""
     message = f"unrecognized arguments: {' '.join(words)}"
     name, _, value = words[0].lstrip("-").partition("=")
+    if instead := USE_INSTEAD.get(f"{command} --{name}".removeprefix("distflow ")):
+        return f"there is no option --{name}: {instead}"
     if not (takes_keys and words[0].startswith("-") and name):
         return f"{message}; see {command} --help"
     if name in HYDRA_OPTIONS:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective, backend_of
 from distflow.graph import NodeType
 from distflow.models.sharding import DATA, TENSOR
-from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes, process_groups
+from distflow.planning.layouts import Layout, Sizes, process_groups
+from distflow.planning.plan import Plan
 from distflow.runtime.worker_place_and_dp_groups import dp_group_layout
 from tests.runtime.groups import context, group, step
 

@@ -10,11 +10,12 @@ import pytest
 
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.observe.run_reader import read_samples
-from distflow.planning.plan_of_ranks_and_layouts import Plan, check_plan, rank_plan
+from distflow.planning.plan import Plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import Spec
 from tests.cluster.test_supervisor import check_same, distance
 from tests.e2e.runs import Playground, Run
+from tests.planning.valid_plan import check_plan
 
 pytestmark = pytest.mark.slow
 

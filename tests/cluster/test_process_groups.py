@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from distflow.cluster.process_groups import backend_of
-from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes
+from distflow.planning.layouts import Layout, Sizes
+from distflow.planning.plan import Plan
 from distflow.runtime.worker_place_and_dp_groups import dp_group_layout
 from tests.ranks import run_ranks
 

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.cluster.ray_cluster import check_room
 from distflow.errors import UserError
-from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan
+from distflow.planning.plan import Plan, RankPlan
 
 
 def plan(num_workers: int, num_nodes: int = 1, device: str = "cpu") -> Plan:

@@ -105,9 +105,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_text_json_and_page_say_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["async_grpo", SEVEN, "--device", "h100", "trainer.launcher=ray", "cost.gpu_hour=2"]
     words += [
         "trainer.allocation=embedded:d4+fsdp:d4",
@@ -118,8 +116,7 @@ def test_text_json_and_page_say_the_same(
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
         "actor_rollout_ref.rollout.max_num_seqs=64",
     ]
-    page = tmp_path / "plan.html"
-    assert main(["plan", *words, "--html", str(page)]) == 0
+    assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
     plan = planned(capsys, *words)
     assert plan["fits"] and plan["run"]["steps"] == 10
@@ -135,14 +132,6 @@ def test_text_json_and_page_say_the_same(
         "weight sync",
     }
     assert all(0 <= bar["start"] <= bar["end"] <= plan["step"]["seconds"] + 1e-9 for bar in bars)
-    html = page.read_text()
-    assert '<h1>grpo_training_pipeline <span class="pill good">fits</span></h1>' in html
-    embedded = json.loads(html.split('id="data">')[1].split("</script>")[0])
-    assert [worker["title"] for worker in embedded["memory"]] == ["ranks 0 to 3", "ranks 4 to 7"]
-    # which are its arrows
-    assert {"rollout_actor"} < {dep for node in embedded["pipeline"] for dep in node["deps"]}
-    assert embedded["timelines"][0]["seconds"] == plan["step"]["seconds"]
-    assert "src=" not in html and "$" not in html.split("</style>")[1].split("<script")[0]
 
 
 def test_what_does_not_fit_is_refused_with_a_change_that_fits(
@@ -183,9 +172,6 @@ def test_what_does_not_fit_is_refused_with_a_change_that_fits(
         (["grpo", TINY, "--prompt-tokens", "1e9"], "at most data.max_prompt_length"),
         (["grpo", TINY, "no.such.key=1"], "no.such.key"),
         (["no_such_preset", TINY], "no_such_preset"),
-        (["grpo", TINY, "--lengths", "10:-1,20:2"], "shares must not be negative"),
-        (["grpo", TINY, "--lengths", "10:0"], "sum must be above 0"),
-        (["quickstart_sft", TINY, "--simulate", "3"], "generates nothing"),
         (["--from", "no/such/run"], "there is no run: no/such/run/config.yaml does not exist"),
         (["grpo", TINY, "--from", "no/such/run"], "there is no folder no/such/run"),
         (["grpo", TINY, "--from", "tests"], "tests cannot calibrate a plan: it has no config.yaml"),
@@ -222,48 +208,24 @@ def test_a_number_of_devices_out_of_range_is_refused(
 
 
 @pytest.mark.parametrize(
-    "option", [("--simulate", "0"), ("--reward-seconds", "-1"), ("--mtbf-hours", "nan")]
+    ("option", "said"),
+    [
+        (("--simulate", "20"), "benchmarks/plan_scale.py"),
+        (("--mtbf-hours=9",), "benchmarks/plan_scale.py"),
+        (("--tool-seconds", "1"), "--from RUN"),
+        (("--lengths", "lognormal:1"), "--response-tokens"),
+        (("--html", "plan.html"), "--json"),
+        (("--reward-seconds", "-1"), "-1"),
+    ],
 )
-def test_a_simulation_of_nothing_is_refused(
-    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_an_option_that_there_was_says_what_to_use(
+    option: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "grpo", TINY, *option])
     assert stopped.value.code == 2
-    assert option[1] in capsys.readouterr().err
-
-
-def test_a_simulated_run_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "async_grpo",
-        TINY,
-        "--device",
-        "h100",
-        "trainer.launcher=ray",
-        "async.max_staleness=2",
-    ]
-    words += [
-        "trainer.allocation=embedded:d2+fsdp:d2",
-        "data.train_batch_size=8",
-        "--simulate",
-        "6",
-    ]
-    words += [
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "--lengths",
-        "lognormal:1",
-        "--reward-seconds",
-        "0.1",
-    ]
-    assert main(["plan", *words, "--mtbf-hours", "1000"]) == 0
-    text = capsys.readouterr().out
-    found = planned(capsys, *words, "--mtbf-hours", "1000")["simulated"]
-    assert (
-        f"6 steps of {found['step_seconds']:.3g} s" in text
-        and "staleness of groups in steps: 0: " in text
-    )
-    assert sum(found["staleness"].values()) == 48 and max(map(int, found["staleness"])) <= 2
-    assert planned(capsys, *words[:-2])["simulated"]["step_seconds"] < found["step_seconds"]
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
 
 
 def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +244,7 @@ def test_changes_are_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert before["keys"] == [] and shorter["keys"] == [f"data.max_response_length={half}"]
     assert (
         shorter["seconds"] < before["seconds"]
-        and before["low"] <= before["seconds"] <= before["high"]
+        and before["low"] == before["seconds"] == before["high"]
     )
     assert "actor_rollout_ref.rollout.n" in wrong["why"] and plan["measured"] is None
     assert plan["phases"]["step"] == pytest.approx(plan["step"]["seconds"])
@@ -350,13 +312,10 @@ def test_a_searched_allocation_is_listed_and_the_run_takes_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--simulate 20", "trainer.allocation=auto"])
-def test_the_page_shows_what_the_command_prints(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     found = re.search(
-        rf"```bash\n(distflow plan [^\n]*{option}[^\n]*)\n```\n\n((?:    [^\n]*\n)+)", page
+        r"```bash\n(distflow plan [^\n]*allocation=auto[^\n]*)\n```\n\n((?:    [^\n]*\n)+)", page
     )
     assert found is not None
     assert main(shlex.split(found[1])[1:]) == 0

@@ -79,20 +79,20 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/launch/test_make_spec.py",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "tests/launch/test_make_spec.py",
     "actor_rollout_ref.actor.fsdp_config.offload_policy": "tests/launch/test_engine_factories_from_config.py",  # noqa: E501
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "tests/planning/test_assign_nodes_to_ranks.py",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "tests/planning/test_assign_ranks.py",
     "actor_rollout_ref.ref.fsdp_config.param_offload": "tests/launch/test_engine_factories_from_config.py",  # noqa: E501
     "critic.fsdp_config.param_offload": "tests/launch/test_make_spec.py",
     "critic.fsdp_config.optimizer_offload": "tests/launch/test_make_spec.py",
     "critic.fsdp_config.offload_policy": "tests/launch/test_engine_factories_from_config.py",
     "actor_rollout_ref.actor.weight_update_mode": "tests/cluster/test_supervisor.py",
     "trainer.launcher": "tests/cluster/test_supervisor.py",
-    "trainer.nnodes": "tests/planning/test_assign_nodes_to_ranks.py",
-    "trainer.n_gpus_per_node": "tests/planning/test_assign_nodes_to_ranks.py",
-    "trainer.allocation": "tests/planning/test_assign_nodes_to_ranks.py",
-    "trainer.plan_from": "tests/launch/plans/test_rates_from_run_folder.py",
+    "trainer.nnodes": "tests/planning/test_assign_ranks.py",
+    "trainer.n_gpus_per_node": "tests/planning/test_assign_ranks.py",
+    "trainer.allocation": "tests/planning/test_assign_ranks.py",
+    "trainer.plan_from": "tests/launch/plans/test_measured_run.py",
     "profiler.enable": "tests/e2e/test_profiler.py",
     "profiler.steps": "tests/e2e/test_profiler.py",
-    "trainer.devices": "tests/planning/test_assign_nodes_to_ranks.py",
+    "trainer.devices": "tests/planning/test_assign_ranks.py",
     "trainer.worker_cpus": "tests/cluster/test_nodes.py",
     "reward.num_actors": "tests/cluster/test_reward_actors.py",
     "reward.actor_cpus": "tests/cluster/test_reward_actors.py",
@@ -112,13 +112,13 @@ ELSEWHERE = {
     "trainer.slurm.time": "tests/cluster/test_slurm_launcher.py",
     "trainer.slurm.cpus_per_node": "tests/cluster/test_slurm_launcher.py",
     "trainer.slurm.args": "tests/cluster/test_slurm_launcher.py",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "tests/planning/test_assign_nodes_to_ranks.py",  # noqa: E501
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "tests/planning/test_assign_ranks.py",  # noqa: E501
     "dag.generates": "tests/launch/test_make_spec.py",
-    "dag.backend_threshold": "tests/planning/test_assign_nodes_to_ranks.py",
-    "dag.apportion_strategy": "tests/planning/test_assign_nodes_to_ranks.py",
+    "dag.backend_threshold": "tests/planning/test_assign_ranks.py",
+    "dag.apportion_strategy": "tests/planning/test_assign_ranks.py",
     "dag.model_sizes": "tests/launch/test_configured_models.py",
-    "dag.consider_node_cohesion": "tests/planning/test_assign_nodes_to_ranks.py",
-    "dag.consider_node_load": "tests/planning/test_assign_nodes_to_ranks.py",
+    "dag.consider_node_cohesion": "tests/planning/test_assign_ranks.py",
+    "dag.consider_node_load": "tests/planning/test_assign_ranks.py",
 }
 """Keys whose change is tested in another file."""
 

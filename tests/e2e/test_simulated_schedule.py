@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from distflow.planning.predicted_run import Lengths
-from distflow.planning.simulate import Costs, Setup, simulate
+from benchmarks.simulated_run import Costs, Setup, simulate
+from distflow.planning.lengths import Lengths
 from distflow.runtime.spec import Spec
 from distflow.scheduling.ledger import Ledger, timeline
 from tests.e2e import held_groups
@@ -96,7 +96,7 @@ def test_a_run_makes_every_move_of_the_simulated_one(
             lambda _: 1.5,
             reward=lambda random: random.expovariate(1),
         )
-        setup = Setup(spec.data, costs, Lengths(4, 8, 10, (8.0,)), filtered=0.25, seed=seed)
+        setup = Setup(spec.data, costs, Lengths(4, (8.0,), 10), filtered=0.25, seed=seed)
         (tmp_path / "simulated").mkdir()
         with Ledger(tmp_path / "simulated" / "ledger.jsonl") as ledger:
             simulate(setup, ledger)

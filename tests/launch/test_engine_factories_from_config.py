@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.launch.build_engines_on_worker import Spread
 from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
 from distflow.models.cpu_kernels import build as native
-from distflow.planning.plan_of_ranks_and_layouts import RankPlan
+from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf_engine import HFEngine
 from distflow.runtime.engines_and_services import Resources, build_resources

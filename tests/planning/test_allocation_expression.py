@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.errors import UserError
 from distflow.planning.allocation_expression import Allocation, parse_allocation, require_engines
-from distflow.planning.plan_of_ranks_and_layouts import Sizes
+from distflow.planning.layouts import Sizes
 
 
 def read(text: str) -> list[list[tuple[str, str, int]]]:

@@ -1,11 +1,8 @@
-"""The fit gives back what was measured; lengths follow another limit."""
-
-from math import log
-from random import Random
+"""The fit gives back what was measured."""
 
 import pytest
 
-from distflow.planning.measured_rates import MeasuredSteps, Rates, fit, lengths_under, quantiles
+from distflow.planning.measured_rates import MeasuredSteps, Rates, fit
 
 PLANNED = {"generate": 2.0, "forward": 0.0, "update": 4.0, "sync": 0.5, "rewards": 0.25}
 
@@ -35,22 +32,3 @@ def test_scoring_that_remains_is_that_of_the_late_groups_on_all_workers() -> Non
     rates = Rates(scores=(0.5,))
     assert rates.rewards(64, 2, 0.5) == pytest.approx(8.0) and rates.rewards(64, 64, 0.0) == 0.5
     assert Rates().rewards(64, 2, 1.0) == 0.0
-
-
-def test_lengths_under_a_lower_limit_are_cut_and_under_a_higher_one_go_on_at_the_same_rate() -> (
-    None
-):
-    random = Random(3)
-    rate = 1 / 40
-    full = [random.expovariate(rate) for _ in range(20_000)]
-    seen = [min(30.0, length) for length in full]
-    assert lengths_under(20, seen, 30) == tuple(sorted(min(20.0, length) for length in full))
-    longer = lengths_under(200, seen, 30)
-    wanted = sum(min(200.0, length) for length in full) / len(full)
-    assert sum(longer) / len(longer) == pytest.approx(wanted, rel=0.03)
-    assert longer[len(longer) // 2] == pytest.approx(log(2) / rate, rel=0.05)
-    assert lengths_under(90, [30.0, 30.0], 30) == (90.0, 90.0), "nothing ever ended"
-
-
-def test_quantiles_are_of_equal_shares() -> None:
-    assert quantiles([3, 1, 2], 5) == (1, 2, 3) and quantiles(range(100), 4) == (12, 37, 62, 87)

@@ -13,17 +13,13 @@ from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
 from distflow.models.cpu_kernels.decode_step import NativeStep
 from distflow.models.loading import load_model
-from distflow.planning import memory
+from distflow.planning import memory, model_memory
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.planning.assign_nodes_to_ranks import plan_devices
-from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.memory import (
-    MemoryItem,
-    WorkerMemory,
-    activation_bytes,
-    adapter_weights,
-    worker_memory,
-)
+from distflow.planning.assign_ranks import plan_devices
+from distflow.planning.devices import Device
+from distflow.planning.memory import MemoryItem, WorkerMemory, worker_memory
+from distflow.planning.model_memory import activation_bytes, adapter_weights
+from distflow.planning.model_shapes import ModelShape
 from distflow.rollout.embedded import cuda_decode_steps_and_graphs
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
@@ -277,12 +273,15 @@ def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() ->
 
 def test_amounts_are_those_of_the_engines() -> None:
     assert (
-        memory._BUCKET == sender.BUCKET_BYTES
-        and memory._CACHE_SHARE == cuda_decode_steps_and_graphs.MEMORY_SHARE
+        memory.BUCKET_BYTES == sender.BUCKET_BYTES
+        and model_memory.CACHE_SHARE == cuda_decode_steps_and_graphs.MEMORY_SHARE
     )
-    assert memory._CHUNK == {"cpu": log_probs.CHUNK_ELEMENTS, "gpu": log_probs.CHUNK_ON_DEVICE}
+    assert memory.CHUNK_LOGITS == {
+        "cpu": log_probs.CHUNK_ELEMENTS,
+        "gpu": log_probs.CHUNK_ON_DEVICE,
+    }
     source = torch_engine.TorchScorer.__post_init__.__code__.co_consts
-    assert set(memory._MICRO.values()) <= set(source)
+    assert set(model_memory.MICRO_TOKENS.values()) <= set(source)
 
 
 @pytest.mark.parametrize(

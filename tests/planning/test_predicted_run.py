@@ -12,10 +12,11 @@ from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.select_pipeline import bind
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.planning.assign_nodes_to_ranks import plan_ray
-from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.predicted_run import Lengths, PredictedRun, RunFacts, predict
-from tests.planning.test_assign_nodes_to_ranks import devices, two_parts
+from distflow.planning.assign_ranks import plan_ray
+from distflow.planning.devices import Device
+from distflow.planning.model_shapes import ModelShape
+from distflow.planning.predicted_run import PredictedRun, RunFacts, predict
+from tests.planning.test_assign_ranks import devices, two_parts
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 40e9, 100e9, 10e9)
@@ -76,7 +77,7 @@ def test_stale_samples_let_both_sides_work_at_once() -> None:
     training = seconds(apart, "actor_train")
     assert apart.step_seconds < together.step_seconds
     assert apart.step_seconds >= max(generating, training)
-    assert seconds(together, "generate") == generating
+    assert seconds(together, "generate") > generating, "two steps share their longest responses"
 
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
@@ -211,18 +212,6 @@ def test_the_line_of_a_plan_tells_its_time_without_an_exponent(about_s: float, u
     assert time and float(time[1]) == pytest.approx(
         about_s / {"s": 1, "minutes": 60}[unit], rel=0.1
     ), line
-
-
-@pytest.mark.parametrize(
-    ("mean", "end", "cut"), [(100, 200, 0.0), (256, 512, 0.0), (384, 512, 0.5)]
-)
-def test_responses_spread_around_their_mean(mean: float, end: float, cut: float) -> None:
-    lengths = Lengths(10, mean, 512)
-    assert lengths.end == end and lengths.running(end - 1e-6) == pytest.approx(cut, abs=1e-6)
-    count = 20000
-    assert sum(
-        lengths.running((i + 0.5) * end / count) for i in range(count)
-    ) * end / count == pytest.approx(mean, rel=1e-3)
 
 
 def test_layers_that_cannot_be_divided_are_refused() -> None:

@@ -10,10 +10,11 @@ from distflow.config import load_config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.launch.plans.plan_before_run import _written
+from distflow.launch.plans.run_planner import as_overrides
 from distflow.launch.select_pipeline import bind
-from distflow.planning.known_models_and_devices import Device, ModelShape
-from distflow.planning.memory import samples_per_prompt
+from distflow.planning.devices import Device
+from distflow.planning.model_shapes import ModelShape
+from distflow.planning.nearest_change import nearest_change
 from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import (
     CHECKPOINTING,
@@ -21,12 +22,8 @@ from distflow.planning.search_allocations import (
     Choices,
     Search,
     _candidates,
-    nearest_change,
     search_allocations,
-    simulated_steps,
 )
-from distflow.planning.simulate import SimulatedRun, setup_of, simulate
-from distflow.scheduling.data_plan import DataPlan
 
 SHAPE = ModelShape(1024, 4096, 12, 16, 8, 64, 32000, tied=False)
 GPU = Device("gpu", 100e12, 1e12, 17e9, 100e9, 10e9)
@@ -73,23 +70,10 @@ class Cluster:
         def is_allowed(change: Change) -> bool:
             return dict(change)["trainer.allocation"] not in refused
 
-        return search_allocations(self.choices, self.predict, self.simulate, is_allowed)
-
-    def simulate(self, run: PredictedRun) -> SimulatedRun:
-        data = run.config.data.train_batch_size
-        eta = run.config.async_.max_staleness
-        plan = DataPlan(
-            1000,
-            data,
-            samples_per_prompt(run.config),
-            None,
-            simulated_steps(run.config),
-            max_staleness=eta,
-        )
-        return simulate(setup_of(run, plan))
+        return search_allocations(self.choices, self.predict, is_allowed)
 
     def seconds(self) -> dict[tuple[str, int], float]:
-        """The simulated steps of all allocations that fit, by brute force over data and tensor
+        """The steps of all allocations that fit, by brute force over data and tensor
         sizes."""
         total = self.choices.num_devices
         found = {}
@@ -121,7 +105,7 @@ class Cluster:
                     except UserError:
                         continue
                     if run.fits:
-                        found[text, staleness] = self.simulate(run).step_seconds
+                        found[text, staleness] = run.step_seconds
         return found
 
 
@@ -134,10 +118,10 @@ def test_the_best_is_the_best_of_all(preset: str, num_devices: int) -> None:
     every = cluster.seconds()
     assert found.num_fitting == len(every)
     expected = sorted(every.values())[:10]
-    assert [each.step_seconds for each in found.best] == pytest.approx(expected, rel=0.01)
-    assert found.best[0].step_seconds == pytest.approx(expected[0], rel=1e-3)
+    assert [each.run.step_seconds for each in found.best] == pytest.approx(expected, rel=0.01)
+    assert found.best[0].run.step_seconds == pytest.approx(expected[0], rel=1e-3)
     assert all(
-        every[each.text, each.staleness] == each.step_seconds and each.run.fits
+        every[each.text, each.staleness] == each.run.step_seconds and each.run.fits
         for each in found.best
     )
 
@@ -205,7 +189,7 @@ def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
     found = cluster.search()
     assert all((CHECKPOINTING, True) in each.change and each.run.fits for each in found.best)
     assert f"{CHECKPOINTING}=true, and none without it" in found.why()
-    assert f"{CHECKPOINTING}=true" in _written(found.best[0].change)
+    assert f"{CHECKPOINTING}=true" in as_overrides(found.best[0].change)
     roomy = Cluster("grpo", 2, replace(tight, memory=80e9), staleness=(0,))
     roomy.choices = replace(roomy.choices, may_recompute=True)
     assert all(len(each.change) == 3 for each in roomy.search().best), (
@@ -273,5 +257,5 @@ def changed_beside_trainer(refused: str = "nothing") -> tuple[Change | None, boo
         lambda change: None if refused in str(change) else with_values(config, dict(change)),
     )
     return change, change is not None and again(
-        load_config("grpo", [*keys, *_written(change)], complete=False).config
+        load_config("grpo", [*keys, *as_overrides(change)], complete=False).config
     ).fits

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distflow.planning.plan_of_ranks_and_layouts import RankPlan
+from distflow.planning.plan import RankPlan
 from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.training.engine import OneRank
 

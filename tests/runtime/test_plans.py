@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.launch.build_worker import build_worker
 from distflow.launch.one_process_launcher import local_ports
-from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan, check_plan, rank_plan
+from distflow.planning.plan import Plan, RankPlan, rank_plan
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.engines_and_services import Resources, build_resources
@@ -22,6 +21,7 @@ from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.ledger import Ledger
 from tests.e2e.runs import Playground
+from tests.planning.valid_plan import check_plan
 
 STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
 
@@ -112,13 +112,3 @@ def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path: Path) -> None
     (resources,) = run_ranks(spec)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(resources).items())
     assert resources.critic is not None and resources.critic.state().meta["num_steps"] == 3
-
-
-def test_an_engine_that_nothing_uses_is_named(tmp_path: Path) -> None:
-    _, spec = Playground(tmp_path).spec("grpo", *STEPS)
-    (rank,) = spec.plan.ranks
-    plan = replace(spec.plan, ranks=(replace(rank, engines=(*rank.engines, "critic")),))
-    with pytest.raises(
-        UserError, match="the plan gives rank 0 the engine 'critic', which no node of pipeline"
-    ):
-        check_plan(plan, spec.pipeline())

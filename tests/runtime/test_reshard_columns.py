@@ -4,10 +4,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distflow.graph import BoundPipeline
-from distflow.planning.assign_nodes_to_ranks import plan_ray
-from distflow.planning.plan_of_ranks_and_layouts import Plan, check_plan, dp_groups_of, plan_local
+from distflow.planning.assign_ranks import plan_ray
+from distflow.planning.plan import Plan, dp_groups_of, plan_local
 from distflow.runtime.reshard_columns import ColumnReshard, resharded_columns
-from tests.planning.test_assign_nodes_to_ranks import devices, pipelines, ppo
+from tests.planning.test_assign_ranks import devices, pipelines, ppo
+from tests.planning.valid_plan import check_plan
 
 
 def test_what_a_dp_group_reads_of_nodes_that_it_does_not_run_is_sent_once() -> None:

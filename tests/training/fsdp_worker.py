@@ -18,7 +18,8 @@ from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharding import Sharding, at_places, shard_model, whole
-from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes, process_groups
+from distflow.planning.layouts import Layout, Sizes, process_groups
+from distflow.planning.plan import Plan
 from distflow.runtime.checkpoint.files import own_shards
 from distflow.training.engine import Collective, LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule

@@ -34,7 +34,7 @@ from distflow.models.sharding import (
     square_sum,
     whole,
 )
-from distflow.planning.plan_of_ranks_and_layouts import RankPlan
+from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.files import own_shards
 from distflow.runtime.engines_and_services import build_resources

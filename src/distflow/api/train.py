@@ -40,7 +40,7 @@ def read(
     try:
         loaded = load_config(preset, lines, needed=NEEDED_TO_TRAIN)
         if loaded.config.trainer.allocation == "auto":
-            from distflow.launch.plans.plan_before_run import searched_allocation
+            from distflow.launch.plans.run_planner import searched_allocation
 
             loaded = load_config(
                 preset, [*lines, *searched_allocation(preset, lines, say)], needed=NEEDED_TO_TRAIN

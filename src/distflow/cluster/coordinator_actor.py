@@ -11,7 +11,7 @@ from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.data.encoded_prompts import PromptRow
 from distflow.launch.run_start_and_end import Start, begin_ledger
 from distflow.observe.writing.timing import Waits
-from distflow.planning.plan_of_ranks_and_layouts import dp_groups_of
+from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.checkpoint.save_and_restore import load_queued
 from distflow.runtime.sample_queue.protocol import (

@@ -17,7 +17,7 @@ from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import gather
 from distflow.observe.writing.timing import Waits
-from distflow.planning.plan_of_ranks_and_layouts import dp_groups_of
+from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.rollout_loop.group_samples_and_columns import rows_by_group

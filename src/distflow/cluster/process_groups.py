@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
 from distflow.observe.writing.timing import COLLECTIVE, RANKS, Waits
-from distflow.planning.plan_of_ranks_and_layouts import Axis, Layout, Part, Plan
+from distflow.planning.layouts import Axis, Layout, Part
+from distflow.planning.plan import Plan
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import Place, dp_group_layout
 from distflow.training.engine import Collective, OneRank, Plain, Reducible

@@ -20,7 +20,7 @@ from distflow.errors import UserError
 from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
-from distflow.planning.plan_of_ranks_and_layouts import Plan
+from distflow.planning.plan import Plan
 from distflow.processes.child import python_command, python_path
 from distflow.processes.descendants import ending_by_themselves
 from distflow.runtime.run_recorder import reported

@@ -142,7 +142,7 @@ def _load_runs(
     load_own = partial(load_config, arguments.preset, needed=NEEDED_TO_TRAIN, base=base)
     loaded = load_own(overrides)
     if loaded.config.trainer.allocation == "auto":
-        from distflow.launch.plans.plan_before_run import searched_allocation
+        from distflow.launch.plans.run_planner import searched_allocation
 
         overrides += searched_allocation(arguments.preset, overrides, say)
         loaded = load_own(overrides)

@@ -8,7 +8,7 @@ from pathlib import Path
 from distflow.config import Config
 from distflow.errors import UserError, count_of
 from distflow.launch.configured_models import model_sizes
-from distflow.planning.memory import trained_bytes
+from distflow.planning.model_memory import trained_bytes
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.spec import Spec
 

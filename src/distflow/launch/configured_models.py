@@ -19,7 +19,7 @@ from distflow.graph import BoundPipeline
 from distflow.graph.node_decorator_and_roles import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.device_and_threads import accelerator, choose_device
-from distflow.launch.plans.rates_from_run_folder import as_predicted, given_by, measured_run
+from distflow.launch.plans.measured_run import as_predicted, facts_of, measured_run
 from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import (
     ModelSource,
@@ -36,9 +36,11 @@ from distflow.models.model_paths_and_folder_checks import (
     resolve_path,
 )
 from distflow.models.sharding import Sharding, check_divisible, shard_model
+from distflow.planning.devices import find_device
 from distflow.planning.independent_parts import parse_size
-from distflow.planning.known_models_and_devices import ModelShape, find_device
-from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan
+from distflow.planning.layouts import Layout
+from distflow.planning.model_shapes import ModelShape
+from distflow.planning.plan import Plan
 from distflow.planning.predicted_run import predict
 
 
@@ -158,7 +160,7 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
         }
     except UserError:
         return {}
-    given = given_by(measured, config, plan.pipeline, known, RunLimits(rows))
+    given = facts_of(measured, config, plan.pipeline, known, RunLimits(rows))
     run = predict(config, pipeline, shapes, known, given, plan)
     return {**as_predicted(run, known, shapes), "line": run.line()}
 

@@ -21,7 +21,7 @@ from distflow.import_target import load
 from distflow.models.cpu_kernels.build import NotNative, outcome
 from distflow.observe.sanitized_output import escape_control
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.planning.plan_of_ranks_and_layouts import Plan, dp_groups_of
+from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place_and_dp_groups import Home, Place
 

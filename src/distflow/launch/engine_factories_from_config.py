@@ -29,7 +29,7 @@ from distflow.launch import build_engines_on_worker as on_worker
 from distflow.launch import configured_models
 from distflow.launch.device_and_threads import choose_device, choose_dtype, threads_of
 from distflow.models.cpu_kernels import build as native
-from distflow.planning.memory import shares_storage
+from distflow.planning.model_memory import shares_storage
 from distflow.rewards.judge_prompt_and_cache import judge_template
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.router import Overlong, RewardRouter

@@ -33,7 +33,6 @@ from distflow.launch.startup_messages import startup_lines
 from distflow.launch.user_code_trust_and_importability import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
-from distflow.planning.plan_of_ranks_and_layouts import check_plan
 from distflow.runtime.run_errors_and_limits import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
 from distflow.training.optimizer import check_optimizer
@@ -61,7 +60,6 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
             spec = _spec(loaded, reading.pipeline, data)
         for warning in spec.warnings:
             say(f"warning: {warning}")
-    check_plan(spec.plan, reading.pipeline)
     check_pickles(spec)
     return spec
 

@@ -18,9 +18,9 @@ from distflow.launch.device_and_threads import follow_machines
 from distflow.launch.fit_config_to_files import follow_pipeline, read_config
 from distflow.launch.select_pipeline import bind
 from distflow.launch.spec_fields_from_config import spec_settings
-from distflow.planning.assign_nodes_to_ranks import share_devices
+from distflow.planning.assign_ranks import share_devices
 from distflow.planning.independent_parts import Part, pipeline_parts
-from distflow.planning.plan_of_ranks_and_layouts import Plan
+from distflow.planning.plan import Plan
 from distflow.runtime.spec import WorkerNeeds
 
 _SHARED = (

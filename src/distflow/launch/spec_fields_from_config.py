@@ -35,8 +35,8 @@ from distflow.launch.engine_factories_from_config import (
 )
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
-from distflow.planning.assign_nodes_to_ranks import plan_devices
-from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan
+from distflow.planning.assign_ranks import plan_devices
+from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
 

@@ -27,7 +27,7 @@ from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.migration.tables import find_synonyms
 from distflow.errors import UserError, hint
 from distflow.graph.node_decorator_and_roles import ENGINES
-from distflow.planning.plan_of_ranks_and_layouts import Axis, Sizes
+from distflow.planning.layouts import Axis, Sizes
 
 KEY = "trainer.allocation"
 STRATEGY = "actor_rollout_ref.actor.strategy"

@@ -1,33 +1,31 @@
-"""What a run measured, in place of what a plan can only estimate: how much longer than on the
-roofline the parts of a step take, the times of rewards, the rest of a step, and the memory of a
-process beside its models."""
+"""What a run measured, in place of what a plan can only estimate."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, log1p
+from math import ceil
 from statistics import fmean
 
 PARTS = ("generate", "forward", "update", "sync")
-"""Whose seconds a roofline estimates. forward: log-probs and values."""
+"""Parts of a step whose seconds a roofline estimates. forward: log-probs and values."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """generate, forward, update, sync: measured seconds for each planned one. scores: seconds of
-    the scoring of groups, of equal shares, ascending. rest: seconds of a step, for each sample,
-    outside of these parts. libraries: bytes of a process without its models; None as usual. spread:
-    the quartiles of a step's seconds over their median. source: the run; empty if nothing was
-    measured."""
-
     generate: float = 1.0
+    """Measured seconds for each second of the roofline; so are the next three."""
     forward: float = 1.0
     update: float = 1.0
     sync: float = 1.0
     scores: tuple[float, ...] = ()
+    """Seconds of the scoring of groups, of equal shares, ascending."""
     rest: float = 0.0
+    """Seconds of a step, for each sample, outside of the other parts."""
     libraries: float | None = None
+    """Bytes of a process without its models; None as usual."""
     spread: tuple[float, float] = (1.0, 1.0)
+    """The quartiles of a step's seconds over their median."""
     source: str = ""
+    """The run; empty if nothing was measured."""
 
     @property
     def score(self) -> float:
@@ -37,7 +35,7 @@ class Rates:
     def rewards(self, groups: int, workers: int, late: float) -> float:
         """Seconds of the scoring that remains when a batch has its last token. late: share of the
         groups that end with it; the others were scored before."""
-        return self.score * max(1, ceil(groups * late / workers)) if self.scores else 0.0
+        return self.score * max(1, ceil(groups * late / workers))
 
     def sentence(self) -> str:
         parts = ", ".join(f"{part} {getattr(self, part):.3g}" for part in PARTS)
@@ -50,14 +48,18 @@ class Rates:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Medians over the steps of a run. seconds: of `PARTS`, and of `rest`. scores, spread: see
-    `Rates`. samples: of a step. peak: bytes of the fullest process, None if unknown."""
+    """Medians over the steps of a run."""
 
     seconds: Mapping[str, float]
+    """Of `PARTS`, and of `rest`."""
     scores: tuple[float, ...]
+    """As in `Rates`."""
     samples: int
+    """Of a step."""
     spread: tuple[float, float] = (1.0, 1.0)
+    """As in `Rates`."""
     peak: float | None = None
+    """Bytes of the fullest process; None if unknown."""
 
 
 def fit(
@@ -70,46 +72,24 @@ def fit(
     """The rates with which a plan of that run gives what the run measured. planned: seconds of
     `PARTS`, and of `rewards` that are left after the last token. peak, libraries: bytes that the
     plan has for the fullest process, and for its libraries among them."""
-    factors = {
-        part: measured.seconds[part] / planned[part]
-        for part in PARTS
-        if planned.get(part) and measured.seconds.get(part)
-    }
-    passes = {part: rate for part, rate in factors.items() if part in ("forward", "update")}
-    if len(passes) == 1:  # they run the same kernels
-        factors |= dict.fromkeys(("forward", "update"), *passes.values())
-    rest = max(0.0, measured.seconds.get("rest", 0.0) - planned.get("rewards", 0.0)) / max(
-        1, measured.samples
-    )
-    beside = None if measured.peak is None else max(0.0, libraries + measured.peak - peak)
+    factors = {}
+    for part in PARTS:
+        if planned.get(part) and measured.seconds.get(part):
+            factors[part] = measured.seconds[part] / planned[part]
+    # Both passes run the same kernels, so one that was not measured has the other's rate.
+    if "update" in factors:
+        factors.setdefault("forward", factors["update"])
+    elif "forward" in factors:
+        factors["update"] = factors["forward"]
+    rest = max(0.0, measured.seconds.get("rest", 0.0) - planned.get("rewards", 0.0))
+    beside = None
+    if measured.peak is not None:
+        beside = max(0.0, libraries + measured.peak - peak)
     return Rates(
         **factors,
         scores=measured.scores,
-        rest=rest,
+        rest=rest / max(1, measured.samples),
         libraries=beside,
         spread=measured.spread,
         source=source,
     )
-
-
-def lengths_under(limit: int, lengths: Sequence[float], old_limit: int) -> tuple[float, ...]:
-    """Measured lengths of responses as another limit would have them, ascending. Longer ones are
-    cut. Those that the old limit cut continue, and end at the rate at which responses ended below
-    it."""
-    ended = [length for length in lengths if length < old_limit]
-    number = len(lengths) - len(ended)
-    rate = len(ended) / sum(lengths)
-    longer = (-log1p(-(place + 0.5) / number) / rate if rate else limit for place in range(number))
-    return tuple(
-        sorted(
-            min(float(limit), length) for length in (*ended, *(old_limit + more for more in longer))
-        )
-    )
-
-
-def quantiles(values: Sequence[float], number: int) -> tuple[float, ...]:
-    """So many values of equal shares, ascending; all values if there are fewer."""
-    ordered = sorted(values)
-    if len(ordered) <= number:
-        return tuple(ordered)
-    return tuple(ordered[int((place + 0.5) * len(ordered) / number)] for place in range(number))

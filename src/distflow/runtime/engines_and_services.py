@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.models.sharding import whole
 from distflow.observe.writing.timing import lasting
-from distflow.planning.plan_of_ranks_and_layouts import RankPlan
+from distflow.planning.plan import RankPlan
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine

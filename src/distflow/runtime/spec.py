@@ -17,7 +17,7 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.observe.writing.trackers import check_trackers
-from distflow.planning.plan_of_ranks_and_layouts import Plan, RankPlan
+from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.scheduling.coordinator import DataPlan

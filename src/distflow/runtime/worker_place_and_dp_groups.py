@@ -12,7 +12,8 @@ import torch
 
 from distflow.data.bin_packing import divide_step
 from distflow.errors import UserError
-from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes
+from distflow.planning.layouts import Layout, Sizes
+from distflow.planning.plan import Plan
 from distflow.runtime.spec import Spec
 from distflow.scheduling.data_plan import minibatches
 

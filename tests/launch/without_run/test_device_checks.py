@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from distflow.commands.selftest.compared_runs import CHECKS as ALL_CHECKS
 from distflow.config import load_config
-from distflow.launch.plans.plan_before_run import RunPlanner
+from distflow.launch.plans.run_planner import RunPlanner
 from distflow.launch.without_run.device_checks import (
     CHECKS,
     Subject,

@@ -32,7 +32,7 @@ from distflow.launch.spec_fields_from_config import sampling_params
 from distflow.models.loading import stop_token_ids
 from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
-from distflow.planning.plan_of_ranks_and_layouts import RankPlan
+from distflow.planning.plan import RankPlan
 from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 from distflow.runtime.spec import Get

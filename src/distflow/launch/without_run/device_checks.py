@@ -36,7 +36,7 @@ from distflow.launch.engine_factories_from_config import engine_dtype, shares_we
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model, load_tokenizer
 from distflow.models.sharding import empty_model
-from distflow.planning.memory import cache_in_advance, frozen_bytes, trained_bytes
+from distflow.planning.model_memory import cache_in_advance, frozen_bytes, trained_bytes
 from distflow.rollout.conformance import Finding
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream

@@ -8,7 +8,7 @@ from distflow.audit.every_step.engine_weights_canary import make_canary
 from distflow.audit.record_groups_and_updates import GroupRecords
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits, lasting
-from distflow.planning.plan_of_ranks_and_layouts import plan_local
+from distflow.planning.plan import plan_local
 from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.engines_and_services import build_resources

@@ -14,7 +14,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
 from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
 from distflow.observe.run_reader import VALIDATION_ROWS
-from distflow.planning.plan_of_ranks_and_layouts import dp_groups_of
+from distflow.planning.plan import dp_groups_of
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name

@@ -4,14 +4,8 @@ rest."""
 import numpy as np
 import pytest
 
-from distflow.planning.plan_of_ranks_and_layouts import (
-    Layout,
-    Plan,
-    ProcessGroup,
-    Sizes,
-    choose_backends,
-    process_groups,
-)
+from distflow.planning.layouts import Layout, ProcessGroup, Sizes, choose_backends, process_groups
+from distflow.planning.plan import Plan
 
 
 def group_of(plan: Plan, role: str, axis: str, rank: int) -> ProcessGroup | None:

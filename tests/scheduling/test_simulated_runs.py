@@ -1,5 +1,5 @@
-"""The simulator: by hand where the times are small numbers, and its invariants under random delays
-and failures."""
+"""The scheduler in simulated runs: by hand where the times are small numbers, and its invariants
+under random delays and failures."""
 
 import json
 from collections import Counter
@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulated_run import Costs, Setup, lognormal, simulate
 from distflow.errors import UserError
-from distflow.planning.predicted_run import Lengths, length_values
-from distflow.planning.simulate import Costs, Setup, simulate
+from distflow.planning.lengths import Lengths
 from distflow.scheduling.data_plan import DataPlan, Frequency
 from distflow.scheduling.ledger import Ledger, timeline
 
-FIXED = Lengths(0.0, 10.0, 10, (10.0,))
+FIXED = Lengths(0.0, (10.0,), 10)
 
 
 def plan(steps: int, batch: int, size: int = 1, **more: object) -> DataPlan:
@@ -68,8 +68,8 @@ def test_the_longest_response_ends_the_wave_and_decoding_slows_with_the_load() -
     """Responses of 10 and 20 tokens; a token takes 0.1 s times the number that run: 10 · 0.2, then
     10 · 0.1."""
     slower = Costs(lambda running, context: 0.1 * running, lambda tokens: 0.0, lambda tokens: 1.0)
-    lengths = Lengths(0.0, 15.0, 20, (10.0, 20.0))
-    drawn = [round(lengths.draw(Random(group << 8))) for group in range(12)]
+    lengths = Lengths(0.0, (10.0, 20.0), 20)
+    drawn = [round(Random(group << 8).choice(lengths.responses)) for group in range(12)]
     step = (
         next(place for place in range(0, 12, 2) if {drawn[place], drawn[place + 1]} == {10, 20})
         // 2
@@ -103,7 +103,7 @@ SETUPS = st.builds(
             reward=lambda r: r.expovariate(1),
             tool=lambda r: r.random(),
         ),
-        Lengths(5.0, 20.0, 60, length_values("lognormal:1", 20.0, 60)),
+        Lengths(5.0, lognormal(20.0, 1.0, 60), 60),
         engines=engines,
         slots=slots,
         shared=shared,
@@ -185,31 +185,7 @@ def test_a_filter_that_drops_all_is_an_error() -> None:
         simulate(Setup(plan(2, 2, max_num_gen_batches=3), costs(), FIXED, filtered=1.0))
 
 
-def test_lengths_are_drawn_as_given() -> None:
-    assert set(length_values("100:1,300:3", 50, 400)) == {100.0, 300.0}
-    assert Counter(length_values("100:1,300:3", 50, 400))[300.0] == 750
-    tail = length_values("lognormal:0.5", 100, 10**6)
+def test_lognormal_lengths_have_their_mean_and_are_cut() -> None:
+    tail = lognormal(100, 0.5, 10**6)
     assert isclose(sum(tail) / 1000, 100, rel_tol=0.01) and list(tail) == sorted(tail)
-    assert max(length_values("lognormal:2", 100, 500)) == 500
-    even = Lengths(0, 100, 150)
-    random = Random(1)
-    drawn = [even.draw(random) for _ in range(20000)]
-    assert isclose(sum(drawn) / 20000, 100, rel_tol=0.02) and max(drawn) == 150
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("100:-1,200:2", "must not be negative"),
-        ("100:0", "sum must be above 0"),
-        ("-5:1", "above 0 and at most"),
-        ("900:1", "at most data.max_response_length=500"),
-        ("100:nan", "must not be negative"),
-        ("lognormal:wide", "write lognormal:SIGMA"),
-        ("lognormal:-1", "sum must be above 0"),
-        ("no/such/file", "cannot be read"),
-    ],
-)
-def test_lengths_that_cannot_be_are_refused(text: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        length_values(text, 100, 500)
+    assert max(lognormal(100, 2, 500)) == 500

@@ -1,4 +1,4 @@
-"""Simulates a run by discrete events. The scheduler is the run's own (`Coordinator`,
+"""Simulates runs by discrete events. The scheduler is the run's own (`Coordinator`,
 `GroupsByWorker`): it decides which groups start, which form a step, and what a crash or a resume
 does with them. Devices, reward functions and failures are replaced by the seconds that `Costs`
 gives.
@@ -15,12 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from math import inf
+from math import exp, inf
 from random import Random
+from statistics import NormalDist
 
-from distflow.errors import UserError, count_of
-from distflow.planning.memory import sizes_of
-from distflow.planning.predicted_run import REWARDS, SYNC, Lengths, PredictedRun
+from distflow.errors import UserError
+from distflow.planning.lengths import Lengths
+from distflow.planning.model_memory import sizes_of
+from distflow.planning.predicted_run import PredictedRun
+from distflow.planning.time_line import GENERATE, REWARDS, SYNC
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import Places, PromptGroup
@@ -104,61 +107,27 @@ class SimulatedRun:
         before = self.step_ends[first - 1] if first else 0.0
         return (self.step_ends[-1] - before) / (len(self.step_ends) - first)
 
-    def lines(self, shared: bool) -> list[str]:
-        """As text. shared: whether the engines use the devices that train, which then wait for no
-        other device."""
-        total = sum(self.staleness.values())
-        ages = ", ".join(
-            f"{age}: {number / total:.0%}" for age, number in sorted(self.staleness.items())
-        )
-        found = [
-            (
-                f"{count_of(len(self.step_ends), 'step')} of {self.step_seconds:.3g} s, "
-                f"{self.step_ends[-1]:.4g} s in all"
-            ),
-            f"staleness of groups in steps: {ages}",
-            (
-                f"rollout idle: {_shares(self.rollout_idle)}; {self.slots_used:.0%} of its slots "
-                "are used"
-            ),
-            *([] if shared else [f"training idle: {_shares(self.training_idle)}"]),
-        ]
-        lost = [f"{number} {reason}" for reason, number in sorted(self.dropped.items())]
-        lost += [f"{self.num_aborted} aborted"] if self.num_aborted else []
-        failed = (
-            [f"{count_of(self.num_engine_failures, 'engine')} lost"]
-            if self.num_engine_failures
-            else []
-        )
-        if self.num_restarts:
-            failed.append(
-                f"{count_of(self.num_restarts, 'restart')}, {count_of(self.num_redone, 'step')} "
-                "done again"
-            )
-        return [
-            *found,
-            *([f"groups: {', '.join(lost)}"] if lost else []),
-            *(["; ".join(failed)] if failed else []),
-        ]
-
-
-def _shares(idle: Mapping[str, float]) -> str:
-    parts = [
-        f"{cause} {share:.1%}" for cause, share in sorted(idle.items(), key=lambda item: -item[1])
-    ]
-    return f"{sum(idle.values()):.1%}" + (f" (waits for {', '.join(parts)})" if parts else "")
-
 
 def costs_of(run: PredictedRun) -> Costs:
     """The seconds that the roofline gives; those of rewards and checkpoints are unknown to it.
     Training is in proportion to the tokens."""
-    bars = [bar for bar in run.bars if not bar.why and bar.what not in ("generate", REWARDS, SYNC)]
+    bars = [bar for bar in run.bars if not bar.why and bar.what not in (GENERATE, REWARDS, SYNC)]
     training = max((bar.end for bar in bars), default=0.0) - min(
         (bar.start for bar in bars), default=0.0
     )
     a_token = training / run.step_tokens
     times = run.times
     return Costs(times.decode_step, times.prefill, lambda tokens: a_token * tokens, times.sync())
+
+
+def lognormal(mean: float, width: float, limit: int) -> tuple[float, ...]:
+    """Lengths of equal shares, ascending, with this mean before they are cut at the limit."""
+    normal = NormalDist()
+    found = []
+    for place in range(1000):
+        at = normal.inv_cdf((place + 0.5) / 1000)
+        found.append(min(limit, mean * exp(width * at - width**2 / 2)))
+    return tuple(found)
 
 
 def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
@@ -173,7 +142,7 @@ def setup_of(run: PredictedRun, plan: DataPlan, **given: object) -> Setup:
         "costs": costs_of(run),
         "engines": sizes_of(run.plan, "rollout").data,
         "slots": int(min(settings.rollout.max_num_seqs, run.times.cache_slots)),
-        "shared": run.shares_devices,
+        "shared": not run.plan.generating_only and not run.times.overlaps,
         "sync_every": settings.actor.model_update_frequency,
         "recompute": settings.rollout.kv_on_update != "keep",
     }
@@ -399,7 +368,8 @@ class _Simulation:
                     record, engine, random, record.group_size
                 )
                 lengths = [
-                    max(0, round(self.setup.lengths.draw(random))) for _ in range(record.group_size)
+                    round(random.choice(self.setup.lengths.responses))
+                    for _ in range(record.group_size)
                 ]
                 engine.waiting.extend((group, length) for length in lengths)
                 engine.since += self.costs.prefill(self.setup.lengths.prompt)

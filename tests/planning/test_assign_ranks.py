@@ -14,11 +14,13 @@ from distflow.config.keys.schema import schema_keys
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation_expression import follow_allocation
-from distflow.planning.assign_nodes_to_ranks import plan_ray, share_devices
+from distflow.planning.assign_ranks import plan_ray, share_devices
 from distflow.planning.independent_parts import pipeline_parts
-from distflow.planning.plan_of_ranks_and_layouts import Layout, Plan, Sizes, check_plan, rank_plan
+from distflow.planning.layouts import Layout, Sizes
+from distflow.planning.plan import Plan
 from tests.planning.test_independent_parts import all_placements, broken_and_pieces
-from tests.planning.test_layout import group_of
+from tests.planning.test_layouts import group_of
+from tests.planning.valid_plan import check_plan
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -607,16 +609,6 @@ def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
 def test_without_an_allocation_nothing_follows() -> None:
     plain = Loaded(Config(), {})
     assert follow_allocation(plain) is plain
-
-
-def test_a_layout_of_other_ranks_than_those_that_run_it_is_refused() -> None:
-    bound_pipeline = two_parts()
-    plan = plan_ray(bound_pipeline, devices(3), "cpu", {})
-    moved = rank_plan(bound_pipeline, 1, "cpu", plan.ranks[1].rollout_nodes, ["learn_values"])
-    with pytest.raises(
-        UserError, match=r"lays the actor over ranks \(0, 1\), but ranks \(0,\) use it"
-    ):
-        check_plan(replace(plan, ranks=(plan.ranks[0], moved, plan.ranks[2])), bound_pipeline)
 
 
 def nothing(ctx): ...

@@ -7,7 +7,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.errors import UserError
-from distflow.launch.plans.plan_before_run import RunPlanner, num_rows
+from distflow.launch.plans.run_planner import RunPlanner, num_rows
 
 TINY = [
     "actor_rollout_ref.model.path=builtin:tiny-arithmetic",

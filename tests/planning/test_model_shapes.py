@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distflow.errors import UserError
-from distflow.planning.known_models_and_devices import ModelShape, find_device, find_shape
+from distflow.planning.devices import find_device
+from distflow.planning.model_shapes import ModelShape, find_shape
 
 TABLE = tomllib.loads(files("distflow.planning").joinpath("model_shapes.toml").read_text("utf-8"))
 SMALL = {

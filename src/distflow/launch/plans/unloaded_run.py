@@ -1,0 +1,106 @@
+"""What a config tells about a run without torch, Ray and weights: its pipeline, the shapes of its
+models, its rows, and the Python code that it names."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from distflow.config import Config, Loaded
+from distflow.config.derived_settings import model_of
+from distflow.data.sources import BUILTIN_FOLDER, read_file
+from distflow.errors import UserError, blaming
+from distflow.graph import BoundPipeline
+from distflow.hub_id_or_local_path import is_local_model
+from distflow.import_target import placeholders
+from distflow.models.model_paths_and_folder_checks import (
+    BUILTIN_PREFIX,
+    PACKAGE_PREFIX,
+    resolve_path,
+)
+from distflow.planning.model_shapes import ModelShape, find_shape
+
+_MOST_ROWS_BYTES = 32 * 2**20
+"""Of a file whose rows are counted."""
+_UNLOADED = ("torch", "transformers", "ray")
+
+
+def bind_unloaded(config: Config) -> BoundPipeline:
+    """The pipeline of a config, bound by the code that binds it for a run, without loading torch;
+    if it names Python code of the user, with torch. Its functions must not be called."""
+    with placeholders(*_UNLOADED):
+        from distflow.launch.select_pipeline import bind
+        from distflow.launch.user_code_trust_and_importability import pipeline_code
+
+        if not pipeline_code(config):
+            return bind(config)
+    from distflow.launch.select_pipeline import bind as bind_loaded
+    from distflow.launch.select_pipeline import import_user_modules
+
+    import_user_modules(config)
+    return bind_loaded(config)
+
+
+def optional_reference(loaded: Loaded) -> Sequence[tuple[str, object, str]]:
+    """The changes that a run makes for a custom pipeline without a reference."""
+    with placeholders(*_UNLOADED):
+        from distflow.launch.select_pipeline import without_reference
+    return without_reference(loaded, bind_unloaded)
+
+
+def code_of(config: Config) -> list[str]:
+    """The Python code that a plan would import."""
+    with placeholders(*_UNLOADED):
+        from distflow.launch.user_code_trust_and_importability import data_code, pipeline_code
+    return [*pipeline_code(config), *data_code(config)]
+
+
+def shapes_of(config: Config, pipeline: BoundPipeline) -> dict[str, ModelShape]:
+    """The shape of each role's model; raises UserError with the key of a model without a config."""
+    if not pipeline.engines:
+        raise UserError(
+            f"no node of the pipeline '{pipeline.graph_id}' uses a model: there is nothing to plan"
+        )
+    found = {}
+    for role in sorted(pipeline.engines):
+        key, path = model_of(config, role)
+        if path is None:
+            raise UserError(f"{key} is not set: a plan needs a model, e.g. {key}=qwen2.5-7b")
+        with blaming(key):
+            found[role] = find_shape(path, _folder_of(path))
+    return found
+
+
+def _folder_of(path: str) -> Path | None:
+    """None for an id of the hub, or a name."""
+    is_ours = path.startswith((BUILTIN_PREFIX, PACKAGE_PREFIX))
+    if is_ours or is_local_model(path) or Path(path).expanduser().is_dir():
+        return Path(resolve_path(path))
+    return None
+
+
+def num_rows(config: Config) -> int | None:
+    """Rows to train on, before any are left out; None if counting them takes long."""
+    data = config.data
+    found = [_rows_of(data.train_files, data.train_max_samples)]
+    for domain in data.domains.values():
+        if domain.weight:
+            found.append(_rows_of(domain.train_files, domain.train_max_samples))
+    total = 0
+    for rows in found:
+        if rows is None:
+            return None
+        total += rows
+    return total or None
+
+
+def _rows_of(names: Sequence[str], most: int) -> int | None:
+    """At most so many, if that is not below 0."""
+    rows = 0
+    for name in names:
+        file = Path(name).expanduser()
+        if name.startswith("builtin:"):
+            found = sorted(BUILTIN_FOLDER.glob(f"{name.removeprefix('builtin:')}.*"))
+            file = found[0] if found else file
+        if not file.is_file() or file.stat().st_size > _MOST_ROWS_BYTES:
+            return None
+        rows += sum(1 for _ in read_file(file, "data.train_files"))
+    return rows if most < 0 else min(rows, most)

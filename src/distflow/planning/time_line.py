@@ -1,0 +1,122 @@
+"""The time line of one step: the work of each rank, and what it waits for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distflow.graph import BoundPipeline
+from distflow.planning.layouts import Ranks
+from distflow.planning.plan import Plan, dp_groups_of
+from distflow.planning.step_times import StepTimes
+
+GENERATE = "generate"
+SYNC = "weight sync"
+REWARDS = "rewards"
+REST = "the rest of the step"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Work or a wait of some ranks."""
+
+    ranks: Ranks
+    what: str
+    start: float
+    """Seconds since the step began."""
+    end: float
+    why: str = ""
+    """What a wait waits for; empty for work."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def make_time_line(times: StepTimes, pipeline: BoundPipeline) -> tuple[Bar, ...]:
+    """A step in the steady state. Nodes begin when those before them are done and their ranks are
+    free; ranks that only generate work on the next step meanwhile, if samples may be stale."""
+    generation = _generation(times)
+    generated = generation[-1].end if generation else 0.0
+    training = _training(times, pipeline, 0.0 if times.overlaps else generated)
+    bars = generation + training
+    trained = max((bar.end for bar in training), default=0.0)
+    dp_groups = dp_groups_of(times.plan)
+    synced = max(generated, trained)
+    if sync := times.sync():
+        for ranks in dict.fromkeys([*dp_groups[:1], *(bar.ranks for bar in generation)]):
+            bars.append(Bar(ranks, SYNC, synced, synced + sync))
+    lanes = [*dp_groups]
+    if times.plan.generating_only:
+        lanes.append(times.plan.generating_only)
+    waits = [wait for lane in lanes for wait in _waits(lane, bars, times.overlaps)]
+    return tuple(sorted([*bars, *waits], key=lambda bar: (bar.start, bar.ranks)))
+
+
+def _generation(times: StepTimes) -> list[Bar]:
+    ranks = _generating(times.plan)
+    if not ranks:
+        return []
+    bars = [Bar(ranks, GENERATE, 0.0, times.generate())]
+    if scoring := times.rewards():
+        bars.append(Bar(ranks, REWARDS, bars[0].end, bars[0].end + scoring))
+    return bars
+
+
+def _generating(plan: Plan) -> Ranks:
+    """The ranks that only generate; without any, those that generate and train."""
+    if plan.generating_only or not plan.generates:
+        return plan.generating_only
+    for dp_group in dp_groups_of(plan):
+        if "rollout" in plan.ranks[dp_group[0]].engines:
+            return dp_group
+    return ()
+
+
+def _training(times: StepTimes, pipeline: BoundPipeline, start: float) -> list[Bar]:
+    plan = times.plan
+    bars = []
+    free = dict.fromkeys(dp_groups_of(plan), start)
+    ends: dict[str, float] = {}
+    for node in pipeline.training_nodes:
+        # A node without an engine takes no time: its end is that of what it waits for.
+        ready = max((ends[dep] for dep in node.deps if dep in ends), default=start)
+        ends[node.node_id] = ready
+        if not node.engines:
+            continue
+        for ranks in free:
+            if node.node_id not in plan.ranks[ranks[0]].training_nodes:
+                continue
+            begin = max(ready, free[ranks])
+            free[ranks] = begin + times.node(node)
+            bars.append(Bar(ranks, node.node_id, begin, free[ranks]))
+            ends[node.node_id] = max(ends[node.node_id], free[ranks])
+    if rest := times.rest():
+        bars += [Bar(ranks, REST, begin, begin + rest) for ranks, begin in free.items()]
+    return bars
+
+
+def _waits(lane: Ranks, bars: Sequence[Bar], overlaps: bool) -> list[Bar]:
+    """What ranks wait for between their bars, and until the last bar of all ends."""
+    end = max((bar.end for bar in bars), default=0.0)
+    own = sorted((bar for bar in bars if bar.ranks == lane), key=lambda bar: bar.start)
+    others = [bar for bar in bars if bar.ranks != lane]
+    waits = []
+    at = 0.0
+    for bar in [*own, Bar(lane, "", end, end)]:
+        if bar.start > at + 1e-9:
+            waits.append(Bar(lane, "wait", at, bar.start, _cause(others, at, bar.start, overlaps)))
+        at = max(at, bar.end)
+    return waits
+
+
+def _cause(others: Sequence[Bar], start: float, end: float, overlaps: bool) -> str:
+    """The work of other ranks that fills most of that time."""
+
+    def shared(bar: Bar) -> float:
+        return min(bar.end, end) - max(bar.start, start)
+
+    longest = max(others, key=shared, default=None)
+    if longest is None or shared(longest) <= 0:
+        return "the next step"
+    if overlaps and longest.what == GENERATE:
+        return "groups: generation is slower than training"
+    return f"{longest.what} on rank {longest.ranks[0]}"

@@ -1,0 +1,101 @@
+"""Plans that a run calibrates: the rates are found that its folder was made with, and a real run is
+predicted as it was."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.launch.plans.measured_run import measured_run
+from distflow.launch.plans.run_planner import RunPlanner
+from distflow.observe.report.build import report_data
+from tests.launch.plans.measured_folder import KNOWN, TINY, write
+
+
+@pytest.mark.parametrize("more", [(), ("actor_rollout_ref.actor.use_kl_loss=true",)])
+def test_the_rates_of_a_run_are_found(tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = write(tmp_path / "run", *more)
+    found = measured_run(str(tmp_path / "run")).rates
+    for name in ("generate", "forward", "update", "rest", "score", "libraries"):
+        assert getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=0.02), name
+    again = RunPlanner("quickstart_grpo", [*TINY, *more], measured_in=str(tmp_path / "run")).run
+    assert again.step_seconds == pytest.approx(run.step_seconds, rel=0.02)
+    assert again.fullest.peak == pytest.approx(run.fullest.peak, rel=0.02)
+    assert again.phases == pytest.approx(run.phases, rel=0.03, abs=1e-3)
+
+
+def test_another_config_scales_what_was_measured(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    twice = ["data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128"]
+    more = RunPlanner("quickstart_grpo", [*TINY, *twice], measured_in=str(tmp_path / "run")).run
+    assert more.phases["train_step"] == pytest.approx(2 * run.phases["train_step"], rel=0.1)
+    assert more.phases["rest"] == pytest.approx(2 * run.phases["rest"], rel=0.05)
+    longer = RunPlanner(
+        "quickstart_grpo", [*TINY, "data.max_response_length=52"], measured_in=str(tmp_path / "run")
+    )
+    assert longer.run.lengths.response == 10, "all responses ended by themselves"
+
+
+@pytest.mark.slow
+def test_a_run_is_predicted_as_it_was_and_calibrates_the_next(tmp_path: Path) -> None:
+    quiet = [
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "trainer.device=cpu",
+    ]
+    small = [
+        *TINY,
+        *quiet,
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ]
+    first, second = (f"trainer.default_local_dir={tmp_path / name}" for name in ("first", "second"))
+    assert main(["train", "quickstart_grpo", *small, "trainer.total_training_steps=6", first]) == 0
+    measured = measured_run(str(tmp_path / "first"))
+    run = RunPlanner("quickstart_grpo", small, measured_in=str(tmp_path / "first")).run
+    assert run.step_seconds == pytest.approx(measured.step_seconds, rel=0.3)
+    assert f"{measured.rates.generate:.3g}" != "1" and measured.rates.libraries
+    again = [
+        *small,
+        "trainer.total_training_steps=2",
+        f"trainer.plan_from={tmp_path / 'first'}",
+        second,
+    ]
+    assert main(["train", "quickstart_grpo", *again]) == 0
+    predicted = json.loads((tmp_path / "second/plan.json").read_text())["predicted"]
+    assert predicted["calibrated_by"] == str(tmp_path / "first")
+    assert predicted["phases"]["train_step"] == pytest.approx(run.phases["train_step"], rel=1e-6)
+    for name, ends in (("first", "set trainer.plan_from"), ("second", str(tmp_path / "first"))):
+        sentences = [
+            each
+            for each in report_data(tmp_path / name)["sentences"]
+            if "estimate before" in each["text"]
+        ]
+        assert len(sentences) == 1 and "it took" in sentences[0]["text"]
+        assert ends in sentences[0]["text"] + sentences[0]["advice"]
+
+
+def test_a_calibrated_plan_needs_neither_torch_nor_the_models_folder(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    config = (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "run/config.yaml").write_text(
+        config.replace("builtin:tiny-arithmetic", "builtin:not-here", 1)
+    )
+    code = "import sys; from distflow.cli import main; assert main(sys.argv[1:]) == 0\n"
+    code += "print({'torch', 'ray'} & {*sys.modules})"
+    words = [
+        sys.executable,
+        "-c",
+        code,
+        "plan",
+        "--from",
+        str(tmp_path / "run"),
+        "--what-if",
+        "rewards*2",
+    ]
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "set()" and "rewards*2: a step of" in out
