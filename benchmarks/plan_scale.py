@@ -36,8 +36,8 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-
 from simulated_run import Costs, Setup, SimulatedRun, lognormal, setup_of, simulate
+
 from distflow.config.keys.schema import with_values
 from distflow.launch.data_sets import data_plan
 from distflow.launch.plans.run_planner import RunPlanner
