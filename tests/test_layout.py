@@ -35,7 +35,6 @@ LAYERS = (
         "device_transfer",
         "hub_id_or_local_path",
         "http_guard",
-        "limited_fork",
         "user_values",
     },
     {"errors"},

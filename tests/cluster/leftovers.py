@@ -43,7 +43,8 @@ class Held:
 
 
 def named(name: str, root: int) -> list[int]:
-    """Pids of those below `root` that call themselves so, oldest first."""
+    """Pids of those below `root` that call themselves so, oldest first; not those of their
+    keepers."""
     listed = subprocess.run(
         ["ps", "-ww", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True
     ).stdout
@@ -51,7 +52,7 @@ def named(name: str, root: int) -> list[int]:
     return [
         int(line.split()[0])
         for line in listed.splitlines()
-        if name in line and int(line.split()[0]) in below
+        if name in line and "/keeper.py" not in line and int(line.split()[0]) in below
     ]
 
 

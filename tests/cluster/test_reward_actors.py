@@ -19,22 +19,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
 TWO = (RAY, "trainer.n_gpus_per_node=2", "reward.num_actors=2", "reward.timeout_s=60")
 
-# The first reward call of the run kills the process that started its own: the actor. Of several at
-# once one is first, and others of that actor wait for its end. Later ones take their time, for Ray
-# tells of a death a second or two late: the run is to be there still.
+# The first reward call of the run kills the actor, which is above the keeper that started the
+# call's own process. Of several at once one is first, and others of that actor wait for its end.
+# Later ones wait until the run tells of the death, which Ray notices a second or two late.
 KILLS = """
 import os, signal, time
 from contextlib import suppress
+from pathlib import Path
+from distflow.processes.keeper import parent_of
+
+ACTOR = str(parent_of(os.getppid()))
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     with suppress(FileExistsError):
-        os.symlink(str(os.getppid()), {once!r})
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.symlink(ACTOR, {once!r})
+        os.kill(int(ACTOR), signal.SIGKILL)
     killed = os.readlink({once!r})
-    while killed == str(os.getppid()):
+    while killed == ACTOR:
         time.sleep(0.01)
-    time.sleep(0.1 * (killed != "nobody"))
-    return {{"score": sum(map(ord, solution_str)) % 7 / 6, "judge": os.getppid()}}
+    due = time.monotonic() + 30 * (killed != "nobody")
+    while time.monotonic() < due and "of the reward actors" not in Path({events!r}).read_text():
+        time.sleep(0.05)
+    return {{"score": sum(map(ord, solution_str)) % 7 / 6, "judge": ACTOR}}
 """
 HANGS = """
 import time
@@ -58,11 +64,11 @@ def run(ground: Playground, *overrides: str, name: str) -> Run:
     return Run(ground.folder / name, config, outcome)
 
 
-@pytest.mark.by_hand  # the run may end before Ray notices the death, see `DeathWatch`
 def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playground) -> None:
     once = ground.folder / "once"
     once.symlink_to("nobody")
-    ground.write_reward(KILLS.format(once=str(once)))
+    events = ground.folder / "ours" / "events.jsonl"
+    ground.write_reward(KILLS.format(once=str(once), events=str(events)))
     keys = (*STEPS, *validating(ground), "trainer.val_before_train=false")
     alone = ground.run("grpo", *keys, name="alone")
     once.unlink()
@@ -74,7 +80,7 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
         for step in range(1, 5)
         for row in read_samples(ours.folder, step)
     }
-    assert int(once.readlink().name) not in actors, "it was killed before it replied"
+    assert once.readlink().name not in actors, "it was killed before it replied"
     assert len(actors) == 2, "the other, and the one that came in its place"
     assert all(step["reward/errors"] == 0 for step in ours.metrics())
     assert sum(step.get("reward/retried_calls", 0) for step in ours.metrics()) >= 1

@@ -166,7 +166,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "reward that exits": (
         reward(f"{ASKED}import os; os._exit(0)\n"),
         ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
-        ("exited with 0, twice",),
+        ("exited with status 0, twice",),
     ),
     "reward that is too slow": (
         reward(f"import time\n{ASKED}time.sleep(60)\n"),

@@ -443,7 +443,7 @@ def test_episodes_of_a_killed_server_are_issued_again(tmp_path: Path, place: str
     run = UsersRun(tmp_path, "popen", place, steps=3, strike="once")
     try:
         assert run.status() == 0, run.said()[-3000:]
-        assert (tmp_path / "struck").exists() and "was ended by SIGKILL" in run.said()
+        assert (tmp_path / "struck").exists() and "was killed by SIGKILL" in run.said()
         run.check(3)
         verify(tmp_path / "run" / "ledger.jsonl")
         issued = [

@@ -22,7 +22,7 @@ FILE = f"{Path(__file__).with_name('hostile_tools.py')}:"
 MOST = 300
 HOSTILE = [
     ("exits", "exited with status 3"),
-    ("crashes", "ended by SIGSEGV"),
+    ("crashes", "killed by SIGSEGV"),
     ("fills", "it ran out of memory"),
     ("asks_to_exit", "raised SystemExit: 4 (at hostile_tools.py:"),
     ("raises", "raised KeyError: 'no such thing' (at hostile_tools.py:"),

@@ -21,6 +21,7 @@ from distflow.environments.user_code_process import (
     ServerLost,
     UserProcess,
 )
+from distflow.processes.channel import encode
 from distflow.processes.keeper import parent_of
 from distflow.runtime.rollout_loop.user_calls import deadline_paused, run_async
 from tests.patience import is_running, wait_until
@@ -66,7 +67,7 @@ def test_an_answer_that_came_in_time_counts_although_the_workflow_waits_for_its_
         process = UserProcess(*await asyncio.open_connection(sock=ours))
 
         async def workflow() -> object:
-            theirs.send(b'{"value": 42}\n')
+            theirs.send(encode({"value": 42}))
             asked.set()
             with deadline_paused():
                 return await process.call("call", timeout_s=0.05)

@@ -23,6 +23,10 @@ if os.fork() == 0:
 left = int(os.read(read, 20))
 """,
     "popen": "left = subprocess.Popen(['sleep', '600'], start_new_session=True).pid",
+    "own environment": """
+left = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True).pid
+time.sleep(2.5)  # until it has been seen
+""",
     "background": """
 text = subprocess.run(['sh', '-c', 'sleep 600 >&2 & echo $!'], stdout=subprocess.PIPE).stdout
 left = int(text)
@@ -45,12 +49,12 @@ left = Child(["sleep", "600"], os.environ).pid
 }
 PROCESS = """
 import os, subprocess, sys, time
-from distflow.processes.survivors import end_survivors
-end_survivors()
-if __name__ == "__main__":
-    {code}
-    print(left, flush=True)
-    {end}
+from distflow.processes.survivors import survivors_ended
+with survivors_ended():
+    if __name__ == "__main__":
+        {code}
+        print(left, flush=True)
+        {end}
 """
 LATER = {"killed": "time.sleep(600)", "ended": "os._exit(0)"}
 SLOW = ("spawn", "forkserver")
@@ -63,7 +67,7 @@ SLOW = ("spawn", "forkserver")
 )
 def test_nothing_is_left_after_a_kill(kind: str, end: str, tmp_path: Path) -> None:
     file = tmp_path / "starts.py"
-    code = STARTS[kind].strip().replace("\n", "\n    ")
+    code = STARTS[kind].strip().replace("\n", "\n        ")
     file.write_text(PROCESS.format(code=code, end=LATER[end]))
     with subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None

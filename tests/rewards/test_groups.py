@@ -134,7 +134,7 @@ def test_what_a_batched_one_may_return(pool: RewardPool) -> None:
 def test_a_crash_is_an_error_for_the_whole_group(pool: RewardPool) -> None:
     reward_results = ask(pool, "leaves", ["a", "b"])
     assert [
-        isinstance(v, Error) and "exited with 3, twice" in v.reason for v in reward_results
+        isinstance(v, Error) and "exited with status 3, twice" in v.reason for v in reward_results
     ] == [True, True]
 
 

@@ -2,8 +2,6 @@
 shows, and which dies with this one, even if killed."""
 
 import os
-import runpy
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +12,11 @@ from signal import SIGTERM
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.launch.device_and_threads import usable_cores
 from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
-from distflow.runtime.early_stop_and_signals import SIGNALS, StopRequest, die_with, exit_status
+from distflow.processes.child import Child, environment
+from distflow.runtime.early_stop_and_signals import SIGNALS, StopRequest, exit_status
 
 _LOOKS_EVERY_S = 0.5
+_CLEANS_UP_WITHIN_S = 2.0
 _ASKED = (*map(exit_status, SIGNALS), -SIGTERM)  # exit statuses of runs that were asked to end
 
 
@@ -50,40 +50,32 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
     ) -> None:
         self._options = options
         self._lines = SimpleQueue[str]()
-        modules = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        self._processes = {
-            run.name: subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    __name__,
-                    str(os.getpid()),
-                    "train",
-                    *run.words,
-                    *options.words,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env={**os.environ, **modules, **environments.get(run.name, {})},
-                process_group=0,  # a signal to this process's group reaches it only once, from here
-            )
-            for run in runs
-        }
-        self._readers = [
-            threading.Thread(target=self._read, args=(name,), daemon=True)
-            for name in self._processes
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._width = max(len(run.name) for run in runs)
+        self._processes = dict[str, Child]()
+        self._readers = list[threading.Thread]()
+        for run in runs:
+            self._start(run, environments.get(run.name, {}))
+
+    def _start(self, run: PlannedRun, variables: Mapping[str, str]) -> None:
+        command = [sys.executable, "-P", "-m", "distflow", "train"]
+        reading, writing = os.pipe()
+        self._processes[run.name] = Child(
+            [*command, *run.words, *self._options.words],
+            environment(**variables),
+            stdout=writing,
+            stderr=writing,
+            leaves_s=_CLEANS_UP_WITHIN_S,
+        )
+        os.close(writing)
+        reader = threading.Thread(target=self._read, args=(run.name, reading), daemon=True)
+        reader.start()
+        self._readers.append(reader)
 
     def __exit__(self, *error: object) -> None:
         for process in self._processes.values():
             process.kill()
-            process.wait()
+        for process in self._processes.values():
+            process.end()
 
     def watch(self, failed_process: Callable[[], str | None] = lambda: None) -> Ended:
         """Show their lines until all have ended, even if one fails; a first signal asks all to save
@@ -94,7 +86,7 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
                     raise WorkerDied(dead)
                 with suppress(Empty):
                     self._options.say(self._lines.get(timeout=_LOOKS_EVERY_S))
-        statuses = {name: process.wait() for name, process in self._processes.items()}
+        statuses = {name: process.wait() or 0 for name, process in self._processes.items()}
         for name, status in statuses.items():
             how = (
                 "ended, as asked"
@@ -112,10 +104,10 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
         asked = exit_status(stop.signal or SIGTERM) if stop.signal or any(statuses.values()) else 0
         return Ended(next(iter(failed.values()), asked), tuple(failed))
 
-    def _read(self, name: str) -> None:
-        width = max(map(len, self._processes))
-        for line in self._processes[name].stdout or ():
-            self._lines.put(f"{name:<{width}} | {line.rstrip()}")
+    def _read(self, name: str, output: int) -> None:
+        with open(output, errors="replace") as lines:
+            for line in lines:
+                self._lines.put(f"{name:<{self._width}} | {line.rstrip()}")
 
     def _ask_to_stop(self, signal_name: str) -> None:
         self._options.say(
@@ -123,9 +115,4 @@ class RunProcesses(AbstractContextManager["RunProcesses"]):
             "once"
         )
         for process in self._processes.values():
-            process.send_signal(SIGTERM)
-
-
-if __name__ == "__main__":
-    die_with(int(sys.argv.pop(1)))
-    runpy.run_module("distflow", run_name="__main__")
+            process.ask_to_end()

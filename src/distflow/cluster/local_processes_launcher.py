@@ -3,7 +3,6 @@ which generates and trains. The process that starts them has the sample queue, w
 sockets. Losing one ends the run."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,6 @@ from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 from distflow.cluster.coordinator_actor import CoordinatorActor
@@ -32,9 +30,8 @@ from distflow.launch.run_start_and_end import (
     starting,
 )
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
-from distflow.processes.child import python_command, python_path
-from distflow.processes.descendants import descendants, kill_those, still_running
-from distflow.runtime.early_stop_and_signals import StopRequest, die_with, leave_at_once
+from distflow.processes.child import Child, environment, how_it_ended, python_command
+from distflow.runtime.early_stop_and_signals import StopRequest, leave_at_once
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
@@ -44,7 +41,6 @@ _NUM_CALLS = 16
 """Maximum number of calls from one process that are served at the same time."""
 _LOOKS_EVERY_S = 0.5
 _CLEANS_UP_WITHIN_S = 2.0
-_LOOKS_AGAIN_S = 0.05
 
 
 class LocalWorker(WorkerActor):
@@ -65,42 +61,38 @@ class WorkerProcess:
 
     def __init__(self, place: Place, device: str, coordinator: object) -> None:
         ours, theirs = Pipe()
-        environment = {**os.environ, "PYTHONPATH": python_path()}
+        variables = environment()
         if device.startswith("cuda"):
             seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
                 map(str, range(place.rank + 1))
             )
-            environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.rank]
+            variables["CUDA_VISIBLE_DEVICES"] = seen.split(",")[place.rank]
         with theirs:
-            self._process = subprocess.Popen(
-                python_command(__name__, theirs.fileno(), os.getpid()),
-                stdin=subprocess.DEVNULL,
+            self._child = Child(
+                python_command(__name__, theirs.fileno()),
+                variables,
                 pass_fds=(theirs.fileno(),),
-                env=environment,
-                process_group=0,  # Ctrl-C reaches only this process, and through it the others
+                stdout=None,
+                stderr=None,
+                leaves_s=_CLEANS_UP_WITHIN_S,
             )
         self.place = place
-        self.pid = self._process.pid
         self.calls = Peer(ours, _NUM_CALLS)
         threading.Thread(target=self.calls.serve, args=(coordinator,), daemon=True).start()
 
     def how_it_died(self) -> str | None:
         """How it ended, in words; None while it runs."""
-        status = self._process.poll()
-        if status is None:
-            return None
-        return f"by {Signals(-status).name}" if status < 0 else f"with status {status}"
+        status = self._child.status()
+        return None if status is None else how_it_ended(status)
 
     def kill(self) -> None:
-        """Kill it and what it started, such as the user's code; what ends by itself has a moment to
-        clean up."""
-        below = descendants(self.pid)
-        self._process.kill()
-        self._process.wait()
-        due = time.monotonic() + _CLEANS_UP_WITHIN_S
-        while still_running(below) and time.monotonic() < due:
-            time.sleep(_LOOKS_AGAIN_S)
-        kill_those(below)
+        """Have it killed, and what it started, such as the user's code; what ends by itself has a
+        moment to clean up."""
+        self._child.kill()
+
+    def wait(self) -> None:
+        """Wait until nothing of it is left."""
+        self._child.end()
 
 
 class LocalRun(AbstractContextManager["LocalRun"]):
@@ -123,6 +115,8 @@ class LocalRun(AbstractContextManager["LocalRun"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for worker in self._workers:
             worker.kill()
+        for worker in self._workers:
+            worker.wait()
         self.coordinator.close()
         remove_meetings(self._spec.run_dir)
         with suppress(OSError, RunFolderError):  # the next start tries again
@@ -182,12 +176,11 @@ class LocalRun(AbstractContextManager["LocalRun"]):
         ):
             time.sleep(_LOOKS_EVERY_S)
         for worker in dead:
+            rank = worker.place.rank
             raise WorkerDied(
-                f"worker {worker.place.rank} of {len(calls)}, which generates and trains, has died "
-                f"{when} "
-                f"(pid {worker.pid}, {worker.how_it_died()}): killed from outside, out of memory, "
-                "or crashed in native "
-                "code."
+                f"worker {rank} of {len(calls)}, which generates and trains, has died {when} "
+                f"(pid {self._heartbeat.pid(rank)}, {worker.how_it_died()}): killed from outside, "
+                "out of memory, or crashed in native code."
             )
         stacks = self._spec.run_dir / STACKS
         if isinstance(error, PeersLate):
@@ -221,9 +214,6 @@ def launch_processes(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Ou
 
 def main() -> None:
     """The process of a rank: serves the calls that arrive over its socket."""
-    descriptor = int(sys.argv[1])
-    parent = int(sys.argv[2])
-    die_with(parent)
-    coordinator = Peer(Connection(descriptor), _NUM_CALLS)
+    coordinator = Peer(Connection(int(sys.argv[1])), _NUM_CALLS)
     coordinator.serve(LocalWorker(coordinator))
     leave_at_once(1)

@@ -1,21 +1,18 @@
-"""A user's own training loop over Ray, in the driver: it knows where batches are stored, and each
-training rank executes its calls on the rank's rows (`own_loop_worker.py`)."""
+"""A user's own training loop over Ray, in the driver, which has the batches: each training rank
+executes its calls on the rank's rows (`own_loop_worker.py`)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import ray
-import torch
 
-from distflow.cluster.own_loop_worker import Stored, StoredColumn, stored
 from distflow.cluster.remote_calls import COORDINATOR, WorkerDied
-from distflow.cluster.remote_sample_queue import GroupRef, RemoteSampleQueue, Taken
+from distflow.cluster.remote_sample_queue import RemoteSampleQueue
 from distflow.cluster.supervisor import RayRun
 from distflow.data.batch import Batch
-from distflow.data.batch_bytes import gather
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
@@ -74,9 +71,7 @@ class TrainingRanks:
         self.step = step
         self._has_trained = False
         wait = partial(_reply, run)
-        self._queue = RemoteSampleQueue(
-            run.coordinator, -1, 0, Waits(), Stop(), wait=wait, read=self._hold
-        )
+        self._queue = RemoteSampleQueue(run.coordinator, -1, 0, Waits(), Stop(), wait=wait)
         self._dp_groups = dp_groups_of(spec.plan)
         self._reward_counts = RewardCounts()
         engines: dict[str, object] = dict.fromkeys(("actor", "critic", "ref"))
@@ -171,73 +166,36 @@ class TrainingRanks:
             if role in self._spec.plan.ranks[dp_group[0]].engines
         ]
 
-    def _hold(self, taken: Taken, groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
-        """Have each rank read its groups from the workers that have them; returns the batch, or the
-        ids of lost ones."""
-        dp_group = self._dp_groups[0]
-        numbers = taken.own
-        sizes = Batch(torch.zeros(len(numbers)), torch.tensor(taken.loads))
-        sizes["group_index"] = torch.tensor(numbers)
-        divided = dict(
-            zip(dp_group, self._divided(sizes, dp_group, by_mini_batches=False), strict=True)
-        )
-        own = {
-            rank: divided[rank] for rank in with_samples(self._spec.plan, dp_group) if divided[rank]
-        }
-        calls = {
-            rank: ([numbers[i] for i in of], [groups[i] for i in of]) for rank, of in own.items()
-        }
-        held = [*self._run.call("hold", calls).values()]
-        if lost := [number for *_, missing in held for number in missing]:
-            return None, lost
-        places: dict[int, list[tuple[int, int]]] = {}
-        for part, (_, known, _) in enumerate(held):
-            for row, number in enumerate(known["column.group_index"].view("int64").tolist()):
-                places.setdefault(number, []).append((part, row))
-        picks = [place for number in numbers for place in places[number]]
-        small = gather([known for _, known, _ in held], picks)
-        columns = _columns([columns for columns, *_ in held], picks)
-        return Batch.from_columns(small.lengths("prompt"), small.lengths("response"), columns), []
-
     def _call(
         self, name: str, dp_groups: Sequence[tuple[int, ...]], *arguments: Any
     ) -> tuple[Any, Any]:
         """Call a method of the workers of these dp groups, each with its rows in place of the batch
-        among the arguments. Returns the columns that it wrote, which stay there, and the rest of
-        the first one's result."""
+        among the arguments. Returns the columns that it wrote, and the rest of the first one's
+        result."""
         (batch,) = (each for each in arguments if isinstance(each, Batch))
         self._has_trained |= name in ("learn", "train_step")
-        there = _there(batch)
         rows = dict[int, list[int]]()
         for dp_group in dp_groups:
-            rows |= zip(
-                dp_group,
-                self._divided(batch, dp_group, by_mini_batches=name == "learn"),
-                strict=True,
-            )
-        calls = {
-            rank: [there.select(own) if each is batch else each for each in arguments]
-            for rank, own in rows.items()
-        }
+            divided = self._divided(batch, dp_group, by_mini_batches=name == "learn")
+            rows |= zip(dp_group, divided, strict=True)
+        calls = {}
+        for rank, own in rows.items():
+            part = batch.select(own)
+            calls[rank] = [part if each is batch else each for each in arguments]
         replies = self._run.call(name, calls)
         found, rest = replies[dp_groups[0][0]]
         if found is None:
             return None, rest
-        columns = dict[str, tuple[Any, StoredColumn]]()
+        written = batch.only([])
         for dp_group in dp_groups:
-            holders = with_samples(self._spec.plan, dp_group)
-            picks = [(0, 0)] * len(batch)
-            ranks = [rank for rank in holders if rows[rank]] or holders[:1]
-            for part, rank in enumerate(ranks):
-                for place, row in enumerate(rows[rank]):
-                    picks[row] = part, place
-            columns |= {
-                field.name: (field, each)
-                for field, each in _columns([replies[r][0] for r in ranks], picks)
-            }
-        return Batch.from_columns(
-            batch.lengths("prompt"), batch.lengths("response"), columns.values()
-        ), rest
+            ranks = [rank for rank in with_samples(self._spec.plan, dp_group) if rows[rank]]
+            place_of = dict[int, int]()
+            for rank in ranks:
+                for row in rows[rank]:
+                    place_of[row] = len(place_of)
+            parts = Batch.concat([replies[rank][0] for rank in ranks])
+            written = written.merge(parts.select([place_of[row] for row in range(len(batch))]))
+        return written, rest
 
     def _divided(
         self, batch: Batch, dp_group: tuple[int, ...], by_mini_batches: bool
@@ -252,28 +210,6 @@ class TrainingRanks:
         shares = shares if by_mini_batches else DpGroupShares(shares.shares)
         divided = divide_among_ranks(shares, loads, numbers, self.step)
         return [[row for index in own for row in rows[numbers[index]]] for own in divided]
-
-
-def _there(batch: Batch) -> Batch:
-    """The batch for the ranks: columns written here go to the object store."""
-    here = stored(
-        batch.only(
-            field.name for field, column in batch.columns() if not isinstance(column, StoredColumn)
-        )
-    )
-    columns = [(field, column) for field, column in batch.columns() if field.name not in here]
-    written = _columns([here], [(0, row) for row in range(len(batch))])
-    return Batch.from_columns(
-        batch.lengths("prompt"), batch.lengths("response"), [*columns, *written]
-    )
-
-
-def _columns(
-    parts: Sequence[Stored], picks: Sequence[tuple[int, int]]
-) -> Iterator[tuple[Any, StoredColumn]]:
-    """The fields and columns of all parts, with the samples at `picks`, as (part, row)."""
-    for name, (field, _) in parts[0].items():
-        yield field, StoredColumn(tuple(part[name][1][0] for part in parts), picks)
 
 
 @dataclass(frozen=True)

@@ -1,88 +1,20 @@
-"""A user's own loop over Ray, on the workers: a training rank executes the driver's calls on rows
-in Ray's object store, where it leaves what it writes, and a rollout worker looks up what the loop
-submits."""
+"""A user's own loop over Ray, on the workers: a training rank executes the driver's calls on its
+rows, and a rollout worker looks up what the loop submits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from distflow.cluster.remote_calls import reply, shorten
-from distflow.cluster.remote_sample_queue import GroupRef, read_groups
-from distflow.data.batch import Batch, Column, RemoteColumn
-from distflow.data.batch_bytes import Buffers, gather, to_buffers
+from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
-
-if TYPE_CHECKING:
-    import ray
-
-
-@dataclass(frozen=True)
-class StoredColumn:
-    """A column in Ray's object store. refs: of objects with nothing else. picks: (object, row) of
-    each sample."""
-
-    refs: "tuple[ray.ObjectRef[Any], ...]"
-    picks: Sequence[tuple[int, int]]
-
-    def read(self) -> Column:
-        import ray
-
-        found = gather(ray.get([*self.refs]), self.picks)
-        return cast(Column, found.flat(found.names[0]))
-
-    def select(self, rows: Sequence[int]) -> "StoredColumn":
-        """These rows, without the objects that have none of them."""
-        used = sorted({self.picks[row][0] for row in rows}) or [0]
-        place = {part: number for number, part in enumerate(used)}
-        picks = [(place[part], row) for part, row in (self.picks[row] for row in rows)]
-        return StoredColumn(tuple(self.refs[part] for part in used), picks)
-
-    def concat(self, others: Sequence[RemoteColumn]) -> "StoredColumn":
-        parts = [self, *cast(Sequence[StoredColumn], others)]
-        firsts = accumulate((len(part.refs) for part in parts), initial=0)
-        picks = [
-            (first + part, row)
-            for first, of in zip(firsts, parts, strict=False)
-            for part, row in of.picks
-        ]
-        return StoredColumn(tuple(ref for part in parts for ref in part.refs), picks)
-
-
-Stored = Mapping[str, "tuple[Any, tuple[ray.ObjectRef[Any]]]"]
-"""Columns by name, each with its field and as a separate object; references are in tuples as in
-`GroupRef`."""
-
-
-def stored(batch: Batch) -> Stored:
-    """The batch's columns, in the object store."""
-    import ray
-
-    return {
-        name: (batch.field(name), (ray.put(to_buffers(batch.only([name]))),))
-        for name in batch.names
-    }
-
-
-def _hold(
-    numbers: Sequence[int], groups: Sequence[GroupRef]
-) -> tuple[Stored, Buffers, Sequence[int]]:
-    """The rows of these groups, which stay here, and for the driver their lengths and groups; or
-    ids of lost ones."""
-    batch, lost = read_groups(numbers, groups)
-    return (
-        ({}, {}, lost)
-        if batch is None
-        else (stored(batch), to_buffers(batch.only(["group_index"])), ())
-    )
 
 
 class RankCalls:
@@ -108,9 +40,7 @@ class RankCalls:
                 result.set_result(None)
                 return worker.step
             with _Errors(result):
-                result.set_result(
-                    _hold(*arguments) if name == "hold" else _carry_out(worker, name, arguments)
-                )
+                result.set_result(_carry_out(worker, name, arguments))
 
 
 class _Errors(AbstractContextManager[None]):
@@ -127,20 +57,18 @@ class _Errors(AbstractContextManager[None]):
         return isinstance(error, Exception)
 
 
-def _carry_out(worker: Worker, name: str, arguments: Sequence[Any]) -> tuple[Stored | None, Any]:
+def _carry_out(worker: Worker, name: str, arguments: Sequence[Any]) -> tuple[Batch | None, Any]:
     """The columns that the method wrote, if it returns a batch, and the rest of its result."""
-    # `to` reads its columns
-    given = [each.to("cpu") if isinstance(each, Batch) else each for each in arguments]
-    before = {
-        key: each.flat(key) for each in given if isinstance(each, Batch) for key in each.names
-    }
-    found = getattr(worker, name)(*given)
+    before = dict[str, object]()
+    for each in arguments:
+        if isinstance(each, Batch):
+            before |= {key: each.flat(key) for key in each.names}
+    found = getattr(worker, name)(*arguments)
     batch, rest = found if isinstance(found, tuple) else (found, None)
     if not isinstance(batch, Batch):
         return None, batch
-    return stored(
-        batch.only(key for key in batch.names if batch.flat(key) is not before.get(key))
-    ), rest
+    written = batch.only(key for key in batch.names if batch.flat(key) is not before.get(key))
+    return written.to("cpu"), rest
 
 
 class RemoteSubmissions(Submissions):

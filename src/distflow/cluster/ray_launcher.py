@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +20,7 @@ from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptio
 from distflow.launch.run_start_and_end import Start, done_before, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
-from distflow.processes.child import python_command, python_path
-from distflow.processes.descendants import ending_by_themselves
+from distflow.processes.survivors import survivors_ended
 from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
 
@@ -181,18 +179,12 @@ def _private_ray(folder: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     _read_again()
-    guard = subprocess.Popen(
-        python_command("distflow.cluster.reaper", token, os.getpid()),
-        stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": python_path()},
-        start_new_session=True,  # signals to the driver's process group do not reach it
-    )
-    ending_by_themselves.add(guard.pid)
     try:
-        yield
+        # some of Ray's helpers look for their parent only now and then
+        with survivors_ended():
+            yield
     finally:
-        guard.communicate(b".")
-        ending_by_themselves.discard(guard.pid)
+        token.unlink(missing_ok=True)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -204,6 +204,11 @@ class Heartbeat:
                 return rank
         return None
 
+    def pid(self, rank: int) -> int | None:
+        """The pid of a process, once it has responded."""
+        heard = self._heard.get(rank)
+        return None if heard is None else heard[1]
+
     def describe_silence(self, silent: int, stacks: Path) -> str:
         """The message about an unresponsive process, after responding workers have written their
         threads' stacks to `stacks`."""

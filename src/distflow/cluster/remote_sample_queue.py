@@ -36,9 +36,6 @@ GroupRef = Any
 Ray, the buffers."""
 
 
-Taken = TrainingStep[Sequence[GroupRef]]
-
-
 class GroupLost(RuntimeError):
     """A group is gone with the process that held it in memory."""
 
@@ -111,13 +108,12 @@ class RemoteSampleQueue:
         stop: Stop,
         ready: "Future[None] | None" = None,
         wait: Callable[[Any], Any] = reply,
-        read: Callable[[Taken, Sequence[GroupRef]], tuple[Batch | None, list[int]]] | None = None,
     ) -> None:
         """coordinator: the actor's handle, or a `Peer` that has it. worker: this one's number among
         the rollout workers. first: the number of the first rank of its dp group. ready: set when
         its engine has weights, before which it requests no groups; None if it has them from the
         start. stop: becomes wanted on all ranks at the release of the same step. wait: gets the
-        coordinator's reply. read: as `read_groups`."""
+        coordinator's reply."""
         self._coordinator = coordinator
         self._worker = worker
         self._first = first
@@ -125,9 +121,6 @@ class RemoteSampleQueue:
         self._stop = stop
         self._ready = ready
         self._reply = wait
-        self._read = read or (
-            lambda taken, groups: read_groups(taken.own or taken.group_ids[:1], groups)
-        )
         self._by_ray = not isinstance(coordinator, Peer)
         self._reward_counts = RewardCounts()  # sent with the groups that end next
         self._stored: tuple[GroupRef, int] = (None, 0)
@@ -200,7 +193,7 @@ class RemoteSampleQueue:
             while len(groups) < max(1, len(taken.own)):
                 groups += self._reply(self._coordinator.rest.remote(self._first + rank))
             fault_injection.reach("queue.taken")
-            batch, lost = self._read(taken, groups)
+            batch, lost = _read_groups(taken.own or taken.group_ids[:1], groups)
             report = self._coordinator.read.remote(step, self._first + rank, lost)
             if self._by_ray:
                 with self._waits("training", f"step {step + 1}", on=RANKS):
@@ -250,7 +243,7 @@ class RemoteSampleQueue:
         self._coordinator.end.remote(group, reward_counts)
 
 
-def read_groups(
+def _read_groups(
     numbers: Sequence[int], groups: Sequence[GroupRef | RowsOfGroup]
 ) -> tuple[Batch | None, list[int]]:
     """The rows of the groups, or the ids of lost groups. numbers: their ids."""

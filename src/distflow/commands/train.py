@@ -17,6 +17,7 @@ from distflow.commands.arguments_and_run_folders import (
 from distflow.config.compose.setting_origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
+from distflow.processes.survivors import survivors_ended
 from distflow.runtime.early_stop_and_signals import exit_status
 
 if TYPE_CHECKING:
@@ -77,16 +78,14 @@ def split_configs(preset: str, words: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+@survivors_ended()  # before code of the user runs
 def run_train(arguments: argparse.Namespace, base: str = "grpo") -> int:
     """Policies of one graph train one after another, over Ray concurrently. All are checked before
     the first starts."""
     from distflow.config import describe
     from distflow.config.derived_settings import check_keys, launch_target
     from distflow.observe.writing.run_folder import claimed
-    from distflow.processes.descendants import ending_by_themselves
-    from distflow.processes.survivors import end_survivors
 
-    ending_by_themselves.add(end_survivors())  # before code of the user runs
     if len(commands := split_configs(arguments.preset, arguments.overrides)) > 1:
         if base != "grpo":
             raise UserError(

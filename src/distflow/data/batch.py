@@ -6,11 +6,11 @@ queue is empty; copies from pinned memory do not wait, and many numbers read tog
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,16 +41,6 @@ _DERIVED = {name: sources for name, sources in DERIVED.items() if name not in ("
 """Columns that are derived here from others unless written."""
 
 
-class RemoteColumn(Protocol):
-    """A column that other processes have. Batches pass it on unread; it is fetched when read."""
-
-    def read(self) -> Column: ...
-
-    def select(self, rows: Sequence[int]) -> "RemoteColumn": ...
-
-    def concat(self, others: "Sequence[RemoteColumn]") -> "RemoteColumn": ...
-
-
 class Batch:
     """Named columns over `len(batch)` samples.
 
@@ -64,7 +54,7 @@ class Batch:
         """prompt_lengths, response_lengths: int64 `(bs,)`, in tokens."""
         self._lengths = {Axis.PROMPT: prompt_lengths.long(), Axis.RESPONSE: response_lengths.long()}
         self._lengths[Axis.SEQUENCE] = self._lengths[Axis.PROMPT] + self._lengths[Axis.RESPONSE]
-        self._columns: dict[str, Column | RemoteColumn] = {}
+        self._columns: dict[str, Column] = {}
         self._fields: dict[str, Field] = {}
         self._places: dict[tuple[Axis, torch.device], Tensor] = {}
 
@@ -169,7 +159,7 @@ class Batch:
         samples, or a list."""
         name = ALIASES.get(name, name)
         if name in self._columns:
-            return _read(self._columns[name])
+            return self._columns[name]
         self.field(name)
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
@@ -231,11 +221,9 @@ class Batch:
         }
         for name, column in self._columns.items():
             field = self._fields[name]
-            picked: Column | RemoteColumn
+            picked: Column
             if isinstance(column, list):
                 picked = [column[i] for i in rows]
-            elif not isinstance(column, Tensor):
-                picked = column.select(rows)
             elif field.axis in TOKEN_AXES:
                 picked = column[tokens[field.axis]]
             else:
@@ -249,9 +237,8 @@ class Batch:
         used."""
         out = self.copy()
         where = torch.device(device)
-        columns = {name: _read(column) for name, column in self._columns.items()}
         out._columns = {
-            name: c if isinstance(c, list) else send(c, where) for name, c in columns.items()
+            name: c if isinstance(c, list) else send(c, where) for name, c in self._columns.items()
         }
         return out
 
@@ -296,10 +283,6 @@ class Batch:
                 self._fields[field.name] = field
             else:
                 self[name] = other.flat(theirs)
-
-    def columns(self) -> "Iterator[tuple[Field, Column | RemoteColumn]]":
-        """The stored columns, including remote ones."""
-        return ((self._fields[name], column) for name, column in self._columns.items())
 
     def merge(self, other: "Batch") -> "Batch":
         """All columns of both batches; if both have one, the other's.
@@ -366,7 +349,6 @@ class Batch:
         header = []
         for name, column in self._columns.items():
             field = self._fields[name]
-            column = _read(column)
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
                 tensors[f"column.{name}"] = _json_bytes(column)
@@ -390,7 +372,7 @@ class Batch:
     def from_columns(
         prompt_lengths: Tensor,
         response_lengths: Tensor,
-        columns: Iterable[tuple[Field, Column | RemoteColumn]],
+        columns: Iterable[tuple[Field, Column]],
     ) -> "Batch":
         """A batch from another batch's stored columns, without guesses, copies or checks."""
         batch = Batch(prompt_lengths, response_lengths)
@@ -517,8 +499,7 @@ class Batch:
         )
         rows = [(row, number) for row, count in enumerate(numbers) for number in range(count)]
         own_rows = torch.tensor([row for row, _ in rows], dtype=torch.int64)
-        for name, stored in self._columns.items():
-            column = _read(stored)
+        for name, column in self._columns.items():
             axis = self._fields[name].axis
             if name == "images":
                 out[name] = [self[name][row][number : number + 1] for row, number in rows]
@@ -584,19 +565,10 @@ def _images(sample: Sample) -> list[list[str]]:
     return found if any(found) else []
 
 
-def _read(column: Column | RemoteColumn) -> Column:
-    return column if isinstance(column, Tensor | list) else column.read()
-
-
-def _joined(parts: Sequence[Column | RemoteColumn]) -> Column | RemoteColumn:
-    """One column from many: all tensors or all lists, after fetching columns if only some are
-    remote."""
-    remote = [part for part in parts if not isinstance(part, Tensor | list)]
-    if parts and len(remote) == len(parts):
-        return remote[0].concat(remote[1:])
-    here = [_read(part) for part in parts]
-    tensors = [part for part in here if isinstance(part, Tensor)]
-    return torch.cat(tensors) if tensors else [value for part in here for value in part]
+def _joined(parts: Sequence[Column]) -> Column:
+    """One column from many: all tensors or all lists."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else [value for part in parts for value in part]
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:

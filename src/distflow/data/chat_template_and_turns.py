@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from distflow.data.control_words import control_words, described, find_control_word
 from distflow.data.messages import ASSISTANT, Messages, RowError
 from distflow.errors import UserError
-from distflow.limited_fork import limit_memory, limited_fork
 from distflow.observe.crash_safe_files import JSON
+from distflow.processes.channel import Channel, PeerGone, encode
+from distflow.processes.fork import limited_fork
 from distflow.untrusted_files import read_file
 
 RENDERS_WITHIN_S = 10.0
@@ -64,7 +64,7 @@ def render_all(
     """
     if not rows:
         return
-    with limited_fork(partial(_serve, rows, render), "chat-template") as rendered:
+    with limited_fork(partial(_serve, rows, render), MORE_MEMORY_BYTES) as rendered:
         template = template_of(tokenizer)
         for number in range(1, len(rows) + 1):
             kind, value = _next(
@@ -220,27 +220,30 @@ def encode_turns(
     return ids[: spans[-1][1]], spans
 
 
-def _next(channel: Connection, what: str) -> tuple[str, Any]:
-    if not channel.poll(RENDERS_WITHIN_S):
+def _next(channel: Channel, what: str) -> tuple[str, Any]:
+    """The next answer of `_serve`. what: went wrong if it is not rendered. Raises UserError."""
+    try:
+        kind, value = channel.receive(RENDERS_WITHIN_S)
+    except TimeoutError:
         raise UserError(
             f"{what}: it did not end within {RENDERS_WITHIN_S:g} s. Correct its loop, or use "
             "another tokenizer"
-        )
-    try:
-        kind, value = json.loads(channel.recv_bytes())
-    except EOFError:
+        ) from None
+    except PeerGone:
         raise UserError(f"{what}: the process that rendered it crashed") from None
     if kind == "fails":
         raise UserError(f"{what}: {value}")
     return kind, value
 
 
-def _serve(rows: Sequence[Any], render: Callable[[Any], JSON], channel: Connection) -> None:
+def _serve(rows: Sequence[Any], render: Callable[[Any], JSON], channel: Channel) -> None:
     """In the fork: render each row, until the first that fails."""
-    limit_memory(MORE_MEMORY_BYTES)
     for row in rows:
         kind, value = _rendered(row, render)
-        channel.send_bytes(json.dumps([kind, value]).encode())
+        try:
+            channel.send(encode([kind, value]))
+        except ValueError as error:
+            channel.send(encode(["fails", str(error)]))
         if kind == "fails":
             return
 

@@ -12,15 +12,14 @@ is killed:
   fails;
 - the episode's own process, which runs the user's code: likewise.
 
-Messages are lines of JSON: `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}`
-or, by the minder or the server, `{"died": ...}`.
+A message is `[method, arguments]`, answered by `{"value": ...}`, `{"error": ...}` or, by the minder
+or the server, `{"died": ...}`.
 """
 
 import asyncio
 import hashlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -36,18 +35,24 @@ from distflow.data import global_random_states
 from distflow.data.sample import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
-from distflow.processes.child import Child, python_command, python_path
-from distflow.processes.keeper import adopt_orphans, children, die_with_parent, end_children
+from distflow.processes.channel import Channel, PeerGone, encode, framed, receive
+from distflow.processes.child import Child, environment, how_it_ended, python_command
+from distflow.processes.keeper import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    end_children,
+    wait_and_end,
+)
 from distflow.user_values import plain_value
 
-MAX_MESSAGE_BYTES = 4 * 2**20
+_MAX_ANSWER_BYTES = 4 * 2**20
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
 _SHOWN = 1000
 _MOST_DEATHS = 4
 """Of a server, without an answer from an episode's process in between."""
 _ENDS_WITHIN_S = 10.0
-_REAPS_EVERY_MS = 1000
 
 
 class MadeByOptions:
@@ -114,7 +119,7 @@ class ProcessServer:
             except BaseException:
                 ours.close()
                 raise
-        return UserProcess(*await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES), self)
+        return UserProcess(*await asyncio.open_connection(sock=ours), self)
 
     def answered(self) -> None:
         """Note that an episode's process works."""
@@ -140,9 +145,11 @@ class ProcessServer:
             given.seek(0)
             self._child = Child(
                 python_command(__name__, theirs.fileno()),
-                env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+                environment(OMP_NUM_THREADS="1"),
                 pass_fds=(theirs.fileno(),),
                 stdin=given,
+                memory_bytes=MEMORY_BYTES,
+                continued=True,
             )
         self._control.settimeout(START_TIMEOUT_S)
         try:
@@ -176,10 +183,9 @@ class ProcessServer:
             self._start()
 
     def _how_lost(self) -> str:
-        status = self._child.status()
+        ending = how_it_ended(self._child.status())
         return (
-            f"the process that starts those of agents, tools and environments {_ending(status)}. "
-            f"{_ADVICE}"
+            f"the process that starts those of agents, tools and environments {ending}. {_ADVICE}"
         )
 
 
@@ -190,17 +196,6 @@ _ADVICE = (
     "processes that it did "
     "not start"
 )
-
-
-def _ending(status: int | None) -> str:
-    """status: as in `subprocess`; None if it is unknown."""
-    if status is None:
-        return "is gone"
-    return (
-        f"was ended by {signal.Signals(-status).name}"
-        if status < 0
-        else f"exited with status {status}"
-    )
 
 
 class UserProcess:
@@ -223,7 +218,7 @@ class UserProcess:
 
     def send(self, method: str, arguments: Mapping[str, Any]) -> None:
         """Begin a call. It is executed after those before, whose answers come first."""
-        self._writer.write(json.dumps([method, arguments]).encode() + b"\n")
+        self._writer.write(encode([method, arguments]))
 
     async def answer(
         self, method: str, arguments: Mapping[str, Any], timeout_s: float | None
@@ -238,17 +233,15 @@ class UserProcess:
                 if reading.done()
                 else {"died": f"no answer within {timeout_s:g} s"}
             )
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             answer = {"died": f"its answer cannot be read: {error}"}
+        except PeerGone:
+            self.close()
+            if self._server is None:
+                raise ServerLost("the process that started it ended") from None
+            raise await self._server.lost() from None
         finally:
             reading.cancel()  # no effect if it is done
-        if not answer:
-            self.close()
-            raise (
-                ServerLost("the process that started it ended")
-                if self._server is None
-                else await self._server.lost()
-            )
         if self._server is not None:
             self._server.answered()
         if "died" in answer:
@@ -268,16 +261,8 @@ class UserProcess:
             self._writer.transport.abort()
 
     async def _answer(self) -> dict[str, Any]:
-        """The next answer; empty if server and process are gone. Raises ValueError, OSError."""
-        line = b"\n"
-        while line == b"\n":
-            try:
-                line = await self._reader.readline()
-            except ConnectionError:
-                line = b""
-        if not line:
-            return {}
-        answer = json.loads(line)
+        """The next answer. Raises PeerGone if server and process are gone, ValueError."""
+        answer = await receive(self._reader)
         if not isinstance(answer, dict) or not {"value", "error", "died"} & {*answer}:
             raise ValueError("it is no answer")
         return answer
@@ -299,7 +284,6 @@ def main() -> None:
     watched = os.pidfd_open(keeper)
     die_with_parent(keeper, 0)  # from now on the server itself ends what it started
     adopt_orphans()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     control.send(json.dumps({"value": os.getpid()}).encode())
     try:
@@ -364,9 +348,7 @@ def _report(channel: socket.socket, status: int) -> None:
     """Tell whoever still listens how an episode's process ended."""
     with suppress(OSError):
         channel.setblocking(False)
-        channel.send(
-            b"\n" + json.dumps({"died": f"its process {_ending(status)}"}).encode() + b"\n"
-        )
+        channel.send(encode({"died": f"its process {how_it_ended(status)}"}))
 
 
 def _mind(
@@ -386,32 +368,10 @@ def _mind(
         os.close(server)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _run(channel, hosted, seed)
-    poll = select.poll()
-    for watched in (server, os.pidfd_open(process)):
-        poll.register(watched, select.POLLIN)
-    status = None
-    while status is None and server not in {
-        descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)
-    }:
-        status = _reap(process)
-    end_children()
-    if status is not None:
+    status = wait_and_end(process, (server,), continued=False)
+    if not select.select([server], [], [], 0)[0]:
         _report(channel, os.waitstatus_to_exitcode(status))
     os._exit(0)
-
-
-def _reap(process: int) -> int | None:
-    """Reap children that have ended; returns the wait status of the process, if it is one of
-    them."""
-    found = None
-    pid = -1
-    while pid:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        found = status if pid == process else found
-    return found
 
 
 def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
@@ -419,13 +379,14 @@ def _run(channel: socket.socket, hosted: object, seed: bytes) -> NoReturn:
     os.setsid()
     global_random_states.seed(seed)
     own = os.getpid()
-    with channel.makefile("rb") as calls:
-        for line in calls:
-            method, arguments = json.loads(line)
+    calls = Channel(channel)
+    with suppress(PeerGone):
+        while True:
+            method, arguments = calls.receive()
             answer = _answer(getattr(hosted, method), arguments)
             if os.getpid() != own:  # the user's code forked and returned twice
-                os._exit(0)
-            channel.sendall(answer + b"\n")
+                break
+            calls.send(answer)
     os._exit(0)
 
 
@@ -433,15 +394,13 @@ def _answer(function: Callable[..., object], arguments: dict[str, Any]) -> bytes
     try:
         text = json.dumps({"value": function(**arguments)}, allow_nan=False, default=_as_plain)
     except MemoryError:
-        return b'{"died": "it ran out of memory"}'
+        return encode({"died": "it ran out of memory"})
     except BaseException as error:  # the user's code may raise anything
         place = f" (at {found})" if (found := users_place(error)) else ""
-        text = json.dumps({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
-    if len(text) >= MAX_MESSAGE_BYTES:
-        text = json.dumps(
-            {"error": f"an answer of {len(text):,} bytes; at most {MAX_MESSAGE_BYTES:,}"}
-        )
-    return text.encode()
+        return encode({"error": f"{type(error).__name__}: {error}"[:_SHOWN] + place})
+    if len(text) >= _MAX_ANSWER_BYTES:
+        return encode({"error": f"an answer of {len(text):,} bytes; at most {_MAX_ANSWER_BYTES:,}"})
+    return framed(text.encode())
 
 
 def _as_plain(value: object) -> object:

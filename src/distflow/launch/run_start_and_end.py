@@ -16,6 +16,7 @@ from distflow.observe.report.build import report_data, write_report
 from distflow.observe.report.summary_sentences import accuracies
 from distflow.observe.run_reader import VALIDATION_ROWS, read_damage, read_events, read_metrics
 from distflow.observe.writing.run_folder import RunFolder, claimed, finish_moving, join, set_aside
+from distflow.processes.survivors import survivors_ended
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
 from distflow.runtime.checkpoint.find_checkpoint import (
@@ -83,7 +84,7 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     installed, or a disk that is too small for its checkpoints."""
     spec.check_can_train()
     check_disk(spec)
-    with writing_to(spec.run_dir), claimed(spec.run_dir) as owner:
+    with writing_to(spec.run_dir), claimed(spec.run_dir) as owner, survivors_ended():
         yield find_start(spec, spec.options.resume, allow_change, owner)
 
 

@@ -25,23 +25,33 @@ class Child:
     def __init__(
         self,
         command: Sequence[str],
-        env: Mapping[str, str],
+        env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         stdin: int | IO[bytes] = subprocess.DEVNULL,
         stdout: int | IO[Any] | None = subprocess.DEVNULL,
         stderr: int | IO[Any] | None = subprocess.DEVNULL,
+        *,
+        memory_bytes: int = 0,
+        continued: bool = False,
+        leaves_s: float = 0.0,
+        removed: Sequence[str] = (),
     ) -> None:
-        """Raises OSError if it cannot be started."""
+        """env: None for `environment()`. memory_bytes: the most that each process may allocate; 0
+        for no limit. continued: the command goes on when a signal stops it. leaves_s: at its end,
+        what it started gets so many seconds to end by itself. removed: patterns of folders to
+        remove if this process ends first. Raises OSError if it cannot be started."""
+        options = (os.getpid(), memory_bytes, continued, leaves_s, "\n".join(removed))
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), *command],
+            [sys.executable, "-I", "-S", _KEEPER, *map(str, options), *command],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             pass_fds=pass_fds,
-            env=without_mark(env),  # the keeper ends what it has
+            env=without_mark(environment() if env is None else env),  # the keeper ends what it has
             start_new_session=True,  # Ctrl-C reaches only this process
         )
         self.pid = self._popen.pid
+        self._ends_within_s = _ENDS_WITHIN_S + leaves_s
         ending_by_themselves.add(self.pid)
 
     def status(self) -> int | None:
@@ -55,6 +65,10 @@ class Child:
             return self._popen.wait(timeout_s)
         return None
 
+    def ask_to_end(self) -> None:
+        """Send the command a SIGTERM."""
+        self._popen.send_signal(signal.SIGUSR2)
+
     def kill(self) -> None:
         """Have everything killed, without waiting. Idempotent."""
         for number in (signal.SIGTERM, signal.SIGCONT):  # the keeper may have been stopped
@@ -63,19 +77,29 @@ class Child:
     def end(self) -> None:
         """Kill everything, and wait for that. Idempotent."""
         self.kill()
-        if self.wait(_ENDS_WITHIN_S) is None:
+        if self.wait(self._ends_within_s) is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
         ending_by_themselves.discard(self.pid)
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """That of this process, for a `python_command`. variables: further ones."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def how_it_ended(status: int | None) -> str:
+    """A status in words; None if it is unknown."""
+    if status is None:
+        return "is gone"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
 def python_command(module: str, *arguments: object) -> list[str]:
     """The command that calls `main` of a module of ours in a new interpreter. The module is not
     Python's main module, which processes that are spawned below would import again."""
     return [sys.executable, "-P", "-c", f"from {module} import main; main()", *map(str, arguments)]
-
-
-def python_path() -> str:
-    """This process's search path for modules, as PYTHONPATH."""
-    return os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -1,11 +1,11 @@
 """Runs a command, and ends everything that it started: once the command or the owner has ended, or
-at SIGTERM.
+at SIGTERM. SIGUSR2 sends the command a SIGTERM.
 
 The kernel makes each descendant whose parent ended a child of this process, even one in a session
-of its own, so that none can leave. Other signals have no effect, and a command that is stopped is
-continued. The exit status, or the signal that ended this process, is the command's.
+of its own, so that none can leave. Other signals have no effect. The exit status, or the signal
+that ended this process, is the command's.
 
-Run as a file, `python -I -S keeper.py OWNER_PID COMMAND...`, by `child.py`. Imports only the
+Run as a file, `python -I -S keeper.py ARGUMENTS`, by `child.py`. Imports only the
 standard library: nothing here allocates much, so that the kernel, when memory runs out, ends the
 command and not the keeper.
 """
@@ -16,6 +16,7 @@ import resource
 import select
 import signal
 import sys
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from typing import NoReturn
@@ -24,6 +25,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOST_OWNER = 1
 _KEPT = (signal.SIGKILL, signal.SIGSTOP)
+_REAPS_EVERY_MS = 1000
+_LOOKS_EVERY_S = 0.02
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -71,28 +74,32 @@ def end_children(kept: Collection[int] = ()) -> None:
                 os.waitpid(pid, 0)
 
 
-def main(owner_pid: int, command: list[str]) -> NoReturn:
-    owner = _watched(owner_pid)
-    wakes, wake = os.pipe()
-    os.set_blocking(wakes, False)
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+def main(
+    owner_pid: str,
+    memory_bytes: str,
+    continued: str,
+    leaves_s: str,
+    removed: str,
+    *command: str,
+) -> NoReturn:
+    """See `Child`."""
+    owner = _watched(int(owner_pid))
+    asked, ask = os.pipe()
     for number in signal.valid_signals():
         if number not in _KEPT and number < signal.SIGRTMIN:
             # unlike SIG_IGN it is not inherited by the command
             signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: os.write(ask, b"."))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the owner's thread may block some
     adopt_orphans()
-    child = _start(command)
-    _close_all_but(owner, wakes, wake)
-    status = _wait(child, owner, wakes)
-    # one that is killed before what it watches would leave that to nobody, if we die now
-    for pid in _lowest_first():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if status is None:
-        status = os.waitpid(child, 0)[1]
-    end_children()
+    child = _start(command, int(memory_bytes))
+    signal.signal(signal.SIGUSR2, lambda *_: os.kill(child, signal.SIGTERM))
+    _close_all_but(owner, asked, ask)
+    status = wait_and_end(
+        child, (owner, asked), continued=continued == "True", leaves_s=float(leaves_s)
+    )
+    if removed and select.select([owner], [], [], 0)[0]:
+        _remove(removed.split("\n"))
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -100,6 +107,74 @@ def main(owner_pid: int, command: list[str]) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def wait_and_end(
+    child: int, watched: Collection[int], *, continued: bool, leaves_s: float = 0.0
+) -> int:
+    """Wait until the child has ended, or one of the watched descriptors is readable; then end
+    everything below this process, which adopts orphans. Returns the child's wait status.
+
+    continued: a child that is stopped goes on. leaves_s: what the child started gets so many
+    seconds to end by itself, as what is below another keeper does.
+    """
+    ends = os.pidfd_open(child)
+    poll = select.poll()
+    for descriptor in (ends, *watched):
+        poll.register(descriptor, select.POLLIN)
+    status = None
+    while status is None:
+        ready = {descriptor for descriptor, _ in poll.poll(_REAPS_EVERY_MS)}
+        status = _reap(child, continued)
+        if ready.intersection(watched):
+            break
+    if leaves_s:
+        if status is None:
+            status = _kill(child)
+        due = time.monotonic() + leaves_s
+        while children() and time.monotonic() < due:
+            _reap(child, continued)
+            time.sleep(_LOOKS_EVERY_S)
+    # one that is killed before what it watches would leave that to nobody, if we die now
+    for pid in _lowest_first():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if status is None:
+        status = _kill(child)
+    end_children()
+    os.close(ends)
+    return status
+
+
+def _kill(child: int) -> int:
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def _reap(child: int, continued: bool) -> int | None:
+    """Reap children that have ended; returns the wait status of the child, if it is one of them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if os.WIFSTOPPED(status):
+            if pid == child and continued:
+                os.kill(child, signal.SIGCONT)
+        elif pid == child:
+            found = status
+
+
+def _remove(patterns: list[str]) -> None:
+    import glob
+    import shutil
+
+    for pattern in patterns:
+        for path in glob.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _watched(owner: int) -> int:
@@ -134,46 +209,17 @@ def _close_all_but(*kept: int) -> None:
                 os.close(int(name))
 
 
-def _start(command: list[str]) -> int:
+def _start(command: tuple[str, ...], memory_bytes: int) -> int:
     keeper = os.getpid()
     if (pid := os.fork()) == 0:
         die_with_parent(keeper)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if memory_bytes:
+            # heap and private mappings: a limit of the address space would count reserved memory
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         os.execvp(command[0], command)
     return pid
 
 
-def _wait(child: int, owner: int, wakes: int) -> int | None:
-    """The child's wait status, once it has ended; None if the owner has ended, or SIGTERM came."""
-    asked = False
-
-    def ask(*_: object) -> None:
-        nonlocal asked
-        asked = True
-
-    signal.signal(signal.SIGTERM, ask)
-    poll = select.poll()
-    poll.register(owner, select.POLLIN)
-    poll.register(wakes, select.POLLIN)
-    while True:
-        ready = {descriptor for descriptor, _ in poll.poll()}
-        with suppress(BlockingIOError):
-            os.read(wakes, 2**12)
-        if asked or owner in ready:
-            return None
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            if os.WIFSTOPPED(status):
-                if pid == child:
-                    os.kill(child, signal.SIGCONT)
-            elif pid == child:
-                return status
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(*sys.argv[1:])

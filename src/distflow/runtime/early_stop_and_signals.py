@@ -7,7 +7,6 @@ A hang-up never counts as the second: closing a terminal causes two, from the sh
 system, and systemd sends one after its SIGTERM.
 """
 
-import ctypes
 import os
 import signal
 import stat
@@ -20,7 +19,6 @@ from typing import Final
 from distflow.processes.descendants import end_descendants
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG: Final = 1
 _ENDED: Final = 0
 
 
@@ -174,13 +172,6 @@ class StopRequest(Stop):
     def _tell(self) -> None:
         while number := os.read(self._read, 1)[0]:
             self._on_first(signal.Signals(number).name)
-
-
-def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends, even if it is stopped or inside C code."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent has already ended
-        leave_at_once(1)
 
 
 def leave_at_once(status: int) -> None:

@@ -82,9 +82,9 @@ def test_what_a_hanging_verifier_started_dies_with_it(pool, tmp_path):
     ("what", "reason"),
     [
         ("full memory", "ran out of memory"),
-        ("exit 0", "exited with 0"),
-        ("exit 3", "exited with 3"),
-        ("sys exit", "exited with 0"),
+        ("exit 0", "exited with status 0"),
+        ("exit 3", "exited with status 3"),
+        ("sys exit", "exited with status 0"),
         ("kill self", "killed by SIGKILL"),
         ("segfault", "killed by SIGSEGV (the last words)"),
     ],
@@ -324,7 +324,7 @@ sys.stdin.read()
         ("import no_such_module", "needs the module 'no_such_module', which is not installed"),
         ("raise RuntimeError('at import')", "at import"),
         ("def compute_score(:", "SyntaxError"),
-        ("import os; os._exit(0)", "exited with 0"),
+        ("import os; os._exit(0)", "exited with status 0"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, message):

@@ -89,7 +89,7 @@ def test_a_server_that_ends_takes_what_it_started_along_and_says_why(tmp_path: P
     wait_until(lambda: not process.is_running())
     assert (
         "ValueError: no such model" in process.last_lines()
-        and "ended with status 1" in process.last_lines()
+        and "exited with status 1" in process.last_lines()
     )
     process.kill()
     wait_until(lambda: is_gone(process.pid))

@@ -5,8 +5,8 @@ template does between its turns."""
 import asyncio
 import os
 import pickle
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryFile
@@ -23,7 +23,8 @@ from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.workflows import KEY, Workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.pipelines.nodes.workflow_rollout import read_outcome, template_kwargs
-from distflow.processes.child import Child, python_command, python_path
+from distflow.processes.channel import Channel, PeerGone, encode
+from distflow.processes.child import Child, python_command
 from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
 from distflow.runtime.spec import Spec
@@ -31,8 +32,6 @@ from distflow.runtime.spec import Spec
 REPLY = "I do not know."
 _WITHIN_S = 5.0
 _LOADS_WITHIN_S = 120.0
-_LOOKS_EVERY_S = 0.02
-_LOADED = b"loaded\n"
 _MISTAKES = (NameError, AttributeError, ImportError, TypeError)
 
 
@@ -58,14 +57,14 @@ class WorkflowTrial:
             f"the workflow '{workflow.name}', tried on the first row ({row.origin}) with the reply "
             f"{REPLY!r}"
         )
-        self._said = TemporaryFile()  # noqa: SIM115  closed with the process
-        with TemporaryFile() as given:  # which no other user can read
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        with theirs, TemporaryFile() as given:  # which no other user can read
             given.write(pickle.dumps((spec, row, tokenizer)))
             given.seek(0)
             self._child = Child(
-                python_command(__name__, self._said.fileno()),
-                env={**os.environ, "PYTHONPATH": python_path()},
-                pass_fds=(self._said.fileno(),),
+                python_command(__name__, theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
                 stdin=given,
             )
 
@@ -86,26 +85,25 @@ class WorkflowTrial:
         """End the process, and everything that it started."""
         if self._child is not None:
             self._child.end()
-            self._said.close()
+            self._channel.close()
 
     def _wait(self) -> str:
-        assert self._child is not None
-        due = time.monotonic() + _LOADS_WITHIN_S
-        begun = False
-        while time.monotonic() < due:
-            has_ended = self._child.status() is not None
-            said = os.pread(self._said.fileno(), 2**13, 0)
-            if not begun and said.startswith(_LOADED):
-                begun = True
-                due = time.monotonic() + _WITHIN_S
-            if outcome := said.removeprefix(_LOADED):
-                return outcome.decode(errors="replace")
-            if has_ended:
-                return "note its episode ended the process"
-            time.sleep(_LOOKS_EVERY_S)
-        if not begun:
+        try:
+            outcome = self._channel.receive(_LOADS_WITHIN_S)
+        except TimeoutError:
             return f"note it was not loaded in another process within {_LOADS_WITHIN_S:g} s"
-        return f"note its episode did not end within {_WITHIN_S:g} s: it is slow, or asks forever"
+        except PeerGone:
+            return "note its episode ended the process"
+        if outcome is not None:
+            return str(outcome)
+        try:
+            return str(self._channel.receive(_WITHIN_S))
+        except TimeoutError:
+            return (
+                f"note its episode did not end within {_WITHIN_S:g} s: it is slow, or asks forever"
+            )
+        except PeerGone:
+            return "note its episode ended the process"
 
 
 @contextmanager
@@ -119,9 +117,10 @@ def tried_workflow(spec: Spec, tokenizer: Callable[[], Any]) -> Iterator[Workflo
 
 
 def main() -> None:
-    """The other process: load what standard input names, and write the outcome into the file."""
-    out = int(sys.argv[1])
-    os.set_inheritable(out, False)
+    """The other process: load what standard input names, send null, and then the outcome."""
+    connected = socket.socket(fileno=int(sys.argv[1]))
+    connected.set_inheritable(False)
+    channel = Channel(connected)
     try:
         spec, row, tokenizer = pickle.load(sys.stdin.buffer)
         workflow = _workflow_of(spec)
@@ -130,12 +129,12 @@ def main() -> None:
     except Exception as error:  # of the user's code
         outcome = f"note it was not tried, as it cannot be loaded in another process: {error}"
     else:
-        os.write(out, _LOADED)
+        channel.send(encode(None))
         process = os.getpid()
         outcome = _outcome(spec, workflow, row, loaded)
         if os.getpid() != process:  # a fork that the workflow did not end
             os._exit(0)
-    os.write(out, outcome.encode()[:4000])
+    channel.send(encode(outcome))
     os._exit(0)
 
 

@@ -12,15 +12,9 @@ from functools import partial
 from typing import NamedTuple
 
 from distflow.errors import UserError
+from distflow.processes.channel import PeerGone, encode
 from distflow.rewards.load_and_call_reward_functions import PROMPT, without_options
-from distflow.rewards.pool.process import (
-    PeerGone,
-    Request,
-    RewardProcess,
-    StartFailed,
-    encode,
-    take,
-)
+from distflow.rewards.pool.process import Request, RewardProcess, StartFailed, take
 from distflow.rewards.reward_results import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30

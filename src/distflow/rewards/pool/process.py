@@ -1,13 +1,7 @@
-"""One reward worker process, and our end of its socket.
+"""One reward worker process, and our end of its socket."""
 
-Messages between the run and its reward workers are JSON: 4 bytes of length, then UTF-8. No pickle;
-sizes are capped."""
-
-import json
 import os
-import signal
 import socket
-import struct
 import tempfile
 import time
 from collections import deque
@@ -17,89 +11,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from distflow.observe.crash_safe_files import JSON
-from distflow.processes.child import Child, python_command, python_path
+from distflow.processes.channel import Channel, PeerGone, encode
+from distflow.processes.child import Child, environment, how_it_ended, python_command
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 
 EXIT_OUT_OF_MEMORY = 86
-MAX_FRAME_BYTES = 32 * 2**20
-_READ_BYTES = 2**16
-_HEADER = struct.Struct(">I")
-
-
-class PeerGone(Exception):
-    """The other process closed its end: it exited, crashed or was killed."""
-
-
-def encode(message: Mapping[str, object]) -> bytes:
-    """Raises TypeError for values that JSON lacks, ValueError for a message beyond
-    `MAX_FRAME_BYTES`."""
-    body = json.dumps(dict(message)).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(
-            f"a message of {len(body):,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}"
-        )
-    return _HEADER.pack(len(body)) + body
-
-
-class Channel:
-    """One end of a socket. Used by one thread at a time."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        # Bytes after the last message: one recv may return several. Each recv releases the
-        # interpreter lock, which takes up to 5 ms to get back while another thread computes.
-        self._received = bytearray()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def send(self, frames: bytes | bytearray, timeout_s: float | None = None) -> None:
-        """Raises TimeoutError if the peer does not read in time, PeerGone if it is gone."""
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(frames)
-        except (TimeoutError, BlockingIOError):
-            raise TimeoutError from None
-        except OSError as error:
-            raise PeerGone(str(error)) from error
-
-    def receive(self, timeout_s: float | None = None) -> dict[str, JSON]:
-        """The next message. Raises TimeoutError unless it arrived whole in time, PeerGone,
-        ValueError if invalid.
-
-        Data that has arrived is read even after the deadline: this process may have been stopped or
-        starved.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        (size,) = _HEADER.unpack(self._take(_HEADER.size, deadline))
-        if size > MAX_FRAME_BYTES:
-            raise ValueError(
-                f"a message of {size:,} bytes exceeds the limit of {MAX_FRAME_BYTES:,}"
-            )
-        message = json.loads(self._take(size, deadline))
-        if not isinstance(message, dict):
-            raise ValueError(f"expected a JSON object, got {type(message).__name__}")
-        return message
-
-    def _take(self, num_bytes: int, deadline: float | None) -> bytes:
-        while (missing := num_bytes - len(self._received)) > 0:
-            self._socket.settimeout(
-                None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            )
-            try:
-                part = self._socket.recv(max(missing, _READ_BYTES))
-            except (TimeoutError, BlockingIOError):
-                raise TimeoutError from None
-            except OSError as error:
-                raise PeerGone(str(error)) from error
-            if not part:
-                raise PeerGone("end of stream")
-            self._received += part
-        taken = bytes(self._received[:num_bytes])
-        del self._received[:num_bytes]
-        return taken
-
-
 _SHOWN_STDERR_BYTES = 300
 # faster calls are sent ahead: waking a process takes about 0.1 ms, like most calls
 _QUICK_S = 0.005
@@ -146,10 +62,11 @@ class RewardProcess:
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         with theirs:
             self._child = Child(
-                python_command("distflow.rewards.pool.worker", theirs.fileno(), memory_bytes),
-                env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+                python_command("distflow.rewards.pool.worker", theirs.fileno()),
+                environment(OMP_NUM_THREADS="1"),
                 pass_fds=(theirs.fileno(),),
                 stderr=self._stderr,
+                memory_bytes=memory_bytes,
             )
         self.pid = self._child.pid
         self.in_step = True
@@ -188,7 +105,8 @@ class RewardProcess:
             began = time.monotonic()
             due = began + timeout_s * request.num_asked
             self._send_ahead(active, pending, due)
-            answers = self._channel.receive(_left_s(due)).get("answers")
+            reply = self._channel.receive(_left_s(due))
+            answers = reply.get("answers") if isinstance(reply, dict) else None
             if not isinstance(answers, list) or len(answers) != request.num_asked:
                 raise ValueError("not an answer to each")
             request.end([_read_answer(answer, timeout_s) for answer in answers])
@@ -224,12 +142,10 @@ class RewardProcess:
         status = self._child.wait(5)
         if status == EXIT_OUT_OF_MEMORY:
             return "the reward worker ran out of memory"
-        how = f"exited with {status}"
-        if status is not None and status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
         self._stderr.seek(max(self._stderr.seek(0, os.SEEK_END) - _SHOWN_STDERR_BYTES, 0))
         text = self._stderr.read().decode(errors="replace").strip()
-        return f"the reward worker {how}" + (f" ({text})" if text else "")
+        cause = f"the reward worker {how_it_ended(status)}"
+        return f"{cause} ({text})" if text else cause
 
     def kill(self) -> None:
         """End the process and its children. Idempotent; a thread that waits for its answer gets

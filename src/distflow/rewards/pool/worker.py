@@ -2,13 +2,11 @@
 answers it. A request has one response, or several for a function that is async or batched. It does
 not import torch itself.
 
-`process.py` starts it below a keeper, with the number of a descriptor and the limit of its memory
-as arguments.
+`process.py` starts it below a keeper, with the number of a descriptor as its argument.
 """
 
 import inspect
 import os
-import resource
 import signal
 import socket
 import sys
@@ -21,6 +19,7 @@ from distflow.data import global_random_states
 from distflow.errors import UserError, users_place
 from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
+from distflow.processes.channel import Channel, PeerGone, encode
 from distflow.rewards.load_and_call_reward_functions import (
     call,
     call_batched,
@@ -30,7 +29,7 @@ from distflow.rewards.load_and_call_reward_functions import (
     takes_conversation,
     takes_groups,
 )
-from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY, Channel, PeerGone, encode
+from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY
 from distflow.rewards.reward_results import due_within, read_score
 
 if TYPE_CHECKING:
@@ -155,12 +154,8 @@ def _answer(returned: object) -> Answer:
 
 def main() -> None:
     """Process requests until the run closes its end of the socket."""
-    descriptor, memory_bytes = (int(argument) for argument in sys.argv[1:3])
-    # heap and private mappings: a limit of the address space would count reserved memory
-    if memory_bytes > 0:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connected = socket.socket(fileno=descriptor)
+    connected = socket.socket(fileno=int(sys.argv[1]))
     connected.set_inheritable(False)
     channel = Channel(connected)
     try:

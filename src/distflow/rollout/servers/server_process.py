@@ -6,9 +6,6 @@ import fcntl
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.processes.descendants import ending_by_themselves
+from distflow.processes.child import Child, how_it_ended
+from distflow.processes.descendants import descendants
 from distflow.scheduling.group_states import Version
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -28,8 +26,6 @@ _FILE_BYTES: Final = 2**28
 _SHOWN_LINES: Final = 12
 _ERROR: Final = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _TIME_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/PID/stat, after the name
-_GROUP_FIELD: Final = 2
-_GUARD: Final = str(Path(__file__).with_name("server_guard.py"))
 
 
 @dataclass(frozen=True)
@@ -98,49 +94,47 @@ def _remove_left(folders: Iterable[Path]) -> None:
 
 class ServerProcess:
     """A server and its child processes, which end with `kill`, with this process, or with the
-    server itself."""
+    server itself. If this process ends first, its `PrivateFolder` is removed as well. pid: of the
+    process group."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        """log: in the server's `PrivateFolder`."""
         self._log = log
         with log.open("wb") as output:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", _GUARD, str(log.parent), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
+            self._child = Child(
+                command,
+                {**os.environ, **env},
                 stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
-                start_new_session=True,  # Ctrl-C reaches only the run
+                stderr=output,
+                removed=(str(log.parent), f"{_SHARED_MEMORY / log.parent.name}-*"),
             )
-        self.pid = self._guard.pid
-        ending_by_themselves.add(self.pid)
+
+        self.pid = self._child.pid
 
     def is_running(self) -> bool:
-        return self._guard.poll() is None
+        return self._child.status() is None
 
     def cpu_ticks(self) -> int:
         """The CPU time that all of its processes have used so far."""
         ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
+        for pid, _ in descendants(self._child.pid):
             with suppress(OSError):  # the process has ended
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[_GROUP_FIELD]) == self.pid:
-                    ticks += sum(map(int, fields[_TIME_FIELDS]))
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[_TIME_FIELDS]))
         return ticks
 
     def last_lines(self) -> str:
-        """The last lines of its log, and earlier errors."""
+        """The last lines of its log, earlier errors, and how it ended."""
         lines = self._log.read_text("utf-8", "replace").splitlines()
         errors = [line for line in lines[:-_SHOWN_LINES] if _ERROR.search(line)]
-        return "\n".join(
-            f"    {line[:300]}" for line in [*errors[-_SHOWN_LINES:], *lines[-_SHOWN_LINES:]]
-        )
+        shown = [*errors[-_SHOWN_LINES:], *lines[-_SHOWN_LINES:]]
+        if not self.is_running():
+            shown.append(f"the server {how_it_ended(self._child.status())}")
+        return "\n".join(f"    {line[:300]}" for line in shown)
 
     def kill(self) -> None:
-        """Kill all of its processes, and wait until the first one has ended."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # the others may outlive the first
-        self._guard.wait()
-        ending_by_themselves.discard(self.pid)
+        """Kill all of its processes, and wait until they have ended."""
+        self._child.end()
 
 
 def _files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
