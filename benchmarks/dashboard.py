@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
-from distflow.commands.doctor_and_selftest import family
 from distflow.observe.writing.run_folder import RunFolder
+from distflow.processes.descendants import descendants
 
 _READS_AHEAD_S = 10
 POLLED_S = 1.0
@@ -114,7 +114,7 @@ class Server(NamedTuple):
     def _cpu_s(self) -> float:
         stats = [
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            for pid in family(self.pid)
+            for pid in (self.pid, *(pid for pid, _ in descendants(self.pid)))
         ]
         return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 

@@ -15,7 +15,7 @@ from distflow.data.sources import read_file
 from distflow.environments.builtin_tools import Search
 from distflow.observe.crash_safe_files import LineFile, read_records
 from distflow.observe.sample_files import read_sample_file, write_sample_file
-from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
+from tests.commands.test_why import write_run as write_ledger_run
 from tests.observe.conftest import write_asynchronous_run
 
 TEXT = "one\u2028two\u2029three\u0085four\x0bfive\x1csix"

@@ -52,50 +52,50 @@ COMMANDS: dict[str, Command] = {
     "sft": Command("fine-tune on given responses", "train", runs_code=True),
     "eval": Command(
         "generate responses to data.val_files and print the accuracy",
-        "eval_chat_and_serve",
+        "eval",
         runs_code=True,
     ),
-    "chat": Command("chat with a model or a run's policy", "eval_chat_and_serve", runs_code=True),
+    "chat": Command("chat with a model or a run's policy", "chat", runs_code=True),
     "serve": Command(
         "serve a model or a run's policy to clients made for OpenAI or Anthropic",
-        "eval_chat_and_serve",
+        "serve",
         runs_code=True,
     ),
-    "export": Command("write a checkpoint as a Hugging Face folder", "export_replay"),
+    "export": Command("write a checkpoint as a Hugging Face folder", "export"),
     "plan": Command(
         "show what a run needs and how long it takes, without its devices", "plan", runs_code=True
     ),
-    "config": Command("print the resolved config", "config_and_data"),
+    "config": Command("print the resolved config", "config"),
     "migrate": Command(
         "convert a config or command of TRL, OpenRLHF, verl, siiRL, ROLL or AReaL",
         "migration.conversion",
     ),
-    "data": Command("show the data as the model receives it", "config_and_data", runs_code=True),
+    "data": Command("show the data as the model receives it", "data", runs_code=True),
     "reward": Command(
         "test a reward function on right and wrong responses",
-        "check_reward_and_rollout_engine",
+        "reward",
         runs_code=True,
     ),
     "rollout": Command(
         "test everything that a run expects of the rollout engine",
-        "check_reward_and_rollout_engine",
+        "rollout",
         runs_code=True,
     ),
     "sandbox": Command(
         "run a Python file in the sandbox, or serve the sandbox to other machines", "sandbox"
     ),
-    "list": Command("list presets or built-in models", "lists"),
-    "runs": Command("list the runs of a folder: state, step, accuracy", "lists"),
+    "list": Command("list presets or built-in models", "list"),
+    "runs": Command("list the runs of a folder: state, step, accuracy", "runs"),
     "report": Command("rewrite a run's report.html, or export its trace or SQL views", "report"),
     "why": Command(
         "show what a step trained on, waited for and took its time for, or one sample", "why"
     ),
     "dashboard": Command("show a folder of runs in a browser", "dashboard"),
     "diff": Command("show what differs between two runs, and whether noise explains it", "diff"),
-    "replay": Command("repeat a saved non-finite update on the CPU", "export_replay"),
-    "doctor": Command("show what is wrong with a run, or with this machine", "doctor_and_selftest"),
+    "replay": Command("repeat a saved non-finite update on the CPU", "replay"),
+    "doctor": Command("show what is wrong with a run, or with this machine", "doctor"),
     "selftest": Command(
-        "verify on this machine that all kinds of runs give the same numbers", "doctor_and_selftest"
+        "verify on this machine that all kinds of runs give the same numbers", "selftest.command"
     ),
 }
 GROUPS = {

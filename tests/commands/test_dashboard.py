@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from distflow.cli import main
-from distflow.commands.arguments_and_run_folders import listen
+from distflow.commands.arguments import listen
 from distflow.commands.dashboard import PAGES, make_server
 from distflow.commands.dashboard_page_data import Dashboard, _columns_of_all_steps
 from distflow.commands.dashboard_samples import Texts
@@ -30,7 +30,7 @@ from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_recorder import TOKEN_TEXTS, keep_groups
-from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
+from tests.commands.test_why import write_run as write_ledger_run
 from tests.observe.conftest import HOSTILE, write_asynchronous_run, write_run
 
 pytest.importorskip("duckdb", reason="the dashboard's samples need DuckDB (extra ui)")

@@ -7,7 +7,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.observe.writing.run_folder import RunFolder
-from tests.commands.test_export_replay_report_why import HOSTILE, write_run
+from tests.commands.test_why import HOSTILE, write_run
 
 SHOWN = "\\x1b]0;owned\\x07\\u202egnp"
 

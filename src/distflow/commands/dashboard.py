@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distflow import __version__, http_guard
-from distflow.commands.arguments_and_run_folders import RUNS, at_least, listen
+from distflow.commands.arguments import at_least, listen
+from distflow.commands.find_run import RUNS
 from distflow.errors import UserError
 from distflow.http_guard import Guard, is_loopback, new_token
 from distflow.import_target import check_server_packages

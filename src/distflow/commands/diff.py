@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.commands.arguments_and_run_folders import LEDGER, find_run
+from distflow.commands.find_run import LEDGER, find_run
 from distflow.commands.printing import aligned, as_json
 from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import ledger_groups

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.commands.arguments_and_run_folders import a_time, add_preset_arguments, at_least
+from distflow.commands.arguments import a_time, add_preset_arguments, at_least
 from distflow.errors import UserError, count_of, duration_text
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def _check(planner: "RunPlanner") -> None:
     """Raises UserError for what a run on this machine would refuse before it loads weights."""
-    from distflow.commands.config_and_data import why_not_from_files
+    from distflow.commands.config import why_not_from_files
     from distflow.config.compose.check_paths import is_incomplete
 
     config = planner.loaded.config

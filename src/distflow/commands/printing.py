@@ -1,7 +1,7 @@
 """Tables and JSON as commands print them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from distflow.observe.crash_safe_files import to_json
 
@@ -22,3 +22,11 @@ def aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
         for row in rows
     )
     return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def print_rows(found: Iterable[tuple[str, str]]) -> None:
+    """Names, and what each is."""
+    rows = list(found)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, what in rows:
+        print(f"{name:<{width}}  {what}")

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from distflow.commands.arguments_and_run_folders import find_run, not_a_run
+from distflow.commands.find_run import find_run, not_a_run
 from distflow.observe.sanitized_output import escape_control
 
 _LAST = "last"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distflow.commands.arguments_and_run_folders import LEDGER
+from distflow.commands.find_run import LEDGER
 from distflow.commands.printing import as_json
 from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import ledger_groups

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from distflow.commands.arguments_and_run_folders import at_least
+from distflow.commands.arguments import at_least
 from distflow.errors import UserError, missing_path
 
 _RUN = "run a Python file with the limits of a reward call"

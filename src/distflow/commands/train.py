@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import (
-    add_preset_arguments,
-    importing,
-    rewards_ahead,
-)
+from distflow.commands.arguments import add_preset_arguments
+from distflow.commands.quick_start import importing, rewards_ahead
 from distflow.config.compose.setting_origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load

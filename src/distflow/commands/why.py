@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distflow.commands.arguments_and_run_folders import LEDGER, add_run_argument, at_least, find_run
+from distflow.commands.arguments import add_run_argument, at_least
+from distflow.commands.find_run import LEDGER, find_run
 from distflow.commands.printing import aligned, as_json
 from distflow.commands.sample import print_sample
 from distflow.errors import UserError, count_of

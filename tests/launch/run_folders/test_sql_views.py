@@ -18,7 +18,7 @@ from distflow.launch.run_folders.sql_views import VIEWS, write_views
 from distflow.observe.sample_files import COLUMNS
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.run_recorder import keep_groups
-from tests.commands.test_export_replay_report_why import write_run as write_ledger_run
+from tests.commands.test_why import write_run as write_ledger_run
 from tests.observe.conftest import HOSTILE, write_run
 
 duckdb = pytest.importorskip("duckdb", reason="the extra `ui`")

@@ -1,35 +1,27 @@
-"""`distflow doctor`: what this machine has, what extras would add, which ports a run has open, and
-faults; with `--device` whether its accelerator matches the CPU, and can run a config; with
-`--template` what a chat template does in episodes. `distflow selftest`: verifies that a tiny run
-gives the same numbers on each path."""
+"""`distflow doctor`: what this machine has, what extras would add, and faults; with `--device` whether
+its accelerator matches the CPU, and can run a config; with `--template` what a chat template does
+in episodes; with a run's folder, what is wrong with the run."""
 
 import argparse
 import importlib.metadata
 import importlib.util
-import ipaddress
 import json
 import os
 import platform
-import re
 import shutil
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import (
-    add_trust_argument,
-    find_run,
-    importing,
-    newest_run,
-)
-from distflow.errors import UserError, count_of
+from distflow.commands.arguments import add_trust_argument
+from distflow.commands.find_run import find_run
+from distflow.commands.quick_start import importing
+from distflow.errors import count_of
 from distflow.import_target import load_modules
 from distflow.observe.crash_safe_files import JSON, read_object, to_json
 from distflow.observe.sanitized_output import escape_control
@@ -37,6 +29,7 @@ from distflow.observe.writing.run_folder import writer_of
 
 if TYPE_CHECKING:
     from distflow.observe.report.summary_sentences import Finding
+
 
 EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text("utf-8"))
 NEEDED = (
@@ -84,7 +77,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return _examine(find_run(arguments.run_dir), arguments.json, arguments.trust_code)
     from distflow.launch.device_and_threads import find_thread_faults
 
-    ports = _of_run(None)
     versions = {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
     missing = [name for name, version in versions.items() if version is None]
@@ -103,7 +95,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         "",
         "extras",
         *_indent(_extras()),
-        *ports,
         "",
         "wrong",
         *_indent(faults or ["nothing found"]),
@@ -116,7 +107,6 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
     from distflow.observe.report import doctor
     from distflow.observe.report.doctor_run_rules import RunRecords
 
-    ports = _of_run(str(run_dir))
     run = RunRecords(run_dir)
     own = _own_rules(run.config, trusted)
     examined = doctor.examine(run)
@@ -144,7 +134,11 @@ def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
         ]
         lines += [f"no data: {count_of(len(examined.lacking), 'rule')}"]
         lines += _indent([f"{name} {why}" for name, why in examined.lacking.items()] + own)
-        print("\n".join([*(escape_control(line, one_line=True) for line in lines), *ports]))
+        print(
+            "\n".join(
+                [*(escape_control(line, one_line=True) for line in lines), *_sandbox_of(run_dir)]
+            )
+        )
     return 2 if numbers["error"] else 1 if numbers["warning"] else 0
 
 
@@ -214,43 +208,6 @@ def _check_device(words: list[str], trusted: bool) -> int:
     return int(failed > 0)
 
 
-def add_selftest_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no arguments."""
-
-
-def run_selftest(arguments: argparse.Namespace) -> int:
-    """Returns 1 if a pair differs; then the folders of its runs are kept."""
-    started = time.monotonic()
-    print(f"distflow {__version__} · selftest", flush=True)
-    with importing():
-        from distflow.commands.selftest.compared_runs import (
-            advice,
-            compare_all,
-            head,
-            left_out,
-            line,
-        )
-        from distflow.commands.selftest.runs import RECORDED, read_recorded
-
-    rows = []
-    failed = []
-    folder = Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
-    try:
-        print(head(), flush=True)
-        for row in compare_all(read_recorded(RECORDED), folder):
-            print(line(row), flush=True)
-            rows.append(row)
-            failed += [] if row.ok or row.left_out else [row]
-    finally:
-        if not failed:
-            # reward processes of an interrupted run may still be ending
-            shutil.rmtree(folder, ignore_errors=True)
-    print(f"{time.monotonic() - started:.0f} s", flush=True)
-    for text in (*left_out(rows), *(advice(failed, folder) if failed else ())):
-        print(text)
-    return 1 if failed else 0
-
-
 def _machine() -> list[str]:
     from distflow.launch.device_and_threads import describe_hardware
     from distflow.sandbox.local_sandbox import probe
@@ -272,42 +229,13 @@ def _extras() -> list[str]:
     return lines
 
 
-def _of_run(given: str | None) -> list[str]:
-    """Sections on the given run, or on the current folder's newest if it is running: its open
-    ports, and the isolation of code that its reward functions ran."""
-    run_dir = newest_run() if given is None else find_run(given)
-    writer = writer_of(run_dir) if run_dir else None
-    if (
-        run_dir is not None
-        and writer is None
-        and not any((run_dir / name).is_file() for name in _OF_A_RUN)
-    ):
-        raise UserError(f"{run_dir} is not a run's folder: it has no {_OF_A_RUN[0]}")
-    if run_dir is None or (writer is None and given is None):
+def _sandbox_of(run_dir: Path) -> list[str]:
+    """How code that the run's reward functions ran was isolated."""
+    level = read_object(run_dir / "run.json").get("sandbox")
+    if not isinstance(level, str):
         return []
     name = escape_control(str(run_dir), one_line=True)
-    lines = ["", f"ports of {name}", *_indent(_ports_of(writer))]
-    level = read_object(run_dir / "run.json").get("sandbox")
-    if isinstance(level, str):
-        lines += ["", f"sandbox of {name}", f"  {escape_control(level, 80, one_line=True)}"]
-    return lines
-
-
-def _ports_of(writer: int | None) -> list[str]:
-    """One line per process and place."""
-    if not writer:
-        return ["no process on this machine writes to it" if writer == 0 else "it does not run"]
-    ports: dict[tuple[int, str, str], list[int]] = {}
-    for listener in listeners(family(writer)):
-        ports.setdefault((listener.pid, listener.process, listener.where), []).append(listener.port)
-    lines = [
-        (
-            f"{escape_control(process, one_line=True)} ({pid}): {', '.join(map(str, numbers))} on "
-            f"{where}"
-        )
-        for (pid, process, where), numbers in ports.items()
-    ]
-    return lines or ["none"]
+    return ["", f"sandbox of {name}", f"  {escape_control(level, 80, one_line=True)}"]
 
 
 def _disk_faults() -> list[str]:
@@ -329,111 +257,3 @@ def _version(package: str) -> str | None:
 
 def _indent(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
-
-
-_LISTENS = "0A"
-_PROC = Path("/proc")
-
-
-@dataclass(frozen=True)
-class Listener:
-    """A port that a process listens on. process: its name, such as "raylet"."""
-
-    pid: int
-    process: str
-    address: str
-    port: int
-
-    @property
-    def where(self) -> str:
-        """Where it can be reached from, in words."""
-        address = ipaddress.ip_address(self.address)
-        if address.is_unspecified:
-            return "EVERY ADDRESS of this machine"
-        return "loopback" if address.is_loopback else f"the address {self.address} of this machine"
-
-
-def family(pid: int) -> list[int]:
-    """The processes of a run: `pid` and its descendants. A Ray worker is a child of a raylet,
-    which, unless Ray runs separately, is a child of the driver: the family is then the driver's."""
-    parents = _parents()
-    root = pid
-    while _name(parents.get(root, 0)) == "raylet":
-        raylet = parents[root]
-        root = raylet if parents[raylet] <= 1 else parents[raylet]
-    found = [root]
-    for known in found:
-        found += [child for child, parent in parents.items() if parent == known]
-    return found
-
-
-def listeners(pids: list[int]) -> list[Listener]:
-    """Listeners by process, then by port. Processes that ended, or whose files are not readable,
-    have none."""
-    found: set[Listener] = set()
-    for pid in pids:
-        try:
-            sockets = _sockets(pid)
-            open_here = {
-                inode: place for name in ("tcp", "tcp6") for inode, place in _listening(pid, name)
-            }
-        except OSError:
-            continue
-        found |= {
-            Listener(pid, _name(pid), *open_here[inode]) for inode in sockets & open_here.keys()
-        }
-    return sorted(
-        found, key=lambda listener: (pids.index(listener.pid), listener.port, listener.address)
-    )
-
-
-def _parents() -> dict[int, int]:
-    parents = {}
-    for entry in _PROC.glob("[0-9]*"):
-        with suppress(OSError):  # the process ended
-            parents[int(entry.name)] = int(
-                (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            )
-    return parents
-
-
-def _name(pid: int) -> str:
-    """A process's name; for Python processes, which all have the same, with its script."""
-    try:
-        name = (_PROC / str(pid) / "comm").read_text().strip()
-        words = (_PROC / str(pid) / "cmdline").read_text("utf-8", "replace").split("\0")
-    except OSError:
-        return ""
-    if words[0].startswith(name):  # the name ends at 15 characters; a process may change it
-        name = words[0].strip()
-    script = next((Path(word).name for word in words[1:] if word.endswith(".py")), "")
-    return f"{name} {script}".strip() if name.startswith("python") else name
-
-
-def _sockets(pid: int) -> set[int]:
-    inodes = set()
-    for link in (_PROC / str(pid) / "fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            if match := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())):
-                inodes.add(int(match[1]))
-    return inodes
-
-
-def _listening(pid: int, name: str) -> Iterator[tuple[int, tuple[str, int]]]:
-    """(inode, (address, port)) of the listening sockets of the process's network."""
-    table = _PROC / str(pid) / "net" / name
-    for line in table.read_text().splitlines()[1:] if table.exists() else ():
-        fields = line.split()
-        if fields[3] == _LISTENS:
-            address, port = fields[1].split(":")
-            yield int(fields[9]), (_address(address), int(port, 16))
-
-
-def _address(code: str) -> str:
-    """An address from /proc, which writes 32-bit words in this machine's byte order
-    (little-endian). An IPv4-mapped IPv6 address becomes IPv4."""
-    address = ipaddress.ip_address(
-        b"".join(bytes.fromhex(code[i : i + 8])[::-1] for i in range(0, len(code), 8))
-    )
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)

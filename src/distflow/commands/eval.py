@@ -1,13 +1,8 @@
-"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves
-both with a report; `distflow chat`: chats with a model, or a run's policy, in the terminal;
-`distflow serve`: serves one over routes compatible with OpenAI's and Anthropic's."""
+"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves both
+with a report."""
 
 import argparse
-import asyncio
-import os
-import secrets
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,15 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.arguments_and_run_folders import (
-    RUNS,
+from distflow.commands.arguments import (
+    OF_RUN,
     add_preset_arguments,
     add_trust_argument,
-    at_least,
-    importing,
-    listen,
-    rewards_ahead,
 )
+from distflow.commands.find_run import RUNS
+from distflow.commands.quick_start import importing, rewards_ahead
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import empty_folder
 from distflow.observe.sanitized_output import escape_control
@@ -34,15 +27,13 @@ if TYPE_CHECKING:
     from distflow.config import Config, Loaded
     from distflow.launch.without_run.evaluate import Evaluation
 
+
 # Evaluation needs no training data: the validation data replace them.
 _EVAL_ONLY = (
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "critic.ppo_mini_batch_size=null",
 )
-
-
-_OF_RUN = "a run's own config names"
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +45,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for responses and report; default: runs/evals/NAME-NUMBER",
     )
-    add_trust_argument(parser, _OF_RUN)
+    add_trust_argument(parser, OF_RUN)
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -146,121 +137,3 @@ def _load(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None
             "id"
         )
     return loaded
-
-
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL|RUN",
-        help="a model's folder or hub id, a run's folder or a checkpoint",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="keys of the config, e.g. data.system_prompt=",
-    )
-    parser.add_argument(
-        "--max-tokens", type=partial(at_least, 1), metavar="N", help="of a response; default: 512"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 is greedy; default: as in the config"
-    )
-    parser.add_argument(
-        "--plain", action="store_true", help="do not use the chat template: each line is a prompt"
-    )
-    add_trust_argument(parser, _OF_RUN)
-
-
-def run_chat(arguments: argparse.Namespace) -> int:
-    """Answer each line of standard input until it ends. Loads the model in float32."""
-    note = partial(print, file=sys.stderr, flush=True)
-    note(f"distflow {__version__} · {arguments.model}")
-    with importing():
-        from distflow.launch.without_run.chat_serve_and_check_engine import ChatOptions, load_chat
-
-    options = ChatOptions(
-        arguments.max_tokens, arguments.temperature, arguments.plain, arguments.trust_code
-    )
-    with TemporaryDirectory() as folder:
-        chat = load_chat(arguments.model, arguments.overrides, options, Path(folder), note)
-    note(
-        f"{'with its chat template' if chat.has_template else 'each line is a prompt, as plain text'}; "  # noqa: E501
-        "Ctrl-D ends"
-    )
-    messages: list[dict[str, str]] = []
-    for line in _lines():
-        asked = [*messages, {"role": "user", "content": line}]
-        try:
-            response = chat.respond(asked if chat.has_template else line)
-        except UserError as err:  # the error concerns this line only
-            note(f"distflow: {err}")
-            continue
-        messages = [*asked, {"role": "assistant", "content": response}]
-    return 0
-
-
-def _lines() -> Iterator[str]:
-    """Lines from a terminal, after a prompt, or from a pipe."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\n")
-
-
-_KEY = "DISTFLOW_API_KEY"
-
-
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL|RUN",
-        help="a model's folder or hub id, a run's folder or a checkpoint",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="keys of the config: docs/config.md"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--port",
-        type=partial(at_least, 0),
-        default=8000,
-        help="port to listen on; 0 is any free port",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"key that clients must send; default: ${_KEY}, or a random key, printed once",
-    )
-    add_trust_argument(parser, _OF_RUN)
-
-
-def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until interrupted or terminated."""
-    say = partial(print, flush=True)
-    say(f"distflow {__version__} · {arguments.model}")
-    listening = listen(arguments.host, arguments.port)
-    with importing():
-        from distflow.launch.without_run.chat_serve_and_check_engine import load_config_of, serve
-
-    chosen = arguments.api_key or os.environ.get(_KEY)
-    key = chosen or secrets.token_urlsafe(24)
-
-    def report(url: str) -> None:
-        say(
-            f"OPENAI_BASE_URL={url}/v1\nANTHROPIC_BASE_URL={url}\n"
-            f"model: {arguments.model}; Ctrl-C ends"
-        )
-        if not chosen:
-            say(f"OPENAI_API_KEY={key}")
-
-    with TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
-        config = load_config_of(
-            arguments.model, arguments.overrides, Path(folder), say, arguments.trust_code
-        )
-        asyncio.run(serve(config, arguments.model, key, listening, report))
-    return 0

@@ -1,10 +1,6 @@
-"""`distflow doctor`: the ports of a run, and a machine without an accelerator. What it says of the
-machine is in tests/test_cli.py."""
+"""`distflow doctor`: the sandbox of a run, and a machine without an accelerator."""
 
-import socket
-import sys
 from pathlib import Path
-from subprocess import PIPE, Popen
 
 import pytest
 import torch
@@ -18,17 +14,6 @@ from distflow.sandbox.interface import INSTALL
 from distflow.sandbox.local_sandbox import probe
 from tests.environments.test_chat import FAMILIES
 
-# Holds the folder as a run does, listens, and ends when its input does.
-RUN = """
-import socket, sys
-from pathlib import Path
-from distflow.observe.writing.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1]), 0) as run, socket.create_server(("127.0.0.1", 0)) as one:
-    (run.path / "ledger.jsonl").touch()
-    print(one.getsockname()[1], flush=True)
-    sys.stdin.read()
-"""
-
 
 def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
     assert main(["doctor", *arguments]) in (0, 1), "1: something may be wrong with this machine"
@@ -41,29 +26,6 @@ def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, l
             title = line
             found[title] = []
     return found
-
-
-def test_the_ports_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With --run, and without where it is the newest of the folder and runs. Ports of other
-    processes are not told."""
-    monkeypatch.chdir(tmp_path)
-    run_dir = Path("runs", "math", "first")
-    with (
-        socket.create_server(("127.0.0.1", 0)),
-        Popen(
-            [sys.executable, "-c", RUN, str(run_dir)], stdin=PIPE, stdout=PIPE, text=True
-        ) as process,
-    ):
-        assert process.stdout and process.stdin
-        port = process.stdout.readline().strip()
-        for arguments in ((), (str(run_dir),)):
-            (line,) = sections(capsys, *arguments)["ports of runs/math/first"]
-            assert line.endswith(f" ({process.pid}): {port} on loopback")
-        process.stdin.close()
-    assert sections(capsys, str(run_dir))["ports of runs/math/first"] == ["it does not run"]
-    assert "ports of runs/math/first" not in sections(capsys)
 
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.commands.doctor_and_selftest import family, listeners
+from tests.cluster.listeners import family, listeners
 
 pytest.importorskip("ray")
 
