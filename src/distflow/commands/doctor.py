@@ -1,6 +1,9 @@
-"""`distflow doctor`: what this machine has, what extras would add, and faults; with `--device` whether
-its accelerator matches the CPU, and can run a config; with `--template` what a chat template does
-in episodes; with a run's folder, what is wrong with the run."""
+"""`distflow doctor`: what this machine has, what extras would add, and faults.
+
+With `--device` it tells whether the accelerator matches the CPU and can run a config, with
+`--template` what a chat template does in episodes, and with a run's folder what is wrong with the
+run.
+"""
 
 import argparse
 import importlib.metadata

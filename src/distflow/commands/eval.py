@@ -1,5 +1,4 @@
-"""`distflow eval`: generates responses to the validation prompts, prints the accuracy, and saves both
-with a report."""
+"""`distflow eval`: generates responses to the validation prompts, and prints the accuracy."""
 
 import argparse
 from collections.abc import Callable
