@@ -29,14 +29,14 @@ _FIXED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelResponse:
-    """The result of `agenerate`. stop_reason: "stop", or "length" if it was truncated or had no
-    room."""
+    """The result of `agenerate`."""
 
     input_tokens: list[int]
     output_tokens: list[int]
     output_logprobs: list[float]
     output_versions: list[int]
     stop_reason: str
+    """stop, or length if it was truncated or had no room."""
 
     @property
     def input_len(self) -> int:
@@ -65,38 +65,27 @@ class _Row:
 
 
 class Engine:
-    """The `engine` of an episode. rows: its samples. A request belongs to the row that it
-    continues, else to the one with the fewest requests."""
+    """The `engine` of an episode. A request belongs to the row that it continues, else to the one
+    with the fewest requests."""
 
     def __init__(self, chats: Sequence[Chat]) -> None:
         self.rows = [_Row(chat) for chat in chats]
+        """The episode's samples."""
 
     def get_version(self) -> int:
         """The version of the newest weights that the episode has seen."""
-        calls = [call for row in self.rows for call in row.calls]
-        return max(
-            [
-                self.rows[0].chat.version,
-                *(version for call in calls for version in call.drawn.versions),
-            ]
-        )
+        newest = self.rows[0].chat.version
+        for row in self.rows:
+            for call in row.calls:
+                newest = max([newest, *call.drawn.versions])
+        return newest
 
     async def agenerate(self, req: Any) -> ModelResponse:
         """req: has `input_ids` and a `gconfig`, of which `max_new_tokens`, `stop` and
         `stop_token_ids` apply. Raises ChatError if the rest differs from the run's sampling."""
         prompt = [int(token) for token in req.input_ids]
         gconfig = req.gconfig
-        for name, wanted in {**_FIXED, **self.rows[0].chat.sampling}.items():
-            own = getattr(gconfig, name, wanted)
-            if own != wanted and not (
-                name == "top_k" and max(own, wanted) >= 10**6 and min(own, wanted) < 1
-            ):
-                raise ChatError(
-                    f"agenerate: gconfig.{name}={own!r}, and here it is {wanted!r}: the run's "
-                    "sampling is that of "
-                    "actor_rollout_ref.rollout, and each request is one response (rollout.n is the "
-                    "size of a group)"
-                )
+        self._check_sampling(gconfig)
         if not prompt:
             raise ChatError("agenerate: input_ids is empty")
         row = min(self.rows, key=lambda row: (-_num_continued(prompt, row.calls), row.num_asked))
@@ -109,44 +98,62 @@ class Engine:
         finally:
             row.turn.release()
 
+    def _check_sampling(self, gconfig: Any) -> None:
+        for name, wanted in {**_FIXED, **self.rows[0].chat.sampling}.items():
+            own = getattr(gconfig, name, wanted)
+            if own == wanted or (name == "top_k" and _take_all_tokens(own, wanted)):
+                continue
+            raise ChatError(
+                f"agenerate: gconfig.{name}={own!r}, and here it is {wanted!r}: the run's "
+                "sampling is that of actor_rollout_ref.rollout, and each request is one response "
+                "(rollout.n is the size of a group)"
+            )
+
+
+def _take_all_tokens(*top_k: int) -> bool:
+    """Whether one of two numbers is AReaL's form of no limit, and the other is ours."""
+    return max(top_k) >= 10**6 and min(top_k) < 1
+
 
 async def _respond(
     chat: Chat, calls: list[_Call], prompt: list[int], gconfig: Any
 ) -> ModelResponse:
-    begins = min(
-        (len(c.prompt) for c in calls if prompt[: len(c.prompt)] == c.prompt), default=len(prompt)
-    )
-    room = min(chat.limits.response - len(prompt) + begins, chat.limits.context - len(prompt))
-    drawn = Segment("policy", ())
-    reason = "length"
-    if room > 0:
-        most = getattr(gconfig, "max_new_tokens", None) or room
-        stop = (
-            *(getattr(gconfig, "stop", None) or ()),
-            *map(int, getattr(gconfig, "stop_token_ids", None) or ()),
-        )
-        num_drawn = sum(len(call.drawn.token_ids) for call in calls)
-        drawn, reason = await chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
-        # cut by the workflow's own limit, not the episode's
-        is_whole = reason == "length" and most < room
-        calls.append(_Call(prompt, drawn, "stop" if is_whole else reason))
-    else:
+    num_prompt = len(prompt)
+    for call in calls:
+        if prompt[: len(call.prompt)] == call.prompt:
+            num_prompt = min(num_prompt, len(call.prompt))
+    response_room = chat.limits.response - (len(prompt) - num_prompt)
+    room = min(response_room, chat.limits.context - len(prompt))
+    if room < 1:
         await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
-    tokens = list(drawn.token_ids)
-    log_probs = list(drawn.log_probs)
-    versions = list(drawn.versions)
+        return ModelResponse(list(prompt), [], [], [], "length")
+    most = getattr(gconfig, "max_new_tokens", None) or room
+    stop_texts = getattr(gconfig, "stop", None) or ()
+    stop_tokens = getattr(gconfig, "stop_token_ids", None) or ()
+    stop = (*stop_texts, *map(int, stop_tokens))
+    num_drawn = sum(len(call.drawn.token_ids) for call in calls)
+    drawn, reason = await chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
+    finish_reason = reason
+    if reason == "length" and most < room:
+        finish_reason = "stop"  # cut by the workflow's own limit, not the episode's
+    calls.append(_Call(prompt, drawn, finish_reason))
     return ModelResponse(
-        list(prompt), tokens, log_probs, versions, "stop" if reason == "stop" else "length"
+        list(prompt),
+        list(drawn.token_ids),
+        list(drawn.log_probs),
+        list(drawn.versions),
+        "stop" if reason == "stop" else "length",
     )
 
 
 class ArealWorkflow:
-    """A workflow that runs the `arun_episode`, or `run_episode`, of a user's object. num_rows: the
-    samples that each episode returns, from the `n_samples` of the object's `gconfig`."""
+    """A workflow that runs the `arun_episode`, or `run_episode`, of a user's object."""
 
     def __init__(self, theirs: Any) -> None:
         self._run = next(getattr(theirs, name) for name in METHODS if hasattr(theirs, name))
-        self.num_rows = max(1, int(getattr(getattr(theirs, "gconfig", None), "n_samples", 1)))
+        gconfig = getattr(theirs, "gconfig", None)
+        self.num_rows = max(1, int(getattr(gconfig, "n_samples", 1)))
+        """The samples that each episode returns."""
 
     async def __call__(
         self, chats: Chat | list[Chat], row: Any
@@ -154,11 +161,12 @@ class ArealWorkflow:
         """chats: a list if episodes have several samples, one chat for each. row: a `Row`. Returns
         the reward, or None if it rejects the episode; of each chat in a list, None for those
         without a trajectory. Raises ValueError if a trajectory was not drawn by the engine."""
+        has_several = isinstance(chats, list)
         engine = Engine(chats if isinstance(chats, list) else [chats])
         prompt = row.prompt
-        messages = [dict(message) for message in prompt.messages] or [
-            {"role": "user", "content": str(prompt)}
-        ]
+        messages = [dict(message) for message in prompt.messages]
+        if not messages:
+            messages = [{"role": "user", "content": str(prompt)}]
         engine.rows[0].chat.check_contents(messages)  # to which the object applies the template
         # as a str for rewards
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
@@ -166,8 +174,8 @@ class ArealWorkflow:
         if len(found) > len(engine.rows):
             raise ValueError(
                 f"arun_episode returned {len(found)} rows, and its episodes are of "
-                f"{len(engine.rows)}: that many is "
-                "n_samples of the object's gconfig (1 without one)"
+                f"{len(engine.rows)}: that many is n_samples of the object's gconfig (1 without "
+                "one)"
             )
         rewards = dict[_Row, float]()
         for each in found:
@@ -179,7 +187,7 @@ class ArealWorkflow:
             )
             _set_segments(own.chat, own.calls, each)
         scores = [rewards.get(own) for own in engine.rows]
-        return scores if isinstance(chats, list) else scores[0]
+        return scores if has_several else scores[0]
 
 
 def _rows(returned: Any) -> list[dict[str, Any]]:
@@ -187,112 +195,167 @@ def _rows(returned: Any) -> list[dict[str, Any]]:
     list of such. Raises ValueError for anything else."""
     if returned is None:
         return []
+    rows = list[dict[str, Any]]()
     if isinstance(returned, list | tuple):
-        return [row for each in returned for row in _rows(each)]
+        for each in returned:
+            rows += _rows(each)
+        return rows
     if not isinstance(returned, Mapping) or {"input_ids", "loss_mask", "rewards"} - {*returned}:
         raise ValueError(f"arun_episode returned {returned!r:.80}: return None, or {_NEEDED}")
     columns = {name: _values(returned[name]) for name in _COLUMNS if name in returned}
     rewards = _values(returned["rewards"])[0]
     counts = {name: len(values) for name, values in {**columns, "rewards": rewards}.items()}
-    if len({*counts.values()}) > 1:
+    if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise ValueError(f"arun_episode returned different numbers of rows: {numbers}")
-    rows = []
     for number, reward in enumerate(rewards):
         own = {name: values[number] for name, values in columns.items()}
-        if len({*map(len, own.values())}) > 1:
+        if len({len(values) for values in own.values()}) > 1:
             lengths = ", ".join(f"{len(values)} {name}" for name, values in own.items())
             raise ValueError(f"arun_episode returned rows of different lengths: {lengths}")
-        shown = own.pop("attention_mask", [True] * len(own["input_ids"]))  # remove padding
-        rows.append(
-            {
-                **{name: [*compress(values, shown)] for name, values in own.items()},
-                "rewards": reward,
-            }
-        )
+        shown = own.pop("attention_mask", [True] * len(own["input_ids"]))
+        row: dict[str, Any] = {name: list(compress(v, shown)) for name, v in own.items()}
+        row["rewards"] = reward
+        rows.append(row)
     return rows
 
 
 def _values(values: Any) -> list[list[Any]]:
     """The values of each row; a single row need not be in a list."""
-    values = values.tolist() if hasattr(values, "tolist") else values
+    if hasattr(values, "tolist"):
+        values = values.tolist()
     rows = values if isinstance(values, list) else [values]
-    return rows if rows and isinstance(rows[0], list) else [rows]
+    if rows and isinstance(rows[0], list):
+        return rows
+    return [rows]
 
 
 def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list[Any]]) -> None:
     """Store the trajectory as segments of the chat. Raises ValueError if the mask is on a token
     that was not drawn there, or a log-prob or version differs from the draw's."""
     ids = [int(token) for token in columns["input_ids"]]
-    places = dict[int, tuple[int, int]]()
-    for same, number in sorted(
-        ((_num_same(ids, call), number) for number, call in enumerate(calls)), reverse=True
-    ):
-        for place in range(same):  # for drawn tokens: the call, and the position in it
-            places.setdefault(len(calls[number].prompt) + place, (number, place))
-    owners = [-1] * len(ids)
-    for place in compress(range(len(ids)), columns["loss_mask"]):
-        if place not in places:
-            raise ValueError(
-                f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), "
-                "which the engine did "
-                "not draw after the tokens before it"
-            )
-        owners[place], own = places[place]
-        drawn = calls[owners[place]].drawn
-        for name, value, limit in (
-            ("logprobs", drawn.log_probs[own], LIMIT),
-            ("versions", drawn.versions[own], 0),
-        ):
-            found = columns[name][place] if name in columns else value
-            if not abs(found - value) <= limit * max(abs(value), 1.0):
-                raise ValueError(
-                    f"arun_episode returned {found:g} in {name} for token {place}, drawn with "
-                    f"{value:g}"
-                )
-    begins = min((len(calls[owner].prompt) for owner in owners if owner >= 0), default=len(ids))
-    for place, (number, own) in places.items():
-        size = len(calls[number].drawn.token_ids)
-        is_whole = places.get(place - own + size - 1) == (number, size - 1)
-        if place >= begins and owners[place] < 0 and (is_whole or number in owners):
-            raise ValueError(
-                f"arun_episode returned a loss_mask that is off for token {place} ({ids[place]}), "
-                "which the engine "
-                "sampled after the first trained token: end the trajectory before it, or train on "
-                "it"
-            )
-    if len(ids) - begins > chat.limits.response or len(ids) > chat.limits.context:
+    drawn_at = _drawn_at(ids, calls)
+    owners = _trained_calls(ids, drawn_at, calls, columns)
+    num_prompt = len(ids)
+    for owner in owners:
+        if owner >= 0:
+            num_prompt = min(num_prompt, len(calls[owner].prompt))
+    _check_untrained(ids, drawn_at, calls, owners, num_prompt)
+    if len(ids) - num_prompt > chat.limits.response or len(ids) > chat.limits.context:
         raise ValueError(
-            f"arun_episode returned {len(ids)} tokens, {begins} of them a prompt: more than the "
-            "limits"
+            f"arun_episode returned {len(ids)} tokens, {num_prompt} of them a prompt: more than "
+            "the limits"
         )
-    chat.segments = [Segment("prompt", tuple(ids[:begins]))]
-    for owner, run in groupby(range(begins, len(ids)), key=owners.__getitem__):
-        whole = [*run]
-        tokens = tuple(ids[place] for place in whole)
+    chat.segments = [Segment("prompt", tuple(ids[:num_prompt]))]
+    for owner, run in groupby(range(num_prompt, len(ids)), key=owners.__getitem__):
+        places = list(run)
+        tokens = tuple(ids[place] for place in places)
         if owner < 0:
             chat.segments.append(Segment("environment", tokens))
-        else:
-            drawn = calls[owner].drawn
-            at = slice(places[whole[0]][1], places[whole[-1]][1] + 1)
-            floats = drawn.log_probs[at], drawn.sampling_log_probs[at]
-            chat.segments.append(Segment("policy", tokens, *floats, versions=drawn.versions[at]))
-    chat.finish_reason = (
-        calls[last].finish_reason if (last := max(owners, default=-1)) >= 0 else "stop"
-    )
+            continue
+        drawn = calls[owner].drawn
+        _, begin = drawn_at[places[0]]
+        _, last = drawn_at[places[-1]]
+        part = slice(begin, last + 1)
+        segment = Segment(
+            "policy",
+            tokens,
+            drawn.log_probs[part],
+            drawn.sampling_log_probs[part],
+            versions=drawn.versions[part],
+        )
+        chat.segments.append(segment)
+    chat.finish_reason = "stop"
+    last_call = max(owners, default=-1)
+    if last_call >= 0:
+        chat.finish_reason = calls[last_call].finish_reason
+
+
+def _drawn_at(ids: list[int], calls: Sequence[_Call]) -> dict[int, tuple[int, int]]:
+    """For the place of each drawn token of the trajectory, the call that drew it and the token's
+    position in the call. If several calls may have drawn a token, it is the one with most of the
+    trajectory's tokens."""
+    found = dict[int, tuple[int, int]]()
+    num_same = [(_num_same(ids, call), number) for number, call in enumerate(calls)]
+    for same, number in sorted(num_same, reverse=True):
+        num_before = len(calls[number].prompt)
+        for position in range(same):
+            found.setdefault(num_before + position, (number, position))
+    return found
+
+
+def _trained_calls(
+    ids: list[int],
+    drawn_at: Mapping[int, tuple[int, int]],
+    calls: Sequence[_Call],
+    columns: Mapping[str, list[Any]],
+) -> list[int]:
+    """For each token of the trajectory the call whose token is trained; -1 for the others. Raises
+    ValueError if the returned columns contradict what was drawn."""
+    trained = [-1] * len(ids)
+    for place in compress(range(len(ids)), columns["loss_mask"]):
+        if place not in drawn_at:
+            raise ValueError(
+                f"arun_episode returned a loss_mask that is on for token {place} ({ids[place]}), "
+                "which the engine did not draw after the tokens before it"
+            )
+        number, position = drawn_at[place]
+        trained[place] = number
+        drawn = calls[number].drawn
+        _check_same("logprobs", columns, place, drawn.log_probs[position], LIMIT)
+        _check_same("versions", columns, place, drawn.versions[position], 0.0)
+    return trained
+
+
+def _check_same(
+    name: str, columns: Mapping[str, list[Any]], place: int, drawn: float, limit: float
+) -> None:
+    """limit: relative, to at least 1."""
+    if name not in columns:
+        return
+    found = columns[name][place]
+    is_same = abs(found - drawn) <= limit * max(abs(drawn), 1.0)
+    if not is_same:
+        raise ValueError(
+            f"arun_episode returned {found:g} in {name} for token {place}, drawn with {drawn:g}"
+        )
+
+
+def _check_untrained(
+    ids: list[int],
+    drawn_at: Mapping[int, tuple[int, int]],
+    calls: Sequence[_Call],
+    owners: list[int],
+    num_prompt: int,
+) -> None:
+    """Raises ValueError for a drawn token behind the first prompt that is not trained, if its call
+    is trained or is there as a whole."""
+    for place, (number, position) in drawn_at.items():
+        if place < num_prompt or owners[place] >= 0:
+            continue
+        last = len(calls[number].drawn.token_ids) - 1
+        is_whole = drawn_at.get(place - position + last) == (number, last)
+        if is_whole or number in owners:
+            raise ValueError(
+                f"arun_episode returned a loss_mask that is off for token {place} ({ids[place]}), "
+                "which the engine sampled after the first trained token: end the trajectory before "
+                "it, or train on it"
+            )
 
 
 def _num_continued(prompt: list[int], calls: Sequence[_Call]) -> int:
     """How many tokens of a prompt are those of an earlier request and its whole response."""
-    wholes = [[*call.prompt, *call.drawn.token_ids] for call in calls]
-    return max((len(whole) for whole in wholes if prompt[: len(whole)] == whole), default=0)
+    longest = 0
+    for call in calls:
+        whole = [*call.prompt, *call.drawn.token_ids]
+        if prompt[: len(whole)] == whole:
+            longest = max(longest, len(whole))
+    return longest
 
 
 def _num_same(ids: list[int], call: _Call) -> int:
     """How many drawn tokens of a call the trajectory has, directly after the call's prompt."""
     start = len(call.prompt)
-    return (
-        sum(takewhile(bool, map(eq, ids[start:], call.drawn.token_ids)))
-        if ids[:start] == call.prompt
-        else 0
-    )
+    if ids[:start] != call.prompt:
+        return 0
+    return sum(takewhile(bool, map(eq, ids[start:], call.drawn.token_ids)))

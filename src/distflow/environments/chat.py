@@ -41,11 +41,12 @@ class TemplatedTwice(ChatError):
 
 
 class Prompt(str):
-    """The prompt of a row: its text without a chat template, with the data set's token ids.
-    messages: of a chat."""
+    """The prompt of a row: its text without a chat template."""
 
     token_ids: tuple[int, ...]
+    """Of the data set."""
     messages: tuple[Message, ...]
+    """Of a chat; empty if the row has a text."""
 
     def __new__(
         cls, text: str, token_ids: Sequence[int], messages: Sequence[Message] = ()
@@ -58,16 +59,15 @@ class Prompt(str):
 
 @dataclass(frozen=True)
 class Reply:
-    """The policy's reply in one turn. text: without special tokens. token_ids: including the one
-    that ended it.
-
-    finish_reason: "stop"; "length" if it was truncated, or the response had no room left; "context"
-    if the context had no room. A reply without room has no tokens.
-    """
+    """The policy's reply in one turn. A reply for which there was no room has no tokens."""
 
     text: str
+    """Without special tokens."""
     token_ids: tuple[int, ...]
+    """Including the one that ended it."""
     finish_reason: str
+    """stop; length if it was truncated, or the response had no room left; context if the
+    context had no room."""
 
     @property
     def message(self) -> dict[str, str]:
@@ -76,60 +76,67 @@ class Reply:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in tokens. response: everything after the first prompt, even given tokens. context:
-    with that prompt."""
+    """Limits in tokens."""
 
     response: int
+    """Everything after the first prompt, also what the policy did not draw."""
     context: int
+    """The same with that prompt."""
 
 
 @dataclass(eq=False)
 class Chat:
-    """One agent's conversation. A workflow may read all fields, and calls `ask` and `fork`.
-
-    turns: number of calls of `ask`. messages: the history so far. tools: of the first turn.
-    finish_reason: of the last reply; a workflow may set another one, which the sample then has.
-    templated: whether text becomes messages of the tokenizer's chat template; otherwise its tokens
-    are appended directly. counts: by the name of a metric, which sums them over episodes. sampling:
-    how the policy draws; empty in validation. version: of the weights at the start. clock_stopped:
-    inside, time does not count for the episode's deadline, for waits with their own deadlines. Its
-    argument names what is waited for; without one it is the environment. forked: called with each
-    fork. name: empty for the episode's first conversation, else the numbers of the forks leading to
-    this one, "2.1". why: a fork began: "forked", "rewritten", or for an agent's call (see
-    `Conversations`). conversations: all of the episode, including this one; the one with the last
-    reply is the last. agent: the
-    conversation's agent, if the episode has several. max_tokens, stop: of each of its replies,
-    besides those of the call. waiting: whether it waits for a reply. drawn_at: the place in time of
-    its last reply that has tokens. image_store: the folder of the images that it shows. head: the
-    fields of an `ActionHead`, which draws the replies as continuous actions, whose values the last
-    segment then has.
-    """
+    """One agent's conversation. A workflow may read all fields, and calls `ask` and `fork`."""
 
     tokens: "TurnTokens"
     generate: Generate
     limits: Limits
     templated: bool
+    """Whether text becomes messages of the tokenizer's chat template; otherwise its tokens are
+    appended directly."""
     segments: list[Segment] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    """The history so far."""
     tools: Sequence[Message] = ()
+    """Schemas, of the first turn."""
     turns: int = 0
+    """Number of calls of `ask`."""
     finish_reason: str = "stop"
+    """Of the last reply. A workflow may set another one, which the sample then has."""
     last: Reply | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    """By the name of a metric, which sums them over episodes."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    """How the policy draws; empty in validation."""
     version: int = 0
+    """Of the weights at the start."""
     clock_stopped: Callable[..., AbstractContextManager[object]] = nullcontext
+    """Inside, time does not count for the episode's deadline, for waits with deadlines of their
+    own. Its argument names what is waited for; without one it is the environment."""
     forked: Callable[["Chat"], None] = lambda fork: None
+    """Called with each fork."""
     name: str = ""
+    """Empty for the episode's first conversation, else the numbers of the forks that lead to this
+    one, such as 2.1."""
     why: str = ""
+    """Why a fork began: "forked", "rewritten", or for an agent's call see `Conversations`."""
     agent: str = ""
+    """The conversation's agent, if the episode has several."""
     max_tokens: int | None = None
+    """Of each of its replies, besides the limit of a call."""
     stop: tuple[str, ...] = ()
+    """Strings that end each of its replies, besides those of a call."""
     image_store: Path = Path()
+    """The folder of the images that it shows."""
     head: Mapping[str, Any] | None = None
+    """The fields of an `ActionHead`, which draws the replies as continuous actions, whose values
+    the last segment then has."""
     conversations: list["Chat"] = field(default_factory=list, repr=False)
+    """All of the episode, including this one; the one with the last reply is the last."""
     waiting: bool = field(default=False, init=False)
+    """Whether it waits for a reply."""
     drawn_at: int = field(default=0, init=False)
+    """The place in time of its last reply that has tokens."""
     _num_forks: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -185,32 +192,22 @@ class Chat:
         if begins and len(given) >= self.limits.context:
             raise ChatError(
                 f"the context is full before the first token: the first prompt has {len(given)} "
-                "tokens, and the "
-                f"context {self.limits.context} (data.max_prompt_length and "
-                "data.max_response_length)"
+                f"tokens, and the context {self.limits.context} "
+                "(data.max_prompt_length and data.max_response_length)"
             )
         self.turns += 1
-        response = self.response_left - len(given) * (not begins)
-        context = self.context_left - len(given)
-        if min(response, context) < 1:
+        response_room = self.response_left
+        if not begins:
+            response_room -= len(given)
+        room = min(response_room, self.context_left - len(given))
+        if room < 1:
             await asyncio.sleep(0)  # so that a workflow that asks forever reaches its deadline
-            return self._replied(Reply("", (), "length" if response < 1 else "context"))
-        most = min(response, context, max_tokens or response, self.max_tokens or response)
-        prompt = (*self.token_ids, *given)
-        turn = 1 + max(
-            (segment.turn for each in self.conversations for segment in each.segments), default=0
-        )
-        seen = {"images": tuple(images)} if images else {}
-        self.waiting = True
-        try:
-            drawn, reason = await self.generate(
-                prompt, most, (*self.stop, *stop), self.num_drawn, **seen
-            )
-        finally:
-            self.waiting = False
+            return self._replied(Reply("", (), "length" if response_room < 1 else "context"))
+        most = min(room, max_tokens or room, self.max_tokens or room)
+        turn = self._next_turn()
+        drawn, reason = await self._drawn(given, most, stop, images)
         if given:
-            is_tools = messages[0].get("role") == "tool"
-            owner: Owner = "prompt" if begins else "tool" if is_tools else "environment"
+            owner = self._owner_of(messages[0])
             self.segments.append(Segment(owner, given, images=tuple(images)))
         self.segments.append(replace(drawn, turn=turn))
         self.drawn_at = 1 + max(each.drawn_at for each in self.conversations)
@@ -219,10 +216,36 @@ class Chat:
         reply = Reply(self.tokens.decode(drawn.token_ids), drawn.token_ids, reason)
         self.messages += [*messages, reply.message]
         self._replied(reply)
-        if reason == "length" and most < min(response, context):
+        if reason == "length" and most < room:
             # by the workflow's own max_tokens, which does not truncate the episode
             self.finish_reason = "stop"
         return reply
+
+    async def _drawn(
+        self, given: Sequence[int], most: int, stop: Sequence[str], images: Sequence[str]
+    ) -> tuple[Segment, str]:
+        seen = {"images": tuple(images)} if images else {}
+        prompt = (*self.token_ids, *given)
+        self.waiting = True
+        try:
+            return await self.generate(prompt, most, (*self.stop, *stop), self.num_drawn, **seen)
+        finally:
+            self.waiting = False
+
+    def _next_turn(self) -> int:
+        """The number of the next reply, counted from 1 over all conversations of the episode."""
+        last = 0
+        for each in self.conversations:
+            for segment in each.segments:
+                last = max(last, segment.turn)
+        return last + 1
+
+    def _owner_of(self, first_message: Message) -> Owner:
+        if not self.segments:
+            return "prompt"
+        if first_message.get("role") == "tool":
+            return "tool"
+        return "environment"
 
     def opened_thought(self, reply: Reply) -> bool:
         """Whether the prompt of the last reply has opened the thinking."""
@@ -249,14 +272,18 @@ class Chat:
         note_event("kept", self.name, number)
         last = self.segments.pop()
         assert last.owner == "policy", "the last segment is a reply"
-        columns = {
-            name: getattr(last, name)[:number]
-            for name in ("token_ids", "log_probs", "versions", "values")
-        }
-        sampling = last.sampling_log_probs[:number]
-        self.segments.append(replace(last, **columns, sampling_log_probs=sampling))
-        if left := last.token_ids[number:]:
-            self.segments.append(Segment("unused", left))
+        kept = replace(
+            last,
+            token_ids=last.token_ids[:number],
+            log_probs=last.log_probs[:number],
+            sampling_log_probs=last.sampling_log_probs[:number],
+            versions=last.versions[:number],
+            values=last.values[:number],
+        )
+        self.segments.append(kept)
+        unused = last.token_ids[number:]
+        if unused:
+            self.segments.append(Segment("unused", unused))
 
     def fork(self, messages: Sequence[Message] | None = None) -> "Chat":
         """A further, separate conversation of the episode; several may ask at the same time.
@@ -266,14 +293,17 @@ class Chat:
         first prompt; () begins anew.
         Raises ChatError for anything that is not a message.
         """
-        history = (
-            list(self.messages)
-            if messages is None
-            else _messages(messages, "fork")
-            if messages != ()
-            else []
-        )
-        begun = [Segment("prompt", self.token_ids)] if self.segments and messages is None else []
+        begun = list[Segment]()
+        if messages is None:
+            why = "forked"
+            history = list(self.messages)
+            if self.segments:
+                begun.append(Segment("prompt", self.token_ids))
+        else:
+            why = "rewritten"
+            history = list[Message]()
+            if messages != ():
+                history = _messages(messages, "fork")
         self._num_forks += 1
         name = f"{self.name}.{self._num_forks}".removeprefix(".")
         fork = replace(
@@ -285,27 +315,27 @@ class Chat:
             last=None,
             finish_reason="stop",
         )
-        fork.why = "forked" if messages is None else "rewritten"
+        fork.why = why
         note_event("forked", name, self.token_ids if begun else (), deepcopy(history))
         self.forked(fork)
         return fork
 
     def check_contents(self, messages: Sequence[Message]) -> None:
         """Raises TemplatedTwice for messages to which a chat template has been applied already."""
-        if fault := self.tokens.control_word(messages, self._is_drawn):
+        fault = self.tokens.control_word(messages, self._is_drawn)
+        if fault:
             raise TemplatedTwice(fault)
 
     def _is_drawn(self, text: str) -> bool:
         """Whether the policy has written this in the episode, or an assistant in the history."""
-        drawn = [
-            s.token_ids for each in self.conversations for s in each.segments if s.owner == "policy"
-        ]
-        said = [
-            str(message.get("content"))
-            for message in self.messages
-            if message.get("role") == "assistant"
-        ]
-        return any(text in each for each in (*map(self.tokens.written, drawn), *said))
+        for each in self.conversations:
+            for segment in each.segments:
+                if segment.owner == "policy" and text in self.tokens.written(segment.token_ids):
+                    return True
+        for message in self.messages:
+            if message.get("role") == "assistant" and text in str(message.get("content")):
+                return True
+        return False
 
     def _replied(self, reply: Reply) -> Reply:
         self.last = reply
@@ -332,9 +362,8 @@ class Chat:
         if _are_ids(content):
             if history:
                 raise ChatError(
-                    "ask: token ids cannot follow the messages of a fork or a system prompt: ask "
-                    "with a text or "
-                    "messages first"
+                    "ask: token ids cannot follow the messages of a fork or a system prompt: "
+                    "ask with a text or messages first"
                 )
             return tuple(content), [_user(self.tokens.decode(content))]
         if isinstance(content, str) and not self.templated:
@@ -361,16 +390,17 @@ def _are_ids(content: object) -> TypeGuard[Sequence[int]]:
 def _messages(content: object, by: str = "ask") -> list[Message]:
     """Content as messages. by: the method whose argument it is. Raises ChatError for anything
     else."""
-    said: list[Any] = [content] if isinstance(content, Mapping) else []
-    if isinstance(content, list | tuple):
+    said = list[Any]()
+    if isinstance(content, Mapping):
+        said = [content]
+    elif isinstance(content, list | tuple):
         said = list(content)
-    if not said or not all(isinstance(message, Mapping) and "role" in message for message in said):
-        raise ChatError(
-            f"{by}({content!r:.80}): pass {'a text, ' if by == 'ask' else ''}a message with 'role' "
-            "and 'content', "
-            f"messages{', or token ids' if by == 'ask' else ''}"
-        )
-    return said
+    if said and all(isinstance(message, Mapping) and "role" in message for message in said):
+        return said
+    takes = "a message with 'role' and 'content', messages"
+    if by == "ask":
+        takes = f"a text, {takes}, or token ids"
+    raise ChatError(f"{by}({content!r:.80}): pass {takes}")
 
 
 class Agent(Protocol):
@@ -399,15 +429,15 @@ def begin_agents(chat: Chat, agents: Mapping[str, Agent]) -> Agents:
     first agent."""
     chats = Agents()
     for name, settings in agents.items():
-        own = replace(chat, name=name, segments=[], messages=[]) if chats else chat
+        own = chat
+        if chats:
+            own = replace(chat, name=name, segments=[], messages=[])
         own.agent = name
         own.max_tokens = settings.max_tokens
         own.stop = settings.stop
-        own.messages = (
-            [{"role": "system", "content": settings.system_prompt}]
-            if settings.system_prompt
-            else []
-        )
+        own.messages = []
+        if settings.system_prompt:
+            own.messages.append({"role": "system", "content": settings.system_prompt})
         note_event("forked", own.name, (), list(own.messages))
         own.forked(own)
         chats[name] = own

@@ -19,19 +19,22 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. name: "" if unreadable. problem: why it cannot be run, "" if it
-    can. typed: False if the arguments are text whose types the format does not give."""
+    """A call as the model wrote it."""
 
     name: str
+    """Empty if it is unreadable."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+    """Why it cannot be run; empty if it can."""
     typed: bool = True
+    """False if the arguments are text whose types the format does not give."""
 
 
 def find_tool_calls(text: str, format: str, in_thought: bool = False) -> list[ToolCall]:
     """All calls in a reply, in order. text: with special tokens, but without the one that ends the
     turn. in_thought: whether the prompt has opened the thinking."""
-    return list(FORMATS[format](text[_thought_end(text, format, in_thought) :].strip()))
+    spoken = text[_thought_end(text, format, in_thought) :].strip()
+    return list(FORMATS[format](spoken))
 
 
 def opens_thought(prompt: str) -> bool:
@@ -42,14 +45,19 @@ def opens_thought(prompt: str) -> bool:
 def _thought_end(text: str, format: str, in_thought: bool) -> int:
     """Where the text after the thinking begins. `</think>` in an argument of a call ends none."""
     end = text.find(_THOUGHT_END)
-    if in_thought or text.lstrip().startswith("<think>"):
-        return end + len(_THOUGHT_END) if end >= 0 else len(text)
+    thinks = in_thought or text.lstrip().startswith("<think>")
+    if end < 0:
+        return len(text) if thinks else 0
+    if not thinks and _begins_call(text[:end], format):
+        return 0
+    return end + len(_THOUGHT_END)
+
+
+def _begins_call(text: str, format: str) -> bool:
     marks = _BEGINS.get(format)
     if marks is None:
-        has_begun = text.lstrip().startswith(("{", "[", "<|python"))
-    else:
-        has_begun = any(0 <= text.find(mark) < end for mark in marks)
-    return 0 if end < 0 or has_begun else end + len(_THOUGHT_END)
+        return text.lstrip().startswith(("{", "[", "<|python"))
+    return any(mark in text for mark in marks)
 
 
 def check_format(format: str | None) -> None:
@@ -67,8 +75,7 @@ def format_of(template: str) -> str:
             return name
     raise UserError(
         "the chat template shows no format of tool calls that is known: set workflow_kwargs.format "
-        "to the one that "
-        f"the model writes ({', '.join(FORMATS)})"
+        f"to the one that the model writes ({', '.join(FORMATS)})"
     )
 
 
@@ -78,7 +85,8 @@ def text_before_calls(text: str, format: str, in_thought: bool = False) -> str:
     marks = _BEGINS.get(format)
     if marks is None:  # apart from the thinking, the whole reply is calls
         return text[:begins]
-    return text[: min(at for mark in marks if (at := text.find(mark, begins)) >= 0)].rstrip()
+    first = min(text.find(mark, begins) for mark in marks if mark in text[begins:])
+    return text[:first].rstrip()
 
 
 def marks_of_calls(format: str) -> tuple[str, ...]:
@@ -115,13 +123,11 @@ def _hermes(text: str) -> Iterator[ToolCall]:
             text = rest
             continue
         body, closed, text = text.partition(end)
-        wrong = problem or f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
-        yield ToolCall(
-            "",
-            problem=wrong
-            if closed and body.strip()
-            else f"a tool call is cut off: it has no {end}",
-        )
+        if not closed or not body.strip():
+            problem = f"a tool call is cut off: it has no {end}"
+        elif not problem:
+            problem = f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
+        yield ToolCall("", problem=problem)
 
 
 def _xml(text: str) -> Iterator[ToolCall]:
@@ -151,7 +157,9 @@ def _xml_parameters(text: str, place: int) -> tuple[dict[str, str], int, str]:
     found: dict[str, str] = {}
     while True:
         next_call = text.find(_FUNCTION, place)
-        tag = _NEXT_TAG.search(text, place, next_call if next_call >= 0 else len(text))
+        if next_call < 0:
+            next_call = len(text)
+        tag = _NEXT_TAG.search(text, place, next_call)
         if tag is None:
             return found, place, "a tool call is cut off: it has no </function>"
         if tag[1] is None:
@@ -175,28 +183,36 @@ def _xml_value_end(text: str, begin: int) -> int:
         if tag[0] != "</parameter>":
             depth += 1
             continue
-        ends = tag["ends"] is not None
-        first = tag.start() if ends and first < 0 else first
-        if (
-            depth == 0
-            and ends
-            and (tag["closes"] is not None or tag["ends"].endswith("<parameter="))
-        ):
-            return tag.start()
+        if tag["ends"] is not None:
+            if first < 0:
+                first = tag.start()
+            is_sure = tag["closes"] is not None or tag["ends"].endswith("<parameter=")
+            if depth == 0 and is_sure:
+                return tag.start()
         depth = max(depth - 1, 0)
-    return -1 if _FUNCTION in text[begin : max(first, begin)] else first  # of another call
+    if _FUNCTION in text[begin : max(first, begin)]:
+        return -1  # The mark is one of another call.
+    return first
 
 
 def _llama3(text: str) -> Iterator[ToolCall]:
     """The whole reply is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`: Llama
     3."""
-    marked = "<|python_tag|>" in text and not text.startswith("{")  # else it is in an argument
-    text = text.partition("<|python_tag|>")[2].strip() if marked else text
-    if marked or (text.startswith("{") and '"name"' in text):
-        while text:
-            value, text, problem = _first_json(text)
-            yield ToolCall("", problem=problem) if problem else _call(value)
-            text = text.removeprefix("<|python_tag|>").lstrip("; \n\t")
+    mark = "<|python_tag|>"
+    if text.startswith("{"):  # A mark behind this is in an argument.
+        if '"name"' not in text:
+            return
+    elif mark in text:
+        text = text.partition(mark)[2].strip()
+    else:
+        return
+    while text:
+        value, text, problem = _first_json(text)
+        if problem:
+            yield ToolCall("", problem=problem)
+        else:
+            yield _call(value)
+        text = text.removeprefix(mark).lstrip("; \n\t")
 
 
 def _mistral(text: str) -> Iterator[ToolCall]:
@@ -205,27 +221,23 @@ def _mistral(text: str) -> Iterator[ToolCall]:
     mark = "[TOOL_CALLS]"
     while mark in text:
         text = text.partition(mark)[2].strip()
-        is_json = text.startswith(("[", "{"))
-        name, has_arguments, body = ("", "", text) if is_json else text.partition("[ARGS]")
-        if not is_json and (not has_arguments or mark in name):
-            part = text.partition(mark)[0]
-            yield from _calls(part.strip())
+        if text.startswith(("[", "{")):
+            body = text
+            value, rest, problem = _first_json(body)  # the JSON may contain the mark in a string
+            text = body if problem else rest
+            after = text.partition(mark)[0].strip()
+            if not problem and after:
+                problem = f"{after[:_SHOWN]!r} follows the JSON of a tool call"
+            yield from _each_call(value, problem)
             continue
-        # the JSON may contain the mark in a string
+        name, has_arguments, body = text.partition("[ARGS]")
+        if not has_arguments or mark in name:
+            yield from _calls(text.partition(mark)[0])
+            continue
         value, rest, problem = _first_json(body.strip())
         text = body if problem else rest
-        after = text.partition(mark)[0].strip()
-        if not is_json:
-            yield _call(
-                {"name": name.partition("[CALL_ID]")[0].strip(), "arguments": value}, problem
-            )
-        elif problem or after:
-            yield ToolCall(
-                "", problem=problem or f"{after[:_SHOWN]!r} follows the JSON of a tool call"
-            )
-        else:
-            for each in value if isinstance(value, list) else [value]:
-                yield _call(each)
+        plain_name = name.partition("[CALL_ID]")[0].strip()
+        yield _call({"name": plain_name, "arguments": value}, problem)
 
 
 def _pythonic(text: str) -> Iterator[ToolCall]:
@@ -239,25 +251,29 @@ def _pythonic(text: str) -> Iterator[ToolCall]:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         yield ToolCall("", problem=f"the list of calls cannot be read: {error}"[:_SHOWN])
         return
-    for node in tree.elts if isinstance(tree, ast.List) else [tree]:
-        try:
-            name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-        except (ValueError, RecursionError) as error:
-            yield ToolCall("", problem=f"the name of a call cannot be read: {error}"[:_SHOWN])
-            continue
-        if not isinstance(node, ast.Call):
-            yield ToolCall("", problem=f"{name[:_SHOWN]!r} in the list is not a call")
-            continue
-        try:
-            found = {str(key.arg): ast.literal_eval(key.value) for key in node.keywords if key.arg}
-            _check_plain(found)
-        except (ValueError, TypeError, RecursionError):
-            yield ToolCall(name, problem="an argument is not a plain value")
-            continue
-        has_names = len(found) == len(node.keywords) and not node.args
-        yield ToolCall(
-            name, found, "" if has_names else "every argument needs its name, as in f(a=1)"
-        )
+    nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+    for node in nodes:
+        yield _pythonic_call(node)
+
+
+def _pythonic_call(node: ast.expr) -> ToolCall:
+    try:
+        name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", problem=f"the name of a call cannot be read: {error}"[:_SHOWN])
+    if not isinstance(node, ast.Call):
+        return ToolCall("", problem=f"{name[:_SHOWN]!r} in the list is not a call")
+    arguments = dict[str, Any]()
+    try:
+        for keyword in node.keywords:
+            if keyword.arg:
+                arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        _check_plain(arguments)
+    except (ValueError, TypeError, RecursionError):
+        return ToolCall(name, problem="an argument is not a plain value")
+    if node.args or len(arguments) < len(node.keywords):
+        return ToolCall(name, arguments, "every argument needs its name, as in f(a=1)")
+    return ToolCall(name, arguments)
 
 
 FORMATS: Mapping[str, Callable[[str], Iterator[ToolCall]]] = {
@@ -274,23 +290,31 @@ def _calls(body: str) -> Iterator[ToolCall]:
     value, rest, problem = _first_json(body.strip())
     if not problem and rest:
         problem = f"{rest[:_SHOWN]!r} follows the JSON of a tool call"
+    yield from _each_call(value, problem)
+
+
+def _each_call(value: Any, problem: str) -> Iterator[ToolCall]:
+    """value: of JSON, which is one call or a list. problem: why it is not used."""
     if problem:
         yield ToolCall("", problem=problem)
         return
-    for each in value if isinstance(value, list) else [value]:
+    values = value if isinstance(value, list) else [value]
+    for each in values:
         yield _call(each)
 
 
 def _call(value: Any, problem: str = "") -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name:
         return ToolCall("", problem='a tool call must be {"name": ..., "arguments": {...}}')
-    found = value.get("arguments", value.get("parameters", {}))
-    if isinstance(found, str):  # as in OpenAI's API
-        found, rest, problem = _first_json(found.strip())
-    if not problem and found is not None and not isinstance(found, dict):
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # as in OpenAI's API
+        arguments, _, problem = _first_json(arguments.strip())
+    if isinstance(arguments, dict):
+        return ToolCall(name, arguments, problem)
+    if not problem and arguments is not None:
         problem = "the arguments of a tool call must be a JSON object"
-    return ToolCall(name, found if isinstance(found, dict) else {}, problem)
+    return ToolCall(name, {}, problem)
 
 
 def _first_json(text: str) -> tuple[Any, str, str]:

@@ -75,12 +75,14 @@ class ToolWorkflow(MadeByOptions):
         the chat template's. mcp: commands and URLs of MCP servers, whose tools are added. Raises
         UserError."""
         self._options = options_of(locals())
-        if not all(isinstance(names, list | tuple) for names in (tools, mcp)) or not (*tools, *mcp):
+        are_lists = isinstance(tools, list | tuple) and isinstance(mcp, list | tuple)
+        if not are_lists or not (tools or mcp):
             raise UserError(
                 "workflow_kwargs.tools: name at least one tool in a list, e.g. tools=[calculator]"
             )
-        if wrong := [server for server in mcp if not isinstance(server, str) or not server.strip()]:
-            raise UserError(f"workflow_kwargs.mcp: {wrong[0]!r} is neither a command nor a URL")
+        for server in mcp:
+            if not isinstance(server, str) or not server.strip():
+                raise UserError(f"workflow_kwargs.mcp: {server!r} is neither a command nor a URL")
         check_format(format)
         self._tools = Tools(tools, timeout_s, max_characters, mcp)
         weakref.finalize(self, self._tools.close)
@@ -97,14 +99,7 @@ class ToolWorkflow(MadeByOptions):
                     chat, reply, format, self._max_turns, episode.run, self._tools.parameters
                 )
             finally:
-                for kind, counts in (
-                    ("calls", episode.calls),
-                    ("errors", episode.errors),
-                    ("ms", episode.ms),
-                ):
-                    chat.counts.update(
-                        {f"tool/{name}/{kind}": number for name, number in counts.items()}
-                    )
+                episode.add_counts(chat.counts)
         return await reward_fn(None)
 
 
@@ -118,29 +113,29 @@ async def answer_calls(
 ) -> None:
     """Run the calls in each reply and return their results to the model, until a reply has none.
     names: of tools."""
-    while calls := find_tool_calls(
-        chat.tokens.written(reply.token_ids), format, chat.opened_thought(reply)
-    ):
-        if reply.finish_reason != "stop":  # the reply is truncated
-            break
+    while True:
+        written = chat.tokens.written(reply.token_ids)
+        calls = find_tool_calls(written, format, chat.opened_thought(reply))
+        is_truncated = reply.finish_reason != "stop"
+        if not calls or is_truncated:
+            return
         if chat.turns >= max_turns:
             chat.finish_reason = "max_turns"
-            break
-        texts = []
-        for call in calls:
-            with chat.clock_stopped(f"tool {call.name if call.name in names else 'unknown'}"):
-                texts.append(await run(call))
-        # Mistral's templates require this form
-        ids = [f"{number:09d}" for number in range(len(calls))]
-        answers = [
-            {"role": "tool", "name": call.name, "tool_call_id": id, "content": text}
-            for call, id, text in zip(calls, ids, texts, strict=True)
-        ]
+            return
+        answers = list[Mapping[str, Any]]()
+        for number, call in enumerate(calls):
+            known_name = call.name if call.name in names else "unknown"
+            with chat.clock_stopped(f"tool {known_name}"):
+                text = await run(call)
+            id = f"{number:09d}"  # Mistral's templates require this form.
+            answers.append({"role": "tool", "name": call.name, "tool_call_id": id, "content": text})
         reply = await chat.ask(answers)
 
 
 class Tools:
-    """The tools of a run, in the run's process. schemas: in the form of chat templates."""
+    """The tools of a run, in the run's process.
+
+    `schemas` are in the form of chat templates."""
 
     def __init__(
         self,
@@ -153,22 +148,18 @@ class Tools:
         targets = [_read(entry) for entry in entries]
         self.schemas = [_schema(target, options) for target, options in targets]
         for server in mcp:
-            self.schemas += (schemas := mcp_schemas(server))
-            names = (schema["function"]["name"] for schema in schemas)
-            targets += [
-                (f"{mcp_tools.__name__}:McpTool", {"server": server, "tool": name})
-                for name in names
-            ]
+            for schema in mcp_schemas(server):
+                self.schemas.append(schema)
+                options = {"server": server, "tool": schema["function"]["name"]}
+                targets.append((f"{mcp_tools.__name__}:McpTool", options))
         functions = [schema["function"] for schema in self.schemas]
+        names = [function["name"] for function in functions]
         self.parameters = {
             function["name"]: function["parameters"]["properties"] for function in functions
         }
-        if len(self.parameters) < len(targets):
-            raise UserError(
-                "two tools have the same name: "
-                f"{', '.join(function['name'] for function in functions)}"
-            )
-        named = dict(zip(self.parameters, targets, strict=True))
+        if len(self.parameters) < len(names):
+            raise UserError(f"two tools have the same name: {', '.join(names)}")
+        named = dict(zip(names, targets, strict=True))
         self.server = ProcessServer(
             f"{tools_in_user_code_process.__name__}:Toolbox", {"targets": named}
         )
@@ -188,8 +179,7 @@ class Tools:
 
 
 class EpisodeTools:
-    """A context manager; leaving it ends everything that calls have started. calls, errors: numbers
-    by tool. ms: their time."""
+    """A context manager; leaving it ends everything that calls have started."""
 
     def __init__(self, tools: Tools, identity: Sequence[object]) -> None:
         """identity: seeds what the tools draw."""
@@ -199,6 +189,7 @@ class EpisodeTools:
         self._session: Session | None = None
         self._session_used = threading.Lock()
         self._has_ended = False
+        # by tool
         self.calls = Counter[str]()
         self.errors = Counter[str]()
         self.ms = Counter[str]()
@@ -212,6 +203,13 @@ class EpisodeTools:
         self._has_ended = True
         self._close_session()
 
+    def add_counts(self, counts: Counter[str]) -> None:
+        """Add the numbers of calls and errors, and their time, to the metrics of the episode."""
+        for name, num_calls in self.calls.items():
+            counts[f"tool/{name}/calls"] += num_calls
+            counts[f"tool/{name}/errors"] += self.errors[name]
+            counts[f"tool/{name}/ms"] += self.ms[name]
+
     async def run(self, call: ToolCall) -> str:
         """The text of the tool message that answers a call, whatever happened."""
         started = time.monotonic()
@@ -224,18 +222,18 @@ class EpisodeTools:
         return answer.text
 
     async def _answer(self, call: ToolCall) -> ToolAnswer:
-        if problem := call.problem or self._misfit(call):
+        problem = call.problem or self._misfit(call)
+        if problem:
             return ToolAnswer(f"error: {bounded(problem, _SHOWN).text}", True)
         arguments = dict(call.arguments)
         declared = self._tools.parameters[call.name]
         if not call.typed:
-            arguments = {
-                name: typed_argument(str(text), declared[name]) for name, text in arguments.items()
-            }
+            for name, text in arguments.items():
+                arguments[name] = typed_argument(str(text), declared[name])
         try:
-            return await (self._run_python if call.name == PYTHON else self._call)(
-                call.name, arguments
-            )
+            if call.name == PYTHON:
+                return await self._run_python(call.name, arguments)
+            return await self._call(call.name, arguments)
         except ProcessEnded as error:
             self._process = None
             return ToolAnswer(
@@ -251,12 +249,10 @@ class EpisodeTools:
         known = self._tools.parameters.get(call.name)
         if known is None:
             return f"there is no tool {call.name!r}{hint(call.name, self._tools.parameters)}"
-        unknown = [name for name in call.arguments if name not in known]
-        return (
-            f"{call.name} has no parameter {unknown[0]!r}{hint(unknown[0], known)}"
-            if unknown
-            else ""
-        )
+        for name in call.arguments:
+            if name not in known:
+                return f"{call.name} has no parameter {name!r}{hint(name, known)}"
+        return ""
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
         if self._process is None:
@@ -321,9 +317,8 @@ def _read(entry: Entry) -> tuple[str, dict[str, Any]]:
         or set(whole) - {"name", "options"}
     ):
         raise UserError(
-            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. {{name: "
-            f"search, options: {{file: "
-            "texts.txt}}"
+            f"the tool {entry!r} is neither a name nor {{name, options}}: write e.g. "
+            "{name: search, options: {file: texts.txt}}"
         )
     name = str(whole["name"])
     options = dict(cast(Mapping[str, Any], whole.get("options", {})))
@@ -354,10 +349,13 @@ def _schema(target: str, options: Mapping[str, object]) -> dict[str, Any]:
             "parameter a type, and a line in the docstring under 'Args:', as 'name: what it is'"
         ) from None
     parameters = schema["function"]["parameters"]
-    for hidden in () if is_class else options:
+    if is_class:
+        schema["function"]["name"] = found.__name__.lower()
+        return schema
+    schema["function"]["name"] = found.__name__
+    for hidden in options:
         parameters["properties"].pop(hidden, None)
         parameters["required"] = [name for name in parameters.get("required", []) if name != hidden]
-    schema["function"]["name"] = found.__name__.lower() if is_class else found.__name__
     return schema
 
 
