@@ -333,9 +333,7 @@ def test_a_policy_with_another_tokenizer_is_refused(playground: Playground, tmp_
     file.write_text(file.read_text().replace('"a":', '"zz":', 1))
     changes: list[Any] = [f"dag.policies={{second: {{model: {{path: {tmp_path}/other}}}}}}"]
     two = f"{AGENTS}={{solver: {{}}, checker: {{policy: second}}, judge: {{trainable: false}}}}"
-    with pytest.raises(
-        UserError, match=r"dag.policies.second.model.path: its tokenizer or chat template differs"
-    ):
+    with pytest.raises(UserError, match="dag.policies.second.model.path"):
         playground.run(
             "grpo",
             *overrides(playground, *changes, two, "trainer.total_training_steps=1"),

@@ -334,7 +334,5 @@ def test_a_row_of_two_conversations_is_an_error() -> None:
             one["input_ids"][0, 5:] = two["input_ids"][0, 5:]
             return [one, two]
 
-    with pytest.raises(
-        ValueError, match=r"loss_mask that is on for token 6 \(40\), which the engine did not draw"
-    ):
+    with pytest.raises(ValueError, match=r"loss_mask.*6 \(40\)"):
         played_rows(Mixed(), 2)

@@ -45,7 +45,5 @@ def test_a_module_that_registers_environments_at_its_import_is_named_before_the_
     monkeypatch.syspath_prepend(tmp_path)
     found, chat = play(EnvironmentWorkflow(env="own_lakes:Lake-v0"), SHORTEST, seed=0)
     assert (found, chat.turns) == (1.0, 6)
-    with pytest.raises(
-        UserError, match="if a package registers it at its import, write package:ID"
-    ):
+    with pytest.raises(UserError, match="package:ID"):
         EnvironmentWorkflow(env="Lake-v0")

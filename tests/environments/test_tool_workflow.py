@@ -225,7 +225,7 @@ def test_a_tool_that_cannot_be_used_is_refused(entry: str | dict[str, object], s
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(UserError, match="two tools have the same name: calculator"):
+    with pytest.raises(UserError, match="calculator"):
         Tools(["calculator", "calculator"], 1.0, 100)
 
 

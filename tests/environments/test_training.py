@@ -325,9 +325,7 @@ workflow = Both()
 
 def test_a_domain_without_a_suitable_workflow_is_named(tmp_path: Path) -> None:
     found = load_workflow("by_domain", {"math": "single_turn"})
-    with pytest.raises(
-        ChatError, match="the domain 'code' has no workflow: add it to .*_kwargs, or add default"
-    ):
+    with pytest.raises(ChatError, match="'code'.*_kwargs.*default"):
         asyncio.run(found(None, Row(Prompt("1+1=", (1,)), domain="code"), None))  # type: ignore[arg-type,unused-ignore]
     for options, said in (
         ({}, "for each domain"),
@@ -336,9 +334,7 @@ def test_a_domain_without_a_suitable_workflow_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             load_workflow("by_domain", options)
     several = (tmp_path / "several.py").write_text(SEVERAL) and f"{tmp_path}/several.py:workflow"
-    with pytest.raises(
-        UserError, match="_kwargs.math: 'workflow' returns 2 samples; set n_samples=1"
-    ):
+    with pytest.raises(UserError, match="_kwargs.math.*n_samples=1"):
         load_workflow("by_domain", {"math": several, "default": "single_turn"})
 
 

@@ -71,9 +71,7 @@ def test_what_a_partial_sets_goes_before_the_group(config):
         "gamma": 0.1,
         "lam": 1.0,
     }
-    with pytest.raises(
-        PipelineError, match="node 'x': its function takes no option 'gama'; did you mean 'gamma'"
-    ):
+    with pytest.raises(PipelineError, match="'x'.*'gama'.*'gamma'"):
         one(functools.partial(by_lambda, gama=0.5))
 
 

@@ -80,7 +80,7 @@ def test_positional_only_parameters_are_passed_by_position():
 
     contract = contract_of(f)
     assert contract.by_position == ("advantages", "returns") and contract.by_keyword == ("values",)
-    with pytest.raises(PipelineError, match="'ctx' is positional-only"):
+    with pytest.raises(PipelineError, match="'ctx'"):
         contract_of(eval("lambda ctx, /: None"))
 
 
@@ -188,11 +188,9 @@ def test_reads_that_do_not_fit_the_parameters():
     @node(reads=("returns", "advantages"))
     def other_order(advantages, *rest): ...
 
-    with pytest.raises(PipelineError, match="leaves out its parameter 'returns'"):
+    with pytest.raises(PipelineError, match="'returns'"):
         contract_of(leaves_out)
-    with pytest.raises(
-        PipelineError, match="reads 'valuess' but has no parameter for it; did you mean 'values'"
-    ):
+    with pytest.raises(PipelineError, match="'valuess'.*'values'"):
         contract_of(no_parameter)
     with pytest.raises(PipelineError, match="must begin so"):
         contract_of(other_order)

@@ -78,16 +78,16 @@ def test_dropout_is_off_even_in_training_mode(tmp_path: Path) -> None:
 
 
 def test_missing_and_odd_paths(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UserError, match="'/no/such/folder': there is no folder '/no'"):
+    with pytest.raises(UserError, match="'/no/such/folder'.*'/no'"):
         load_model("/no/such/folder")
-    with pytest.raises(UserError, match="no-runs/of/mine': there is no folder 'no-runs' in "):
+    with pytest.raises(UserError, match="no-runs/of/mine'.*'no-runs'"):
         load_model("no-runs/of/mine")
     with pytest.raises(UserError, match="is a file; use its folder, "):
         load_model(folder / "config.json")
     (tmp_path / "x.gguf").touch()
     with pytest.raises(UserError, match="gguf_file"):
         load_model(tmp_path / "x.gguf")
-    with pytest.raises(UserError, match="no built-in model 'nonesuch'"):
+    with pytest.raises(UserError, match="'nonesuch'"):
         resolve_path("builtin:nonesuch")
     with pytest.raises(UserError, match="no config.json"):
         load_model(tmp_path)
@@ -196,9 +196,7 @@ def test_a_tokenizer_that_would_fill_the_memory_is_refused(
     )
     tokenizer.save_pretrained(tmp_path)
     if refused:
-        with pytest.raises(
-            UserError, match="the normalizer of the tokenizer of .* a text 1e.12 times as long"
-        ):
+        with pytest.raises(UserError, match="normalizer .*1e.12"):
             load_tokenizer(tmp_path)
     else:
         assert len(load_tokenizer(tmp_path)("a")["input_ids"]) == 101
@@ -291,7 +289,7 @@ def test_a_folder_that_would_take_all_memory_or_lead_elsewhere_is_refused(
 def test_a_folder_of_very_many_files_is_no_models(folder: Path) -> None:
     for i in range(10_001):
         (folder / f"{i}").touch()
-    with pytest.raises(UserError, match="has more than 10,000 files"):
+    with pytest.raises(UserError, match="10,000"):
         load_model(folder)
 
 
@@ -331,7 +329,7 @@ def test_a_tokenizer_that_adds_many_tokens_is_refused_and_its_largest_length_may
         folder / "tokenizer_config.json",
         extra_special_tokens={f"t{i}_token": f"<{i}>" for i in range(60_000)},
     )
-    with pytest.raises(UserError, match="'extra_special_tokens' has 60,000 entries"):
+    with pytest.raises(UserError, match="'extra_special_tokens'.*60,000"):
         load_tokenizer(folder)
     edit_json(folder / "tokenizer_config.json", extra_special_tokens={}, model_max_length="x")
     with pytest.raises(UserError, match="model_max_length 'x'"):

@@ -106,9 +106,7 @@ def test_names_of_no_module_are_refused(tmp_path: Path) -> None:
 
 def test_each_name_must_be_that_of_a_layer(tmp_path: Path) -> None:
     """Also beside one that is: nobody wants half of an adapter."""
-    with pytest.raises(
-        UserError, match=r"'q_prj' matches no layer of the model; did you mean 'q_proj'\?"
-    ):
+    with pytest.raises(UserError, match="'q_prj'.*'q_proj'"):
         add_lora(
             load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["v_proj", "q_prj"]
         )
@@ -118,10 +116,10 @@ def test_a_text_is_a_pattern_of_whole_names(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
     with pytest.raises(
         UserError,
-        match=r"'q_proj' matches no layer of the model; for all layers .* write \[q_proj\]",
+        match=r"'q_proj'.*\[q_proj\]",
     ):
         add_lora(model, rank=4, target_modules="q_proj")
-    with pytest.raises(UserError, match=r"'\*q_proj' is not a regular expression"):
+    with pytest.raises(UserError, match=r"'\*q_proj'"):
         add_lora(model, rank=4, target_modules="*q_proj")
     assert has_adapter(add_lora(model, rank=4, target_modules=r".*\.q_proj"))
 

@@ -70,7 +70,7 @@ def test_what_a_function_says_of_itself_is_a_number(acc: object) -> None:
 
 @pytest.mark.parametrize("acc", ["yes", float("nan"), [1.0]])
 def test_else_it_is_no_verdict(acc: object) -> None:
-    with pytest.raises(ValueError, match=r"it returned .* as 'acc', which is not "):
+    with pytest.raises(ValueError, match="'acc'"):
         read_score({"score": 1.0, "acc": acc})
 
 

@@ -201,7 +201,7 @@ def test_an_overloaded_endpoint_is_asked_again(runner, server):
     assert ask(runner, server, retries=3)["score"] == 1.0
     assert len(server.asked) == 4 and time.monotonic() - began > 0.5 + 1.0 - 0.1, "the waits grow"
     server.reply = lambda content, number: (429, {"retry-after": "0"}, b"{}")
-    with pytest.raises(ValueError, match="did not reply in 3 attempts: status 429"):
+    with pytest.raises(ValueError, match="3 attempts.*429"):
         ask(runner, server, retries=2)
     assert len(server.asked) == 7
 
@@ -380,9 +380,7 @@ def test_a_damaged_store_is_told_and_a_damaged_answer_is_asked_for_again(runner,
     assert len(server.asked) == 2
     for name, damaged in {"half": store.read_bytes()[:5000], "none": b"no database" * 100}.items():
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(
-            ValueError, match=f"store '.*/{name}' cannot be used .*(malformed|not a database)"
-        ):
+        with pytest.raises(ValueError, match=f"/{name}'.*(malformed|not a database)"):
             ask(runner, server, store=str(tmp_path / name))
     assert len(server.asked) == 2
 
@@ -391,7 +389,7 @@ def test_a_key_that_no_header_can_hold_is_told_without_it(runner, server, monkey
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
     assert ask(runner, server)["score"] == 1.0 and server.keys == [f"Bearer {SECRET}"]
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n{SECRET}")
-    with pytest.raises(ValueError, match="OPENAI_API_KEY does not contain a key") as raised:
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as raised:
         ask(runner, server)
     assert SECRET not in str(raised.value)
 

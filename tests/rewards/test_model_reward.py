@@ -128,7 +128,7 @@ def test_what_is_too_long_loses_its_beginning_and_that_is_told(tmp_path: Path) -
     kept = tiny_tokenizer().decode(ids[:1] + ids[-19:])
     assert cut["score"] == pytest.approx(reference(folder, [kept])[0], abs=2e-5)
     assert "cut_tokens" not in score(folder, ["5"], [{"role": "user", "content": "a"}])[0]
-    with pytest.raises(UserError, match="reads 40 tokens at most, not 41"):
+    with pytest.raises(UserError, match="40.*41"):
         score(folder, ["5"], max_length=41)
 
 

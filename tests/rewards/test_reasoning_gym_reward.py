@@ -122,5 +122,5 @@ def test_arithmetic_is_read_and_nothing_else() -> None:
 
 
 def test_a_row_of_other_data_is_told() -> None:
-    with pytest.raises(ValueError, match="its data must be reasoning-gym:NAME"):
+    with pytest.raises(ValueError, match="reasoning-gym:NAME"):
         compute_score("<answer>4</answer>", {})

@@ -192,7 +192,7 @@ def test_a_first_row_without_a_ground_truth_is_named_as_the_cause(tmp_path: Path
         Patience(60.0, 1),
         custom=(f"{tmp_path}/own.py", "judged"),
     )
-    with pytest.raises(UserError, match=r"ground truth \(it is null: see data.answer_key\)"):
+    with pytest.raises(UserError, match="data.answer_key"):
         call_first(settings, [Row("rows.jsonl:1", "default", None, {})])
 
 
@@ -368,7 +368,7 @@ def test_a_batched_function_is_called_with_two_responses(tmp_path: Path) -> None
         "def judged(solution_strs, ground_truths):\n    return [1.0]\n"
     )
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    with pytest.raises(UserError, match="a list of 1 for 2 responses"):
+    with pytest.raises(UserError, match="1.*2 responses"):
         call_first(
             RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
         )
@@ -380,9 +380,7 @@ def test_a_wrapper_that_hands_on_all_arguments_is_told_which(tmp_path: Path) -> 
         "def inner(solution_str):\n    return 1.0\n"
     )
     parts = {"default": (RewardPart(f"{tmp_path / 'own.py'}:judged"),)}
-    with pytest.raises(
-        UserError, match="kwargs gets data_source, solution_str, ground_truth, extra_info"
-    ):
+    with pytest.raises(UserError, match="data_source.*solution_str.*ground_truth.*extra_info"):
         call_first(
             RewardSettings(parts, Patience(60.0, 1)), [Row("rows.jsonl:1", "default", "7", {})]
         )

@@ -163,9 +163,7 @@ def test_domains_are_checked_before_the_run():
     functions = {"gsm8k": [RewardPart("math")]}
     check_domains(functions, ["gsm8k", "gsm8k"])
     check_domains({**functions, "default": [RewardPart("math")]}, ["gsm8x"])
-    with pytest.raises(
-        UserError, match=r"the domain 'gsm8x': add it to reward.functions.*did you mean 'gsm8k'"
-    ):
+    with pytest.raises(UserError, match=r"'gsm8x'.*reward.functions.*'gsm8k'"):
         check_domains(functions, ["gsm8k", "gsm8x"])
 
 
@@ -229,7 +227,7 @@ def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(
 
 @pytest.mark.parametrize("name", ["errors", "timeouts", "all", "errors/algebra"])
 def test_a_domain_whose_metrics_would_be_taken_for_others_is_refused(name):
-    with pytest.raises(UserError, match=f"called '{name}'.*data.domain_key"):
+    with pytest.raises(UserError, match=f"'{name}'.*data.domain_key"):
         check_domains({"default": [RewardPart("math")]}, ["gsm8k", name])
     check_domains({"default": [RewardPart("math")]}, ["gsm8k", "math", "mean", "my/errors"])
 

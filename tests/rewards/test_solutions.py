@@ -88,12 +88,12 @@ def test_those_that_fail_are_listed_by_row_with_the_reason():
 
 
 def test_where_most_fail_the_run_is_refused():
-    with pytest.raises(UserError, match="2 of 3 reference solutions .*(?s:.*)data.solution_key=''"):
+    with pytest.raises(UserError, match="2 of 3 (?s:.*)data.solution_key=''"):
         tried(DEF, "x = 1", "y = 2")
 
 
 def test_tests_that_cannot_be_judged_are_no_pass():
-    with pytest.raises(UserError, match=r"1 of 1 .*(?s:.*)rows.jsonl:1: code: .*not valid Python"):
+    with pytest.raises(UserError, match=r"1 of 1 (?s:.*)rows.jsonl:1: code"):
         tried(DEF, tests=["assert f(1) =="])
 
 

@@ -40,7 +40,7 @@ def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
     monkeypatch.setitem(
         REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score")
     )
-    refused = pytest.raises(RuntimeError, match="the reward function 'math' does not work here")
+    refused = pytest.raises(RuntimeError, match="'math'")
     with make_router({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
         asyncio.run(run_startup_checks(router))
 
@@ -52,9 +52,7 @@ def test_a_hang_is_killed_at_its_deadline():
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
     monkeypatch.setattr(startup_checks, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
     monkeypatch.setattr(startup_checks, "FAILS_TARGET", "distflow.rewards.text_rewards:has_format")
-    with pytest.raises(
-        RuntimeError, match=r"a reward function that fails \(ValueError\) must give no score"
-    ):
+    with pytest.raises(RuntimeError, match="ValueError"):
         asyncio.run(self_check_faults())
     monkeypatch.setattr(startup_checks, "_FAILURES", ())
     with pytest.raises(RuntimeError, match="was not killed"):
@@ -73,7 +71,7 @@ def test_answers_that_are_no_ground_truth_are_found_before_the_run():
         ]
         asyncio.run(startup_check_scores(router, good))
         asyncio.run(startup_check_scores(router, [*good, ("default", None, {})]))
-        with pytest.raises(UserError, match="2 of 3 answers of domain 'default' .*data.answer_key"):
+        with pytest.raises(UserError, match="2 of 3 .*'default' .*data.answer_key"):
             asyncio.run(
                 startup_check_scores(
                     router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})]

@@ -73,7 +73,7 @@ def test_tasks_are_rows_and_their_rewards_scores(tmp_path: Path, monkeypatch: An
         "metrics": {"length": 1.0},
     }
     assert asyncio.run(compute_score("I do not know", rows[1].extra_info))["score"] == 1.0
-    with pytest.raises(ValueError, match="its data must be verifiers:ID"):
+    with pytest.raises(ValueError, match="verifiers:ID"):
         asyncio.run(compute_score("2", {}))
 
 

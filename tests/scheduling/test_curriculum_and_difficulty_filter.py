@@ -169,9 +169,7 @@ def test_what_it_may_not_do(function, said):
 
 
 def test_one_that_is_not_there():
-    with pytest.raises(
-        UserError, match=r"data.curriculum.function: .*has no 'by_shares'; did you mean 'by_share'"
-    ):
+    with pytest.raises(UserError, match="data.curriculum.function: .*'by_shares'.*'by_share'"):
         made("by_shares")
 
 
@@ -179,8 +177,6 @@ def test_a_function_with_other_parameters_is_refused_before_the_start(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def one(progress):\n    return {}\n\n\ndef any_(*given):\n    return {}\n"
     )
-    with pytest.raises(
-        UserError, match=r"one' must take \(progress, step, state\): too many positional arguments"
-    ):
+    with pytest.raises(UserError, match=r"one'.*\(progress, step, state\)"):
         load_curriculum(f"{tmp_path}/mine.py:one")
     assert load_curriculum(f"{tmp_path}/mine.py:any_")

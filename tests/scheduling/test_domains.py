@@ -300,9 +300,7 @@ def test_draws_are_counted_by_domain():
     plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=5, max_num_gen_batches=3)
     coordinator = Coordinator(plan)
     issued = Counter()
-    with pytest.raises(
-        Exhausted, match=r"step 1 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"
-    ):
+    with pytest.raises(Exhausted, match="step 1.*'bad'.*3 drawn"):
         while coordinator.ready(0) is None:
             for prompt_group in coordinator.issue_groups(0):
                 issued[prompt_group.stream] += 1
@@ -384,9 +382,7 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
     verify(path)
     text = path.read_text().replace('"domain":"b"', '"domain":"a"')
     path.write_text(text)
-    with pytest.raises(
-        CountsError, match="after step 1 the domain '.' is .* groups behind its share of 0.500"
-    ):
+    with pytest.raises(CountsError, match="step 1.*0.500"):
         verify(path)
 
 
@@ -542,7 +538,7 @@ def test_a_curriculum_that_fails_costs_no_checkpoint(tmp_path):
         complete_all(coordinator)
         complete_all(coordinator)
         before = json.loads(json.dumps(coordinator.snapshot()))
-        with pytest.raises(UserError, match="after step 3 the curriculum gave 'b' the weight -1"):
+        with pytest.raises(UserError, match="step 3.*'b'.*-1"):
             complete_all(coordinator)
         assert coordinator.snapshot() == before and coordinator.step == 2
     assert verify(tmp_path / "ledger.jsonl").consumed == 8

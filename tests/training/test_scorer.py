@@ -76,7 +76,7 @@ def test_nothing_to_score_gives_empty_columns(
 
 def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "m"))
-    with pytest.raises(ValueError, match="sample 1-0 has an empty prompt"):
+    with pytest.raises(ValueError, match="sample 1-0"):
         TorchScorer(model).forward(ragged_batch([(3, 2), (0, 2)]), ("log_probs",))
 
 

@@ -138,7 +138,7 @@ def test_a_compiler_that_cannot(
 def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", a_compiler(tmp_path / "bin", "exec sleep 20"))
     monkeypatch.setattr(build, "LONGEST_S", 0.5)
-    with pytest.raises(NotNative, match="cannot be run: .* timed out after 0.5 seconds"):
+    with pytest.raises(NotNative, match="0.5 seconds"):
         library()
 
 
@@ -146,7 +146,7 @@ def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_what_others_can_write_to_is_not_loaded(cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    with pytest.raises(NotNative, match="is writable by other users: run chmod 700"):
+    with pytest.raises(NotNative, match="chmod 700"):
         library()
     assert not made(cache)
 

@@ -569,7 +569,7 @@ def test_a_verdict_that_ran_short_takes_nothing_from_the_next():
 
 
 def test_a_time_that_is_up_without_the_program_having_used_it_is_no_wrong_answer():
-    with Sandbox() as sandbox, pytest.raises(TimeoutError, match="raise reward.timeout_s"):
+    with Sandbox() as sandbox, pytest.raises(TimeoutError, match="reward.timeout_s"):
         list(run_streams(TimedSandbox(sandbox, 0.0), "print(3)", StreamTests(("",), ("3",))))
 
 
