@@ -252,7 +252,7 @@ def _unrecognized(words: list[str], command: str, takes_keys: bool) -> str:
             f"{message}\n--{name} is an option of Hydra: remove it, and name the config after the "
             "command"
         )
-    from distflow.config.compose.unknown_and_unused_keys import suggest
+    from distflow.config.compose.unknown_keys import suggest
     from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")

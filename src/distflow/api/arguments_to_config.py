@@ -2,7 +2,6 @@
 become files in the run's folder, where a resumed run, its evaluation and its reward processes find
 them."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias, cast
 import yaml
 
 from distflow.config import Config, Loaded, flatten, pipeline_name
+from distflow.config.compose.override_grammar import quote
 from distflow.config.compose.setting_origins import COMMAND_LINE, IN_PYTHON
 from distflow.config.compose.typed_values import Mismatch, parse_value
 from distflow.config.derived_settings import ADV_ESTIMATOR, POLICY_LOSS, is_rl
@@ -40,7 +40,6 @@ _FUNCTIONS = {
     ),
 }
 """The key of each function argument, and its placeholder until the file is written."""
-_SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
 
 
 def to_lines(overrides: Overrides) -> list[str]:
@@ -74,9 +73,7 @@ def _leaves(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, ob
 
 
 def _text(value: Any, key: str) -> str:
-    """The value in Hydra's grammar. Raises UserError."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
+    """The value in the grammar of overrides. Raises UserError."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -84,10 +81,10 @@ def _text(value: Any, key: str) -> str:
     if isinstance(value, int | float):
         return str(value)
     if isinstance(value, str | Path):
-        return QuotedString(str(value), Quote.single).with_quotes()
+        return quote(str(value))
     if isinstance(value, Mapping):
-        escaped = {_SPECIAL.sub(r"\\\g<0>", str(name)): item for name, item in value.items()}
-        return "{" + ",".join(f"{name}:{_text(item, key)}" for name, item in escaped.items()) + "}"
+        entries = [f"{quote(str(name))}:{_text(item, key)}" for name, item in value.items()]
+        return "{" + ",".join(entries) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(_text(item, key) for item in value) + "]"
     if callable(plain := getattr(value, "tolist", None)):  # numbers of numpy or torch

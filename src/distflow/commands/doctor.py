@@ -40,7 +40,7 @@ NEEDED = (
     "transformers",
     "safetensors",
     "numpy",
-    "hydra-core",
+    "omegaconf",
     "datasets",
     "math-verify",
 )

@@ -1,4 +1,4 @@
-"""Typed configuration: schema, composition by Hydra, checks, and derived settings. Does not import
+"""Typed configuration: schema, composition, checks, and derived settings. Does not import
 torch."""
 
 from distflow.config.compose.load_config import (

@@ -15,7 +15,7 @@ from distflow.builtin_names import (
     BuiltinPipeline,
 )
 from distflow.config.compose.setting_origins import pipeline_of_algorithm
-from distflow.config.compose.unknown_and_unused_keys import peek, suggest, with_group
+from distflow.config.compose.unknown_keys import suggest
 from distflow.config.keys.actor import ActorConfig
 from distflow.config.keys.actor_rollout_ref import RefConfig
 from distflow.config.keys.algorithm import DIFFERING_LOSS, AlgorithmConfig
@@ -31,11 +31,7 @@ from distflow.errors import UserError, allow_change_advice
 def algorithm_of(config: Config, domain: str | None) -> AlgorithmConfig:
     """The settings of a domain; those of the run for None or a domain without overrides."""
     own = config.algorithm.domains.get(domain) if domain is not None else None
-    return (
-        config.algorithm
-        if own is None
-        else replace(changed(peek(config.algorithm), own), domains={})
-    )
+    return config.algorithm if own is None else replace(changed(config.algorithm, own), domains={})
 
 
 def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
@@ -78,8 +74,8 @@ def own_losses(config: Config) -> list[str]:
 
 def config_of(config: Config, domain: str | None) -> Config:
     """The config with the settings of a domain; one with its own policy loss does not take over the
-    options of the run's. Reading one of its keys counts as reading the run's."""
-    own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
+    options of the run's."""
+    own = replace(config, algorithm=replace(algorithm_of(config, domain), domains={}))
     changes = {} if domain is None else {**config.algorithm.domains.get(domain, {})}
     losses = {name: value for name, value in changes.items() if name in DIFFERING_LOSS}
     if "policy_loss" in losses:
@@ -87,13 +83,10 @@ def config_of(config: Config, domain: str | None) -> Config:
     size = None if domain not in config.data.domains else config.data.domains[domain].n
     if size is None and not losses:
         return own
-    group = peek(own.actor_rollout_ref)
+    group = own.actor_rollout_ref
     rollout = group.rollout if size is None else replace(group.rollout, n=size)
-    return with_group(
-        own,
-        "actor_rollout_ref",
-        replace(group, rollout=rollout, actor=changed(group.actor, losses)),
-    )
+    actor = changed(group.actor, losses)
+    return replace(own, actor_rollout_ref=replace(group, rollout=rollout, actor=actor))
 
 
 def takes_values(algorithm: AlgorithmConfig) -> bool:
@@ -162,7 +155,6 @@ def pipeline_name(config: Config) -> str:
     chosen = config.dag.pipeline
     if chosen is not None and not (isinstance(chosen, str) and chosen in PIPELINES):
         return CUSTOM
-    # always read: the rules compare it with dag.pipeline
     workflow_type = config.algorithm.workflow_type
     return chosen or pipeline_of_algorithm(workflow_type, config.algorithm.adv_estimator) or "grpo"
 
@@ -242,9 +234,9 @@ def model_of(config: Config, role: str) -> tuple[str, str | None]:
 
 
 def offload_keys(config: Config) -> list[str]:
-    """The enabled keys for offloading to host memory. Does not count as reading them."""
-    settings = peek(config).actor_rollout_ref
-    critic = peek(config).critic
+    """The enabled keys for offloading to host memory."""
+    settings = config.actor_rollout_ref
+    critic = config.critic
     owners: dict[str, ActorConfig | CriticConfig | RefConfig] = {
         ACTOR: settings.actor,
         "critic": critic,
@@ -256,7 +248,7 @@ def offload_keys(config: Config) -> list[str]:
         for key in walk(owner.fsdp_config, f"{name}.fsdp_config")
     )
     found = [name for name, _, value, _ in keys if value is True]
-    models = scoring_models(peek(config).reward_model)
+    models = scoring_models(config.reward_model)
     return found + [
         f"reward_model.models.{name}.param_offload" for name in models if models[name].param_offload
     ]

@@ -4,7 +4,7 @@ from distflow.builtin_names import ESTIMATORS, POLICY_LOSSES
 from distflow.config.compose.load_config import Loaded
 from distflow.config.compose.setting_origins import COMMAND_LINE
 from distflow.config.compose.typed_values import type_name
-from distflow.config.compose.unknown_and_unused_keys import suggest
+from distflow.config.compose.unknown_keys import suggest
 from distflow.config.derived_settings import (
     CUSTOM,
     clip_range,

@@ -21,7 +21,7 @@ from distflow.graph.graph_node import (
 )
 from distflow.graph.node_decorator_and_roles import NodeRole, NodeType, Plane
 from distflow.graph.node_order_and_wiring_checks import Wiring
-from distflow.import_target import is_ours
+from distflow.import_target import innermost, is_ours
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class BoundNode:
     including writers of what it reads. engines: those it uses. options: values by name. phase: the
     name of its time metric. validates: whether validation runs it too. config: the value of its
     parameter `config`; config_key: the dotted key of that ("" is the whole config, None the node's
-    own mapping).
+    own mapping). function: the name of the package's function that the graph has for it; empty for
+    a user's. keys: the keys and groups of the config that its options have their values from.
     """
 
     node_id: str
@@ -49,6 +50,8 @@ class BoundNode:
     validates: bool
     config: object
     config_key: str | None
+    function: str = ""
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,23 +126,26 @@ class _ConfiguredNode:
     """A node with its function, and the part of the config that it receives.
 
     config_key: its dotted key; "" for the whole config, None if it is the node's own mapping.
+    function: the name of its function, or of the factory of that; empty for a user's.
     """
 
     node: Node
     config: object
     config_key: str | None
+    function: str
 
     def names(self) -> list[str]:
-        """Keys of its config, without reading the values, which would count as use."""
+        """The keys of its config."""
         return [name for name in dir(self.config) if not name.startswith("_")]
 
 
 def _configure(node: Node, config: object) -> _ConfiguredNode:
     """The node with its own config, the config group that it names, or its role's group. Raises
     PipelineError with the nearest key for a group that does not exist."""
+    function = str(getattr(innermost(node.fn), "__name__", "")) if is_ours(node.fn) else ""
     node = resolve_factory(node, config)
     if isinstance(node.config, Mapping):
-        return _ConfiguredNode(node, SimpleNamespace(**node.config), None)
+        return _ConfiguredNode(node, SimpleNamespace(**node.config), None, function)
     key = node.by_role.config if node.config is None else node.config
     for part in key.split(".") if key else ():
         names = [name for name in dir(config) if not name.startswith("_")]
@@ -150,7 +156,7 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
                 f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}"
             )
         config = getattr(config, attribute)
-    return _ConfiguredNode(node, config, key)
+    return _ConfiguredNode(node, config, key, function)
 
 
 _NOT_HERE = {
@@ -204,9 +210,11 @@ def _check_own_config(node: Node, contract: Contract) -> None:
             )
 
 
-def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[str, object]:
+def _resolve_options(
+    configured: _ConfiguredNode, contract: Contract
+) -> tuple[dict[str, object], list[str]]:
     """Values of all options: from `add_node` or a `functools.partial`, else from the config, else
-    the default.
+    the default. Also the dotted keys of the values from the config.
 
     Raises PipelineError for an option without a value.
     """
@@ -218,11 +226,14 @@ def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[st
         **node.own_options,
     }
     values: dict[str, object] = {}
+    keys = list[str]()
     for name, default in contract.options.items():
         if name in fixed:
             continue
         if name in dir(configured.config):
             values[name] = getattr(configured.config, name)
+            if key is not None:
+                keys.append(f"{key}.{name}" if key else name.removesuffix("_"))
         elif default is not REQUIRED:
             values[name] = default
         else:
@@ -234,7 +245,7 @@ def _resolve_options(configured: _ConfiguredNode, contract: Contract) -> dict[st
                 "such key"
                 f"{hint(name, configured.names())}, and the function has no default"
             )
-    return {**values, **fixed}
+    return {**values, **fixed}, keys
 
 
 def _plain_types(node: Node, name: str) -> tuple[type, ...]:
@@ -349,6 +360,7 @@ def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
     vertex = wiring.vertices[node.node_id]
     by_role = node.by_role
     role_phase = (by_role.forward_phase if node.only_forward_compute else None) or by_role.phase
+    options, keys = _resolve_options(configured, vertex.contract)
     return BoundNode(
         node_id=node.node_id,
         fn=node.fn,
@@ -358,12 +370,14 @@ def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
         deps=wiring.deps[node.node_id],
         plane=wiring.planes[node.node_id],
         engines=vertex.engines,
-        options=_resolve_options(configured, vertex.contract),
+        options=options,
         retry_limit=node.retry_limit,
         phase=node.phase or role_phase or node.node_id,
         validates=by_role.validates if node.validates is None else node.validates,
         config=configured.config,
         config_key=configured.config_key,
+        function=configured.function,
+        keys=tuple(keys),
     )
 
 

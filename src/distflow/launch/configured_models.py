@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config, RunLimits
-from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import model_of, reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, blaming, hint
@@ -150,7 +149,6 @@ def prediction(config: Config, pipeline: BoundPipeline, plan: Plan, rows: int) -
     if device not in ("cpu", accelerator()) or not pipeline.engines:
         return {}
     # backends may lack it
-    config = peek(config)
     named_by = getattr(torch.get_device_module(), "get_device_name", str)
     try:
         known = find_device("cpu" if device == "cpu" else named_by())

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import JUDGE, REWARDS, is_own
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import (
     chooses_by_tags,
     domain_of_tag,
@@ -161,7 +160,7 @@ def _validates(config: Config) -> Frequency:
     data."""
     trainer = config.trainer
     if not validates(config):
-        return Frequency(trainer.test_freq if peek(trainer).test_freq <= 0 else 0)
+        return Frequency(min(trainer.test_freq, 0))
     return Frequency(trainer.test_freq, trainer.test_freq_epochs, trainer.test_freq_secs)
 
 
@@ -408,8 +407,6 @@ def validation_sources(config: Config, scored: bool) -> list[DataSource]:
         for name in domains
         if domains[name].val_files or chooses_by_tags(config, name, "val_files")
     ]
-    if config.data.val_files or own:
-        _ = config.data.allow_overlap  # otherwise this key has no effect
     return [
         _source(config, "val", name, scored)
         for name in own or ([""] if config.data.val_files else [])
@@ -475,8 +472,7 @@ def _source(
         truncation=data.truncation,
         keep_messages=is_rm
         or (scored and (reads_all or any(reward.reads_messages for reward in rewards))),
-        keep_chats=(scored and asks_chats)
-        or peek(config).actor_rollout_ref.rollout.workflow is not None,
+        keep_chats=(scored and asks_chats) or config.actor_rollout_ref.rollout.workflow is not None,
         num_workers=data.num_loader_workers,
         pass_rate=pass_rate,
         group=key,

@@ -1,23 +1,16 @@
-"""Reads a config and its files, fits the config to them, and rejects keys that nothing reads."""
+"""Reads a config and its files, and fits the config to them."""
 
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
-from distflow.config.compose.load_config import is_verls, with_named
-from distflow.config.compose.setting_origins import is_preset
-from distflow.config.compose.unknown_and_unused_keys import peek, watch
+from distflow.config import Config, Loaded, RunLimits, fit_to, with_changes
+from distflow.config.compose.load_config import with_named
 from distflow.config.derived_settings import CUSTOM, is_sharded, pipeline_name
-from distflow.config.migration.tables import expand
 from distflow.data.encoded_prompts import PromptSet
 from distflow.data.rows_on_demand import reads_by_row
 from distflow.errors import MissingColumn, UserError
 from distflow.graph import BoundPipeline
-from distflow.import_target import is_ours
 from distflow.launch.check_extensions import check_extensions, explain_missing_column
 from distflow.launch.configured_models import policy_limits, tokenizer_loader
 from distflow.launch.data_sets import (
@@ -36,70 +29,11 @@ from distflow.launch.select_pipeline import (
     keys_of_nodes,
     without_reference,
 )
-from distflow.launch.spec_fields_from_config import (
-    sampling_params,
-    spec_settings,
-    validation_params,
-)
+from distflow.launch.spec_fields_from_config import spec_settings
+from distflow.launch.taken_keys import TakenKeys, refuse_inert_keys
 from distflow.launch.user_code_trust_and_importability import check_importable
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
-
-_TABLE = tomllib.loads(Path(__file__).with_name("why_keys_are_not_read.toml").read_text("utf-8"))
-_REASONS = {key: why for keys, why in _TABLE.items() for key in expand(keys)}
-# Coefficients of loss terms that a pipeline may omit: 0 is the same as omitting it.
-_COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
-
-
-class InertKeys(UserError):
-    """Keys that the user set and nothing reads. keys: with the reason, empty if it is not known."""
-
-    def __init__(self, keys: Mapping[str, str], message: str):
-        super().__init__(message)
-        self.keys = keys
-
-
-def refuse_inert_keys(loaded: Loaded, reads: set[str], pipeline: BoundPipeline) -> list[str]:
-    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the
-    user's mistake if another pipeline was chosen: they are returned, with their origins.
-
-    A user's function that receives a group of the config, or the context, may read keys at run
-    time: of that group (or its role's), and of groups that users registered. For keys of other
-    groups it should name options. Presets that spell out verl's defaults may have more keys than a
-    pipeline reads.
-    """
-    theirs = [node for node in pipeline.nodes if not is_ours(node.fn)]
-    handed = [node for node in theirs if {"ctx", "config"} & set(node.contract.reserved)]
-    groups = (
-        {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)}
-        if handed
-        else ()
-    )
-    values = flatten(loaded.config)
-    reasons = _REASONS if pipeline.rollout_nodes else {}
-    inert = {
-        key: f"{key} ({origin})" + (f": {reasons[key]}" if key in reasons else "")
-        for key, origin in loaded.set_keys.items()
-        if key not in reads
-        and not any(key == group or key.startswith(f"{group}.") for group in groups)
-        if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
-    }
-    users = {key: shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])}
-    if users:
-        shown = "\n".join(f"  {line}" for line in users.values())
-        more = (
-            "; turn a key that only your own node reads into an option of its function"
-            if theirs
-            else ""
-        )
-        if loaded.config.actor_rollout_ref.rollout.workflow is not None:
-            more += "; a workflow calls reward functions if it has a parameter `reward_fn`"
-        raise InertKeys(
-            {key: reasons.get(key, "") for key in users},
-            f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
-            f"Remove them, or choose a pipeline, estimator or loss that uses them{more}",
-        )
-    return list(inert.values())
 
 
 @dataclass(frozen=True)
@@ -159,30 +93,30 @@ class Data:
 
 
 def read_config(loaded: Loaded) -> Reading:
-    """Bind the pipeline, and read every key that the run uses. Raises UserError for keys that are
-    set but not read.
+    """Bind the pipeline and find the sources of rows. Raises UserError for keys that are set and
+    that nothing in the run takes.
 
-    The rest of a spec is built here a first time, to see which keys it reads before any file is
+    The rest of a spec is made here a first time, to find what is wrong with it before any file is
     opened.
     """
-    config, reads = watch(follow_allocation(loaded).config)
-    reads.add("cost.gpu_hour")  # for the plan of any run
+    loaded = follow_allocation(loaded)
+    config = loaded.config
     make_process_ready(config)
     pipeline = _bind(config)
     scored = "reward_fn" in pipeline.services
     train = train_sources(config, scored)
     validation = validation_sources(config, scored)
-    lazy = config.data.lazy
-    spec_settings(config, pipeline, num_rows={source.domain: 1 for source in train})
-    validation_params(config, sampling_params(config))
-    for source in train:
-        sampling_params(config, source.domain)
-    # the rules read them
-    if loaded.config.actor_rollout_ref.rollout.workflow is not None and not scored:
-        reads = {key for key in reads if not key.startswith("reward.functions")}
-    unused = refuse_inert_keys(loaded, reads, pipeline)
-    check_importable(loaded.config)
-    return Reading(pipeline, unused, train, validation, lazy)
+    settings = spec_settings(config, pipeline, {source.domain: 1 for source in train})
+    taken = TakenKeys(
+        config,
+        pipeline,
+        [*train, *validation],
+        settings.keywords["plan"],
+        settings.keywords["data"],
+    )
+    unused = refuse_inert_keys(loaded, taken, pipeline)
+    check_importable(config)
+    return Reading(pipeline, unused, train, validation, config.data.lazy)
 
 
 def follow_pipeline(loaded: Loaded) -> Loaded:
@@ -219,7 +153,7 @@ def _bind(config: Config) -> BoundPipeline:
     try:
         return bind(config)
     except MissingColumn as error:
-        raise explain_missing_column(error, peek(config)) or error from error
+        raise explain_missing_column(error, config) or error from error
 
 
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 
 from distflow.config import Loaded, UserError, to_yaml
-from distflow.config.compose.unknown_and_unused_keys import peek
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
@@ -87,7 +86,7 @@ def _check_config(loaded: Loaded, say: Say) -> tuple[Loaded, Reading]:
     reading = read_config(loaded)
     for note in try_algorithms(loaded.config, reading.pipeline):
         say(f"note: {note}")
-    settings = peek(loaded.config)
+    settings = loaded.config
     for role, optim in (
         ("actor_rollout_ref.actor", settings.actor_rollout_ref.actor),
         ("critic", settings.critic),

@@ -12,7 +12,6 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import peek, whole
 from distflow.config.derived_settings import (
     is_one_process,
     is_rl,
@@ -23,7 +22,6 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
-from distflow.import_target import is_ours
 from distflow.launch.configured_models import check_layouts, model_sizes, prediction
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
@@ -128,24 +126,14 @@ def validation_params(
 
 
 def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool) -> RunOptions:
-    """The run's options. Keys without meaning in this run are peeked at, not read, so that they are
-    rejected if set."""
-
-    def used_if(is_used: bool) -> Config:
-        return config if is_used else peek(config)
-
     trainer = config.trainer
     trust = config.trust
-    by_ray = trainer.launcher != "local"
     has_engine = "rollout" in pipeline.engines
     is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     goes_elsewhere = any(
         "rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks
     )
     takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
-    has_deadline = any(
-        not (node.contract.is_async and is_ours(node.fn)) for node in pipeline.rollout_nodes
-    )
     run_startup_checks = trust.check_rewards if "reward_fn" in pipeline.services else False
     own = partial(own_setting, config)
     data = config.data
@@ -153,7 +141,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
-        weight_update_mode=used_if(goes_elsewhere).actor_rollout_ref.actor.weight_update_mode,
+        weight_update_mode=config.actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
         keep_last=trainer.keep_last if saves else None,
         save_hf_model=trainer.save_hf_model if saves and "actor" in pipeline.engines else False,
@@ -167,13 +155,13 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(used_if(by_ray), is_scored, plan.ranks),
-        max_restarts=used_if(by_ray).trainer.max_restarts,
-        slurm=whole(used_if(by_ray).trainer.slurm),
-        max_held_mb=used_if(by_ray).trainer.max_held_mb,
-        peers_timeout_s=used_if(not is_one_process(config)).trainer.peers_timeout_s,
-        timeout_s=used_if(has_deadline).reward.timeout_s,
-        engine_timeout_s=used_if(has_engine).actor_rollout_ref.rollout.timeout_s,
+        worker=_worker_needs(config, is_scored, plan.ranks),
+        max_restarts=config.trainer.max_restarts,
+        slurm=trainer.slurm,
+        max_held_mb=config.trainer.max_held_mb,
+        peers_timeout_s=config.trainer.peers_timeout_s,
+        timeout_s=config.reward.timeout_s,
+        engine_timeout_s=config.actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, pipeline),
         audit_freq=trust.audit_freq,
         profiled_steps=config.profiler.steps if config.profiler.enable else (),
@@ -183,7 +171,7 @@ def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool
             name: (own(name, data, "solution_key"), own(name, data, "answer_key"))
             for name in checked
         },
-        max_error_rate=used_if(is_scored).reward.max_error_rate,
+        max_error_rate=config.reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, pipeline, plan),
@@ -282,5 +270,5 @@ def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
     off."""
     if "rollout" not in pipeline.engines:
         return 0
-    canary_freq = peek(config).trust.canary_freq
-    return 1 if canary_freq > 0 and shares_weights(config) else config.trust.canary_freq
+    canary_freq = config.trust.canary_freq
+    return 1 if canary_freq > 0 and shares_weights(config) else canary_freq

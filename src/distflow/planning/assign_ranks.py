@@ -232,10 +232,6 @@ def _devices_of(parts: Sequence[Part], config: Config) -> Sequence[tuple[int, ..
         return (tuple(range(num_devices)),)
     if not chosen:
         return share_devices([parts], config)[0]
-    # Those keys were used when the command divided devices over several pipelines, so they are not
-    # a mistake.
-    dag = config.dag
-    _ = (dag.apportion_strategy, dag.consider_node_cohesion, dag.consider_node_load)
     named = [number for own in chosen for number in own]
     are_there = len({*named} & {*range(num_devices)}) == len(named)
     if not all(chosen) or len(chosen) != len(parts) or not are_there:

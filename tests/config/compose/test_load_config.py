@@ -491,15 +491,6 @@ def test_neither_import_nor_loading_brings_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_an_outer_composition_of_hydra_survives(tmp_path):
-    from hydra import compose, initialize_config_dir
-
-    (tmp_path / "outer.yaml").write_text("x: 1\n")
-    with initialize_config_dir(config_dir=str(tmp_path), version_base="1.3"):
-        load_config("grpo", GOOD)
-        assert compose("outer").x == 1
-
-
 def test_a_group_at_another_level_is_named_with_its_place(write):
     problem = problems_of(write(BASE + "actor: {optim: {lr: 1e-5}}\n"))[0]
     assert (

@@ -9,7 +9,7 @@ import yaml
 from distflow.config import ConfigError, load_config
 from distflow.config.compose.setting_origins import Setting
 from distflow.config.compose.typed_values import check_bounds, convert
-from distflow.config.compose.unknown_and_unused_keys import is_known, judge_settings, suggest
+from distflow.config.compose.unknown_keys import is_known, judge_settings, suggest
 from distflow.config.keys.schema import group_names, schema_keys
 from distflow.config.migration.tables import ANY, NOT_GIVEN, all_tables, find_names
 

@@ -17,7 +17,7 @@ from distflow.commands.migration.trl_rewards import convert_rewards
 from distflow.config.compose.load_config import Loaded, load_config, preset_config, with_changes
 from distflow.config.compose.setting_origins import COMMAND_LINE, preset_names
 from distflow.config.compose.typed_values import nested
-from distflow.config.compose.unknown_and_unused_keys import is_known
+from distflow.config.compose.unknown_keys import is_known
 from distflow.config.derived_settings import data_files
 from distflow.config.keys.schema import flatten, schema_keys
 from distflow.config.migration import tables
@@ -493,9 +493,10 @@ def _check_target(path: Path) -> None:
 
 
 def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
-    """The config without keys that its pipeline does not read; what else a run would be refused for
+    """The config without keys that its pipeline does not take; what else a run would be refused for
     is said."""
-    from distflow.launch.fit_config_to_files import InertKeys, read_config
+    from distflow.launch.fit_config_to_files import read_config
+    from distflow.launch.taken_keys import InertKeys
 
     model = loaded.config.actor_rollout_ref.model.path
     files = data_files(loaded.config, "train_files")

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 from distflow.commands.migration.settings import ForeignSettings, Unread
-from distflow.config.compose.unknown_and_unused_keys import is_known
+from distflow.config.compose.unknown_keys import is_known
 from distflow.config.keys.schema import schema_keys
 from distflow.config.migration import tables
 from distflow.errors import count_of

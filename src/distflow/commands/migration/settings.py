@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from distflow.config.compose.hydra_composition import check_interpolations
-from distflow.config.compose.unknown_and_unused_keys import is_known
+from distflow.config.compose.composition import check_interpolations
+from distflow.config.compose.unknown_keys import is_known
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
 

@@ -26,7 +26,7 @@ from distflow.config.compose.setting_origins import (
     settings_of_value,
 )
 from distflow.config.compose.typed_values import Mismatch, flat, parse_value
-from distflow.config.compose.unknown_and_unused_keys import (
+from distflow.config.compose.unknown_keys import (
     is_known,
     judge_settings,
     look_up,
@@ -61,7 +61,7 @@ from distflow.errors import ConfigError, Problem, UserError, hint, joined
 from distflow.import_target import LoadError, load_modules
 
 if TYPE_CHECKING:
-    from distflow.config.compose.hydra_composition import Composition
+    from distflow.config.compose.composition import Composition
 
 # Keys that do not change the training: memory limits, names of the run, other spellings of a value.
 _WITHOUT_EFFECT = (
@@ -129,18 +129,18 @@ def load_config(
     """
     try:
         # Importing Hydra takes longer than everything else here.
-        from distflow.config.compose import hydra_composition
+        from distflow.config.compose import composition
 
-        source = hydra_composition.find_source(preset_or_file)
-        composed = hydra_composition.compose_values(source, overrides)
-        if (unnamed := hydra_composition.find_base(source, composed, base)) is not None:
-            composed = hydra_composition.compose_values(source, overrides, unnamed)
+        source = composition.find_source(preset_or_file)
+        composed = composition.compose_values(source, overrides)
+        if (unnamed := composition.find_base(source, composed, base)) is not None:
+            composed = composition.compose_values(source, overrides, unnamed)
         import_problems: list[Problem] = []
         registered = composed.failure is None and _register_user_groups(
             composed.values, composed.settings, import_problems, trust_code
         )
         if registered:
-            composed = hydra_composition.compose_values(source, overrides, unnamed)
+            composed = composition.compose_values(source, overrides, unnamed)
         renamed = _rename(composed)
         misused, accepted = judge_settings(composed.settings, composed.values)
         problems = [*composed.problems, *import_problems, *misused]

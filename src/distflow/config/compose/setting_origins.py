@@ -1,4 +1,4 @@
-"""Origins of settings: keys of YAML files with their line numbers. Hydra composes the values."""
+"""Origins of settings: keys of YAML files with their line numbers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -59,20 +59,17 @@ def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | Non
 
 def overriding_defaults(path: Path) -> list[str]:
     """The names after `_self_` in the `defaults` of a YAML file, which override its own keys."""
-    names = _names_in_defaults(read_node(path))
+    names = names_in_defaults(read_node(path))
     return names[names.index("_self_") + 1 :] if "_self_" in names else []
 
 
-def _names_in_defaults(root: yaml.Node | None) -> list[str]:
+def names_in_defaults(root: yaml.Node | None) -> list[str]:
+    """The names in the `defaults` of a YAML file; "" for an entry that is none."""
     pairs = root.value if isinstance(root, yaml.MappingNode) else []
     chosen = next((value for name, value in pairs if name.value == "defaults"), None)
-    entries = (
-        chosen.value
-        if isinstance(chosen, yaml.SequenceNode)
-        else []
-        if chosen is None
-        else [chosen]
-    )
+    if chosen is None:
+        return []
+    entries = chosen.value if isinstance(chosen, yaml.SequenceNode) else [chosen]
     return [entry.value if isinstance(entry, yaml.ScalarNode) else "" for entry in entries]
 
 
@@ -82,7 +79,7 @@ def only_own_files(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     root = read_node(path)
     if path in seen or not isinstance(root, yaml.MappingNode):
         return False  # composing the file reports the reason
-    files = [path.parent / f"{name}.yaml" for name in _names_in_defaults(root) if name != "_self_"]
+    files = [path.parent / f"{name}.yaml" for name in names_in_defaults(root) if name != "_self_"]
     return all(file.is_file() and only_own_files(file, seen | {path}) for file in files)
 
 
@@ -101,8 +98,7 @@ def display(path: Path) -> str:
 
 
 def read_settings(path: Path, prefix: str) -> list[Setting]:
-    """Every mapping entry of a YAML file, groups before their entries. prefix: the file's Hydra
-    package.
+    """Every mapping entry of a YAML file, groups before their entries. prefix: of their names.
 
     Raises ConfigError if the file is not a readable mapping or names a key twice.
     """
@@ -136,17 +132,6 @@ def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
     yield Setting(key, where, is_group=bool(below), value=NOT_GIVEN if below else value)
     for name, item in below:
         yield from settings_of_value(dotted(key, str(name)), item, where)
-
-
-def named_twice(text: str) -> str:
-    """The first key that a mapping of the command line names twice; empty if there is none, or the
-    text is no YAML."""
-    try:
-        node = yaml.SafeLoader(text).get_single_node() if text.startswith("{") else None
-    except (yaml.YAMLError, RecursionError):
-        return ""
-    found = _named_twice(node, "", Path()) if isinstance(node, yaml.MappingNode) else ()
-    return next((problem.places[0][0] for problem in found), "")
 
 
 def yaml_problem(error: yaml.YAMLError | UnicodeDecodeError, path: Path) -> Problem:
@@ -220,7 +205,7 @@ def _entries(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
 
 
 def _plain_value(node: yaml.Node) -> object:
-    """The value in Python; Hydra rejects a tag that is not read here."""
+    """The value in Python; OmegaConf rejects a tag that is not read here."""
     try:
         return yaml.SafeLoader("").construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError):  # or a number of thousands of digits

@@ -16,7 +16,7 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "maximum tokens in a micro-batch; null is the actor's", minimum=1
     )
-    fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
+    fsdp_config: RefFsdpConfig = group(RefFsdpConfig, taken_by="sharded_ref")
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ class ActorRolloutRefConfig:
     model: ModelConfig = group(ModelConfig)
     actor: ActorConfig = group(ActorConfig)
     rollout: RolloutConfig = group(RolloutConfig)
-    ref: RefConfig = group(RefConfig)
+    ref: RefConfig = group(RefConfig, taken_by="ref")

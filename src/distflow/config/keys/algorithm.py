@@ -17,7 +17,7 @@ from distflow.config.compose.typed_values import (
     show,
 )
 from distflow.config.keys.actor import ActorConfig
-from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.declare import BY_NAME, collect, group, key
 
 Bounds = tuple[float | None, float]
 
@@ -134,6 +134,7 @@ class RolloutCorrectionConfig:
         None,
         "level of the importance weights; null is off",
         choices=("token", "sequence", "geometric"),
+        taken_by=("train_actor", "correct_mismatch"),
     )
     rollout_is_threshold: float | tuple[float, float] = key(
         2.0,
@@ -143,15 +144,20 @@ class RolloutCorrectionConfig:
         ),
         above=0,
         parse=parse_threshold,
+        taken_by=("train_actor", "correct_mismatch"),
+        taken_if=lambda own: own.rollout_is is not None,
     )
     rollout_is_batch_normalize: bool = key(
-        False, "divide the weights by their mean over the step, after rollout_is_threshold"
+        False,
+        "divide the weights by their mean over the step, after rollout_is_threshold",
+        taken_by="correct_mismatch",
     )
     rollout_rs: tuple[str, ...] = key(
         (),
         "mismatch statistics by which tokens or sequences are excluded from the loss; empty is off",
         choices=ROLLOUT_RS,
         parse=parse_statistics,
+        taken_by="reject_mismatch",
     )
     rollout_rs_threshold: tuple[Bounds, ...] = key(
         (),
@@ -164,6 +170,7 @@ class RolloutCorrectionConfig:
         plain=lambda bounds: [
             upper if lower is None else [lower, upper] for lower, upper in bounds
         ],
+        taken_by="reject_mismatch",
     )
 
 
@@ -172,30 +179,40 @@ class FilterGroupsConfig:
     """Dynamic sampling: groups without a learning signal, or that a function rejects, are dropped
     and replaced."""
 
-    enable: bool = key(False, "drop groups without a gradient signal and refill the batch")
+    enable: bool = key(
+        False,
+        "drop groups without a gradient signal and refill the batch",
+        taken_by="dynamic_sampling",
+    )
     metric: str = key(
         "acc",
         (
             "value that must vary in a group: acc (no penalties), score or seq_reward (with them), "
             "or a reward function"
         ),
+        taken_by="dynamic_sampling",
     )
     mean_range: tuple[float, float] | None = key(
         None,
         "[low, high]: also drop groups with a mean metric outside; null is off",
         parse=parse_band,
+        taken_by="dynamic_sampling",
     )
     should_accept: str | None = key(
         None,
         "module:function or file.py:function of a group's columns; the group is dropped and "
         "replaced if it returns "
         "False, or a str, the reason",
+        taken_by="filter_groups",
     )
-    max_num_gen_batches: int = key(10, "maximum number of prompt batches for one step", minimum=1)
+    max_num_gen_batches: int = key(
+        10, "maximum number of prompt batches for one step", minimum=1, taken_by="rl"
+    )
     when_exhausted: str = key(
         "error",
         "after that many batches: stop, or continue with the groups so far",
         choices=("error", "continue"),
+        taken_by="rl",
     )
     oversampling: float = key(
         0.0,
@@ -204,6 +221,7 @@ class FilterGroupsConfig:
             "the next step"
         ),
         minimum=0,
+        taken_by="oversampling",
     )
 
 
@@ -262,11 +280,29 @@ def parse_domains(value: object) -> Differing:
 class EmbodiedSamplingConfig:
     """Which groups of episodes the pipeline embodied_srpo keeps; others are replaced."""
 
-    filter_accuracy: bool = key(False, "drop groups whose share of successes is out of bounds")
-    accuracy_lower_bound: float = key(0.1, "of that share", minimum=0, maximum=1)
-    accuracy_upper_bound: float = key(0.9, "of that share", minimum=0, maximum=1)
+    filter_accuracy: bool = key(
+        False, "drop groups whose share of successes is out of bounds", taken_by="embodied_sampling"
+    )
+    accuracy_lower_bound: float = key(
+        0.1,
+        "of that share",
+        minimum=0,
+        maximum=1,
+        taken_by="embodied_sampling",
+        taken_if=lambda own: own.filter_accuracy,
+    )
+    accuracy_upper_bound: float = key(
+        0.9,
+        "of that share",
+        minimum=0,
+        maximum=1,
+        taken_by="embodied_sampling",
+        taken_if=lambda own: own.filter_accuracy,
+    )
     filter_truncated: bool = key(
-        False, "drop groups with an episode that reached the simulator's time limit"
+        False,
+        "drop groups with an episode that reached the simulator's time limit",
+        taken_by="embodied_sampling",
     )
     oversample_factor: float = key(
         1.0,
@@ -275,6 +311,7 @@ class EmbodiedSamplingConfig:
             "first in the next step"
         ),
         minimum=1,
+        taken_by="embodied_srpo",
     )
 
 
@@ -283,19 +320,26 @@ class AlgorithmConfig:
     """How rewards become advantages."""
 
     adv_estimator: str = key(
-        "grpo", "advantage estimator", choices=tuple(ESTIMATORS), open_names=True
+        "grpo",
+        "advantage estimator",
+        choices=tuple(ESTIMATORS),
+        open_names=True,
+        taken_by=("compute_advantage", "compute_reward", "take_scores", "mask_samples"),
     )
-    adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
+    adv_estimator_kwargs: dict[str, object] = key(
+        {}, "options of the chosen estimator by name", taken_by="compute_advantage"
+    )
     workflow_type: str = key(
         "DEFAULT",
         "selects the pipeline if dag.pipeline is null; DEFAULT: by adv_estimator",
         choices=("DEFAULT", "DAPO", "EMBODIED"),
         parse=lambda name: str(name).upper(),
+        taken_by="builtin_pipeline",
     )
-    gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
-    lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)
+    gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1, taken_by=BY_NAME)
+    lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1, taken_by=BY_NAME)
     norm_adv_by_std_in_grpo: bool = key(
-        True, "divide by the group's standard deviation; false is Dr. GRPO"
+        True, "divide by the group's standard deviation; false is Dr. GRPO", taken_by=BY_NAME
     )
     scale_rewards: str | None = key(
         None,
@@ -304,37 +348,63 @@ class AlgorithmConfig:
             "norm_adv_by_std_in_grpo"
         ),
         choices=("group", "batch", "none"),
+        taken_by=BY_NAME,
     )
-    adv_epsilon: float = key(1e-6, "added to the standard deviation that GRPO divides by", above=0)
-    reward_shift: float = key(0.0, "added to the score of each sample, before anything else")
-    reward_scale: float = key(1.0, "factor of the shifted score", above=0)
-    reward_norm: NormConfig = group(NormConfig)
+    adv_epsilon: float = key(
+        1e-6, "added to the standard deviation that GRPO divides by", above=0, taken_by=BY_NAME
+    )
+    reward_shift: float = key(
+        0.0, "added to the score of each sample, before anything else", taken_by="normalize_rewards"
+    )
+    reward_scale: float = key(
+        1.0, "factor of the shifted score", above=0, taken_by="normalize_rewards"
+    )
+    reward_norm: NormConfig = group(NormConfig, taken_by="normalize_rewards")
     reward_clip: float | None = key(
-        None, "bound of a sample's |reward|, applied after reward_norm", above=0
+        None,
+        "bound of a sample's |reward|, applied after reward_norm",
+        above=0,
+        taken_by="clip_rewards",
     )
-    whiten_rewards: bool = key(False, "whiten token rewards over the batch, after the KL penalty")
-    adv_norm: NormConfig = group(NormConfig)
+    whiten_rewards: bool = key(
+        False,
+        "whiten token rewards over the batch, after the KL penalty",
+        taken_by="whiten_rewards",
+    )
+    adv_norm: NormConfig = group(NormConfig, taken_by="normalize_advantages")
     advantage_clip: float | None = key(
-        None, "bound of a token's |advantage|, applied after adv_norm", above=0
+        None,
+        "bound of a token's |advantage|, applied after adv_norm",
+        above=0,
+        taken_by="clip_advantages",
     )
     mask_truncated: bool = key(
-        False, "exclude responses that were cut off at the length limit from the loss"
+        False,
+        "exclude responses that were cut off at the length limit from the loss",
+        taken_by="mask_samples",
     )
     mask_max_turns: bool = key(
-        False, "exclude episodes that reached their limit of turns from the loss"
+        False,
+        "exclude episodes that reached their limit of turns from the loss",
+        taken_by="mask_samples",
     )
     mask_long_errors: int | None = key(
-        None, "exclude incorrect responses of at least this many tokens from the loss", minimum=1
+        None,
+        "exclude incorrect responses of at least this many tokens from the loss",
+        minimum=1,
+        taken_by="mask_samples",
     )
     difficulty_mask: tuple[float, float] | None = key(
         None,
         "[low, high]: train on groups with low < share of correct responses < high",
         parse=parse_share_band,
+        taken_by="mask_samples",
     )
     mask_type: str = key(
         "loss",
         "exclude masked responses from the loss, or from all: baselines and means too",
         choices=("loss", "all"),
+        taken_by="mask_samples",
     )
     difficulty_weight: tuple[float, float] | None = key(
         None,
@@ -342,6 +412,7 @@ class AlgorithmConfig:
             "[easiest, hardest]: weight of advantages, linear in the group's share of incorrect "
             "responses"
         ),
+        taken_by="weigh_samples",
     )
     length_weight: tuple[float, float] | None = key(
         None,
@@ -349,6 +420,7 @@ class AlgorithmConfig:
             "[shortest, longest]: weight of advantages, linear in the response's length within the "
             "batch's range"
         ),
+        taken_by="weigh_samples",
     )
     domains: Differing = key(
         {},
@@ -358,9 +430,12 @@ class AlgorithmConfig:
         ),
         parse=parse_domains,
         plain=lambda domains: {name: nested(values) for name, values in domains.items()},
+        taken_by=("compute_advantage", "compute_reward", "take_scores", "train_actor"),
     )
     allow_group_of_one: bool = key(
-        False, "accept rollout.n=1 with an estimator that compares the samples of a group"
+        False,
+        "accept rollout.n=1 with an estimator that compares the samples of a group",
+        taken_by="group_of_one",
     )
     agent_rewards: str = key(
         "shared",
@@ -368,6 +443,7 @@ class AlgorithmConfig:
         "its own over the "
         "mean of the others'",
         choices=("shared", "own", "margin"),
+        taken_by=("compute_advantage", "run_workflow"),
     )
     logprob_level: str = key(
         "token",
@@ -375,6 +451,7 @@ class AlgorithmConfig:
         "simulator, whose "
         "log-prob is the sum over their tokens",
         choices=("token", "action", "chunk"),
+        taken_by="train_actor",
     )
     reward_level: str = key(
         "token",
@@ -382,6 +459,7 @@ class AlgorithmConfig:
         "the last token of "
         "its action, or each chunk's on that of the chunk",
         choices=("token", "action", "chunk"),
+        taken_by=("place_rewards", "srpo_reward"),
     )
     sample_level: str = key(
         "episode",
@@ -390,15 +468,26 @@ class AlgorithmConfig:
             "episode's advantages"
         ),
         choices=("episode", "decision"),
+        taken_by=("train_actor", "train_critic"),
     )
     bootstrap_truncated: bool = key(
-        False, "GAE bootstraps a truncated response with the critic's last value, not 0"
+        False,
+        "GAE bootstraps a truncated response with the critic's last value, not 0",
+        taken_by=BY_NAME,
     )
-    use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the token rewards")
+    use_kl_in_reward: bool = key(
+        False,
+        "subtract the KL to the reference from the token rewards",
+        taken_by="apply_kl_penalty",
+    )
     kl_penalty: str = key(
-        "kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL
+        "kl",
+        "estimator of the KL in the reward",
+        choices=KL_TYPES,
+        advice=NO_FULL_KL,
+        taken_by="apply_kl_penalty",
     )
-    kl_ctrl: KLControlConfig = group(KLControlConfig)
+    kl_ctrl: KLControlConfig = group(KLControlConfig, taken_by="apply_kl_penalty")
     recompute_old_log_probs: str = key(
         "auto",
         (
@@ -407,6 +496,7 @@ class AlgorithmConfig:
         ),
         choices=("auto", "true", "false"),
         parse=lambda value: str(value).lower() if isinstance(value, bool) else convert(value, str),
+        taken_by="coupled_loss",
     )
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

@@ -23,12 +23,22 @@ class CriticConfig:
 
     model: CriticModelConfig = group(CriticModelConfig)
     value_loss: str = key(
-        "mse", "value loss: half the squared error, or the Huber loss", choices=VALUE_LOSSES
+        "mse",
+        "value loss: half the squared error, or the Huber loss",
+        choices=VALUE_LOSSES,
+        taken_by="train_critic",
     )
-    huber_delta: float = key(10.0, "error above which the Huber loss is linear", above=0)
-    cliprange_value: float = key(0.5, "maximum distance of a value from the old value", above=0)
+    huber_delta: float = key(
+        10.0, "error above which the Huber loss is linear", above=0, taken_by="train_critic"
+    )
+    cliprange_value: float = key(
+        0.5, "maximum distance of a value from the old value", above=0, taken_by="train_critic"
+    )
     loss_agg_mode: str = key(
-        "token-mean", "how token losses are aggregated", choices=LOSS_AGG_MODES
+        "token-mean",
+        "how token losses are aggregated",
+        choices=LOSS_AGG_MODES,
+        taken_by="train_critic",
     )
     ppo_epochs: int = key(1, "passes over the batch of a step", minimum=1)
     ppo_mini_batch_size: int | None = key(

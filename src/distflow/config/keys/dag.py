@@ -96,7 +96,9 @@ class DagConfig:
         parse=parse_pipeline,
     )
     generates: bool | None = key(
-        None, "whether your own pipeline generates its data; null infers it from its nodes"
+        None,
+        "whether your own pipeline generates its data; null infers it from its nodes",
+        taken_by="custom",
     )
     policies: Differing = key(
         {},
@@ -112,12 +114,16 @@ class DagConfig:
     )
     enable_perf: bool = key(False, "measure the time of each node")
     backend_threshold: int = key(
-        32, "ranks from which objects use gloo in addition to nccl (GPUs)", minimum=1
+        32,
+        "ranks from which objects use gloo in addition to nccl (GPUs)",
+        minimum=1,
+        taken_by="several_processes",
     )
     apportion_strategy: str = key(
         "param_aware",
         "divide devices over all parts by model size or evenly",
         choices=("param_aware", "even"),
+        taken_by="several_parts",
     )
     model_sizes: dict[str, str | float] = key(
         {},
@@ -125,10 +131,15 @@ class DagConfig:
             "model sizes for param_aware by role, e.g. {actor: 70B, critic: 500M}; default: from "
             "config.json"
         ),
+        taken_by="several_parts",
     )
-    consider_node_cohesion: bool = key(True, "keep a part on one machine if it fits")
+    consider_node_cohesion: bool = key(
+        True, "keep a part on one machine if it fits", taken_by=("several_parts", "allocation")
+    )
     consider_node_load: bool = key(
-        True, "among equally suitable machines, prefer the one with fewer busy devices"
+        True,
+        "among equally suitable machines, prefer the one with fewer busy devices",
+        taken_by=("several_parts", "allocation"),
     )
 
 

@@ -11,7 +11,7 @@ from distflow.config.compose.typed_values import (
     parse_share_band,
 )
 from distflow.config.keys.algorithm import DIFFERING, DIFFERING_LOSS
-from distflow.config.keys.declare import collect, group, key, plain_settings
+from distflow.config.keys.declare import BY_NAME, collect, group, key, plain_settings
 from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
 
 _FORM = (
@@ -109,9 +109,18 @@ class CurriculumConfig:
         None,
         "learnability, or your own module:function or file.py:function; null keeps the weights",
     )
-    every: int = key(1, "steps between calls of the function", minimum=1)
+    every: int = key(
+        1,
+        "steps between calls of the function",
+        minimum=1,
+        taken_if=lambda own: own.function is not None,
+    )
     smoothing: float = key(
-        0.9, "decay of the moving mean of correct responses at each call", minimum=0, below=1
+        0.9,
+        "decay of the moving mean of correct responses at each call",
+        minimum=0,
+        below=1,
+        taken_if=lambda own: own.function is not None,
     )
 
 
@@ -125,6 +134,7 @@ class DataConfig:
             "training data: paths, data set ids, builtin:NAME or other forms of docs/data.md; one "
             "or a list"
         ),
+        taken_by=BY_NAME,
     )
     val_files: tuple[str, ...] = key((), "validation data, in the same forms; null: no validation")
     domains: dict[str, DomainConfig] = key(
@@ -136,46 +146,69 @@ class DataConfig:
         parse=parse_domains,
         plain=plain_settings,
     )
-    prompt_key: str = key("prompt", "column of the prompt: str or a list of chat messages")
-    answer_key: str = key("answer", "column of the ground truth for the reward function")
-    response_key: str = key("response", "column of the response to train on (sft)")
+    prompt_key: str = key(
+        "prompt", "column of the prompt: str or a list of chat messages", taken_by=BY_NAME
+    )
+    answer_key: str = key(
+        "answer", "column of the ground truth for the reward function", taken_by=BY_NAME
+    )
+    response_key: str = key(
+        "response", "column of the response to train on (sft)", taken_by=BY_NAME
+    )
     messages_key: str = key(
-        "messages", "column of a conversation whose assistant turns are trained on (sft)"
+        "messages",
+        "column of a conversation whose assistant turns are trained on (sft)",
+        taken_by=BY_NAME,
     )
     chosen_key: str = key(
-        "chosen", "column of the better response (rm): str or chat messages that end with it"
+        "chosen",
+        "column of the better response (rm): str or chat messages that end with it",
+        taken_by="preference_pairs",
     )
-    rejected_key: str = key("rejected", "column of the worse response (rm), in the same form")
+    rejected_key: str = key(
+        "rejected",
+        "column of the worse response (rm), in the same form",
+        taken_by="preference_pairs",
+    )
     image_key: str | None = key(
         "images",
         "column of a row's image or list of images, for a model that reads images; null: none",
     )
-    tools_key: str = key("tools", "column of the functions for the chat template, as JSON schemas")
+    tools_key: str = key(
+        "tools", "column of the functions for the chat template, as JSON schemas", taken_by=BY_NAME
+    )
     solution_key: str | None = key(
         None,
         (
             "column of reference solutions to score before the start; null: that of the reward "
             "function, '': none"
         ),
+        taken_by=BY_NAME,
     )
-    domain_key: str = key("data_source", "column of a row's domain")
+    domain_key: str = key("data_source", "column of a row's domain", taken_by=BY_NAME)
     tag_key: str | None = key(
         None,
         (
             "column of a row's tag, by which domains select rows and accuracy is also reported; "
             "null: no tags"
         ),
+        taken_by=BY_NAME,
     )
     prompt_format: str = key(
         "text",
         "chat: a str prompt becomes one user message of the chat template",
         choices=("text", "chat"),
+        taken_by=BY_NAME,
     )
     prompt_template: str | None = key(
-        None, "template of a str prompt, with {prompt}; {{ and }} are literal braces"
+        None,
+        "template of a str prompt, with {prompt}; {{ and }} are literal braces",
+        taken_by=BY_NAME,
     )
-    system_prompt: str | None = key(None, "system message before each prompt (chat)")
-    enable_thinking: bool = key(False, "passed to the chat template")
+    system_prompt: str | None = key(
+        None, "system message before each prompt (chat)", taken_by=BY_NAME
+    )
+    enable_thinking: bool = key(False, "passed to the chat template", taken_by=BY_NAME)
     apply_chat_template_kwargs: dict[str, object] = key(
         {}, "additional arguments of the chat template, by name"
     )
@@ -194,30 +227,48 @@ class DataConfig:
         None,
         "[low, high]: train only on rows with a pass rate in this range; null is all",
         parse=parse_band,
+        taken_by=BY_NAME,
     )
     pass_rate_key: str = key(
-        "pass_rate", "column of the pass rate, or of another measure of difficulty"
+        "pass_rate",
+        "column of the pass rate, or of another measure of difficulty",
+        taken_by=BY_NAME,
     )
     skip_outside: tuple[float, float] | None = key(
         None,
         "[low, high]: skip a row whose share of correct responses was outside",
         parse=parse_share_band,
+        taken_by=BY_NAME,
     )
     skip_epochs: int = key(
-        1, "epochs for which skip_outside skips a row before it is used again", minimum=1
+        1,
+        "epochs for which skip_outside skips a row before it is used again",
+        minimum=1,
+        taken_by="skipped_rows",
     )
     broken_tests: str = key(
         "skip",
         "action for a training row whose tests no response can pass (it is counted)",
         choices=("skip", "error"),
+        taken_by="reward_fn",
     )
     train_max_samples: int = key(
-        -1, "use only the first rows of train_files; -1 is all", minimum=-1
+        -1, "use only the first rows of train_files; -1 is all", minimum=-1, taken_by=BY_NAME
     )
-    val_max_samples: int = key(-1, "use only the first rows of val_files; -1 is all", minimum=-1)
-    allow_overlap: bool = key(False, "do not warn about validation prompts that are trained on")
+    val_max_samples: int = key(
+        -1, "use only the first rows of val_files; -1 is all", minimum=-1, taken_by=BY_NAME
+    )
+    allow_overlap: bool = key(
+        False, "do not warn about validation prompts that are trained on", taken_by="validation"
+    )
     shuffle: bool = key(True, "reshuffle the rows in each epoch")
-    seed: int = key(1, "seed of the order of the rows", minimum=0, maximum=10**18)
+    seed: int = key(
+        1,
+        "seed of the order of the rows",
+        minimum=0,
+        maximum=10**18,
+        taken_if=lambda own: own.shuffle,
+    )
     curriculum: CurriculumConfig = group(CurriculumConfig)
     num_loader_workers: int = key(4, "threads that tokenise the prompts; 0 uses none", minimum=0)
 

@@ -2,7 +2,7 @@
 walk over all keys."""
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -21,6 +21,11 @@ from typing import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+BY_NAME = "a parameter of that name"
+"""As `taken_by`: only what names the key takes it. That is an option of a node, estimator, loss or
+engine, or a source of rows whose domain has no such setting of its own
+(`launch/taken_keys.py`)."""
+
 T = TypeVar("T")
 Group = TypeVar("Group", bound="DataclassInstance")
 
@@ -33,7 +38,9 @@ class KeySpec:
     registry later). later: choices that are not implemented yet; True means any value but the
     default. minimum, maximum: inclusive bounds; above, below: exclusive ones. parse: converts plain
     data to the value; None converts by the type. plain: the inverse. advice: what to do about a
-    rejected value, if the bound or the choices do not show it.
+    rejected value, if the bound or the choices do not show it. taken_by: the parts of a run that
+    take the key, any of which suffices (`launch/taken_keys.py`); empty if every run does. taken_if:
+    whether they take it, by the other keys of its group. For a group, both hold for all its keys.
     """
 
     description: str = ""
@@ -47,6 +54,8 @@ class KeySpec:
     parse: Callable[[object], object] | None = None
     plain: Callable[[Any], object] = lambda value: value
     advice: str = ""
+    taken_by: tuple[str, ...] | str = ()
+    taken_if: Callable[[Any], object] = lambda own: True
 
     def allowed(self) -> str:
         """The bounds or choices as text; empty if there are none."""
@@ -106,9 +115,12 @@ def key(default: T, description: str, **spec: Any) -> T:
     return field(default=default, metadata=metadata)
 
 
-def group(config_class: Callable[..., T], **defaults: object) -> T:
+def group(
+    config_class: Callable[..., T], taken_by: tuple[str, ...] | str = (), **defaults: object
+) -> T:
     """A dataclass field that holds a group of keys; `defaults` replace those of its class."""
-    return field(default_factory=lambda: config_class(**defaults))
+    metadata = {"key": KeySpec(taken_by=taken_by)}
+    return field(default_factory=lambda: config_class(**defaults), metadata=metadata)
 
 
 def is_group(value: object) -> "TypeGuard[DataclassInstance]":
@@ -152,6 +164,19 @@ def _described_fields(kind: "type[DataclassInstance]") -> list[tuple[str, object
         spec = spec if isinstance(spec, KeySpec) else KeySpec(str(item.metadata.get("help", "")))
         found.append((item.name, hints[item.name], spec))
     return found
+
+
+def untaken(instance: "DataclassInstance", prefix: str, parts: Collection[str]) -> Iterator[str]:
+    """The dotted names of keys in a group that none of these parts of a run takes."""
+    for attribute, _, spec in _described_fields(type(instance)):
+        value = getattr(instance, attribute)
+        name = dotted(prefix, yaml_name(attribute))
+        takers = (spec.taken_by,) if isinstance(spec.taken_by, str) else spec.taken_by
+        is_taken = not takers or any(taker in parts for taker in takers)
+        if not is_taken or not spec.taken_if(instance):
+            yield from (key for key, *_ in walk(value, name)) if is_group(value) else [name]
+        elif is_group(value):
+            yield from untaken(value, name, parts)
 
 
 def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInfo]:

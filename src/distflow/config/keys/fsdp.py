@@ -19,6 +19,7 @@ class TrainedFsdpConfig:
             "keep weights, gradients and moments in host memory: layers are copied when they run; "
             "optimizer on the host"
         ),
+        taken_by="fsdp",
     )
 
 
@@ -28,7 +29,10 @@ class ActorFsdpConfig(TrainedFsdpConfig):
     reference."""
 
     fsdp_size: int = key(
-        -1, "data-parallel ranks that shard one copy of the weights; -1 is all", minimum=-1
+        -1,
+        "data-parallel ranks that shard one copy of the weights; -1 is all",
+        minimum=-1,
+        taken_by="fsdp",
     )
 
 

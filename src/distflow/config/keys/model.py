@@ -15,7 +15,9 @@ class ModelConfig:
     )
     tokenizer_path: str | None = key(None, "folder or hub id of the tokenizer; null is the model's")
     gguf_file: str | None = key(None, "GGUF file with the weights, in the model's folder")
-    revision: str | None = key(None, "revision of a hub id; a commit hash pins it")
+    revision: str | None = key(
+        None, "revision of a hub id; a commit hash pins it", taken_by="hub_model"
+    )
     trust_remote_code: bool = key(
         False, "run Python code that comes with the model; local or pinned models only"
     )
@@ -31,15 +33,26 @@ class ModelConfig:
         choices=("auto", *DTYPES),
     )
     enable_gradient_checkpointing: bool = key(
-        False, "recompute activations in backward instead of storing them"
+        False,
+        "recompute activations in backward instead of storing them",
+        taken_by=("actor", "critic"),
     )
     lora_rank: int = key(
         0, "rank of LoRA adapters; 0 trains all weights", minimum=0, maximum=16_384
     )
-    lora_alpha: float = key(16, "scale of the adapters, divided by the rank", above=0)
+    lora_alpha: float = key(
+        16,
+        "scale of the adapters, divided by the rank",
+        above=0,
+        taken_if=lambda own: own.lora_rank > 0,
+    )
     target_modules: str | tuple[str, ...] = key(
-        "all-linear", "modules that get an adapter: all-linear or their names"
+        "all-linear",
+        "modules that get an adapter: all-linear or their names",
+        taken_if=lambda own: own.lora_rank > 0,
     )
     lora_merge: bool = key(
-        True, "send adapters merged into the weights; false: vLLM applies them unmerged"
+        True,
+        "send adapters merged into the weights; false: vLLM applies them unmerged",
+        taken_if=lambda own: own.lora_rank > 0,
     )

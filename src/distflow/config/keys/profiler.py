@@ -14,4 +14,6 @@ class ProfilerConfig:
         False,
         "record what the training thread of each worker computes, and the kernels of its device",
     )
-    steps: tuple[int, ...] = key((2,), "the steps that are recorded, counted from 1")
+    steps: tuple[int, ...] = key(
+        (2,), "the steps that are recorded, counted from 1", taken_if=lambda own: own.enable
+    )

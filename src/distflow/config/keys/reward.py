@@ -165,15 +165,24 @@ class RewardConfig:
         f"domain → list of names or {{name, weight, options}}; names: {', '.join(REWARDS)}",
         parse=parse_functions,
         plain=lambda functions: {domain: plain_parts(parts) for domain, parts in functions.items()},
+        taken_by="reward_fn",
     )
-    timeout_s: float = key(10.0, "timeout of one call of a reward function in seconds", above=0)
+    timeout_s: float = key(
+        10.0,
+        "timeout of one call of a reward function in seconds",
+        above=0,
+        taken_by=("reward_fn", "run_workflow", "called_in_threads"),
+    )
     max_error_rate: float = key(
         0.5,
         "stop the run if a step has a higher share of reward errors; 1 never stops",
         minimum=0,
         maximum=1,
+        taken_by=("scores", "reward_fn"),
     )
-    num_workers: int = key(2, "worker processes of each domain; a reward model has 1", minimum=1)
+    num_workers: int = key(
+        2, "worker processes of each domain; a reward model has 1", minimum=1, taken_by="reward_fn"
+    )
     num_actors: int = key(
         0,
         (
@@ -181,10 +190,15 @@ class RewardConfig:
             "next to each worker"
         ),
         minimum=0,
+        taken_by="reward_actors",
     )
-    actor_cpus: int = key(1, "CPUs that each reward actor reserves", minimum=1)
-    retries: int = key(0, "retries of a failed call", minimum=0)
-    backoff_s: float = key(1.0, "seconds before the first retry, doubled each time", above=0)
+    actor_cpus: int = key(
+        1, "CPUs that each reward actor reserves", minimum=1, taken_by="reward_actors"
+    )
+    retries: int = key(0, "retries of a failed call", minimum=0, taken_by="reward_fn")
+    backoff_s: float = key(
+        1.0, "seconds before the first retry, doubled each time", above=0, taken_by="reward_fn"
+    )
     on_error: OnError = key(
         "mask",
         (
@@ -193,6 +207,7 @@ class RewardConfig:
         ),
         parse=parse_on_error,
         plain=lambda value: value if isinstance(value, str) else {"score": value},
+        taken_by=("compute_reward", "take_scores", "add_model_scores"),
     )
     domains: Differing = key(
         {},
@@ -202,9 +217,10 @@ class RewardConfig:
         ),
         parse=parse_domains,
         plain=lambda domains: plain_differing(domains, collect(RewardConfig())),
+        taken_by=("reward_fn", "compute_reward", "take_scores", "add_model_scores"),
     )
-    overlong: OverlongConfig = group(OverlongConfig)
-    limit_penalty: LimitPenaltyConfig = group(LimitPenaltyConfig)
+    overlong: OverlongConfig = group(OverlongConfig, taken_by="reward_fn")
+    limit_penalty: LimitPenaltyConfig = group(LimitPenaltyConfig, taken_by="run_workflow")
 
 
 @dataclass(frozen=True)
@@ -212,17 +228,25 @@ class SrpoConfig:
     """Rewards of failures in the pipeline embodied_srpo, by their distance to successes."""
 
     embedder: str = key(
-        "pixels", "frames (T, H, W, 3) of uint8 to a vector: pixels, or file.py:function"
+        "pixels",
+        "frames (T, H, W, 3) of uint8 to a vector: pixels, or file.py:function",
+        taken_by="embed",
     )
     eps: float = key(
         0.5,
         "radius of DBSCAN over the successes, in standard deviations of each dimension",
         above=0,
+        taken_by="srpo_reward",
     )
-    min_samples: int = key(2, "neighbours of a core point of DBSCAN, itself included", minimum=1)
-    max: float = key(0.6, "largest reward of a failure", minimum=0)
-    steepness: float = key(10.0, "of the sigmoid of the distance", above=0)
-    reward_coef: float = key(1.0, "factor of all rewards", above=0)
+    min_samples: int = key(
+        2,
+        "neighbours of a core point of DBSCAN, itself included",
+        minimum=1,
+        taken_by="srpo_reward",
+    )
+    max: float = key(0.6, "largest reward of a failure", minimum=0, taken_by="srpo_reward")
+    steepness: float = key(10.0, "of the sigmoid of the distance", above=0, taken_by="srpo_reward")
+    reward_coef: float = key(1.0, "factor of all rewards", above=0, taken_by="srpo_reward")
 
 
 @dataclass(frozen=True)
@@ -230,7 +254,9 @@ class CustomRewardConfig:
     """The function of the reward named `custom`."""
 
     path: str | None = key(None, "Python file or module of the function")
-    name: str = key("compute_score", "name of the function")
+    name: str = key(
+        "compute_score", "name of the function", taken_if=lambda own: own.path is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -326,9 +352,13 @@ def parse_models(value: object) -> dict[str, ScoringModelConfig]:
 class RewardModelConfig:
     """Reward models and judges that run as engines and score whole steps."""
 
-    model: RewardModelPathConfig = group(RewardModelPathConfig)
-    weight: float = key(1.0, "weight of its score, which is added to that of the reward functions")
-    fsdp_config: RefFsdpConfig = group(RefFsdpConfig)
+    model: RewardModelPathConfig = group(RewardModelPathConfig, taken_by="reward_model")
+    weight: float = key(
+        1.0,
+        "weight of its score, which is added to that of the reward functions",
+        taken_by="reward_model",
+    )
+    fsdp_config: RefFsdpConfig = group(RefFsdpConfig, taken_by="reward_model")
     models: dict[str, ScoringModelConfig] = key(
         {},
         (
@@ -337,6 +367,7 @@ class RewardModelConfig:
         ),
         parse=parse_models,
         plain=plain_settings,
+        taken_by="scoring_model",
     )
 
 

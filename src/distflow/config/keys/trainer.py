@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distflow.builtin_names import LAUNCHERS, TRACKERS, not_there_yet
 from distflow.config.compose.typed_values import Differing, Mismatch, parse_differing, show
-from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.declare import BY_NAME, collect, group, key
 
 _COMPARE = {">=": ge, "<=": le, ">": gt, "<": lt}
 _CONDITION = re.compile(r"\s*([^\s<>=!]+)\s*(>=|<=|>|<)\s*([^\s<>=!]+)\s*")
@@ -101,14 +101,22 @@ class TrainerConfig:
     stop_when: str | None = key(
         None, "condition that ends the run, e.g. val_correct/all/mean >= 0.9", parse=parse_stop_when
     )
-    critic_warmup: int = key(0, "number of initial steps that train only the critic", minimum=0)
+    critic_warmup: int = key(
+        0, "number of initial steps that train only the critic", minimum=0, taken_by="actor"
+    )
     val_before_train: bool = key(False, "validate before the first step")
-    test_freq: int = key(5, "steps between validations; 0 or less for none")
+    test_freq: int = key(5, "steps between validations; 0 or less for none", taken_by=BY_NAME)
     test_freq_epochs: int | None = key(
-        None, "epochs between validations, in addition to test_freq", minimum=1
+        None,
+        "epochs between validations, in addition to test_freq",
+        minimum=1,
+        taken_by="validation",
     )
     test_freq_secs: float | None = key(
-        None, "seconds between validations, in addition to test_freq", above=0
+        None,
+        "seconds between validations, in addition to test_freq",
+        above=0,
+        taken_by="validation",
     )
     save_freq: int = key(10, "steps between checkpoints; 0 or less for none")
     save_freq_epochs: int | None = key(
@@ -117,12 +125,18 @@ class TrainerConfig:
     save_freq_secs: float | None = key(
         None, "seconds between checkpoints, in addition to save_freq", above=0
     )
-    keep_last: int = key(2, "number of recent checkpoints to keep", minimum=1)
+    keep_last: int = key(
+        2, "number of recent checkpoints to keep", minimum=1, taken_by="checkpoints"
+    )
     keep_best: bool = key(False, "also keep the checkpoint with the best validation result")
     keep_best_metric: str = key(
-        "val_correct/all/mean", "metric of the best checkpoint (for a loss, the lowest)"
+        "val_correct/all/mean",
+        "metric of the best checkpoint (for a loss, the lowest)",
+        taken_if=lambda own: own.keep_best,
     )
-    save_hf_model: bool = key(False, "also save each checkpoint's policy as a Hugging Face folder")
+    save_hf_model: bool = key(
+        False, "also save each checkpoint's policy as a Hugging Face folder", taken_by="checkpoints"
+    )
     resume_mode: str = key(
         "auto", "auto (from the run's last checkpoint, if any), never, or a checkpoint's folder"
     )
@@ -164,7 +178,7 @@ class TrainerConfig:
         choices=tuple(LAUNCHERS),
         later=not_there_yet(LAUNCHERS),
     )
-    nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
+    nnodes: int = key(1, "machines (launcher=ray)", minimum=1, taken_by="several_processes")
     n_gpus_per_node: int = key(
         1, "devices per machine: GPUs, or with device=cpu CPU workers", minimum=1
     )
@@ -184,12 +198,16 @@ class TrainerConfig:
             "devices of each part, by number (launcher=ray); [] is all. A command with several "
             "configs sets it for each"
         ),
+        taken_by="several_processes",
     )
-    worker_cpus: int = key(1, "CPUs that each worker reserves (launcher=ray)", minimum=1)
+    worker_cpus: int = key(
+        1, "CPUs that each worker reserves (launcher=ray)", minimum=1, taken_by="launched_elsewhere"
+    )
     worker_memory_mb: int | None = key(
         None,
         "MB of memory per worker (launcher=ray); null: that of a worker without a model",
         minimum=1,
+        taken_by="launched_elsewhere",
     )
     worker_env: dict[str, str | int] = key(
         {},
@@ -197,6 +215,7 @@ class TrainerConfig:
             "environment of the workers (launcher=ray), e.g. {NCCL_DEBUG: INFO}; no secrets: Ray "
             "and the run show them"
         ),
+        taken_by="launched_elsewhere",
     )
     worker_roles: Differing = key(
         {},
@@ -204,11 +223,13 @@ class TrainerConfig:
         "others (training), or "
         "those with an engine such as critic",
         parse=parse_worker_roles,
+        taken_by="launched_elsewhere",
     )
     max_held_mb: int | None = key(
         None,
         "maximum MB of groups in shared memory (launcher=ray); null: half of Ray's store",
         minimum=1,
+        taken_by="launched_elsewhere",
     )
     peers_timeout_s: float = key(
         1800.0,
@@ -217,13 +238,15 @@ class TrainerConfig:
             "workers"
         ),
         above=0,
+        taken_by="several_processes",
     )
     max_restarts: int = key(
         0,
         "restarts in place from the last checkpoint after a lost process (launcher=ray)",
         minimum=0,
+        taken_by="launched_elsewhere",
     )
-    slurm: SlurmConfig = group(SlurmConfig)
+    slurm: SlurmConfig = group(SlurmConfig, taken_by="launched_elsewhere")
 
     @property
     def run_dir(self) -> Path:

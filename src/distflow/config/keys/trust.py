@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distflow.config.keys.declare import key
+from distflow.config.keys.declare import BY_NAME, key
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class TrustConfig:
         1,
         "weight syncs between comparisons of engine and trainer on fixed prompts; 0 is never",
         minimum=0,
+        taken_by=BY_NAME,
     )
     audit_freq: int = key(
         20, "steps between audits, in addition to start and resume; 0: never", minimum=0
@@ -24,6 +25,7 @@ class TrustConfig:
             "stop, or only warn"
         ),
         choices=("correct", "stop", "warn"),
+        taken_by="rollout",
     )
     max_skipped_updates: int = key(5, "consecutive non-finite updates that stop the run", minimum=1)
     unmoved_after: int = key(20, "updates after which an unchanged weight is reported", minimum=1)
@@ -33,4 +35,5 @@ class TrustConfig:
             "test reward functions before the start on good and bad responses, and try your own "
             "workflow once"
         ),
+        taken_by=("reward_fn", "run_workflow"),
     )

@@ -10,7 +10,6 @@ from distflow.algorithms.registry import (
 )
 from distflow.algorithms.rollout_correction import Correction
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import plain
 from distflow.config.derived_settings import (
     clip_range,
     config_of,
@@ -56,7 +55,7 @@ def policy_objective(
         if corrects and interpolates
         else None,
         off_policy_mask_threshold=actor.off_policy_mask_threshold,
-        actor={**plain(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
+        actor={**vars(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
         domains=_by_domain(config, derives_old, corrected),
         logprob_level=config.algorithm.logprob_level,
         action_dim=_action_dim(config) if config.algorithm.logprob_level == "action" else 1,

@@ -9,7 +9,6 @@ from inspect import signature
 import torch
 
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import plain
 from distflow.config.derived_settings import algorithms, config_of
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.config.keys.declare import is_group
@@ -61,7 +60,8 @@ def algorithm_node(
         def make(config: Config) -> Callable[..., object]:
             values = {name: getattr(config.algorithm, name) for name in names}
             options = {
-                name: plain(value) if is_group(value) else value for name, value in values.items()
+                name: dict(vars(value)) if is_group(value) else value
+                for name, value in values.items()
             }
             return partial(function, **options) if options else function
 

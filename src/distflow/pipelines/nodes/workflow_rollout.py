@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
-from distflow.config.compose.unknown_and_unused_keys import peek, plain
 from distflow.data.sample import LIMIT_REASONS, Sample, Segment, note_event, on_event
 from distflow.environments.chat import Chat, Limits, Reply
 from distflow.environments.tokens_between_turns import TurnTokens
@@ -69,8 +68,6 @@ def run_workflow(config: Config) -> Callable[..., object]:
             "(gconfig.n_samples)"
         )
         raise UserError(f"actor_rollout_ref.rollout.n={settings.n}: {rows}: set a multiple of that")
-    # the episodes read it from the context's config, so it counts as read here
-    plain(config.reward.limit_penalty)
     node = run_scored_episodes if workflow.scores else run_episodes
     is_tried = config.trust.check_rewards and settings.workflow not in WORKFLOWS
     return partial(
@@ -264,7 +261,7 @@ class _Episodes:
 
     def _penalised(self, chat: Chat, outcome: Outcome) -> Outcome:
         """The outcome with the part `limit`, the penalty of the limit that ended the episode."""
-        penalties = plain(self.ctx.config.reward.limit_penalty)
+        penalties = vars(self.ctx.config.reward.limit_penalty)
         if (
             outcome is None
             or not isinstance(outcome.reward_result, Score)
@@ -272,7 +269,7 @@ class _Episodes:
         ):
             return outcome
         reason = (self._trained(chat) or chat.conversations)[-1].finish_reason
-        added = -float(penalties.get(reason, 0.0))  # type: ignore[arg-type]  # the keys are numbers
+        added = -float(penalties.get(reason, 0.0))
         result = with_value(outcome.reward_result, outcome.reward_result.value + added)
         return replace(
             outcome, reward_result=result, parts={**outcome.parts, "limit": Score(added)}
@@ -482,7 +479,7 @@ def read_outcome(returned: object) -> Outcome:
 
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:
     """Further arguments of the chat template, the same as for the data set's prompts."""
-    own = peek(config.data).domains.get(domain)
+    own = config.data.domains.get(domain)
     thinks = (
         own.enable_thinking
         if own is not None and own.enable_thinking is not None

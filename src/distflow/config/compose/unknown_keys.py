@@ -1,19 +1,15 @@
-"""Finds set keys without effect: unknown keys, and keys that nothing reads.
+"""Finds unknown keys.
 
-A config can record which of its keys are read. Settings of another system that need no counterpart
-are accepted; other unknown ones get advice. Only a typing error counts as a misspelling, never a
-different word.
+Settings of another system that need no counterpart are accepted; other unknown ones get advice.
+Only a typing error counts as a misspelling, never a different word.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
-from typing import TypeVar, cast
 
 from distflow.config.compose.setting_origins import Setting
-from distflow.config.keys.declare import dotted, is_group, walk, yaml_name
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.keys.schema import schema_keys
 from distflow.config.migration.tables import (
     NOT_GIVEN,
     Name,
@@ -24,72 +20,6 @@ from distflow.config.migration.tables import (
     split_overrides,
 )
 from distflow.errors import Problem, joined
-
-T = TypeVar("T")
-
-
-class _Watching:
-    """A mix-in for group classes: reading a key adds its dotted name to `_reads`."""
-
-    def __getattribute__(self, name: str) -> object:
-        value = object.__getattribute__(self, name)
-        own = object.__getattribute__(self, "__dict__")
-        if name in own and "_reads" in own and not name.startswith("_") and not is_group(value):
-            own["_reads"].add(dotted(own["_key"], yaml_name(name)))
-        return value
-
-
-def watch(config: Config) -> tuple[Config, set[str]]:
-    """A watched config, and the set that collects the dotted names of the keys read."""
-    reads: set[str] = set()
-    return _watched(config, "", reads), reads
-
-
-def peek(config: T) -> T:
-    """The plain config or group behind a watched one; reading its keys is not recorded."""
-    return cast(T, config.__dict__["_plain"]) if isinstance(config, _Watching) else config
-
-
-def with_group(config: Config, name: str, group: object) -> Config:
-    """The config with another top-level group; a watched config stays watched."""
-    # a group of the kind that is there
-    made = replace(peek(config), **{name: group})  # type: ignore[arg-type]
-    return _watched(made, "", config.__dict__["_reads"]) if isinstance(config, _Watching) else made
-
-
-def whole(group: T) -> T:
-    """The plain group behind a watched one, for code that needs the whole group: all its keys count
-    as read."""
-    own = peek(group)
-    if isinstance(group, _Watching) and is_group(own):
-        group.__dict__["_reads"].update(key for key, *_ in walk(own, group.__dict__["_key"]))
-    return own
-
-
-def plain(group: object) -> dict[str, object]:
-    """The keys of a group without those of nested groups, as a mapping; all count as read."""
-    value = whole(group)
-    assert is_group(value)
-    return {item.name: getattr(value, item.name) for item in fields(value)}
-
-
-def _watched(group: T, key: str, reads: set[str]) -> T:
-    copy: object = object.__new__(_watching_class(cast(Hashable, type(group))))
-    for name, value in vars(group).items():
-        below = dotted(key, yaml_name(name))
-        if name == "user_groups":
-            value = {own: _watched(made, own, reads) for own, made in value.items()}
-        copy.__dict__[name] = _watched(value, below, reads) if is_group(value) else value
-    copy.__dict__.update(_plain=group, _key=key, _reads=reads)
-    return cast(T, copy)
-
-
-@cache
-def _watching_class(group_class: Hashable) -> type:
-    """A subclass of the group's class, so that `isinstance` holds in user functions."""
-    assert isinstance(group_class, type)
-    return type(group_class.__name__, (_Watching, group_class), {})
-
 
 _LEAST_SIMILARITY = 0.7  # of two words; below this they are different words
 _JOINED = 0.9  # of names with different word boundaries

@@ -1,32 +1,22 @@
-"""Composes presets, files and overrides with Hydra's compose API, and records the settings of each.
-
-Command-line overrides use Hydra's grammar; a str that Hydra cannot parse is taken literally.
-"""
+"""Composes presets, files and overrides, and records the settings of each."""
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args, get_origin
 
-from hydra import initialize_config_module
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import ResultDefault
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
+from distflow.config.compose.override_grammar import (
+    NamedTwice,
+    Override,
+    SeveralRuns,
+    Unreadable,
+    parse_override,
+)
 from distflow.config.compose.setting_origins import (
     COMMAND_LINE,
     PIPELINE_KEYS,
@@ -34,7 +24,7 @@ from distflow.config.compose.setting_origins import (
     Setting,
     base_preset,
     display,
-    named_twice,
+    names_in_defaults,
     only_own_files,
     preset_names,
     read_node,
@@ -43,18 +33,16 @@ from distflow.config.compose.setting_origins import (
     yaml_problem,
 )
 from distflow.config.compose.typed_values import did_you_mean, nested
-from distflow.config.compose.unknown_and_unused_keys import is_known
+from distflow.config.compose.unknown_keys import is_known
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, Problem, nearest
 
-_RUN = "distflow_run"
 _MAX_TEXT = 1_000_000
 _CONFIG_OF_A_RUN = "config.yaml"  # relative to the run's folder
 
 _CLOSE = (
     "close each bracket, and quote the argument for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
 )
-_ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 
 @dataclass
@@ -117,37 +105,103 @@ def compose_values(source: Path, overrides: Sequence[str], base: str | None = No
     result = Composition()
     parsed = _read_overrides(overrides, result)
     try:
-        read_settings(source, "")
+        layers = [*_files_below(source, base)]
+        for path, package in layers:
+            result.settings += read_settings(path, package)
     except ConfigError as error:
         raise ConfigError([*result.problems, *error.problems]) from None
-    with _hydra(source, base) as files:
-        chosen = _choose_files(source, files, result)
-        for path, package in _paths(source, chosen):
-            result.settings += read_settings(path, package)
-        if result.failure:
-            return result
-        applied = [*_applied(parsed, result)]
-        try:
-            composed = _loader()._compose_config_from_defaults_list(chosen, files)
-            composed.pop("hydra", None)
-            OmegaConf.set_struct(composed, True)
-            ConfigLoaderImpl._apply_overrides_to_config(applied, composed)
-            merged = OmegaConf.unsafe_merge(_plain_defaults(), composed)  # may change both
-            check_interpolations(_plain(merged, resolve=False))
-            result.values = _plain(merged)
-        except InterpolationResolutionError as error:
-            result.failure = _unresolved(error, result.settings)
-        except (
-            HydraException,
-            OmegaConfBaseException,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            # The last three occur if an override sets a key below a list or a number in the file.
-            reason = _reason(error.__cause__ or error)
-            result.failure = Problem(((display(source), "its composition"),), reason)
+    except _NoBase as error:
+        result.failure = error.problem
+        result.settings += read_settings(source, "")
+        return result
+    applied = [*_applied(parsed, result)]
+    try:
+        composed = OmegaConf.create(_plain_defaults())
+        ours = OmegaConf.create({})
+        for path, package in layers:
+            ours.merge_with(_layer(path, package))
+        for override in applied:
+            _apply(ours, override)
+        composed.merge_with(ours)
+        check_interpolations(_plain(composed, resolve=False))
+        result.values = _plain(composed)
+    except YAMLError as error:
+        result.failure = yaml_problem(error, source)
+    except InterpolationResolutionError as error:
+        result.failure = _unresolved(error, result.settings)
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        # The last two occur if an override sets a key below a list or a number in the file.
+        reason = _reason(error.__cause__ or error)
+        result.failure = Problem(((display(source), "its composition"),), reason)
     return result
+
+
+class _NoBase(Exception):
+    """A file's `defaults` cannot be followed."""
+
+    def __init__(self, source: Path, what: str, advice: str) -> None:
+        super().__init__(what)
+        self.problem = Problem(((display(source), "defaults"),), what, advice)
+
+
+def _files_below(source: Path, base: str | None) -> Iterator[tuple[Path, str]]:
+    """Each YAML file with its package, the prefix of its keys, in the order in which they take
+    effect. A name in `defaults` is a file next to the source, or a preset; one in a folder below
+    has the folder's name as its prefix. Raises _NoBase."""
+    names = ", ".join(preset_names())
+    advice = (
+        f"name presets ({names}) or files next to this one, without .yaml, in a list: "
+        "defaults: [grpo, _self_]"
+    )
+
+    def follow(path: Path, package: str, above: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
+        if path in above:
+            cycle = (
+                "break the cycle; a file with the name of a preset cannot build on that preset: "
+                "rename it"
+            )
+            raise _NoBase(source, "builds on itself", cycle)
+        found = names_in_defaults(read_node(path))
+        if not all(found):
+            raise _NoBase(source, "are no list of names", advice)
+        for name in found if "_self_" in found else [*found, "_self_"]:
+            if name == "_self_":
+                yield path, package
+                continue
+            within = "/".join([*filter(None, [package.replace(".", "/")]), name])
+            places = [parent / f"{within}.yaml" for parent in (source.parent, PRESETS)]
+            file = next((place for place in places if place.is_file()), None)
+            if file is None:
+                raise _NoBase(source, f"name '{name}', which is no preset and no file", advice)
+            yield from follow(file, within.rpartition("/")[0].replace("/", "."), (*above, path))
+
+    if base is not None:
+        yield from follow(PRESETS / f"{base}.yaml", "", ())
+    yield from follow(source, "", ())
+
+
+def _layer(path: Path, package: str) -> DictConfig:
+    """The content of a YAML file below its package."""
+    read = OmegaConf.load(path)
+    if not isinstance(read, DictConfig):
+        return OmegaConf.create({})
+    read.pop("defaults", None)
+    if not package:
+        return read
+    layer = OmegaConf.create({})
+    OmegaConf.update(layer, package, read)
+    return layer
+
+
+def _apply(composed: DictConfig, override: Override) -> None:
+    """Set or delete the key. Every key has a default, so `key=`, `+key=` and `++key=` are the
+    same."""
+    if not override.deletes:
+        OmegaConf.update(composed, override.key, override.value, merge=True, force_add=True)
+        return
+    group, _, name = override.key.rpartition(".")
+    place = OmegaConf.select(composed, group) if group else composed
+    place.pop(name)
 
 
 def _plain_defaults() -> dict[str, object]:
@@ -197,24 +251,30 @@ def find_base(source: Path, composed: Composition, otherwise: str) -> str | None
 
 
 def _read_overrides(lines: Sequence[str], result: Composition) -> list[Override]:
-    parser = OverridesParser.create()
     parsed = []
     for line in _without_loose_signs(lines, result):
         try:
-            override = _parse(parser, line)
-        except HydraException as error:
-            _refuse(result, line, *_unreadable(line, error))
-            continue
-        if override.is_sweep_override():
+            override = parse_override(line)
+        except Unreadable as error:
+            if _takes_text(line):
+                parsed.append(Override(_key_of(line), line.partition("=")[2]))
+            else:
+                _refuse(result, line, *_unreadable(line, error))
+        except SeveralRuns:
             _refuse(result, line, "asks for several runs", _advice_for_commas(line))
-        elif override.package is not None or "/" in override.key_or_group:
-            advice = "write key=value; a file names its base under defaults:"
-            _refuse(result, line, "names a file, not a key", advice)
-        elif twice := named_twice(line.partition("=")[2]):
-            _refuse(result, line, f"names {twice} twice", "keep one of the two")
+        except NamedTwice as error:
+            _refuse(result, line, f"names {error} twice", "keep one of the two")
         else:
-            parsed.append(override)
+            if re.search("[@/:]", override.key):
+                advice = "write key=value; a file names its base under defaults:"
+                _refuse(result, line, "names a file, not a key", advice)
+            else:
+                parsed.append(override)
     return parsed
+
+
+def _key_of(line: str) -> str:
+    return line.partition("=")[0].lstrip("+~")
 
 
 def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]:
@@ -231,22 +291,8 @@ def _without_loose_signs(lines: Sequence[str], result: Composition) -> list[str]
     return kept
 
 
-def _parse(parser: OverridesParser, line: str) -> Override:
-    """Parse an override. Raises HydraException if the line cannot be parsed even with its value as
-    a str."""
-    key, _, value = line.partition("=")
-    if "~" in value:
-        line = f"{key}={_ITEM_AT_HOME.sub(lambda found: _quoted(found[1]), value)}"
-    try:
-        return parser.parse_override(line)
-    except HydraException:
-        if not (value and _takes_text(key.lstrip("+")) and value[0] not in "'\"["):
-            raise
-        return parser.parse_override(f"{key}={_quoted(value)}")
-
-
-def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
-    """The problem of a line that Hydra's grammar does not allow, and advice."""
+def _unreadable(line: str, error: Unreadable) -> tuple[str, str]:
+    """The problem of a line that the grammar does not allow, and advice."""
     key, equals, value = line.partition("=")
     if key.startswith("-"):
         return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
@@ -264,9 +310,9 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
         what = "has more than one =" if value[:1] == "=" else "has spaces around its ="
         return what, f"write {key.strip()}={value.strip(' =')}"
     if value[:1] in ("[", "{"):
-        return f"is not a list or mapping ({_reason(error)})", _CLOSE
+        return f"is not a list or mapping ({error})", _CLOSE
     return (
-        f"cannot be read ({_reason(error)})",
+        f"cannot be read ({error})",
         "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'",
     )
 
@@ -285,28 +331,22 @@ def _advice_for_commas(line: str) -> str:
     return "start one run for each value, or put a str with commas in quotes: 'key=\"a,b\"'"
 
 
-def _takes_text(key: str) -> bool:
-    """Whether the key accepts a str, alone or as a list of one."""
-    arms = schema_keys()[key].arms if key in schema_keys() else ()
-    return any(
-        arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)) for arm in arms
-    )
-
-
-def _quoted(text: str) -> str:
-    """Quoted in Hydra's grammar, in which only backslashes before a quote are escaped."""
-    return (
-        '"'
-        + re.sub(
-            r'(\\*)("|$)', lambda found: found[1] * 2 + ("\\" if found[2] else "") + found[2], text
-        )
-        + '"'
-    )
+def _takes_text(line: str) -> bool:
+    """Whether the line's value, which the grammar does not allow, is meant as it is: its key takes
+    a text, alone or as a list of one, and it looks like neither a list nor a quoted text."""
+    value = line.partition("=")[2]
+    if not value or value[0] in "'\"[ =":
+        return False
+    info = schema_keys().get(_key_of(line))
+    for arm in info.arms if info else ():
+        if arm is str or (get_origin(arm) is tuple and get_args(arm)[:1] == (str,)):
+            return True
+    return False
 
 
 def _refuse(result: Composition, line: str, what: str, advice: str) -> None:
     result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), what, advice))
-    result.refused.add(line.partition("=")[0].lstrip("+~"))
+    result.refused.add(_key_of(line))
 
 
 def check_interpolations(values: dict[str, object]) -> None:
@@ -358,14 +398,14 @@ def _plain(composed: object, resolve: bool = True) -> dict[str, object]:
 
 
 def _applied(parsed: Sequence[Override], result: Composition) -> Iterator[Override]:
-    """The overrides for Hydra; each is recorded as a setting, and a problem if it deletes what was
-    not set. Every key has a default, so `key=`, `+key=` and `++key=` are the same."""
+    """The overrides that take effect; each is recorded as a setting, and a problem if it deletes
+    what was not set."""
     for override in parsed:
-        key = override.key_or_group
-        if not override.is_delete():
-            result.settings += settings_of_value(key, override.value(), COMMAND_LINE)
+        key = override.key
+        if not override.deletes:
+            result.settings += settings_of_value(key, override.value, COMMAND_LINE)
             if is_known(key):
-                yield replace(override, type=OverrideType.FORCE_ADD)
+                yield override
         elif any(setting.key == key for setting in result.settings):
             result.deleted.append(key)
             yield override
@@ -381,85 +421,3 @@ def _reason(error: BaseException) -> str:
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
     return first.partition(" expecting ")[0]
-
-
-class _CheckedFiles(FileConfigSource):
-    """Hydra's reader for a folder's YAML files, except that it rejects non-files and files that are
-    too large."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "distflow"
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        read_node(Path(self.path, self._normalize_file_name(config_path)))
-        return super().load_config(config_path)
-
-
-@contextmanager
-def _hydra(source: Path, base: str | None) -> Iterator[CachingConfigRepository]:
-    """Hydra's reader for the file's folder and the presets. Hydra allows one composition at a time,
-    so an outer one is restored afterwards. base: the preset that the file builds on without naming
-    it."""
-    Plugins.instance().register(_CheckedFiles)
-    search = {
-        "searchpath": [
-            f"{_CheckedFiles.scheme()}://{source.parent}",
-            "pkg://distflow.config.presets",
-        ]
-    }
-    files = [source.stem] if base is None else [base, source.stem]
-    run = {"defaults": [*files, "_self_"], "hydra": search}
-    ConfigStore.instance().store(name=_RUN, node=run)
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_module("distflow.config.compose", version_base="1.3"):
-            yield _loader()._parse_overrides_and_create_caching_repo(_RUN, [])[1]
-    finally:
-        GlobalHydra.instance().hydra = outer
-
-
-def _choose_files(
-    source: Path, files: CachingConfigRepository, result: Composition
-) -> list[ResultDefault]:
-    """The composed files in order, without the config of Hydra's command line, which
-    `hydra.compose` would compose too, taking longer than for ours."""
-    try:
-        return create_defaults_list(
-            files, _RUN, [], prepend_hydra=False, skip_missing=False
-        ).defaults
-    except ConfigError:  # raised by `_CheckedFiles`
-        raise
-    except YAMLError as error:
-        result.failure = yaml_problem(error, source)
-    except (HydraException, ValueError) as error:  # ValueError: defaults is not a list
-        reason = _reason(error)
-        names = ", ".join(preset_names())
-        advice = (
-            f"name presets ({names}) or files next to this one, without .yaml, in a list: "
-            "defaults: [grpo, _self_]"
-        )
-        result.failure = Problem(((display(source), "defaults"),), reason, advice)
-    except RecursionError:
-        advice = (
-            "break the cycle; a file with the name of a preset cannot build on that preset: rename "
-            "it"
-        )
-        result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
-    return []
-
-
-def _paths(source: Path, chosen: Sequence[ResultDefault]) -> Iterator[tuple[Path, str]]:
-    """Each YAML file with its package, the prefix of its keys."""
-    for entry in chosen:
-        if entry.config_path not in (None, _RUN):
-            places = [parent / f"{entry.config_path}.yaml" for parent in (source.parent, PRESETS)]
-            package = "" if entry.package in (None, "_global_") else str(entry.package)
-            yield from [(path, package) for path in places if path.is_file()][:1]
-
-
-def _loader() -> ConfigLoaderImpl:
-    loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
-    return loader

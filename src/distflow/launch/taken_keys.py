@@ -1,0 +1,357 @@
+"""Rejects keys that were set and that nothing in the run takes. Each key declares the parts that
+take it (`taken_by` in `config/keys`); here are the parts that a run has."""
+
+import ast
+import inspect
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+from distflow.algorithms.registry import find_adv_est, find_policy_loss, is_decoupled
+from distflow.builtin_names import ESTIMATORS, ROLLOUT_ENGINES
+from distflow.config import Config, Loaded, flatten
+from distflow.config.compose.load_config import is_verls
+from distflow.config.compose.setting_origins import is_preset
+from distflow.config.compose.unknown_keys import parents
+from distflow.config.derived_settings import (
+    CUSTOM,
+    algorithms,
+    chooses_by_tags,
+    config_of,
+    is_one_process,
+    is_rl,
+    is_sharded,
+    own_losses,
+    pipeline_name,
+    reads_pairs,
+    validates,
+)
+from distflow.config.keys.actor import ActorConfig
+from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.declare import untaken
+from distflow.config.keys.reward import REWARD_MODEL, scoring_models
+from distflow.config.keys.rollout import RolloutConfig
+from distflow.config.migration.tables import expand
+from distflow.errors import UserError
+from distflow.graph import BoundPipeline, NodeRole
+from distflow.hub_id_or_local_path import is_local_model
+from distflow.import_target import innermost, is_ours, load, load_function
+from distflow.launch.data_sets import DataSource
+from distflow.launch.engine_factories_from_config import shares_weights
+from distflow.planning.independent_parts import pipeline_parts
+from distflow.planning.plan import Plan
+from distflow.scheduling.data_plan import DataPlan
+
+_TABLE = tomllib.loads(Path(__file__).with_name("why_keys_are_not_taken.toml").read_text("utf-8"))
+_REASONS = {key: why for keys, why in _TABLE.items() for key in expand(keys)}
+# Coefficients of loss terms that a pipeline may omit: 0 is the same as omitting it.
+_COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+# Keys of the rollout engine that matter only while it generates during updates.
+_AT_ONCE = ("kv_on_update", "num_threads")
+
+
+class InertKeys(UserError):
+    """Keys that the user set and nothing takes. keys: with the reason, empty if it is not known."""
+
+    def __init__(self, keys: Mapping[str, str], message: str):
+        super().__init__(message)
+        self.keys = keys
+
+
+def refuse_inert_keys(loaded: Loaded, taken: "TakenKeys", pipeline: BoundPipeline) -> list[str]:
+    """Raises InertKeys with the keys and where they were set. Keys of a built-in preset are not the
+    user's mistake if another pipeline was chosen: they are returned, with their origins. Presets
+    that spell out verl's defaults may have more keys than a pipeline takes.
+    """
+    set_keys = loaded.set_keys
+    values = flatten(loaded.config)
+    reasons = _REASONS if pipeline.rollout_nodes else {}
+    inert = dict[str, str]()
+    for key in taken.missing():
+        origin = set_keys.get(key)
+        if origin is None or is_verls(origin):
+            continue
+        if key in _COEFFICIENTS and values[key] == 0:
+            continue
+        inert[key] = f"{key} ({origin})"
+        if key in reasons:
+            inert[key] += f": {reasons[key]}"
+    users = {key: shown for key, shown in inert.items() if not is_preset(set_keys[key])}
+    if not users:
+        return list(inert.values())
+    more = ""
+    if any(not is_ours(node.fn) for node in pipeline.nodes):
+        more = "; turn a key that only your own node reads into an option of its function"
+    if loaded.config.actor_rollout_ref.rollout.workflow is not None:
+        more += "; a workflow calls reward functions if it has a parameter `reward_fn`"
+    shown = "\n".join(f"  {line}" for line in users.values())
+    raise InertKeys(
+        {key: reasons.get(key, "") for key in users},
+        f"keys without effect in pipeline '{pipeline.graph_id}':\n{shown}\n"
+        f"Remove them, or choose a pipeline, estimator or loss that uses them{more}",
+    )
+
+
+class TakenKeys:
+    """The keys that the parts of a run take."""
+
+    def __init__(
+        self,
+        config: Config,
+        pipeline: BoundPipeline,
+        sources: list[DataSource],
+        plan: Plan,
+        data: DataPlan,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._pipeline = pipeline
+        self._sources = sources
+        self._saves = bool(data.saves)
+        self._engines = pipeline.engines
+        self._functions = {node.function for node in pipeline.nodes}
+        if "train_unscored_actor" in self._functions:
+            self._functions |= {"train_actor", "compute_old_log_prob"}
+
+    def missing(self) -> Iterator[str]:
+        """The keys that nothing takes."""
+        parts = self._parts()
+        named = {*self._keys_by_name()}
+        groups = {*self._groups_of_users()}
+        mentioned = [*self._mentioned_by_users()]
+        found = [*untaken(self._config, "", parts)]
+        for name, group in self._config.user_groups.items():
+            found += untaken(group, name, parts)
+        for key in found:
+            above = {key, *parents(key)}
+            if above & named or above & groups:
+                continue
+            if any({*key.split(".")} <= names for names in mentioned):
+                continue
+            yield key
+
+    def _parts(self) -> set[str]:
+        """The names of the parts: functions of nodes, engines, services, and what follows from
+        several keys."""
+        config = self._config
+        scoring = scoring_models(config.reward_model)
+        facts = {
+            pipeline_name(config): True,
+            "builtin_pipeline": pipeline_name(config) != CUSTOM,
+            "rl": is_rl(config),
+            "preference_pairs": reads_pairs(config),
+            "validation": validates(config),
+            "rl_validation": validates(config) and is_rl(config),
+            "checkpoints": self._saves,
+            "fsdp": is_sharded(config),
+            "hub_model": not is_local_model(str(config.actor_rollout_ref.model.path)),
+            "scoring_model": any(name in self._engines for name in scoring),
+            REWARD_MODEL: REWARD_MODEL in self._engines and REWARD_MODEL in scoring,
+            "judge": any(model.judge for model in scoring.values()),
+            "oversampling": is_rl(config) and pipeline_name(config) != "embodied_srpo",
+            "skipped_rows": any(self._skips()),
+            **self._facts_of_losses(),
+            **self._facts_of_placement(),
+        }
+        present = {name for name, is_there in facts.items() if is_there}
+        return {*present, *self._functions, *self._engines, *self._pipeline.services}
+
+    def _facts_of_losses(self) -> dict[str, bool]:
+        config = self._config
+        actor = config.actor_rollout_ref.actor
+        updates = "train_actor" in self._functions
+        scores = "compute_old_log_prob" in self._functions
+        sums = [
+            updates and actor.loss_agg_mode == "seq-mean-token-sum-norm",
+            updates and find_policy_loss(actor.policy_loss).returns_scalar,
+            "train_critic" in self._functions
+            and config.critic.loss_agg_mode == "seq-mean-token-sum-norm",
+        ]
+        decouples = is_decoupled(actor.policy_loss)
+        return {
+            "decoupled_loss": (updates or scores) and decouples,
+            "coupled_loss": (updates or scores) and not decouples,
+            "summed_loss": any(sums),
+            "group_of_one": any(self._groups_of_one()),
+        }
+
+    def _facts_of_placement(self) -> dict[str, bool]:
+        config = self._config
+        nodes = self._pipeline.rollout_nodes
+        has_engine = "rollout" in self._engines
+        goes_elsewhere = any(
+            "rollout" in rank.engines and not rank.training_nodes for rank in self._plan.ranks
+        )
+        is_sync = config.async_.max_staleness == 0
+        by_others = config.trainer.launcher != "local"
+        scores = any(node.node_role is NodeRole.REWARD for node in nodes)
+        several = not is_one_process(config)
+        parts = pipeline_parts(self._pipeline, {})
+        has_adapter = config.actor_rollout_ref.model.lora_rank > 0
+        return {
+            "several_processes": several,
+            "several_parts": several and (len(parts) > 1 or bool(config.trainer.devices)),
+            "allocation": several and bool(config.trainer.allocation),
+            "launched_elsewhere": by_others,
+            "remote_rollout": goes_elsewhere,
+            "rollout_in_turns": has_engine and not goes_elsewhere and is_sync,
+            "concurrent_rollout": is_rl(config) and not is_sync,
+            "called_in_threads": any(
+                not (node.contract.is_async and is_ours(node.fn)) for node in nodes
+            ),
+            "scores": scores,
+            "reward_actors": scores and by_others,
+            "sharded_ref": is_sharded(config) and not has_adapter,
+        }
+
+    def _groups_of_one(self) -> Iterator[bool]:
+        """Whether a group of each domain has one sample, which its estimator compares with
+        others."""
+        if "compute_advantage" not in self._functions:
+            return
+        for domain, algorithm in algorithms(self._config):
+            known = ESTIMATORS.get(algorithm.adv_estimator)
+            size = config_of(self._config, domain).actor_rollout_ref.rollout.n
+            yield known is not None and known.needs_group and size == 1
+
+    def _skips(self) -> Iterator[bool]:
+        data = self._config.data
+        for source in self._sources:
+            own = data.domains.get(source.domain)
+            band = data.skip_outside if own is None else own.skip_outside or data.skip_outside
+            yield is_rl(self._config) and band is not None
+
+    def _keys_by_name(self) -> Iterator[str]:
+        """The keys, and whole groups, that parts take because they have a parameter or setting of
+        that name."""
+        for node in self._pipeline.nodes:
+            yield from node.keys
+        yield from self._keys_of_estimators()
+        yield from self._keys_of_losses()
+        yield from self._keys_of_rollout_engine()
+        for source in self._sources:
+            yield from (f"data.{name}" for name in self._keys_of_rows(source))
+        config = self._config
+        if validates(config) or config.trainer.test_freq <= 0:
+            yield "trainer.test_freq"
+        # Of shared weights the engine is compared only at the start: the number means on or off.
+        has_own_weights = not shares_weights(config)
+        if "rollout" in self._engines and (has_own_weights or config.trust.canary_freq == 0):
+            yield "trust.canary_freq"
+
+    def _keys_of_estimators(self) -> Iterator[str]:
+        if "compute_advantage" not in self._functions:
+            return
+        known = {item.name for item in fields(AlgorithmConfig)}
+        for _, algorithm in algorithms(self._config):
+            for name in find_adv_est(algorithm.adv_estimator).options:
+                if name in known:
+                    yield f"algorithm.{name}"
+
+    def _keys_of_losses(self) -> Iterator[str]:
+        if "train_actor" not in self._functions:
+            return
+        known = {item.name for item in fields(ActorConfig)}
+        for domain in (None, *own_losses(self._config)):
+            actor = config_of(self._config, domain).actor_rollout_ref.actor
+            loss = find_policy_loss(actor.policy_loss)
+            if loss.returns_scalar:  # such a loss is handed the whole group
+                yield _ACTOR
+            for name in loss.options:
+                if name in known:
+                    yield f"{_ACTOR}.{name}"
+            clips = {"clip_ratio_low", "clip_ratio_high"} <= loss.options.keys()
+            if clips and None in (actor.clip_ratio_low, actor.clip_ratio_high):
+                yield f"{_ACTOR}.clip_ratio"
+
+    def _keys_of_rollout_engine(self) -> Iterator[str]:
+        models = scoring_models(self._config.reward_model)
+        judges = any(name in self._engines and models[name].is_whole_judge for name in models)
+        if "rollout" not in self._engines and not judges:
+            return
+        known = {item.name for item in fields(RolloutConfig)}
+        name = self._config.actor_rollout_ref.rollout.name
+        engine = ROLLOUT_ENGINES[name]
+        for parameter in engine_parameters(engine.target):
+            is_idle = parameter in _AT_ONCE and self._config.async_.max_staleness == 0
+            if parameter in known and not is_idle:
+                yield f"{_ROLLOUT}.{parameter}"
+        if engine.in_server:
+            yield f"{_ROLLOUT}.data_parallel_size"
+
+    def _keys_of_rows(self, source: DataSource) -> Iterator[str]:
+        """The keys of `data` that the source takes, since its domain has no such setting of its
+        own."""
+        data = self._config.data
+        own = data.domains.get(source.domain)
+        trains = source.key.endswith("train_files")
+        split = "train" if trains else "val"
+        if own is None:
+            yield from ("train_files", "domain_key", f"{split}_max_samples")
+        elif chooses_by_tags(self._config, source.domain, f"{split}_files"):
+            yield from ("train_files", "tag_key")
+        if not trains:
+            yield "tag_key"
+        names = ["prompt_key", "answer_key", "tools_key", "enable_thinking"]
+        names += ["prompt_format", "prompt_template", "system_prompt"]
+        if not is_rl(self._config) and not reads_pairs(self._config):
+            names += ["response_key", "messages_key"]
+        if trains:
+            names.append("pass_rate")
+        if source.options.pass_rate is not None:
+            names.append("pass_rate_key")
+        if is_rl(self._config):
+            names.append("skip_outside")
+        if self._config.trust.check_rewards and "reward_fn" in self._pipeline.services:
+            names.append("solution_key")
+        yield from (name for name in names if getattr(own, name, None) is None)
+
+    def _groups_of_users(self) -> Iterator[str]:
+        """The groups that a user's function is handed whole, and those that users registered: it
+        may read any of their keys while the run runs. For a key of another group it should have an
+        option."""
+        for node in self._pipeline.nodes:
+            if is_ours(node.fn) or not {"ctx", "config"} & {*node.contract.reserved}:
+                continue
+            yield from self._config.user_groups
+            if node.config_key:
+                yield node.config_key
+
+    def _mentioned_by_users(self) -> Iterator[frozenset[str]]:
+        """The names that each file of the user's pipeline and nodes reads as attributes."""
+        own = self._config.dag.pipeline
+        functions = [node.fn for node in self._pipeline.nodes]
+        if pipeline_name(self._config) == CUSTOM and isinstance(own, str):
+            functions.append(load_function(own))
+        files = dict.fromkeys(map(_file_of, functions))
+        for file in files:
+            if file is not None:
+                yield attributes_in(file)
+
+
+def engine_parameters(target: str) -> list[str]:
+    """The keyword-only parameters of an engine's constructor."""
+    parameters = inspect.signature(cast(Callable[..., object], load(target))).parameters
+    return [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+
+
+def _file_of(function: Callable[..., object]) -> str | None:
+    """The file of a user's function; None for a function of the package, or one without a file."""
+    if is_ours(function):
+        return None
+    code = getattr(inspect.unwrap(innermost(function)), "__code__", None)
+    file = code.co_filename if code is not None else ""
+    return file if Path(file).is_file() else None
+
+
+@cache
+def attributes_in(file: str) -> frozenset[str]:
+    """The names that a Python file reads as attributes."""
+    tree = ast.parse(Path(file).read_text("utf-8"))
+    names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return frozenset(name.removesuffix("_") for name in names)
