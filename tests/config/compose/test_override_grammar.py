@@ -22,6 +22,8 @@ VALUES: dict[str, object] = {
     "1.": 1.0,
     "1e": "1e",
     "0x10": "0x10",
+    "010": "010",
+    " 1": 1,
     "~/runs/x": "~/runs/x",
     "two words ": "two words",
     "a:b": "a:b",
@@ -66,7 +68,7 @@ def test_several_runs_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["a", "a =1", "a= 1", "a==1", "a=[1", "a=[1}", "a={a: 1", "a={a}", "a='x", "a=[a b[c]]"]
+    ["a", "a =1", "a==1", "a=[1", "a=[1}", "a={a: 1", "a={a}", "a='x", "a=[a b[c]]"]
     + ["a=[1] x", "a=[,]", "a={a: }", "a=${b", "=1", "a b=1"],
 )
 def test_a_line_that_is_none(line: str) -> None:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 _KEY = re.compile(r"(\+\+|\+|~)?([\w.$\-/@:]+)")
-_INT = re.compile(r"[+-]?\d+(_\d+)*")
+_INT = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)")
 _FLOAT = re.compile(
-    r"[+-]?((\d+(_\d+)*)?\.\d+(_\d+)*|\d+(_\d+)*\.?)([eE][+-]?\d+(_\d+)*)?|[+-]?(inf|nan)", re.I
+    r"[+-]?(\d+(_\d+)*\.|(\d+(_\d+)*)?\.\d+(_\d+)*|\d+(_\d+)*(?=e))(e[+-]?\d+(_\d+)*)?"
+    r"|[+-]?(inf|nan)",
+    re.I,
 )
 _WORDS = {"null": None, "true": True, "false": False}
 _SWEEP = re.compile(r"(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.S)
@@ -54,7 +56,7 @@ def parse_override(line: str) -> Override:
         return Override(found[2], None, deletes)
     if not equals:
         raise Unreadable("there is no =")
-    return Override(found[2], _Reader(text).whole())
+    return Override(found[2], _Reader(text.lstrip()).whole())
 
 
 def quote(text: str) -> str:
@@ -78,8 +80,8 @@ class _Reader:
         text = self._text
         if _SWEEP.fullmatch(text.strip()):
             raise SeveralRuns
-        if text[:1] in (" ", "="):
-            raise Unreadable(f"it begins with '{text[:1]}'")
+        if text.startswith("="):
+            raise Unreadable("it begins with =")
         if text[:1] not in ("'", '"', "[", "{"):
             if "," not in re.sub(r"\\.", "", text):
                 return self._plain("")
