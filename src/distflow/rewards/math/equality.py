@@ -88,52 +88,75 @@ _ALL_REALS = re.compile(
 )
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
 
+_OPENING = {"<": "(", r"\le": "["}
+_UNORDERED = ("", r"\{\}")
+"""Brackets within which the order does not count."""
+_CLOSING = {"<": ")", r"\le": "]"}
+
 
 def are_equal(gold: str, answer: str) -> bool:
     """Compare two normalised answers. One that is too costly to compare (`is_affordable`) equals
     only the same text."""
-    if gold == answer or (
-        " " in gold + answer and _SPACES.sub("", gold) == _SPACES.sub("", answer)
-    ):
+    if gold == answer:
+        return True
+    has_spaces = " " in gold or " " in answer
+    if has_spaces and _SPACES.sub("", gold) == _SPACES.sub("", answer):
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
         return False
-    return next(
-        (reward_result for rule in _RULES if (reward_result := rule(gold, answer)) is not None),
-        False,
-    )
+    for rule in _RULES:
+        result = rule(gold, answer)
+        if result is not None:
+            return result
+    return False
 
 
 def _numbers(gold: str, answer: str) -> bool | None:
     gold_number = plain_number(gold)
     number = plain_number(answer)
-    return None if gold_number is None or number is None else numbers_equal(gold_number, number)
+    if gold_number is None or number is None:
+        return None
+    return numbers_equal(gold_number, number)
 
 
 def _choices(gold: str, answer: str) -> bool | None:
     """`(C)` equals `C. x = 42`: the letter decides, unless another choice is named."""
-    found = [_CHOICE.fullmatch(unwrap(text)) for text in (gold, answer)]
-    letters = [
-        match[1].casefold() if match else words(text)
-        for match, text in zip(found, (gold, answer), strict=True)
-    ]
-    if found == [None, None] or not all(letter and len(letter) == 1 for letter in letters):
+    gold_choice = _CHOICE.fullmatch(unwrap(gold))
+    choice = _CHOICE.fullmatch(unwrap(answer))
+    if gold_choice is None and choice is None:
         return None
-    if any(match and _OTHER_CHOICE.search(match[2]) for match in found):
+    gold_letter = _letter(gold_choice, gold)
+    letter = _letter(choice, answer)
+    if gold_letter is None or letter is None:
+        return None
+    for match in (gold_choice, choice):
+        if match is not None and _OTHER_CHOICE.search(match[2]):
+            return False
+    if gold_letter != letter:
         return False
-    return letters[0] == letters[1] and (None in found or None)
+    # Of two texts that name the same letter, the rest decides.
+    have_texts = gold_choice is not None and choice is not None
+    return None if have_texts else True
+
+
+def _letter(choice: re.Match[str] | None, text: str) -> str | None:
+    """The letter of a choice, or of a text that is only a letter; None if there is none."""
+    letter = words(text) if choice is None else choice[1].casefold()
+    if letter is None or len(letter) != 1:
+        return None
+    return letter
 
 
 def _named_tuples(gold: str, answer: str) -> bool | None:
     """`(x,y) = (1,2)` equals `(1,2)`, but not `(y,x) = (1,2)`."""
-    found = [_NAMED_TUPLE.fullmatch(text) for text in (gold, answer)]
-    if found == [None, None]:
-        return None
-    if len({match[1].replace(" ", "") for match in found if match}) > 1:
-        return False
-    return are_equal(
-        *(match[2] if match else text for match, text in zip(found, (gold, answer), strict=True))
-    )
+    gold_match = _NAMED_TUPLE.fullmatch(gold)
+    match = _NAMED_TUPLE.fullmatch(answer)
+    if gold_match is None:
+        return None if match is None else are_equal(gold, match[2])
+    if match is None:
+        return are_equal(gold_match[2], answer)
+    have_same_names = gold_match[1].replace(" ", "") == match[1].replace(" ", "")
+    return have_same_names and are_equal(gold_match[2], match[2])
 
 
 def _bases(gold: str, answer: str) -> bool | None:
@@ -141,21 +164,28 @@ def _bases(gold: str, answer: str) -> bool | None:
     first = _BASED.fullmatch(gold)
     second = _BASED.fullmatch(answer)
     if first and second:
-        return first.groups() == second.groups() or (
-            (value := _value(first)) is not None and value == _value(second)
-        )
-    if second and _value(second) is None:  # `18_8` is no number
-        return False
-    if first or second:
-        return (first[1] if first else gold) == (second[1] if second else answer)
+        value = _value(first)
+        is_same_value = value is not None and value == _value(second)
+        return is_same_value or first.groups() == second.groups()
+    if second:
+        if _value(second) is None:  # `18_8` is no number
+            return False
+        return gold == second[1]
+    if first:
+        return first[1] == answer
     return None
 
 
 def _value(based: re.Match[str]) -> int | None:
     name = based[2] or based[3]
-    base = int(name) if name.isdecimal() and len(name) < 3 else _BASES.get(name.lower(), 0)
+    if name.isdecimal() and len(name) < 3:
+        base = int(name)
+    else:
+        base = _BASES.get(name.lower(), 0)
+    if not 2 <= base <= 36:
+        return None
     try:
-        return int(based[1], base) if 2 <= base <= 36 else None
+        return int(based[1], base)
     except ValueError:  # a digit that the base does not have
         return None
 
@@ -167,63 +197,77 @@ def _clock_times(gold: str, answer: str) -> bool | None:
     second = _CLOCK.fullmatch(answer)
     if first is None or second is None:
         return None
-    times = [[int(part or 0) for part in match.groups()[:3]] for match in (first, second)]
-    halves = {match[4].lower() for match in (first, second) if match[4]}
-    return times[0] == times[1] and len(halves) < 2
+    if first[4] and second[4] and first[4].lower() != second[4].lower():
+        return False
+    return _clock_parts(first) == _clock_parts(second)
+
+
+def _clock_parts(match: re.Match[str]) -> list[int]:
+    """Hours, minutes and seconds."""
+    return [int(part or 0) for part in match.groups()[:3]]
 
 
 def _ratios(gold: str, answer: str) -> bool | None:
     """`1:2` equals `2:4` and 1/2. A ratio equals a number only in lowest terms: others may be
     divisions or times."""
-    sides = [split_top(text.replace(r"\colon", ":"), ":") for text in (gold, answer)]
-    if max(map(len, sides)) == 1:
+    first = split_top(gold.replace(r"\colon", ":"), ":")
+    second = split_top(answer.replace(r"\colon", ":"), ":")
+    if len(first) == 1 and len(second) == 1:
         return None
-    if len(sides[0]) == len(sides[1]):
-        return all(
-            are_equal(
-                *(rf"\frac{{{part}}}{{{side[0]}}}" for side, part in zip(sides, parts, strict=True))
-            )
-            for parts in zip(sides[0][1:], sides[1][1:], strict=True)
-        )
-    ratio = max(sides, key=len)
-    if len(ratio) > 2 or (all(map(str.isdecimal, ratio)) and math.gcd(*map(int, ratio)) > 1):
+    if len(first) == len(second):
+        for part, other in zip(first[1:], second[1:], strict=True):
+            if not are_equal(_quotient(part, first[0]), _quotient(other, second[0])):
+                return False
+        return True
+    ratio = max(first, second, key=len)
+    if len(ratio) > 2:
         return False
-    first, second = (
-        side[0] if len(side) == 1 else rf"\frac{{{side[0]}}}{{{side[1]}}}" for side in sides
-    )
-    return are_equal(first, second)
+    if all(part.isdecimal() for part in ratio) and math.gcd(*map(int, ratio)) > 1:
+        return False
+    return are_equal(_number_of_ratio(first), _number_of_ratio(second))
+
+
+def _quotient(numerator: str, denominator: str) -> str:
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
+
+
+def _number_of_ratio(parts: list[str]) -> str:
+    """parts: one or two."""
+    return parts[0] if len(parts) == 1 else _quotient(parts[0], parts[1])
 
 
 def _congruences(gold: str, answer: str) -> bool | None:
     r"""`2 \pmod 5` equals 2 and `7 \pmod 5`; 2 does not equal `7 \mod 5`."""
-    found = [_MODULUS.fullmatch(text) for text in (gold, answer)]
-    moduli = {match[2] for match in found if match}
-    if len(moduli) != 1:
-        return False if moduli else None
-    modulus = next(iter(moduli))
-    if (
-        found[0] is None
-        and found[1]
-        and _residue(residue := _CONGRUENT.sub("", found[1][1]), modulus) != residue
-    ):
-        return False  # the residue is not computed
-    first, second = (
-        _residue(_CONGRUENT.sub("", match[1]), modulus) if match else text
-        for match, text in zip(found, (gold, answer), strict=True)
-    )
-    return are_equal(first, second)
+    gold_match = _MODULUS.fullmatch(gold)
+    match = _MODULUS.fullmatch(answer)
+    if gold_match is None and match is None:
+        return None
+    if gold_match is not None and match is not None and gold_match[2] != match[2]:
+        return False
+    if gold_match is not None:
+        gold = _residue(_CONGRUENT.sub("", gold_match[1]), gold_match[2])
+    if match is not None:
+        given = _CONGRUENT.sub("", match[1])
+        answer = _residue(given, match[2])
+        if gold_match is None and answer != given:
+            return False  # the residue is not computed
+    return are_equal(gold, answer)
 
 
 def _residue(value: str, modulus: str) -> str:
     """The residue of an integer; any other value unchanged."""
-    is_known = modulus.isdecimal() and int(modulus) > 0 and re.fullmatch(r"-?\d+", value)
-    return str(int(value) % int(modulus)) if is_known else value
+    if not modulus.isdecimal() or int(modulus) == 0 or not re.fullmatch(r"-?\d+", value):
+        return value
+    return str(int(value) % int(modulus))
 
 
 def _equations(gold: str, answer: str) -> bool | None:
     """The right side alone is no answer to `x + y = 3`; to `y = 3 - x` it is."""
-    sides = [split_top(text, "=") for text in (gold, answer)]
-    return False if len(sides[0]) == 2 and len(sides[1]) == 1 and _SUM.search(sides[0][0]) else None
+    sides = split_top(gold, "=")
+    is_alone = len(split_top(answer, "=")) == 1
+    if len(sides) == 2 and is_alone and _SUM.search(sides[0]):
+        return False
+    return None
 
 
 def _chains(gold: str, answer: str) -> bool | None:
@@ -236,21 +280,24 @@ def _chains(gold: str, answer: str) -> bool | None:
     if len(gold_sides) > 1:
         if gold_sides[0] not in sides or not _is_name(gold_sides[0]):
             # else an equation
-            return False if _NAMED.match(gold) and is_number(gold_sides[-1]) else None
+            is_value = _NAMED.match(gold) and is_number(gold_sides[-1])
+            return False if is_value else None
         gold = gold_sides[-1]
-    sides = [
-        side for i, side in enumerate(sides) if not (_is_name(side) and (i == 0 or is_number(gold)))
-    ]
-    if not sides and rough:
-        sides = [rough.pop(0)]
+    values = list[str]()
+    for number, side in enumerate(sides):
+        may_be_name = number == 0 or is_number(gold)
+        if not (may_be_name and _is_name(side)):
+            values.append(side)
+    if not values and rough:
+        values = [rough.pop(0)]
     bare = split_unit(gold)[0]
-    return (
-        any(are_equal(gold, side) for side in sides)
-        and all(
-            are_equal(gold, side) or expressions_equal(bare, split_unit(side)[0]) for side in sides
-        )
-        and all(is_approximation(bare, split_unit(side)[0]) for side in rough)
-    )
+    is_stated = False
+    for value in values:
+        if are_equal(gold, value):
+            is_stated = True
+        elif not expressions_equal(bare, split_unit(value)[0]):
+            return False
+    return is_stated and all(is_approximation(bare, split_unit(side)[0]) for side in rough)
 
 
 def _is_name(side: str) -> bool:
@@ -262,28 +309,32 @@ def _is_name(side: str) -> bool:
 def _measures(gold: str, answer: str) -> bool | None:
     """The same number with a unit or without; two units are converted; 50 % is 50 and 0.5; 180° is
     180 and π."""
+    number = plain_number(gold)
     gold_value, gold_unit = split_unit(gold)
-    value, unit = split_unit(
-        answer, is_measured=gold_unit is not None or plain_number(gold) is not None
-    )
+    is_measured = gold_unit is not None or number is not None
+    value, unit = split_unit(answer, is_measured=is_measured)
     is_stated = has_form_of(gold_value, value) or has_form_of(r"\pi", value)
     if gold_unit is not None and unit is not None:
         factor = conversion(gold_unit, unit)
         return factor is not None and is_stated and _equal_scaled(gold_value, value, factor)
-    if gold_unit is None and unit is None:
+    if unit is not None:
+        if not unit.is_plain and not _ONE.fullmatch(value):
+            return False
+        is_small = number is not None and 0 < abs(number) < 1
+        is_scaled = not unit.dimensions and (unit.size > 1 or is_small)  # 12 dozen, 0.5 %
+        its_unit = unit
+        measured = value
+        bare = gold_value
+    elif gold_unit is not None:
+        is_scaled = False
+        its_unit = gold_unit
+        measured = gold_value
+        bare = value
+    else:
         return None
-    number = plain_number(gold)
-    if gold_unit is None and unit is not None and not (unit.is_plain or _ONE.fullmatch(value)):
-        return False
-    is_small = number is not None and 0 < abs(number) < 1
-    # 12 dozen, 0.5 %
-    is_scaled = unit is not None and not unit.dimensions and (unit.size > 1 or is_small)
     if not is_scaled and are_equal(gold_value, value):
         return True
-    measured, bare, its_unit = (
-        (gold_value, value, gold_unit) if gold_unit else (value, gold_value, unit)
-    )
-    factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit) if its_unit else None
+    factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit)
     return factor is not None and is_stated and _equal_scaled(bare, measured, factor)
 
 
@@ -295,104 +346,135 @@ def _equal_scaled(value: str, measured: str, factor: str) -> bool:
 
 def _relations(gold: str, answer: str) -> bool | None:
     r"""`x < 2` equals `(-\infty, 2)`; `x \in S` equals S."""
-    sides = [_REAL.sub("", _BUILDER.sub(r"\1", text)) for text in (gold, answer)]
-    sides = [_ALL_REALS.sub(r"(-\\infty,\\infty)", _MEMBER.sub("", side)) for side in sides]
-    related = [_RELATION.search(side) is not None for side in sides]
-    if related[0] != related[1]:
-        first, second = (
-            _as_intervals(side) if found else side
-            for side, found in zip(sides, related, strict=True)
-        )
-        return None if first is None or second is None else are_equal(first, second)
-    return are_equal(*sides) if sides != [gold, answer] else None
+    first: str | None = _without_set(gold)
+    second: str | None = _without_set(answer)
+    assert first is not None and second is not None
+    has_relation = _RELATION.search(first) is not None
+    if has_relation == (_RELATION.search(second) is not None):
+        is_changed = (first, second) != (gold, answer)
+        return are_equal(first, second) if is_changed else None
+    if has_relation:
+        first = _as_intervals(first)
+    else:
+        second = _as_intervals(second)
+    if first is None or second is None:
+        return None
+    return are_equal(first, second)
+
+
+def _without_set(text: str) -> str:
+    r"""`\{x \mid x < 2\}` as `x < 2`, `x \in S` as S, and all reals as an interval."""
+    text = _BUILDER.sub(r"\1", text)
+    text = _REAL.sub("", text)
+    text = _MEMBER.sub("", text)
+    return _ALL_REALS.sub(r"(-\\infty,\\infty)", text)
 
 
 def _as_intervals(relations: str) -> str | None:
     r"""`x < 1 \text{ or } x \ge 3` as `(-\infty,1) \cup [3,\infty)`; None if they are not intervals
     of a variable."""
-    intervals = [_as_interval(_RELATION.split(part)) for part in _OR.split(relations)]
-    known = [interval for interval in intervals if interval is not None]
-    return r" \cup ".join(known) if len(known) == len(intervals) else None
+    intervals = list[str]()
+    for part in _OR.split(relations):
+        interval = _as_interval(_RELATION.split(part))
+        if interval is None:
+            return None
+        intervals.append(interval)
+    return r" \cup ".join(intervals)
 
 
 def _as_interval(chain: list[str]) -> str | None:
     """A chain (sides and the signs between them) as an interval."""
     chain = [part.strip() for part in chain]
-    if len(chain) == 3 and not _VARIABLE.fullmatch(chain[0]):
-        chain = [chain[2], _MIRRORED[chain[1]], chain[0]]
-    if len(chain) == 3 and chain[1] == r"\neq":
-        return (
-            rf"(-\infty,{chain[2]}) \cup ({chain[2]},\infty)"
-            if _VARIABLE.fullmatch(chain[0])
-            else None
-        )
     if len(chain) == 3:
-        is_upper = chain[1] in ("<", r"\le")
-        chain = [r"-\infty", "<", *chain] if is_upper else [r"\infty", ">", *chain]
+        if not _VARIABLE.fullmatch(chain[0]):
+            chain = [chain[2], _MIRRORED[chain[1]], chain[0]]
+        variable, sign, bound = chain
+        if sign == r"\neq":
+            if not _VARIABLE.fullmatch(variable):
+                return None
+            return rf"(-\infty,{bound}) \cup ({bound},\infty)"
+        if sign in ("<", r"\le"):
+            chain = [r"-\infty", "<", *chain]
+        else:
+            chain = [r"\infty", ">", *chain]
     if len(chain) != 5 or not _VARIABLE.fullmatch(chain[2]):
         return None
     if chain[1] in (">", r"\ge"):
         chain = [_MIRRORED.get(part, part) for part in reversed(chain)]
-    if not {chain[1], chain[3]} <= {"<", r"\le"}:
+    least, first_sign, _, second_sign, most = chain
+    if first_sign not in _OPENING or second_sign not in _CLOSING:
         return None
-    return (
-        f"{'(' if chain[1] == '<' else '['}{chain[0]},{chain[4]}{')' if chain[3] == '<' else ']'}"
-    )
+    return f"{_OPENING[first_sign]}{least},{most}{_CLOSING[second_sign]}"
 
 
 def _alternatives(gold: str, answer: str) -> bool | None:
     """`1/2 or 0.5` equals 1/2: one value in several forms."""
     forms = _ALTERNATIVE.split(answer)
-    is_one_value = len(forms) > 1 and all(are_equal(gold, form) for form in forms)
-    return True if is_one_value else None
+    if len(forms) > 1 and all(are_equal(gold, form) for form in forms):
+        return True
+    return None
 
 
 def _lists(gold: str, answer: str) -> bool | None:
     r"""Item by item: in order between ( ) and [ ], in any order between \{ \} and without
     brackets."""
-    (brackets, items), (other_brackets, others) = _items(gold), _items(answer)
-    if (not brackets and not other_brackets and len(items) == len(others) == 1) or "" in (
-        *items,
-        *others,
-    ):
+    brackets, items = _items(gold)
+    other_brackets, others = _items(answer)
+    num_items = len(items)
+    num_others = len(others)
+    if "" in items or "" in others:
         return None
-    if not (brackets and other_brackets) and 1 == min(len(items), len(others)) < max(
-        len(items), len(others)
-    ):
-        if words(gold) is not None and words(answer) is not None:
-            return words(gold) == words(answer)
+    has_both_brackets = bool(brackets) and bool(other_brackets)
+    if not brackets and not other_brackets and num_items == num_others == 1:
+        return None
+    if not has_both_brackets and num_items != num_others and 1 in (num_items, num_others):
+        gold_words = words(gold)
+        other_words = words(answer)
+        if gold_words is not None and other_words is not None:
+            return gold_words == other_words
         return None if _SET_OPERATION.search(gold + answer) else False
-    if len(items) != len(others) or not _brackets_agree(
-        brackets, other_brackets, is_pair=len(items) == 2
-    ):
+    if num_items != num_others:
         return False
-    if {brackets, other_brackets} <= {"", r"\{\}"} and _names_several(items) == _names_several(
-        others
-    ):
+    if not _brackets_agree(brackets, other_brackets, is_pair=num_items == 2):
+        return False
+    are_unordered = brackets in _UNORDERED and other_brackets in _UNORDERED
+    if are_unordered and _names_several(items) == _names_several(others):
         return _same_items(items, others)
     if r"\{\}" in (brackets, other_brackets):
         return False
-    return all(are_equal(*pair) for pair in zip(items, others, strict=True))
+    return all(are_equal(item, other) for item, other in zip(items, others, strict=True))
 
 
 def _names_several(items: list[str]) -> bool:
     """Whether they are like `x = 5, y = 3`, so that values without names must be in the same
     order."""
-    return len({match[1] for item in items if (match := _NAMED.match(item))}) > 1
+    names = set[str]()
+    for item in items:
+        match = _NAMED.match(item)
+        if match is not None:
+            names.add(match[1])
+    return len(names) > 1
 
 
 def _items(text: str) -> tuple[str, list[str]]:
     r"""Brackets, or '', and the items in them; `\pm` makes two items, and a text that is not a list
     is one item."""
-    opening, closing, items = (plain_number(text) is None and listed(text)) or ("", "", [text])
+    opening = ""
+    closing = ""
+    items = [text]
+    if plain_number(text) is None:
+        opening, closing, items = listed(text) or ("", "", [text])
     brackets = (opening + closing).replace(r"\langle", "(").replace(r"\rangle", ")")
-    if brackets in ("", r"\{\}"):
-        items = [
-            item.replace(r"\pm", sign)
-            for item in items
-            for sign in ("+-" if r"\pm" in item else "+")
-        ]
-    return brackets, items
+    if brackets not in _UNORDERED:
+        return brackets, items
+    signed = list[str]()
+    for item in items:
+        if r"\pm" in item:
+            signed.append(item.replace(r"\pm", "+"))
+            signed.append(item.replace(r"\pm", "-"))
+        else:
+            signed.append(item)
+    return brackets, signed
 
 
 def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
@@ -402,22 +484,24 @@ def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
         return True
     if r"\{\}" in (gold, answer):
         return "" in (gold, answer)
-    return {gold, answer} <= ({"()", ""} if is_pair else {"()", "[]", ""})
+    alike = ("()", "") if is_pair else ("()", "[]", "")
+    return gold in alike and answer in alike
 
 
 def _same_items(items: list[str], others: list[str]) -> bool:
     """Whether the items can be paired with equal ones of the other list."""
     left = list(others)
+    # First those that are there as the same text, so that no other item takes these.
     for item in sorted(items, key=lambda item: item not in others):
-        partner = (
-            item
-            if item in left
-            else next((other for other in left if are_equal(item, other)), None)
-        )
+        partner = item if item in left else _first_equal(item, left)
         if partner is None:
             return False
         left.remove(partner)
     return True
+
+
+def _first_equal(item: str, others: list[str]) -> str | None:
+    return next((other for other in others if are_equal(item, other)), None)
 
 
 def _texts(gold: str, answer: str) -> bool | None:
