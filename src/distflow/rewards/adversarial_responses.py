@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.observe.sanitized_output import escape_control
-from distflow.rewards.code.case_formats_and_assertions import (
-    AssertTests,
-    CallTests,
-    StreamTests,
-    read_tests,
-    split_assertions,
-)
+from distflow.rewards.code.assertions import split_assertions
+from distflow.rewards.code.case_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.domain_pools import RewardSettings
 from distflow.rewards.pool.faulty_test_functions import NO_NETWORK, TEXTS, probe_target

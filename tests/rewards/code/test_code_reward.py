@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.builtin_names import PROMPT_MESSAGES
-from distflow.rewards.code.case_formats_and_assertions import StreamTests
+from distflow.rewards.code.case_formats import StreamTests
 from distflow.rewards.code.execution import Stopped, TimedSandbox, run_streams
 from distflow.rewards.code.reward import compute_score, compute_share, score_program
 from distflow.rewards.pool.pool import PoolSettings, RewardPool

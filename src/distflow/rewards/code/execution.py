@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from distflow.rewards.code import assertion_process
 from distflow.rewards.code.assertion_process import typed
-from distflow.rewards.code.case_formats_and_assertions import Assertions, CallTests, StreamTests
+from distflow.rewards.code.assertions import Assertions
+from distflow.rewards.code.case_formats import CallTests, StreamTests
 from distflow.sandbox.inside.program_messages import MAX_YIELDED, NotPlain, Values
 from distflow.sandbox.interface import AnySandbox, AnySession, Broken, Limits, Raised, RunResult
 

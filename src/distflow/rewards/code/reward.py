@@ -13,14 +13,13 @@ from functools import cache
 from distflow.builtin_names import REWARDS
 from distflow.config.keys.reward import RewardPart
 from distflow.observe.crash_safe_files import JSON
-from distflow.rewards.code.case_formats_and_assertions import (
-    Assertions,
+from distflow.rewards.code.assertions import Assertions, split_assertions
+from distflow.rewards.code.case_formats import (
     AssertTests,
     CallTests,
     StreamTests,
     Tests,
     read_tests,
-    split_assertions,
 )
 from distflow.rewards.code.execution import (
     Outcome,

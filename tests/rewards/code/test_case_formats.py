@@ -6,13 +6,8 @@ from collections import deque
 import pytest
 
 from distflow.rewards.code.assertion_process import typed
-from distflow.rewards.code.case_formats_and_assertions import (
-    AssertTests,
-    CallTests,
-    StreamTests,
-    read_tests,
-    split_assertions,
-)
+from distflow.rewards.code.assertions import split_assertions
+from distflow.rewards.code.case_formats import AssertTests, CallTests, StreamTests, read_tests
 from distflow.rewards.code.execution import same_output, same_value
 from distflow.sandbox.inside.program_messages import Values
 
