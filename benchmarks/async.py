@@ -32,7 +32,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distflow.observe.report.graph_and_timelines import read_activity
+from distflow.observe.report.activity import read_activity
 from distflow.observe.run_reader import MetricsRecord, read_metrics
 from distflow.scheduling.ledger import timeline
 

@@ -78,7 +78,7 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[object]:
     found += [file.read_text("utf-8") for file in sorted(folder.glob("*.json"))]
     found.append((folder / "report.html").read_text("utf-8"))
     with Dashboard(folder.parent) as dashboard:
-        for part in ("curves", "step", "waits", "trust"):
+        for part in ("curves", "step", "time", "trust"):
             found.append(dashboard.answer(part, [name], {"step": "1"}))
     return found
 

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import numpy as np
 import pytest
 import torch
 
 from distflow.cli import main
 from distflow.commands.arguments import listen
 from distflow.commands.dashboard import PAGES, make_server
-from distflow.commands.dashboard_page_data import Dashboard, _columns_of_all_steps
+from distflow.commands.dashboard_page_data import Dashboard
 from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
@@ -267,18 +266,6 @@ def test_runs_are_listed_the_last_written_first(client: Client) -> None:
         assert client.part("runs", text=text)["total"] == 0, text
 
 
-def test_the_best_of_a_run_and_its_idle_time_follow_as_soon_as_they_are_read(
-    client: Client,
-) -> None:
-    while any(row["idle"] is None for row in client.part("runs")["runs"]):
-        pass
-    rows = {row["run"]: row for row in client.part("runs")["runs"]}
-    assert rows[TINY]["best"] == {"reward": 1.0, "accuracy": 0.8}
-    # The trainer waits for half of each second; the engine decodes throughout.
-    asynchronous = rows["project/asynchronous"]
-    assert asynchronous["idle"] == 0 and asynchronous["best"] == {}
-
-
 def test_a_run_without_an_end_is_running_or_has_crashed(tmp_path: Path) -> None:
     write = (
         "import sys, time; from pathlib import Path; from distflow.observe.writing.run_folder "
@@ -420,7 +407,7 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
             "histograms",
             "curves",
             "samples",
-            "waits",
+            "phases",
             "trust",
         ):
             client.part(name, run="a")
@@ -479,8 +466,8 @@ def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:
     texts = Texts()
     number = 5 * 64 + 7
     places = [texts.append(f"the {i}th text, {'ab' * (i % 3)}".encode()) for i in range(number)]
-    everything = np.arange(number)
-    assert places == everything.tolist() == list(range(len(texts)))
+    everything = list(range(number))
+    assert places == everything == list(range(len(texts)))
     for sought in (
         b"the 17th",
         b" 317th text",
@@ -493,9 +480,9 @@ def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:
         has = [i for i in places if sought in f"the {i}th text, {'ab' * (i % 3)}".encode()]
         assert texts.search(sought, everything, number) == (has, 0)
         assert texts.search(sought, everything[::-1], number)[0] == has[::-1]
-    assert texts.search(b"the 17th", np.array([16, 18]), 5) == ([], 0)
+    assert texts.search(b"the 17th", [16, 18], 5) == ([], 0)
     texts.append(b"written meanwhile")
-    assert texts.search(b"meanwhile", np.arange(number + 5), 5) == ([number], 0)
+    assert texts.search(b"meanwhile", list(range(number + 5)), 5) == ([number], 0)
     texts.close()
 
 
@@ -601,7 +588,9 @@ def test_a_step_has_its_time_line_and_neighbours(client: Client) -> None:
         "phase",
         "group",
     }
-    assert client.part("waits", run="project/asynchronous")["waits"][0]["waits for"] == "rollout"
+    times = client.part("time", run="project/asynchronous")["times"]
+    waits = {(wait["who"], wait["waits for"]) for wait in times["waits"]}
+    assert ("training", "rollout") in waits
 
 
 def late_metric(folder: Path) -> None:
@@ -681,7 +670,7 @@ PARTS = (
     "others",
     "samples",
     "groups",
-    "waits",
+    "phases",
 )
 PARTS += ("trust", "step", "state", "trace")
 
@@ -691,7 +680,7 @@ PARTS += ("trust", "step", "state", "trace")
     [
         (late_metric, {"others": ",null,1.5,null,null,2.5]"}),
         (torn_samples, {"judged": "000003.parquet is damaged: its samples are missing here"}),
-        (no_spans, {"waits": '"waits":[]', "time": '"timelines":[]'}),
+        (no_spans, {"time": '"timelines":[]'}),
         (
             newer_schema,
             {
@@ -724,7 +713,6 @@ def test_a_damaged_run_has_partial_pages_or_a_message(
         for page in PAGES:
             assert client.ask(f"/{page.name if page.of_run else ''}?run=run")[0] in (200, 400)
         assert client.part("runs")["runs"][0]["run"] == "run"
-        assert _columns_of_all_steps(tmp_path / "run").keys() == {"idle", "best"}
     assert hashes(tmp_path) == before
 
 

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,6 @@ from distflow.launch.run_folders.saved_tokens import saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, doctor, samples
-from distflow.observe.report import graph_and_timelines as step_parts
 from distflow.observe.report.build import RunPages
 from distflow.observe.report.doctor_run_rules import measured_phases
 from distflow.observe.report.summary_sentences import (
@@ -32,9 +30,10 @@ from distflow.observe.report.summary_sentences import (
     PROBLEM_KINDS,
     REWARD,
     audited,
-    known_values,
     status,
 )
+from distflow.observe.report.timelines import timelines_of
+from distflow.observe.report.trace import trace
 from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events
 from distflow.observe.writing.run_folder import MARK, WRITER, writer_of
 from distflow.untrusted_files import read_file
@@ -50,9 +49,7 @@ _TAIL_BYTES = 200_000
 _COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
-_LONGEST_PAUSE_S = 30.0
 _HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
-_NO_COLUMNS: dict[str, Any] = {"idle": None, "best": {}}
 _HOST = re.compile(rb"pid \d+ on (\S+)")
 _CHARTS_OF = {
     "time": (re.compile(r"timing_s/|throughput/|memory/"), re.compile(r"timing_s/|throughput/")),
@@ -119,19 +116,12 @@ class Dashboard:
         self.folder = folder.resolve()
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
-        self._slow_columns: dict[Path, tuple[object, dict[str, Any]]] = {}
-        self._wanted: dict[Path, object] = {}
         self._lock = threading.Lock()
-        self._is_closed = threading.Event()
-        self._reader = threading.Thread(target=self._read_slowly, daemon=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_closed.set()
-        if self._reader.is_alive():
-            self._reader.join()
         for run in self._open.values():
             run.close()
 
@@ -197,9 +187,7 @@ class Dashboard:
             "`dashboard`"
         )
         note = "" if chosen else "None of them fits" if found else hint
-        rows = [
-            self._row(path) | self._slow_part(path) for path in chosen[start : start + RUNS_OF_PAGE]
-        ]
+        rows = [self._row(path) for path in chosen[start : start + RUNS_OF_PAGE]]
         return {
             "runs": rows,
             "total": len(chosen),
@@ -242,30 +230,6 @@ class Dashboard:
             else {}
         )
 
-    def _slow_part(self, path: Path) -> dict[str, Any]:
-        """What takes longer to read of a run. Until that is read: what was read before."""
-        stamp, (known, columns) = (
-            _stamp(path / "metrics.jsonl"),
-            self._slow_columns.get(path, (None, _NO_COLUMNS)),
-        )
-        if known != stamp:
-            self._wanted[path] = stamp
-            with self._lock:
-                if self._reader.ident is None:
-                    self._reader.start()
-        return columns
-
-    def _read_slowly(self) -> None:
-        """Consumes the runs whose columns are wanted · waits five times as long as each took ·
-        unblocked by the end · produces columns of the page Runs."""
-        pause = 0.1
-        while not self._is_closed.wait(pause):
-            pause = 0.1
-            if self._wanted:
-                (path, stamp), start = self._wanted.popitem(), time.monotonic()
-                self._slow_columns[path] = (stamp, _columns_of_all_steps(path))
-                pause = min(5 * (time.monotonic() - start), _LONGEST_PAUSE_S)
-
 
 @lru_cache(maxsize=_MAX_RUNS)
 def _lower_config(path: Path, stamp: tuple[int, int]) -> list[tuple[str, str]]:
@@ -304,18 +268,6 @@ def _run_row(path: Path) -> dict[str, Any]:
     return row | {
         "rewards": [value for value in rewards if value is not None and math.isfinite(value)]
     }
-
-
-def _columns_of_all_steps(path: Path) -> dict[str, Any]:
-    """The share of idle time, and the best of all steps."""
-    found: dict[str, Any] = {"idle": None, "best": {}}
-    with suppress(UserError):  # its row says so
-        pages = RunPages(path)
-        for name, metric in _HEADLINES.items():
-            if values := known_values(pages.steps, metric):
-                found["best"][name] = min(values) if name == "loss" else max(values)
-        found["idle"] = pages.times.idle_share()
-    return found
 
 
 def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:
@@ -395,7 +347,7 @@ def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     return content | {
         "previous": max((each for each in known if each < step), default=None),
         "next": min((each for each in known if each > step), default=None),
-        "timelines": step_parts.timelines_of(pages.activity, pages.records, step),
+        "timelines": timelines_of(pages.activity, pages.records, step),
         "phases": _phases(run.run_dir, pages.steps.get(step, {}), "measured"),
     }
 
@@ -458,13 +410,10 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
     }
 
 
-def _waits(run: OpenRun, query: Query) -> dict[str, Any]:
+def _measured(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     medians = {f"timing_s/{name}": value for name, value in measured_phases(pages.steps).items()}
-    return {
-        "waits": step_parts.waits(pages.activity),
-        "phases": _phases(run.run_dir, medians, "median"),
-    }
+    return {"phases": _phases(run.run_dir, medians, "median")}
 
 
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -574,7 +523,7 @@ _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "groups": lambda run, query: run.index().groups(query),
     "group": lambda run, query: run.index().group(query),
     "sample": _sample,
-    "waits": _waits,
+    "phases": _measured,
     "trust": _trust,
-    "trace": lambda run, query: step_parts.trace(run.run_dir, query.get("step") or None)[0],
+    "trace": lambda run, query: trace(run.run_dir, query.get("step") or None)[0],
 }

@@ -5,18 +5,13 @@ of responses, as in a report. The texts are in a nameless file, which only a sea
 """
 
 import math
-import mmap
 import os
 import tempfile
 import threading
 import time
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeGuard
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeGuard
 
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON, encode, parse_object
@@ -32,11 +27,6 @@ _WHOLE_TEXT = 1_000_000
 _MAX_DOMAINS = 200
 _FIRST_ANSWER_S = 0.4
 _SEARCH_S = 0.25
-_BLOCK = 64
-_PIECES = (2, 3, 6)
-_BITS = 15
-_MAX_HASHES = 48
-_HASH: Final = np.uint64(0x9E3779B97F4A7C15)
 _WHICH = {
     "all": "true",
     "mixed": "low < high",
@@ -211,8 +201,9 @@ class SamplesIndex:
         )
         is_most = False
         if text := query.get("text", ""):
-            ids = cursor.execute(f"select id {chosen} {order}", values).fetchnumpy()["id"]
-            found, left = self._texts.search(_lowered(text), ids, start + ROWS_OF_PAGE)
+            ids = cursor.execute(f"select id {chosen} {order}", values).fetchall()
+            numbers = [number for (number,) in ids]
+            found, left = self._texts.search(_lowered(text), numbers, start + ROWS_OF_PAGE)
             total = len(found) + left
             is_most = left > 0
             chosen = "from groups where id in (select unnest(?::bigint[]))"
@@ -346,72 +337,38 @@ def _lowered(text: str) -> bytes:
 
 
 class Texts:
-    """Texts by number, in a file. A second file has for each `_BLOCK` of them the hashes of their
-    pieces of `_PIECES` bytes, a word of bits for each hash: a search reads the few words of its own
-    pieces, and only the texts that have all of them. One thread appends."""
+    """Texts by number, in a nameless file. One thread appends."""
 
     def __init__(self) -> None:
-        # closed by close
-        self._file, self._blocks = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
-        self._ends = array("q", [0])
-        self._words = np.zeros(1 << _BITS, np.uint64)
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed by close
+        self._ends = [0]
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def close(self) -> None:
         self._file.close()
-        self._blocks.close()
 
     def append(self, text: bytes) -> int:
         """Its number."""
-        number = len(self)
-        has_piece = np.zeros(1 << _BITS, np.bool_)
-        has_piece[_hashes(text)] = True
-        self._words |= has_piece.astype(np.uint64) << np.uint64(number % _BLOCK)
         self._file.write(text)
-        if number % _BLOCK == _BLOCK - 1:
-            self._blocks.write(self._words.tobytes())
-            self._words = np.zeros_like(self._words)
         self._ends.append(self._ends[-1] + len(text))
-        return number
+        return len(self) - 1
 
-    def search(self, text: bytes, numbers: NDArray[np.int64], number: int) -> tuple[list[int], int]:
+    def search(self, text: bytes, numbers: Sequence[int], wanted: int) -> tuple[list[int], int]:
         """Those of the numbers whose text has this one, and how many more there may be: beyond the
-        first `number`, it looks for more only for a short time."""
-        hashes = np.unique(_hashes(text))[-_MAX_HASHES:]
-        known = self._ends[:]
-        words = np.bitwise_and.reduce([*self._of_pieces(hashes)], axis=0) if len(hashes) else None
-        may_have = None if words is None else np.unpackbits(words.view(np.uint8), bitorder="little")
-        chosen = numbers[numbers < len(known) - 1]
-        chosen = chosen if may_have is None else chosen[may_have[chosen] > 0]
+        first `wanted`, it looks for more only for a short time."""
+        chosen = [number for number in numbers if number < len(self)]
         found = list[int]()
         deadline = time.thread_time() + _SEARCH_S
-        for place, each in enumerate(chosen.tolist()):
-            if len(found) >= number and time.thread_time() > deadline:
+        for place, number in enumerate(chosen):
+            if len(found) >= wanted and time.thread_time() > deadline:
                 return found, len(chosen) - place
-            if text in os.pread(self._file.fileno(), known[each + 1] - known[each], known[each]):
-                found.append(each)
+            start = self._ends[number]
+            size = self._ends[number + 1] - start
+            if text in os.pread(self._file.fileno(), size, start):
+                found.append(number)
         return found, 0
-
-    def _of_pieces(self, hashes: NDArray[np.uint64]) -> Iterator[NDArray[np.uint64]]:
-        """For each hash the words of all blocks."""
-        last = self._words.copy()
-        size = os.fstat(self._blocks.fileno()).st_size
-        written = mmap.mmap(self._blocks.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-        blocks = np.frombuffer(written, np.uint64).reshape(-1, len(last))
-        for place in hashes:
-            yield np.append(blocks[:, place], last[place])
-
-
-def _hashes(text: bytes) -> NDArray[np.uint64]:
-    """Of each piece; none of a size that the text has not."""
-    padded = text + bytes(8)
-    found = [np.zeros(0, np.uint64)]
-    for size in _PIECES:
-        pieces = np.ndarray((max(len(text) - size + 1, 0),), "<u8", padded, strides=(1,))
-        found.append((pieces << np.uint64(64 - 8 * size)) * _HASH >> np.uint64(64 - _BITS))
-    return np.concatenate(found)
 
 
 def _group(row: dict[str, Any]) -> dict[str, Any]:

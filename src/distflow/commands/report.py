@@ -52,7 +52,7 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _write_trace(run_dir: Path, steps: str) -> None:
-    from distflow.observe.report.graph_and_timelines import write_trace
+    from distflow.observe.report.trace import write_trace
 
     target = run_dir / "trace.json"
     first, last = write_trace(run_dir, None if steps == _LAST else steps, target)

@@ -64,7 +64,7 @@ class StepContent(NamedTuple):
 
 def step_content(run_dir: Path, step: int) -> StepContent:
     """Raises UserError if the ledger has no such step."""
-    from distflow.observe.report.graph_and_timelines import read_activity
+    from distflow.observe.report.activity import read_activity
     from distflow.observe.report.step_times import device_price, step_times, times_lines
     from distflow.observe.run_reader import MAX_BYTES, read_config, read_metrics, read_samples
     from distflow.observe.sample_files import SAMPLES, sample_file_name

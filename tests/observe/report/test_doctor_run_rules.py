@@ -274,38 +274,6 @@ def test_reward_errors_are_shown_with_their_exception(tmp_path: Path) -> None:
     assert "“custom: KeyError: 'answer' (at r.py:3)” (4 times in the samples)" in said
 
 
-def test_sampled_responses_stand_beside_greedy_ones(tmp_path: Path) -> None:
-    config = (
-        "actor_rollout_ref:\n  rollout:\n    temperature: 1.0\n    val_kwargs:\n"
-        "      temperature: 0.6\n"
-    )
-    with RunFolder(tmp_path, 0) as run:
-        run.write_text("config.yaml", config)
-        run.metrics(1, "train", {"reward/max": 1.0, "reward/min": 0.0})
-        run.samples(1, [row("0-0", acc=1.0), row("0-1"), row("0-2"), row("0-3", errors="down")])
-        run.metrics(1, "val", {"val_correct/all/mean": 0.5})
-    said = texts(report_data(tmp_path)["sentences"])
-    assert (
-        "Responses sampled at temperature 1 in training were correct in 0.33 (the 1 step up to "
-        "1), greedy"
-    ) in said
-    with RunFolder(tmp_path / "both", 0) as run:
-        run.write_text("config.yaml", config)
-        at_k = {
-            "val_correct/all/mean@4": 0.25,
-            "val_correct/all/pass@1": 0.25,
-            "val_correct/all/pass@4": 0.75,
-        }
-        run.metrics(7, "val", {"val_correct/all/mean": 0.5, **at_k})
-        run.samples(7, [row("0-0", kind="greedy"), row("0-0", kind="sampled")], "val")
-    said = texts(report_data(tmp_path / "both")["sentences"])
-    assert (
-        "At step 7, greedy responses to validation problems were correct in 0.50, sampled ones at "
-        "temperature 0.6 in "
-        "0.25; 0.75 of the problems had a correct one among 4." in said
-    )
-
-
 def test_nothing_is_remarked_where_nothing_is_remarkable(tmp_path: Path) -> None:
     healthy = steps(
         reward__min=(0.0,) * 4,

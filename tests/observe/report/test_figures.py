@@ -17,6 +17,7 @@ from PIL import Image
 
 from distflow.data.images import keep_pixels
 from distflow.observe.crash_safe_files import JSON
+from distflow.observe.report.activity import read_activity
 from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import (
     MAX_BINS,
@@ -29,14 +30,9 @@ from distflow.observe.report.chart_data import (
     set_constants_apart,
     wilson,
 )
-from distflow.observe.report.graph_and_timelines import (
-    MAX_SPANS,
-    StepTimeline,
-    drawn_nodes,
-    read_activity,
-    timelines,
-)
+from distflow.observe.report.pipeline_graph import drawn_nodes
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
+from distflow.observe.report.timelines import MAX_SPANS, StepTimeline, timelines
 from distflow.observe.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
 from distflow.observe.writing.run_folder import RunFolder, Span
 from tests.observe.conftest import write_asynchronous_run

@@ -17,7 +17,7 @@ from distflow.observe.crash_safe_files import JSON, encode, read_object, write_a
 from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import doctor, doctor_run_rules, domains, samples, summary_sentences
-from distflow.observe.report import graph_and_timelines as step
+from distflow.observe.report.pipeline_graph import drawn_nodes
 from distflow.observe.report.step_times import device_price, times_json
 from distflow.observe.report.summary_sentences import (
     Accuracy,
@@ -26,6 +26,7 @@ from distflow.observe.report.summary_sentences import (
     Steps,
     known_values,
 )
+from distflow.observe.report.timelines import timelines
 from distflow.observe.run_reader import Event
 from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import RunFolderError, is_ours
@@ -224,10 +225,10 @@ class RunPages(doctor_run_rules.RunRecords):
     def time(self) -> dict[str, Any]:
         """How steps run."""
         return {
-            "pipeline": step.drawn_nodes(
+            "pipeline": drawn_nodes(
                 read_object(self.run_dir / "plan.json", self.run_dir).get("nodes"), self.steps
             ),
-            "timelines": step.timelines(self.activity, self.records),
+            "timelines": timelines(self.activity, self.records),
             "times": times_json(self.times, device_price(self.config)),
         }
 

@@ -18,9 +18,7 @@ from distflow.observe.report.doctor_run_rules import (
     accuracy_counts_nothing,
     broken_policy,
     constant_reward,
-    data_order,
     equal_groups,
-    greedy_and_sampled,
     idle_workers,
     no_update,
     predicted_and_measured,
@@ -268,10 +266,8 @@ RUN_RULES: tuple[RunRule, ...] = (
     RunRule("length-runaway", "rollout/truncated", "warning", _truncation),
     RunRule("no-signal", "reward/frac_reward_zero_std", "warning", _equal_groups),
     RunRule("reward-errors", "", "", reward_errors),
-    RunRule("greedy-and-sampled", "val_correct/all/mean", "", greedy_and_sampled),
     RunRule("idle-workers", "spans", "warning", idle_workers),
     RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
     RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
-    RunRule("data-order", "groups", "warning", data_order),
 )
 """In the order in which a report shows their findings."""

@@ -3,16 +3,15 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON, read_object, to_number
+from distflow.observe.report.activity import RunActivity, read_activity
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.doctor_step_rules import MANY_STEPS, setting
-from distflow.observe.report.graph_and_timelines import RunActivity, read_activity
-from distflow.observe.report.samples import evenly
 from distflow.observe.report.step_times import StepTimes, step_times
 from distflow.observe.report.summary_sentences import REWARD, Finding, Steps, known_values
 from distflow.observe.run_reader import (
@@ -25,7 +24,6 @@ from distflow.observe.run_reader import (
     read_samples,
     read_timeline,
     sample_splits,
-    sample_steps,
 )
 from distflow.observe.writing.timing import DATA, ENGINE, RANKS, REWARDS
 
@@ -471,65 +469,6 @@ def _first_step(steps: Steps, name: str, limit: float) -> int | None:
     )
 
 
-def greedy_and_sampled(run: RunRecords) -> Finding | None:
-    """How often sampled responses are correct compared with greedy ones; if none were sampled,
-    training's are used."""
-    validated = {
-        step: values for step, values in run.steps.items() if "val_correct/all/mean" in values
-    }
-    if not validated:
-        return None
-    last = max(validated)
-    values = validated[last]
-    at_k = {
-        int(name.rpartition("@")[2]): name
-        for name in values
-        if name.startswith("val_correct/all/mean@")
-    }
-    if at_k:
-        k = max(at_k)
-        heat = _temperature(run.config, "val_kwargs.")
-        text = (
-            f"At step {last}, responses sampled for validation problems{heat} were correct in "
-            f"{values[at_k[k]]:.2f}"
-        )
-        rows = [row for split in _validations(run) for row in run.samples(last, split)]
-        if any(row.get("kind") == "greedy" for row in rows):
-            text = (
-                f"At step {last}, greedy responses to validation problems were correct in "
-                f"{values['val_correct/all/mean']:.2f}, sampled ones{heat} in {values[at_k[k]]:.2f}"
-            )
-        best = values.get(f"val_correct/all/pass@{k}")
-        among = (
-            f"; {best:.2f} of the problems had a correct one among {k}"
-            if best is not None and k > 1
-            else ""
-        )
-        return Finding("unknown", f"{text}{among}.")
-    sampled = [step for step in sample_steps(run.run_dir) if step <= last][-5:]
-    rows = [row for step in sampled for row in run.samples(step) if not row.get("errors")]
-    right = [
-        float(accuracy >= RIGHT)
-        for row in rows
-        if isinstance(accuracy := row.get("acc"), int | float)
-    ]
-    if not right or not max(*right, values["val_correct/all/mean"]):
-        return None
-    heat = _temperature(run.config)
-    return Finding(
-        "unknown",
-        f"Responses sampled{heat} in training were correct in {_mean(right):.2f} (the "
-        f"{count_of(len(sampled), 'step')} "
-        f"up to {last}), greedy responses to validation problems in "
-        f"{values['val_correct/all/mean']:.2f}.",
-    )
-
-
-def _temperature(config: Mapping[str, JSON], group: str = "") -> str:
-    value = setting(config, f"actor_rollout_ref.rollout.{group}temperature")
-    return f" at temperature {value:g}" if isinstance(value, int | float) else ""
-
-
 def _messages(run: RunRecords, split: str, steps: Iterable[int]) -> Iterable[str]:
     for step in sorted(steps)[:_MAX_FILES]:
         for row in run.samples(step, split):
@@ -628,45 +567,3 @@ def starved_prompts(run: RunRecords) -> Finding | None:
 
 def _is_stale(group: Group) -> bool:
     return (group.reason or "").startswith("stale")
-
-
-def data_order(run: RunRecords) -> Finding | None:
-    """Rows that an epoch repeats, and validation problems among the training prompts."""
-    seen: dict[tuple[int, int], list[int]] = {}
-    for group in run.activity.groups.values():
-        if group.step and group.epoch is not None and group.row is not None:
-            seen.setdefault((group.epoch, group.row), []).append(group.group_id)
-    if repeated := {place: ids for place, ids in seen.items() if len(ids) > 1}:
-        (epoch, row), ids = next(iter(repeated.items()))
-        rows = count_of(len(repeated), "row")
-        text = f"An epoch trained more than once on {rows}, such as row {row} in epoch {epoch}."
-        uids = tuple(f"{group_id}-0" for group_id in ids[:MAX_UIDS])
-        return Finding(
-            "flat",
-            text,
-            "Look for duplicates in the order of the data.",
-            uids=uids,
-            files=("ledger.jsonl",),
-        )
-    problems = {text for split in _validations(run) for text, _ in _prompts(run, split, 1)}
-    shared = {text: uid for text, uid in _prompts(run, "train", _MAX_FILES) if text in problems}
-    if not shared:
-        return None
-    text = (
-        f"The training prompts of up to {_MAX_FILES} steps contain "
-        f"{count_of(len(shared), 'validation problem')}."
-    )
-    uids = tuple(shared.values())[:MAX_UIDS]
-    return Finding(
-        "flat",
-        text,
-        "The validation then measures what was trained on: split the data anew.",
-        uids=uids,
-    )
-
-
-def _prompts(run: RunRecords, split: str, most: int) -> Iterator[tuple[str, str]]:
-    for step in evenly(sample_steps(run.run_dir, split), most):
-        for row in run.samples(step, split):
-            if prompt := row.get("prompt"):
-                yield str(prompt), str(row.get("uid"))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from distflow.errors import count_of
 from distflow.observe.crash_safe_files import JSON, to_number
-from distflow.observe.report.graph_and_timelines import RunActivity
+from distflow.observe.report.activity import RunActivity
 from distflow.observe.run_reader import MetricsRecord
 from distflow.observe.writing.run_folder import Span
 from distflow.observe.writing.timing import ENGINE

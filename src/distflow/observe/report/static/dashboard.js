@@ -36,8 +36,6 @@ const choice = (label, options, value, onchange) => {
 };
 
 // Which run?
-const lastAndBest = (last, best) => last === null ? "" : el("span", {}, number(last), typeof best === "number" && best !== last ? el("small", {}, ` best ${number(best)}`) : "");
-
 function showRuns() {
   const chosen = new Set(state("chosen") ? state("chosen").split("\n") : []);
   const search = el("input", { type: "search", placeholder: "name, state or key=value", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
@@ -71,9 +69,9 @@ function showRuns() {
       el("p", { class: "count", role: "status" }, `${plural(found.total, "run")} below ${found.folder}${found.note ? `. ${found.note}` : ""}`),
       ...(found.runs.length ? [table("Runs", [["", (row) => pick(row.run)], ["run", (row) => el("a", { class: "rowlink", href: address("overview", { run: row.run }) }, inert(row.run))],
         ["state", (row) => row.state], ["step", (row) => row.total ? `${row.step} of ${row.total}` : row.step],
-        ...["reward", "accuracy", "loss"].filter((name) => found.runs.some((row) => row[name] !== null)).map((name) => [name, (row) => lastAndBest(row[name], row.best[name])]),
+        ...["reward", "accuracy", "loss"].filter((name) => found.runs.some((row) => row[name] !== null)).map((name) => [name, (row) => row[name]]),
         ["reward by step", (row) => sparkline(row.rewards)], ["to the baseline", (row) => el("span", {}, change(row), " ", baseline(row.run))],
-        ["idle", (row) => row.idle === null ? "" : percent(row.idle)], ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
+        ["tokens/s", (row) => row.speed], ["problems", (row) => row.problems || ""],
         ["written", (row) => new Date(1000 * row.written).toISOString().slice(5, 16).replace("T", " ")]], found.runs)] : []),
       el("nav", { class: "pages" }, ...(page ? [turn("← newer", page - 1)] : []), ...((page + 1) * found.of_page < found.total ? [turn("older →", page + 1)] : [])));
   };
@@ -205,8 +203,7 @@ function showTime() {
   own.before(byId("step-times"));
   const refresh = () => {
     const drawn = readCurves("time");
-    load("waits", {}, (found) => measured.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
-      ...plainTable(found.waits.length ? "Who waits for whom, in seconds, summed over what waits at the same time" : "No wait was recorded", found.waits),
+    load("phases", {}, (found) => measured.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
       ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
     return drawn;
   };

@@ -1,0 +1,93 @@
+"""What rollout and training loop did and waited for, from a run's spans and ledger."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.observe.crash_safe_files import bytes_left_out, read_records
+from distflow.observe.run_reader import Group, groups_of, read_spans, span_files
+from distflow.observe.writing.run_folder import Span
+
+TRAINING = "train"
+"""The name of spans of decoding for training."""
+
+_MAX_LEDGER_BYTES = 8_000_000
+_STEP = re.compile(r"step (\d+)")
+
+
+@dataclass(frozen=True)
+class RunActivity:
+    """spans: by side. taken_at: when a step was taken from the sample queue. groups: in the
+    ledger's end. cut: the actors of whose files only the end was read."""
+
+    spans: Mapping[str, Sequence[Span]]
+    taken_at: Mapping[int, float]
+    groups: Mapping[int, Group]
+    cut: frozenset[str]
+
+    def trained(self, span: Span) -> Group | None:
+        """The group of a span, if a step trained on this attempt."""
+        group = (
+            self.groups.get(span.group_id)
+            if span.group_id is not None and span.what == "complete"
+            else None
+        )
+        return group if group and group.step is not None else None
+
+    def staleness(self, group: Span) -> int | None:
+        """Versions between the oldest weights that drew a token of a group (or, if unknown, those
+        that it began with) and those that its step began with; None if no step trained on it, or on
+        another attempt."""
+        found = self.trained(group)
+        version = group.version if found is None or found.version is None else found.version
+        return None if found is None or version is None else (found.step or 0) - 1 - version
+
+    def waited(self, start: float, end: float) -> float:
+        """The seconds that the trainer waited for groups."""
+        return _covered(
+            (
+                s
+                for s in self.spans.get("training", ())
+                if s.kind == "wait" and _STEP.fullmatch(s.what)
+            ),
+            start,
+            end,
+        )
+
+    def decoded(self, start: float, end: float) -> float:
+        """The seconds in which an engine decoded for training; the mean over several engines."""
+        decoding = [[s for s in part if s.kind == "decode"] for part in self.spans.values()]
+        engines = [[s for s in spans if s.what == TRAINING] for spans in decoding if spans]
+        return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
+
+    def scored(self, start: float, end: float) -> float:
+        """The seconds in which a group waited for its scores; the mean over several workers."""
+        scores = [[s for s in part if s.what == "scores"] for part in self.spans.values()]
+        return sum(_covered(spans, start, end) for spans in scores if spans) / max(
+            sum(map(bool, scores)), 1
+        )
+
+
+def read_activity(run_dir: Path, max_bytes: int = 3_000_000) -> RunActivity:
+    """The activity of as much of the run as its files' ends hold. max_bytes: see `span_files`."""
+    spans, (paths, each) = read_spans(run_dir, max_bytes), span_files(run_dir, max_bytes)
+    cut = frozenset(
+        path.stem for path in paths if path.stem in spans and bytes_left_out(path, each)
+    )
+    waits = [s for s in spans.get("training", ()) if s.kind == "wait"]
+    taken_at = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
+    groups = groups_of(
+        read_records(run_dir / "ledger.jsonl", max(each, _MAX_LEDGER_BYTES), run_dir)[0]
+    )
+    return RunActivity(spans, taken_at, groups, cut)
+
+
+def _covered(spans: Iterable[Span], start: float, end: float) -> float:
+    """Seconds of a stretch of time that spans cover, counting overlaps once."""
+    total = 0.0
+    until = start
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(min(span.end, end) - max(span.start, until), 0.0)
+        until = max(until, span.end)
+    return total

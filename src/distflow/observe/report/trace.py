@@ -1,0 +1,140 @@
+"""Steps of a run as a Chrome trace for ui.perfetto.dev: a process per worker, a track per lane of
+its spans, and counters of speeds and tokens."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any
+
+from distflow.errors import UserError
+from distflow.observe import run_reader as reader
+from distflow.observe.crash_safe_files import encode, read_records, to_number, write_atomically
+from distflow.observe.report.timelines import by_lane
+from distflow.observe.writing.run_folder import Span
+
+_NUM_LAST = 5
+_Json = dict[str, Any]
+_Windows = Mapping[int, tuple[float, float]]  # by step: when it began and ended
+
+
+def write_trace(run_dir: Path, steps: str | None, target: Path) -> tuple[int, int]:
+    """Returns the first and the last step that the file has."""
+    content, windows = trace(run_dir, steps)
+    try:
+        write_atomically(target, encode(content))
+    except OSError as error:
+        raise UserError(f"the trace {target} cannot be written: {error.strerror}") from error
+    return min(windows), max(windows)
+
+
+def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Windows]:
+    """A Chrome trace, and the windows of the steps that it has. steps: "12", "10-14", or None for
+    the last few."""
+    timeline = reader.read_timeline(run_dir)
+    happened = reader.read_events(run_dir, timeline)
+    metrics = reader.read_metrics(run_dir, timeline)
+    spans = {
+        actor: [span for span in own if timeline.survives(span.restart, span.step or 0)]
+        for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES).items()
+    }
+    is_over = bool(happened) and happened[-1].fields.get("status") in ("finished", "stopped")
+    last_step = max((record.step for record in metrics), default=0) if is_over else None
+    windows = _windows(spans.get("training", ()), last_step, steps, run_dir)
+    begin = min(first for first, _ in windows.values())
+    end = max(last for _, last in windows.values())
+    tracks: dict[tuple[int, str], int] = {(0, "steps"): 0}
+    events = [_event("X", f"step {step}", *window) for step, window in windows.items()]
+    for actor, found in spans.items():
+        for worker, title, span in _titled(
+            actor, [s for s in found if s.start <= end and s.end >= begin]
+        ):
+            facts = {"step": span.step, "group": span.group_id, "version": span.version}
+            place = {"pid": worker, "tid": tracks.setdefault((worker, title), len(tracks))}
+            name = f"{span.what}, on {span.on}" if span.on else span.what
+            events.append(_event("X", name, span.start, span.end, **place, args=facts))
+    for (worker, title), track in tracks.items():
+        for kind, name in (("process_name", f"worker {worker}"), ("thread_name", title)):
+            events.append(_event("M", kind, begin, pid=worker, tid=track, args={"name": name}))
+    for event in (event for event in happened if begin <= event.t <= end and not event.rolled_back):
+        events.append(_event("i", event.kind, event.t, s="g", args={"message": event.message}))
+    return {"traceEvents": [*events, *_counters(run_dir, metrics, windows)]}, windows
+
+
+def _event(phase: str, name: str, start: float, end: float | None = None, **fields: Any) -> _Json:
+    """An event of the trace, in microseconds."""
+    length = {} if end is None else {"dur": round((end - start) * 1e6)}
+    return {
+        "ph": phase,
+        "name": name,
+        "ts": round(start * 1e6),
+        "pid": 0,
+        "tid": 0,
+        **length,
+        **fields,
+    }
+
+
+def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir: Path) -> _Windows:
+    """The windows of the wanted steps. spans: of the leading trainer. last: the run's last step;
+    None if it failed."""
+    known = dict[int, tuple[float, float]]()
+    for step, span in ((span.step or 0, span) for span in spans if span.kind == "phase"):
+        if 0 < step <= (last or step):
+            begin, end = known.get(step, (span.start, span.end))
+            known[step] = min(begin, span.start), max(end, span.end)
+    if not known:
+        raise UserError(
+            f"{run_dir} has no spans of a training step in spans/training.jsonl: there is nothing "
+            "to trace"
+        )
+    wanted = re.fullmatch(
+        r"(\d{1,12})(?:-(\d{1,12}))?", steps or f"{max(max(known) - _NUM_LAST + 1, 0)}-{max(known)}"
+    )
+    if wanted is None or int(wanted[1]) > int(wanted[2] or wanted[1]):
+        raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, not '{steps}'")
+    first_step = int(wanted[1])
+    last_step = int(wanted[2] or wanted[1])
+    if not (
+        windows := {
+            step: window for step, window in known.items() if first_step <= step <= last_step
+        }
+    ):
+        raise UserError(
+            f"{run_dir} has the spans of steps {min(known)} to {max(known)}, but none of {steps}"
+        )
+    return windows
+
+
+def _titled(actor: str, spans: Sequence[Span]) -> Iterator[tuple[int, str, Span]]:
+    """Each span with its worker and the title of its track: several if spans other than phases
+    overlap."""
+    name, _, part = actor.rpartition("-") if re.search(r"-[0-9]{1,6}$", actor) else (actor, "", "0")
+    for (kind, lane), own in by_lane(name, spans).items():
+        ends: list[tuple[float, int]] = []
+        for span in sorted(own, key=lambda span: (span.start, -span.end)):
+            is_free = ends and (kind == "phase" or ends[0][0] <= span.start)
+            number = heappop(ends)[1] if is_free else len(ends)
+            heappush(ends, (span.end, number))
+            yield int(part), f"{lane} {number + 1}" if number else lane, span
+
+
+def _counters(
+    run_dir: Path, metrics: Sequence[reader.MetricsRecord], windows: _Windows
+) -> Iterator[_Json]:
+    """The speeds of each step from its start on, and the tokens of all groups completed so far."""
+    for step, values in (
+        (each.step, each.values)
+        for each in metrics
+        if each.kind == "train" and each.step in windows
+    ):
+        for name in (name for name in values if name.startswith("throughput/")):
+            yield _event("C", name, windows[step][0], args={name: values[name]})
+    tokens = 0.0
+    begin = min(windows.values())[0]
+    end = max(last for _, last in windows.values())
+    for record in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
+        t = to_number(record.get("t")) or 0.0
+        if record.get("kind") == "complete" and begin <= t <= end:
+            tokens += sum(to_number(each.get("tokens")) or 0.0 for each in reader.by_group(record))
+            yield _event("C", "tokens of completed groups", t, args={"tokens": tokens})
