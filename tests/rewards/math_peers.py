@@ -3,7 +3,7 @@ r"""What the tests of other verifiers ask, and what may be tried against them, w
 that hold here.
 
 From the tests of math-verify, lighteval, NeMo-Skills, Qwen2.5-Math (ToRA), hendrycks MATH, PRM800K,
-lm-eval, rLLM and SkyThought; where they disagree, or a rule of ours differs, docs/rewards.md says
+lm-eval, rLLM and SkyThought; where they disagree, or a rule of ours differs, docs/reward_functions.md says
 how. `gold ## content of the box`.
 """
 

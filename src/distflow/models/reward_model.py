@@ -69,7 +69,7 @@ def check_config(source: ModelSource, config: PreTrainedConfig) -> None:
         raise UserError(
             f"{source} is not a reward model, but a {what}{labels}: train one from pairs (distflow "
             "train rm), or let "
-            "the model judge in words (docs/rewards.md)"
+            "the model judge in words (docs/judges.md)"
         )
 
 
