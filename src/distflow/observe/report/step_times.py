@@ -133,7 +133,8 @@ def _loop_parts(spans: Iterable[Span]) -> dict[tuple[str, str], list[Interval]]:
     """The time of a training loop by phase, and by whom it waits for in it. Of spans within one
     another the innermost counts."""
     own = [span for span in spans if span.kind in ("phase", "wait")]
-    in_order = sorted(own, key=lambda span: (span.start, -span.end))
+    # A wait that is as long as its phase is within it.
+    in_order = sorted(own, key=lambda span: (span.start, -span.end, span.kind == "wait"))
     found = defaultdict[tuple[str, str], list[Interval]](list)
     running: list[Span] = []
     now = -inf
