@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from distflow.environments.simulators.protocol import ChunkResult, Observation
-from distflow.environments.simulators.worker_pool import SimulatorPool
+from distflow.acting.simulator import ChunkResult, Observation
+from distflow.acting.worker_pool import SimulatorPool
 
 
 class Sleeper:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import distflow
-from distflow.environments.simulators.gridreach import COLOURS, GridReach
+from distflow.acting.gridreach import COLOURS, GridReach
 
 MOVES = ["<back>", "<stay>", "<forth>"]
 CHUNK = 2

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import distflow
-from distflow.environments.simulators.protocol import ChunkResult, Observation
+from distflow.acting.simulator import ChunkResult, Observation
 
 START = "runs/acting_continuous/start"
 TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import distflow
-from distflow.environments.simulators.action_tokens import ActionTokens
-from distflow.environments.simulators.protocol import GymnasiumSimulator
+from distflow.acting.action_tokens import ActionTokens
+from distflow.acting.simulator import GymnasiumSimulator
 
 START = "runs/fetch_reach/start"
 TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"

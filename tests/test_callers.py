@@ -15,7 +15,7 @@ CALLED_FROM_OUTSIDE = {
     # workflows of users
     "environments/areal_workflows.py": ("ModelResponse.*", "Engine.get_version"),
     # users, for demonstrations (examples/acting.py)
-    "environments/simulators/gridreach.py": ("GridReach.shortest",),
+    "acting/gridreach.py": ("GridReach.shortest",),
     "errors.py": ("UserError._render_traceback_",),  # IPython
     "commands/migration/formulas.py": ("_Products.visit_*",),  # ast
     "import_target.py": ("_PlaceholderFinder.*",),  # importlib

@@ -72,13 +72,32 @@ class BuiltinPipeline(Entry):
     """A pipeline: whether it trains a critic, and whether it generates its training data.
 
     by_estimator: it trains one if an estimator of the run or of a domain reads values. reads_pairs:
-    it trains a reward model on pairs of responses.
+    it trains a reward model on pairs of responses. workflow_type: the value of
+    `algorithm.workflow_type` that selects it. oversample_factor: the key that says how many times
+    the groups of a step may run, instead of `algorithm.filter_groups.oversampling`.
     """
 
     has_critic: bool = False
     generates: bool = True
     by_estimator: bool = False
     reads_pairs: bool = False
+    workflow_type: str = ""
+    oversample_factor: str = ""
+
+
+@dataclass(frozen=True)
+class WorkflowEntry(Entry):
+    """A workflow. Functions are written "module:function".
+
+    nodes: adds the nodes that its episodes need after their scores, called with the pipeline and
+    the config. unit_tokens: tells by the config how many tokens an action has; only replies of such
+    a workflow are divided into actions and chunks. rules: a tuple of rules (see `config/rules`) of
+    its options, which are read if the config has options of a workflow.
+    """
+
+    nodes: str = ""
+    unit_tokens: str = ""
+    rules: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,7 @@ TRACKERS = _entries("TRACKERS", Tracker)
 LAUNCHERS = _entries("LAUNCHERS", Entry)
 CURRICULA = _entries("CURRICULA", Entry)
 MODELS = _entries("MODELS", Entry)
-WORKFLOWS = _entries("WORKFLOWS", Entry)
+WORKFLOWS = _entries("WORKFLOWS", WorkflowEntry)
 
 REGISTERED: set[str] = set()
 """User estimators and losses that this process has registered."""

@@ -217,7 +217,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         ["algorithm.sample_level=decision"],
         "algorithm.sample_level",
-        ("actions, chunks and decisions are those of a policy in a simulator",),
+        ("only the workflow simulator has actions, chunks and decisions",),
     ),
     "weights of episodes for decisions": (
         "grpo",

@@ -8,20 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.acting import episode_columns, srpo_nodes, workflow
+from distflow.acting.srpo import SrpoReward
 from distflow.algorithms import objectives
-from distflow.algorithms.srpo import SrpoReward
 from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.environments.chat import Chat
-from distflow.environments.simulators import workflow
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
-from distflow.pipelines.nodes import simulators_and_srpo
 from tests.e2e.runs import Playground, Run
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import write_tiny_llava
 
-FILE = f"{Path(__file__).parents[1] / 'environments' / 'simulators' / 'faulty.py'}:"
+FILE = f"{Path(__file__).parents[1] / 'acting' / 'faulty.py'}:"
 ACTS = (
     *(
         "actor_rollout_ref.rollout.name=hf",
@@ -185,7 +184,7 @@ def test_a_ratio_of_another_level_is_found(
 def test_rewards_of_another_level_are_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulators_and_srpo, "reward_unit", lambda earned, scores: 0.75)
+    monkeypatch.setattr(episode_columns, "reward_unit", lambda earned, scores: 0.75)
     with pytest.raises(TrustError, match="token_level_scores"):
         playground.run(
             "grpo",
@@ -277,12 +276,12 @@ def test_the_policy_must_see_the_last_observation(
 def test_rewards_must_be_those_of_the_formula(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = simulators_and_srpo.srpo_rewards
+    right = srpo_nodes.srpo_rewards
 
     def halved(*given: Any) -> list[SrpoReward]:
         found = right(*given)
         return [SrpoReward(each.reward / 2, *list(vars(each).values())[1:]) for each in found]
 
-    monkeypatch.setattr(simulators_and_srpo, "srpo_rewards", halved)
+    monkeypatch.setattr(srpo_nodes, "srpo_rewards", halved)
     with pytest.raises(TrustError, match="SRPO gives sample"):
         playground.run("embodied_srpo", *ACTS, options())

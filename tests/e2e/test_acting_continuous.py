@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.acting.action_tokens import ContinuousActions
 from distflow.cli import main
 from distflow.data.batch import Batch
-from distflow.environments.simulators.action_tokens import ContinuousActions
 from distflow.errors import TrustError
 from distflow.models import log_probs
 from distflow.models.log_probs import ActionHead

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from distflow.environments.simulators import action_tokens, workflow
+from distflow.acting import action_tokens, srpo_nodes, workflow
 from distflow.errors import TrustError
 from distflow.models.image_inputs import ImageProcessor
-from distflow.pipelines.nodes import simulators_and_srpo
 from tests.e2e.runs import Playground
 from tests.e2e.test_acting import ACTS, options
 from tests.tiny_vision_models import png, square, write_tiny_llava
@@ -41,8 +40,8 @@ def one_seed(patch: Patch) -> None:
 
 
 def first_frame(patch: Patch) -> None:
-    right = simulators_and_srpo.pixels
-    patch.setattr(simulators_and_srpo, "pixels", lambda frames: right(frames[:1]))
+    right = srpo_nodes.pixels
+    patch.setattr(srpo_nodes, "pixels", lambda frames: right(frames[:1]))
 
 
 def one_task(patch: Patch) -> None:
@@ -65,12 +64,12 @@ def half_of_the_return(patch: Patch) -> None:
 
 
 def one_cluster_more(patch: Patch) -> None:
-    right = simulators_and_srpo._metrics
+    right = srpo_nodes._metrics
 
     def metrics(*given: Any) -> dict[str, float]:
         return (found := right(*given)) | {"srpo/clusters": found["srpo/clusters"] + 1}
 
-    patch.setattr(simulators_and_srpo, "_metrics", metrics)
+    patch.setattr(srpo_nodes, "_metrics", metrics)
 
 
 FAULTS = {
@@ -107,7 +106,7 @@ def test_failures_of_all_tasks_that_are_compared_with_each_other(
     """The fault begins in step 3, which is not audited."""
     colours = ["red", "green", "blue"]
     calls = list[str]()
-    right = simulators_and_srpo.task_of
+    right = srpo_nodes.task_of
     rows = [
         {"prompt": f"{n}", "answer": "", "seed": n, "instruction": colours[n % 3]}
         for n in range(12)
@@ -118,7 +117,7 @@ def test_failures_of_all_tasks_that_are_compared_with_each_other(
         calls.append(domain)
         return domain if is_planted and len(calls) > 48 else right(domain, extra)
 
-    monkeypatch.setattr(simulators_and_srpo, "task_of", task_of)
+    monkeypatch.setattr(srpo_nodes, "task_of", task_of)
     keys = (
         "data.train_batch_size=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=6",

@@ -133,22 +133,6 @@ def _code_of_options(key: str, options: Mapping[str, object]) -> list[tuple[str,
     ]
 
 
-def action_head(config: Config) -> str | None:
-    """What draws the numbers of a simulator's actions (`actions.head`); None if actions are
-    tokens."""
-    options = config.actor_rollout_ref.rollout.workflow_kwargs
-    for own in (options, *options.values()):  # of domains
-        actions = own.get("actions") if isinstance(own, Mapping) else None
-        head = (
-            actions.get("head", "action_tokens")
-            if isinstance(actions, Mapping)
-            else "action_tokens"
-        )
-        if head != "action_tokens":
-            return str(head)
-    return None
-
-
 def pipeline_name(config: Config) -> str:
     """The built-in pipeline that runs, or `custom` if `dag.pipeline` is the user's own. If it is
     null, `algorithm.workflow_type` and `algorithm.adv_estimator` decide."""

@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import accumulate, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ from distflow.config import Config
 from distflow.config.derived_settings import (
     chooses_by_tags,
     domain_of_tag,
+    find_pipeline,
     is_rl,
-    pipeline_name,
     reads_pairs,
     reward_functions,
     validates,
@@ -127,8 +128,9 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
 
 def _oversampling(config: Config) -> Fraction:
     """Extra groups that run, as a share of those that a step lacks."""
-    if pipeline_name(config) == "embodied_srpo":
-        return Fraction(str(config.embodied_sampling.oversample_factor)) - 1
+    pipeline = find_pipeline(config)
+    if pipeline is not None and pipeline.oversample_factor:
+        return Fraction(str(attrgetter(pipeline.oversample_factor)(config))) - 1
     return Fraction(str(config.algorithm.filter_groups.oversampling))
 
 

@@ -6,10 +6,12 @@ follows from the columns that they read and write. Prompt groups go through the 
 one, whole steps through the training nodes."""
 
 from distflow.algorithms.registry import POLICY_LOSSES
+from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.derived_settings import algorithms, filters_groups, unfiltered_domains
 from distflow.config.keys.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
+from distflow.import_target import load_function
 from distflow.pipelines import nodes
 from distflow.pipelines.nodes.advantages import changes_rewards, weighs_samples
 from distflow.pipelines.nodes.objectives_from_config import corrects_drift, interpolates_prox
@@ -32,20 +34,14 @@ def policy_gradient(pipeline: Pipeline, config: Config, has_critic: bool = False
 
 def roll_out_and_score(pipeline: Pipeline, config: Config) -> None:
     """The nodes of the rollout loop: from a prompt to a scored and filtered group."""
-    has_workflow = config.actor_rollout_ref.rollout.workflow is not None
+    workflow = config.actor_rollout_ref.rollout.workflow
+    has_workflow = workflow is not None
     pipeline.add_node("rollout_actor", nodes.run_workflow if has_workflow else nodes.generate)
     pipeline.add_node(
         "function_reward", nodes.take_scores if has_workflow else nodes.compute_reward
     )
-    if config.actor_rollout_ref.rollout.workflow == "simulator":
-        from distflow.pipelines.nodes.simulators_and_srpo import (  # no other run imports it
-            place_rewards,
-            simulator_columns,
-        )
-
-        pipeline.add_node("simulator_columns", simulator_columns)
-        if config.algorithm.reward_level != "token":
-            pipeline.add_node("step_rewards", place_rewards, ["function_reward"])
+    if workflow in WORKFLOWS and WORKFLOWS[workflow].nodes:
+        load_function(WORKFLOWS[workflow].nodes)(pipeline, config)
     baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
     if all(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from distflow.builtin_names import ESTIMATORS
+from distflow.builtin_names import ESTIMATORS, PIPELINES
 from distflow.config.keys.declare import dotted
 from distflow.config.migration.tables import NOT_GIVEN
 from distflow.errors import ConfigError, Problem
@@ -53,8 +53,16 @@ def base_preset(values: Mapping[str, object], otherwise: str = "grpo") -> str:
 def pipeline_of_algorithm(workflow_type: object, estimator: object) -> str | None:
     """The pipeline that `algorithm` selects if `dag.pipeline` is null; None for the usual one."""
     needs_critic = estimator in ESTIMATORS and ESTIMATORS[str(estimator)].needs_critic
-    chosen = {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}.get(str(workflow_type).upper())
+    chosen = pipeline_of_type(str(workflow_type).upper())
     return chosen or ("ppo" if needs_critic else None)
+
+
+def pipeline_of_type(workflow_type: str) -> str | None:
+    """The pipeline that a value of `algorithm.workflow_type` selects."""
+    for name, entry in PIPELINES.items():
+        if entry.workflow_type and entry.workflow_type == workflow_type:
+            return name
+    return None
 
 
 def overriding_defaults(path: Path) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
+from distflow.builtin_names import ESTIMATORS, KL_TYPES, NO_FULL_KL, PIPELINES, ROLLOUT_RS
 from distflow.config.compose.typed_values import (
     Differing,
     Mismatch,
@@ -332,7 +332,7 @@ class AlgorithmConfig:
     workflow_type: str = key(
         "DEFAULT",
         "selects the pipeline if dag.pipeline is null; DEFAULT: by adv_estimator",
-        choices=("DEFAULT", "DAPO", "EMBODIED"),
+        choices=("DEFAULT", *filter(None, (each.workflow_type for each in PIPELINES.values()))),
         parse=lambda name: str(name).upper(),
         taken_by="builtin_pipeline",
     )

@@ -1,14 +1,16 @@
 """The check of a whole config: each value by itself, then the values together. Finds all problems
 at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
+from distflow.builtin_names import WORKFLOWS
 from distflow.config.compose.typed_values import check_bounds, show
 from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, flatten, schema_keys, with_values
 from distflow.config.rules import (
     Finding,
-    acting,
+    Findings,
     agents,
     checkpoints,
     correction,
@@ -31,6 +33,9 @@ from distflow.config.rules import (
 )
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.errors import ConfigError, Problem
+from distflow.import_target import load
+
+Rule = Callable[[Config], Findings]
 
 SUBJECTS = (
     pipeline,
@@ -40,7 +45,6 @@ SUBJECTS = (
     models,
     engines,
     sampling,
-    acting,
     agents,
     optimizers,
     sharding,
@@ -94,9 +98,8 @@ def find_problems(
     values = flatten(config)
     faulty = faulty | out_of_bounds
     findings = list[Finding]()
-    for subject in SUBJECTS:
-        for find in subject.RULES:
-            findings += find(config)
+    for find in _rules(config):
+        findings += find(config)
     for find_misfits in SIZE_RULES:
         findings += [misfit.finding for misfit in find_misfits(config, RunLimits())]
     for finding in findings:
@@ -107,6 +110,16 @@ def find_problems(
         ):
             problems.append(_problem(finding, values, origins))
     return problems
+
+
+def _rules(config: Config) -> Iterator[Rule]:
+    for subject in SUBJECTS:
+        yield from subject.RULES
+    if not config.actor_rollout_ref.rollout.workflow_kwargs:
+        return
+    for workflow in WORKFLOWS.values():
+        if workflow.rules:
+            yield from cast(tuple[Rule, ...], load(workflow.rules))
 
 
 def find_size_problems(

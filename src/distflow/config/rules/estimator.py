@@ -1,8 +1,9 @@
 """Rules of the advantage estimator: what it compares, and which rewards it reads."""
 
-from distflow.builtin_names import ESTIMATORS, Estimator
+from distflow.builtin_names import ESTIMATORS, WORKFLOWS, Estimator
 from distflow.config.derived_settings import (
     ADV_ESTIMATOR,
+    WORKFLOW,
     find_pipeline,
     is_rl,
     may_have_critic,
@@ -10,7 +11,7 @@ from distflow.config.derived_settings import (
     reward_functions,
 )
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.config.keys.schema import Config
+from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import ACTOR, ROLLOUT, Finding, Findings
 
 _OF_EPISODES = ("reward_shift", "reward_scale", "reward_clip")
@@ -39,6 +40,21 @@ def has_rewards_within(config: Config) -> bool:
     """Whether parts of an episode have rewards of their own: turns, agents, actions or chunks."""
     algorithm = config.algorithm
     return has_several_rewards(algorithm) or algorithm.reward_level != "token"
+
+
+def levels(config: Config) -> Findings:
+    """Actions, chunks and decisions are those of a workflow whose replies have actions."""
+    acting = [name for name, entry in WORKFLOWS.items() if entry.unit_tokens]
+    workflow = config.actor_rollout_ref.rollout.workflow
+    for name in ("logprob_level", "reward_level", "sample_level"):
+        key = f"algorithm.{name}"
+        default = schema_keys()[key].default
+        if getattr(config.algorithm, name) != default and workflow not in acting:
+            yield Finding(
+                (key, WORKFLOW),
+                f"only the workflow {' or '.join(acting)} has actions, chunks and decisions",
+                f"set {key}={default}, or {WORKFLOW}={acting[0]}",
+            )
 
 
 def pipeline_key(config: Config) -> str:
@@ -156,6 +172,7 @@ def rewards_within_episodes(config: Config) -> Findings:
 
 
 RULES = (
+    levels,
     group_of_one,
     remax_in_workflow,
     remax_and_models,

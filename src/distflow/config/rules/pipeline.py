@@ -1,7 +1,7 @@
 """Rules of the pipeline: what selects it, and the names that it needs."""
 
 from distflow.builtin_names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REGISTERED, REWARDS
-from distflow.config.compose.setting_origins import preset_names
+from distflow.config.compose.setting_origins import pipeline_of_type, preset_names
 from distflow.config.compose.typed_values import did_you_mean
 from distflow.config.derived_settings import (
     ADV_ESTIMATOR,
@@ -16,8 +16,6 @@ from distflow.config.keys.schema import Config
 from distflow.config.rules import Finding, Findings
 from distflow.config.rules.estimator import pipeline_key
 from distflow.import_target import is_pickled, split_name
-
-_BY_TYPE = {"DAPO": "dapo", "EMBODIED": "embodied_srpo"}
 
 
 def named_pipeline(config: Config) -> Findings:
@@ -62,7 +60,7 @@ def selected_once(config: Config) -> Findings:
     """`algorithm.workflow_type` and `dag.pipeline` select the same pipeline."""
     kind = config.algorithm.workflow_type
     chosen = config.dag.pipeline
-    pipeline = _BY_TYPE.get(kind, chosen)
+    pipeline = pipeline_of_type(kind) or chosen
     if chosen and chosen != pipeline and find_pipeline(config) is not None:
         yield Finding(
             ("algorithm.workflow_type", "dag.pipeline"),

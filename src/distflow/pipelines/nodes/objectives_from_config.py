@@ -1,5 +1,7 @@
 """Builds the losses that an optimizer step minimises from the config."""
 
+from typing import Any
+
 from distflow.algorithms.objectives import PolicyObjective, ValueObjective
 from distflow.algorithms.registry import (
     PolicyLoss,
@@ -9,6 +11,7 @@ from distflow.algorithms.registry import (
     takes_weights,
 )
 from distflow.algorithms.rollout_correction import Correction
+from distflow.builtin_names import WORKFLOWS
 from distflow.config import Config
 from distflow.config.derived_settings import (
     clip_range,
@@ -17,6 +20,7 @@ from distflow.config.derived_settings import (
     own_losses,
     trained_policies,
 )
+from distflow.import_target import load_function
 
 DRIFT_CORRECTION = Correction("token", 2.0)
 """The weights that are switched on when rollout and trainer drift apart."""
@@ -58,14 +62,15 @@ def policy_objective(
         actor={**vars(actor), **actor.policy_loss_kwargs} if loss.returns_scalar else {},
         domains=_by_domain(config, derives_old, corrected),
         logprob_level=config.algorithm.logprob_level,
-        action_dim=_action_dim(config) if config.algorithm.logprob_level == "action" else 1,
+        action_dim=_unit_tokens(config) if config.algorithm.logprob_level == "action" else 1,
     )
 
 
-def _action_dim(config: Config) -> int:
-    from distflow.pipelines.nodes.simulators_and_srpo import action_dim  # no other run imports it
-
-    return action_dim(config)
+def _unit_tokens(config: Config) -> int:
+    """The tokens of an action; a rule refuses workflows without actions."""
+    workflow = WORKFLOWS[config.actor_rollout_ref.rollout.workflow or ""]
+    count: Any = load_function(workflow.unit_tokens)
+    return int(count(config))
 
 
 def _by_domain(config: Config, derives_old: bool, corrected: bool) -> dict[str, PolicyObjective]:

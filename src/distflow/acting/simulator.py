@@ -16,7 +16,7 @@ from distflow.environments.environment_adapters import find_registered, is_regis
 from distflow.import_target import load
 from distflow.user_values import finite_number
 
-BUILTIN = {"gridreach": "distflow.environments.simulators.gridreach:GridReach"}
+BUILTIN = {"gridreach": "distflow.acting.gridreach:GridReach"}
 Images = Mapping[str, NDArray[np.uint8]]
 
 

@@ -6,18 +6,18 @@ import weakref
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from distflow.data.images import keep_pixels
-from distflow.data.sample import ENV_ERROR
-from distflow.environments.chat import Chat, ChatError
-from distflow.environments.environment_workflow import seed_of
-from distflow.environments.simulators.action_tokens import (
+from distflow.acting.action_tokens import (
     ActionTokens,
     ContinuousActions,
     action_bounds,
     denoising_steps,
 )
-from distflow.environments.simulators.protocol import Observation
-from distflow.environments.simulators.worker_pool import Episode, SimulatorPool
+from distflow.acting.simulator import Observation
+from distflow.acting.worker_pool import Episode, SimulatorPool
+from distflow.data.images import keep_pixels
+from distflow.data.sample import ENV_ERROR
+from distflow.environments.chat import Chat, ChatError
+from distflow.environments.environment_workflow import seed_of
 from distflow.environments.user_code_process import MadeByOptions, options_of
 from distflow.environments.workflows import Row
 from distflow.errors import UserError, hint

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algorithms.srpo import SrpoSettings, cluster_centres, srpo_rewards
+from distflow.acting.srpo import SrpoSettings, cluster_centres, srpo_rewards
 from tests.references import srpo
 
 POINTS = st.lists(

@@ -1,11 +1,8 @@
-"""Nodes of policies that act in simulators: columns of episodes, the success filter, embeddings and
-SRPO rewards. No other pipeline imports this module."""
+"""Nodes of SRPO: the filter of groups by their successes, embeddings of episodes, and rewards."""
 
 import asyncio
 import math
-import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,22 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distflow.acting.srpo import SrpoReward, SrpoSettings, srpo_rewards
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
 from distflow.algorithms.normalization_filters_and_weights import Band
-from distflow.algorithms.srpo import SrpoReward, SrpoSettings, srpo_rewards
 from distflow.config import Config
-from distflow.environments.simulators.action_tokens import action_bounds, denoising_steps
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.import_target import LoadError, load_function
-from distflow.pipelines.nodes.rollout_reward_filter import reward_unit
 from distflow.training.engine import Collective
 from distflow.untrusted_files import load_image
 
 PIXELS = "pixels"
 _SIDE = 8
-_LONGEST_NAME = 60
 _FAILURES = (
     ArithmeticError,
     AttributeError,
@@ -45,10 +39,6 @@ TOO_EASY = "success_above_bound"
 TOO_HARD = "success_below_bound"
 TRUNCATED = "truncated"
 
-register_field("success", "bool", "sample", "the episode reached its goal")
-register_field("env_steps", "int64", "sample", "env steps that were executed")
-register_field("finish_step", "int64", "sample", "the env step that ended the episode, from 1")
-register_field("episode_len", "int64", "sample", "decisions of the policy")
 register_field("embeddings", "object", "object", "an episode's vector, for SRPO; empty without one")
 register_field(
     "srpo_distance",
@@ -56,87 +46,6 @@ register_field(
     "sample",
     "of a failure to the successes of its task, from 0 to 1; else -1",
 )
-
-
-@node(writes=("success", "env_steps", "finish_step", "episode_len"), scope="group")
-def simulator_columns(
-    reward_parts: list[Mapping[str, float]], reward_extra: list[Mapping[str, Any]]
-) -> NodeOutput:
-    """What the workflow `simulator` counted, as columns; 0 for episodes without a score. The group
-    has one start state."""
-    steps = torch.tensor([int(parts.get("env_steps", 0)) for parts in reward_parts])
-    columns = {
-        "success": torch.tensor([parts.get("success", 0.0) == 1.0 for parts in reward_parts]),
-        "env_steps": steps,
-        "finish_step": steps,
-        "episode_len": torch.tensor([int(parts.get("episode_len", 0)) for parts in reward_parts]),
-    }
-    return NodeOutput(
-        columns, {"acting/env_steps": float(steps.sum()), **_successes(reward_parts, reward_extra)}
-    )
-
-
-def _successes(
-    parts: Sequence[Mapping[str, float]], extra: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
-    """Of a group: its share of successes by task, and whether it succeeds from its start state."""
-    won = defaultdict[str, list[float]](list)
-    for own, told in zip(parts, extra, strict=True):
-        if "success" in own:
-            task = re.sub(r"[^\w ,.()-]+", " ", str(told.get("instruction", ""))).strip()[
-                :_LONGEST_NAME
-            ]
-            won[task].append(own["success"])
-    found = {f"acting/success/{task}": sum(each) / len(each) for task, each in won.items()}
-    if every := [each for task in won.values() for each in task]:
-        kinds = {
-            "always": all(every),
-            "never": not any(every),
-            "sometimes": 0 < sum(every) < len(every),
-        }
-        found |= {f"acting/start_states/{name}": float(value) for name, value in kinds.items()}
-    return found
-
-
-def action_dim(config: Config) -> int:
-    """The tokens of an action. Raises UserError."""
-    options: Any = config.actor_rollout_ref.rollout.workflow_kwargs["actions"]
-    return len(action_bounds(options)[0]) * (1 + denoising_steps(options))
-
-
-@node_factory
-@node(role=NodeRole.REWARD, writes="token_level_scores", scope="group")
-def place_rewards(config: Config) -> Callable[..., object]:
-    """The node for `algorithm.reward_level`, action or chunk."""
-    dim = action_dim(config) if config.algorithm.reward_level == "action" else None
-    return partial(reward_steps, dim=dim)
-
-
-def reward_steps(
-    scores: Tensor,
-    reward_extra: list[Mapping[str, Any]],
-    turn_index: Tensor,
-    response_mask: Tensor,
-    *,
-    dim: int | None,
-) -> Tensor:
-    """Each env step's part of the score on the last token of its action, which has `dim` tokens, or
-    of its chunk if `dim` is None. The rest of the score is on the policy's last token."""
-    parts = [extra.get("step_rewards", ()) for extra in reward_extra]
-    unit = reward_unit(
-        [[each for own in steps for each in own] for steps in parts], scores.tolist()
-    )
-    placed = torch.zeros(turn_index.shape, dtype=torch.float64)
-    drawn = torch.where(response_mask > 0, turn_index, -1)
-    for row, (score, steps, turns) in enumerate(zip(scores.tolist(), parts, drawn, strict=True)):
-        last = int((turns >= 0).nonzero().max()) if bool((turns >= 0).any()) else 0
-        for decision, own in enumerate(steps):
-            places = (turns == decision).nonzero()[:, 0].tolist()
-            for step, reward in enumerate(own):
-                end = places[-1] if dim is None else places[dim * (step + 1) - 1]
-                placed[row, end] += round(reward / unit) * unit if unit else 0.0
-        placed[row, last] += (round(score / unit) * unit if unit else score) - placed[row].sum()
-    return placed
 
 
 @node_factory

@@ -1,9 +1,10 @@
 """Rules of policies that act in a simulator."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from distflow.config.derived_settings import action_head, is_sharded
-from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.derived_settings import is_sharded
+from distflow.config.keys.schema import Config
 from distflow.config.rules import ACTOR, MODEL, ROLLOUT, Finding, Findings
 from distflow.config.rules.sampling import samplings
 
@@ -12,18 +13,16 @@ _WORKFLOW = f"{ROLLOUT}.workflow"
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
 
-def levels(config: Config) -> Findings:
-    """Actions, chunks and decisions are those of a simulator."""
-    for name in ("logprob_level", "reward_level", "sample_level"):
-        key = f"algorithm.{name}"
-        default = schema_keys()[key].default
-        is_default = getattr(config.algorithm, name) == default
-        if not is_default and config.actor_rollout_ref.rollout.workflow != "simulator":
-            yield Finding(
-                (key, _WORKFLOW),
-                "actions, chunks and decisions are those of a policy in a simulator",
-                f"set {key}={default}, or {_WORKFLOW}=simulator",
-            )
+def action_head(config: Config) -> str | None:
+    """What draws the numbers of a simulator's actions (`actions.head`); None if actions are
+    tokens."""
+    options = config.actor_rollout_ref.rollout.workflow_kwargs
+    for own in (options, *options.values()):  # of domains
+        actions = own.get("actions") if isinstance(own, Mapping) else None
+        head = actions.get("head") if isinstance(actions, Mapping) else None
+        if head not in (None, "action_tokens"):
+            return str(head)
+    return None
 
 
 def noise_of_flow(config: Config) -> Findings:
@@ -80,4 +79,4 @@ def _unsupported(config: Config, key: str, advice: str) -> Findings:
         yield Finding((key, _OPTIONS), what, advice)
 
 
-RULES = (levels, noise_of_flow, sampled_actions, drawn_actions)
+RULES = (noise_of_flow, sampled_actions, drawn_actions)

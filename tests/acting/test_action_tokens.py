@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distflow.environments.simulators.action_tokens import (
+from distflow.acting.action_tokens import (
     ActionTokens,
     ContinuousActions,
     action_bounds,

@@ -1,4 +1,4 @@
-"""Nodes of episodes in simulators: columns, the success filter, embeddings, SRPO's rewards."""
+"""Nodes of SRPO: the success filter, embeddings, rewards."""
 
 import asyncio
 import json
@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.acting import srpo_nodes
+from distflow.acting.embodied_srpo import embodied_srpo_pipeline
 from distflow.config import Config, preset_config
 from distflow.config.keys.algorithm import EmbodiedSamplingConfig
 from distflow.config.keys.schema import with_values
 from distflow.data.images import keep_pixels
 from distflow.errors import UserError
 from distflow.graph import Drop
-from distflow.pipelines.embodied_srpo import embodied_srpo_pipeline
-from distflow.pipelines.nodes import simulators_and_srpo
 from distflow.training.engine import OneRank
-from tests.pipelines.srpo_ranks import NUMBER, episodes, shaped
+from tests.acting.srpo_ranks import NUMBER, episodes, shaped
 from tests.ranks import run_ranks
 
 
@@ -27,12 +27,12 @@ from tests.ranks import run_ranks
     [
         ([1, 0, 0, 0], [1, 1, 1, 1], {}, None),
         ([1, 1, 1, 0], [1, 1, 1, 1], {}, None),
-        ([0, 0, 0, 0], [1, 1, 1, 1], {}, simulators_and_srpo.TOO_HARD),
-        ([1, 1, 1, 1], [1, 1, 1, 1], {}, simulators_and_srpo.TOO_EASY),
-        ([1, 1, 1, 0], [1, 1, 1, 0], {}, simulators_and_srpo.TOO_EASY),
+        ([0, 0, 0, 0], [1, 1, 1, 1], {}, srpo_nodes.TOO_HARD),
+        ([1, 1, 1, 1], [1, 1, 1, 1], {}, srpo_nodes.TOO_EASY),
+        ([1, 1, 1, 0], [1, 1, 1, 0], {}, srpo_nodes.TOO_EASY),
         ([0, 0, 0, 0], [1, 1, 1, 1], {"filter_accuracy": False}, None),
         ([1, 1, 1, 1], [1, 1, 1, 1], {"filter_accuracy": False}, None),
-        ([1, 0, 0, 0], [1, 1, 1, 1], {"filter_truncated": True}, simulators_and_srpo.TRUNCATED),
+        ([1, 0, 0, 0], [1, 1, 1, 1], {"filter_truncated": True}, srpo_nodes.TRUNCATED),
         ([1, 0, 0, 0], [1, 1, 1, 0], {"filter_truncated": True}, None),
     ],
 )
@@ -44,82 +44,16 @@ def test_groups_are_kept_by_their_share_of_successes(
     sampling = EmbodiedSamplingConfig(
         accuracy_lower_bound=0.25, accuracy_upper_bound=0.75, **options
     )
-    keep_group: Any = simulators_and_srpo.embodied_sampling(Config(embodied_sampling=sampling))
+    keep_group: Any = srpo_nodes.embodied_sampling(Config(embodied_sampling=sampling))
     found = keep_group(torch.tensor(won).bool(), truncated, torch.tensor(valid).bool())
     assert found == (None if reason is None else Drop(reason))
-
-
-def test_columns_of_episodes() -> None:
-    parts = [
-        {"success": 1.0, "env_steps": 7.0, "episode_len": 2.0},
-        {},
-        {"success": 0.0, "env_steps": 2.0},
-    ]
-    found: Any = simulators_and_srpo.simulator_columns(
-        parts, [{"instruction": "put/it\nthere"}, {}, {"instruction": "go"}]
-    )
-    assert {name: column.tolist() for name, column in found.batch.items()} == {
-        "success": [True, False, False],
-        "env_steps": [7, 0, 2],
-        "finish_step": [7, 0, 2],
-        "episode_len": [2, 0, 0],
-    }
-    assert found.metrics == {
-        "acting/env_steps": 9.0,
-        "acting/success/put it there": 1.0,
-        "acting/success/go": 0.0,
-        "acting/start_states/always": 0.0,
-        "acting/start_states/never": 0.0,
-        "acting/start_states/sometimes": 1.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("dim", "wanted"),
-    [
-        (
-            2,
-            [
-                [0.0, 0.5, 0.0, 0.25, 0.0, 0.0, 0.25, 1.0, 0.0],
-                [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            ],
-        ),
-        (
-            None,
-            [
-                [0.0, 0.0, 0.0, 0.75, 0.0, 0.0, 0.0, 1.25, 0.0],
-                [0.0, 0.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-            ],
-        ),
-    ],
-)
-def test_rewards_are_on_the_last_token_of_each_action_or_chunk(
-    dim: int | None, wanted: list[list[float]]
-) -> None:
-    """Two actions and one; a token that is no action, which ended the first episode; one without a
-    score, whose columns are padded with zeros."""
-    turns = torch.tensor([[0, 0, 0, 0, -1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
-    mask = torch.tensor([[1.0, 1, 1, 1, 0, 1, 1, 1, 0], [1.0, 1, 1, 1, 0, 0, 0, 0, 0]])
-    extra = [{"step_rewards": [[0.5, 0.25], [0.25]]}, {}]
-    found = simulators_and_srpo.reward_steps(torch.tensor([2.0, -3.0]), extra, turns, mask, dim=dim)
-    assert found.tolist() == wanted
-
-
-def test_equal_scores_stay_equal_where_their_parts_are_not_exact() -> None:
-    turns = torch.tensor([[0] * 6] * 2)
-    extra = [{"step_rewards": [[0.1, 0.2, 0.3]]}, {"step_rewards": [[0.3, 0.1, 0.2]]}]
-    found = simulators_and_srpo.reward_steps(
-        torch.tensor([0.6, 0.6]), extra, turns, torch.ones(2, 6), dim=2
-    ).double()
-    first, second = found.sum(dim=1).tolist()
-    assert first == second == pytest.approx(0.6, abs=1e-6)
 
 
 def embedded(
     frames: list[list[str]], embedder: Any, valid: list[bool] | None = None
 ) -> dict[str, Any]:
     valid = valid or [True] * len(frames)
-    work: Any = simulators_and_srpo.embed_episodes(
+    work: Any = srpo_nodes.embed_episodes(
         [{"frames": own} for own in frames],
         torch.tensor(valid),
         [None] * len(frames),
@@ -132,7 +66,7 @@ def test_the_embedder_sees_all_frames_in_order(tmp_path: Path) -> None:
     paths = [keep_pixels(np.full((20, 20, 3), level, np.uint8), tmp_path) for level in (0, 51, 255)]
     found = embedded([paths, paths[:2]], lambda frames: frames[:, 0, 0, 0].sum() / len(frames))
     assert found["embeddings"] == [[102.0], [25.5]] and found["valid"].tolist() == [True, True]
-    found = embedded([paths, paths[:2]], simulators_and_srpo.pixels)
+    found = embedded([paths, paths[:2]], srpo_nodes.pixels)
     assert found["embeddings"] == [[1.0] * 192, pytest.approx([0.2] * 192)]
 
 
@@ -174,7 +108,7 @@ def test_rewards_are_on_the_last_token_of_the_policy_and_only_valid_episodes_cou
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_numbers_do_not_depend_on_the_ranks(tmp_path: Path, ranks: int) -> None:
-    run_ranks("tests.pipelines.srpo_ranks", ranks, tmp_path)
+    run_ranks("tests.acting.srpo_ranks", ranks, tmp_path)
     parts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     wanted = json.loads(json.dumps(shaped(list(range(NUMBER)), OneRank())))
     assert all(part["metrics"] == wanted["metrics"] for part in parts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow.environments.simulators.protocol import ChunkResult, Observation
+from distflow.acting.simulator import ChunkResult, Observation
 
 
 class Line:

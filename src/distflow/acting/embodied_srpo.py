@@ -1,18 +1,14 @@
 """Embodied SRPO: a policy acts in a simulator, and its failures earn rewards by their distance to
 successes."""
 
+from distflow.acting.episode_columns import simulator_columns
+from distflow.acting.srpo_nodes import embed, embodied_sampling, srpo_reward
 from distflow.config import Config, preset_config
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
 from distflow.errors import UserError
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.nodes.simulators_and_srpo import (
-    embed,
-    embodied_sampling,
-    simulator_columns,
-    srpo_reward,
-)
 from distflow.pipelines.policy_gradient import estimate_advantages, prepare_training_data
 
 _OF_REWARDS = (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.environments.simulators.protocol import ChunkResult, Observation
+from distflow.acting.simulator import ChunkResult, Observation
 
 CELLS = 5
 CELL_PIXELS = 4

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from distflow.algorithms.srpo import SrpoSettings
+from distflow.acting.srpo import SrpoSettings
+from distflow.acting.srpo_nodes import shape_rewards
 from distflow.cluster.process_groups import TorchCollective
-from distflow.pipelines.nodes.simulators_and_srpo import shape_rewards
 from distflow.training.engine import Collective, OneRank
 
 NUMBER = 24

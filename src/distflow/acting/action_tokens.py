@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distflow.config import Config
 from distflow.errors import UserError
 from distflow.untrusted_files import check_file
 
@@ -140,6 +141,12 @@ class ContinuousActions:
 def denoising_steps(options: Mapping[str, Any]) -> int:
     """Of each number of an action; 0 for heads that draw it at once."""
     return int(options.get("denoising_steps", 4)) if options.get("head") == "flow_sde" else 0
+
+
+def tokens_of_action(config: Config) -> int:
+    """By the options of the workflow. Raises UserError."""
+    options: Any = config.actor_rollout_ref.rollout.workflow_kwargs["actions"]
+    return len(action_bounds(options)[0]) * (1 + denoising_steps(options))
 
 
 def action_bounds(options: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...], bool]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distflow.environments.simulators.gridreach import GridReach
-from distflow.environments.simulators.protocol import (
+from distflow.acting.gridreach import GridReach
+from distflow.acting.simulator import (
     GymnasiumSimulator,
     Observation,
     SimulatorHost,
@@ -19,7 +19,7 @@ from distflow.environments.simulators.protocol import (
     simulator_maker,
     to_json,
 )
-from distflow.environments.simulators.worker_pool import SimulatorPool
+from distflow.acting.worker_pool import SimulatorPool
 from distflow.environments.user_code_process import CallFailed, ProcessEnded
 from distflow.errors import UserError
 

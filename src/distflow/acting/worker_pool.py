@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.acting import simulator as protocol
+from distflow.acting.simulator import Observation, from_json
 from distflow.data.sample import on_event
-from distflow.environments.simulators import protocol
-from distflow.environments.simulators.protocol import Observation, from_json
 from distflow.environments.user_code_process import (
     CallFailed,
     ProcessEnded,

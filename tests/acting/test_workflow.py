@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from distflow.acting.workflow import SimulatorWorkflow
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.environments.chat import Chat, ChatError, Limits, Prompt
-from distflow.environments.simulators.workflow import SimulatorWorkflow
 from distflow.environments.tokens_between_turns import TurnTokens
 from distflow.environments.user_code_process import CallFailed
 from distflow.environments.workflows import Row
