@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from decimal import Context, Decimal
@@ -45,11 +45,12 @@ TAKEN = {
 
 
 class Overlong(NamedTuple):
-    """DAPO's penalty: grows to `factor` over the last `buffer_tokens` before the length limit; 0
-    tokens is off."""
+    """DAPO's penalty, which grows over the last tokens before the length limit."""
 
     buffer_tokens: int = 0
+    """The number of these tokens; 0 is off."""
     factor: float = 1.0
+    """The penalty at the limit."""
 
     def penalty(self, length: int, limit: int) -> float:
         """The penalty for a response's number of tokens, from 0 down to −factor (arXiv:2503.14476,
@@ -69,27 +70,25 @@ class Overlong(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """The result for a sample, and the unweighted results of its parts by name.
-
-    accuracy: 1 is correct, whatever the score (see `reward_results.accuracy`); 0 if there is no
-    score.
-    """
+    """The result for a sample."""
 
     reward_result: RewardResult
+    """The weighted sum of the parts."""
     parts: dict[str, RewardResult] = field(default_factory=dict)
+    """The unweighted results by name."""
     accuracy: float = 0.0
+    """1 is correct, whatever the score (see `reward_results.accuracy`); 0 if there is no score."""
 
     @property
     def score(self) -> float | None:
         """None if there is a reward error instead."""
-        return self.reward_result.value if isinstance(self.reward_result, Score) else None
+        if not isinstance(self.reward_result, Score):
+            return None
+        return self.reward_result.value
 
     def scores(self) -> dict[str, float]:
         """Scores of the parts that have one, and apply to the response."""
-        scored = {name: part for name, part in self.parts.items() if isinstance(part, Score)}
-        return {
-            name: part.value for name, part in scored.items() if DOES_NOT_APPLY not in part.extra
-        }
+        return {name: part.value for name, part in _applicable(self.parts).items()}
 
     def discounted(self, factor: float) -> "RewardOutcome":
         """The outcome with this factor on the score; accuracy and parts are unchanged."""
@@ -133,10 +132,12 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         # Whether an earlier process of the run had scores, so that no function is given up for
         # hanging.
         self.has_scored = False
-        parts = [part for each in functions.values() for part in each]
-        self.without_options = sorted(
-            {part.name for part in parts} - {part.name for part in parts if part.options}
-        )
+        with_options = set[str]()
+        without_options = set[str]()
+        for parts in functions.values():
+            for part in parts:
+                (with_options if part.options else without_options).add(part.name)
+        self.without_options = sorted(without_options - with_options)
         self.pools = domain_pools.Pools(settings, start)
 
     def __exit__(self, *exception: object) -> None:
@@ -154,44 +155,34 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
 
         Raises UserError for a domain without a reward function.
         """
-        asked: dict[tuple[str, str], list[int]] = {}
+        by_function: dict[tuple[str, str], list[int]] = {}  # the indices of its samples
         for i, sample in enumerate(samples):
             for part in self.functions_of(sample.domain):
-                asked.setdefault((sample.domain, part.name), []).append(i)
-        answered = await asyncio.gather(
-            *(
-                self._ask(domain, name, [samples[i] for i in of_these])
-                for (domain, name), of_these in asked.items()
-            )
-        )
+                by_function.setdefault((sample.domain, part.name), []).append(i)
+        asked = list[Awaitable[list[RewardResult]]]()
+        for (domain, name), indices in by_function.items():
+            asked.append(self._ask(domain, name, [samples[i] for i in indices]))
+        answered = await asyncio.gather(*asked)
         parts: list[dict[str, RewardResult]] = [{} for _ in samples]
-        for ((_, name), of_these), reward_results in zip(asked.items(), answered, strict=True):
-            for i, reward_result in zip(of_these, reward_results, strict=True):
-                parts[i][name] = reward_result
-        found = [self._outcome(sample, of_it) for sample, of_it in zip(samples, parts, strict=True)]
-        self.call_counts.add(RewardCounts.joined([counts for _, counts in found]))
-        return [outcome for outcome, _ in found]
+        for ((_, name), indices), results in zip(by_function.items(), answered, strict=True):
+            for i, result in zip(indices, results, strict=True):
+                parts[i][name] = result
+        outcomes = list[RewardOutcome]()
+        all_counts = list[RewardCounts]()
+        for sample, of_sample in zip(samples, parts, strict=True):
+            outcome, counts = self._outcome(sample, of_sample)
+            outcomes.append(outcome)
+            all_counts.append(counts)
+        self.call_counts.add(RewardCounts.joined(all_counts))
+        return outcomes
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Results of one function for samples of the domain; failed calls are retried according to
         its `Patience`."""
         pool = self.pools.of(domain, name)
         patience = self.pools.patience(domain)
-        is_told = name in pool.takes_conversations
-        asked = [
-            {
-                PROMPT: prompt_of(sample.prompt, sample.extra_info),
-                **call_arguments(
-                    sample.domain, sample.response, sample.ground_truth, sample.extra_info
-                ),
-                **(
-                    {CONVERSATION: list(sample.conversation)}
-                    if is_told and sample.conversation
-                    else {}
-                ),
-            }
-            for sample in samples
-        ]
+        takes_conversation = name in pool.takes_conversations
+        asked = [_arguments(sample, takes_conversation) for sample in samples]
         score = partial(
             pool.score_group,
             name,
@@ -199,26 +190,23 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
             give_up_after=0 if self.has_scored else patience.give_up_after,
             on_repeat=lambda number: self._add({"reward/retried_calls": number}),
         )
-        reward_results = await score(asked)
+        results = await score(asked)
         for attempt in range(patience.retries):
-            failed = [
-                i
-                for i, reward_result in enumerate(reward_results)
-                if not isinstance(reward_result, Score)
-            ]
+            failed = [i for i, result in enumerate(results) if not isinstance(result, Score)]
             if not failed or pool.closed:
                 break
             self._add({"reward/retries": len(failed)})
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # the function scores them together
                 again = await score(asked)
-                if sum(isinstance(each, Score) for each in again) > len(asked) - len(failed):
-                    reward_results = again
-            else:
-                again = await score([asked[i] for i in failed])
-                for i, reward_result in zip(failed, again, strict=True):
-                    reward_results[i] = reward_result
-        return reward_results
+                num_scored = sum(isinstance(each, Score) for each in again)
+                if num_scored > len(asked) - len(failed):
+                    results = again
+                continue
+            again = await score([asked[i] for i in failed])
+            for i, result in zip(failed, again, strict=True):
+                results[i] = result
+        return results
 
     def _outcome(
         self, sample: Sample, parts: dict[str, RewardResult]
@@ -226,43 +214,70 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         """The weighted sum of the parts and the overlong penalty. If a part has no score, the
         sample has none."""
         weights = {part.name: part.weight for part in self.functions_of(sample.domain)}
-        scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
-        applicable = {
-            name: score for name, score in scores.items() if DOES_NOT_APPLY not in score.extra
-        }
-        right = accuracy(applicable, weights) if applicable and len(scores) == len(parts) else 0.0
+        right = 0.0
+        applicable = _applicable(parts)
+        if applicable and all(isinstance(part, Score) for part in parts.values()):
+            right = accuracy(applicable, weights)
+        as_text = dict[str, str]()
+        for name, part in parts.items():
+            if isinstance(part, Score):
+                for key, kind in part.as_text.items():
+                    as_text[f"{name}/{key}"] = kind
         if self._overlong.buffer_tokens > 0:
-            length = sample.longest_response
             longest = self._response_limits.get(sample.domain, self._max_response_length)
-            parts[OVERLONG] = Score(self._overlong.penalty(length, longest))
+            penalty = self._overlong.penalty(sample.longest_response, longest)
+            parts[OVERLONG] = Score(penalty)
             weights[OVERLONG] = 1.0
-        outcome = RewardOutcome(_combine(parts, weights), parts, right)
-        failed = not isinstance(outcome.reward_result, Score)
-        first = f"{outcome.reward_result} (domain '{sample.domain}')" if failed else ""
-        as_text = {
-            f"{name}/{key}": kind
-            for name, part in scores.items()
-            for key, kind in part.as_text.items()
-        }
-        counts = RewardCounts(1, int(failed), first, _counts(parts, sample.domain), as_text)
-        return outcome, counts._replace(asked=0, failed=0, first="") if in_episode.get() else counts
+        result = _combine(parts, weights)
+        outcome = RewardOutcome(result, parts, right)
+        counts = RewardCounts(counts=_counts(parts, sample.domain), as_text=as_text)
+        if in_episode.get():
+            return outcome, counts
+        counts = counts._replace(asked=1)
+        if not isinstance(result, Score):
+            counts = counts._replace(failed=1, first=f"{result} (domain '{sample.domain}')")
+        return outcome, counts
 
     def _add(self, counts: Mapping[str, float]) -> None:
         self.call_counts.add(RewardCounts(counts=counts))
 
 
+def _arguments(sample: Sample, takes_conversation: bool) -> dict[str, object]:
+    """The arguments of a call for the sample."""
+    arguments: dict[str, object] = {PROMPT: prompt_of(sample.prompt, sample.extra_info)}
+    arguments |= call_arguments(
+        sample.domain, sample.response, sample.ground_truth, sample.extra_info
+    )
+    if takes_conversation and sample.conversation:
+        arguments[CONVERSATION] = list(sample.conversation)
+    return arguments
+
+
+def _applicable(parts: Mapping[str, RewardResult]) -> dict[str, Score]:
+    """The parts that have a score, and apply to the response."""
+    found = dict[str, Score]()
+    for name, part in parts.items():
+        if isinstance(part, Score) and DOES_NOT_APPLY not in part.extra:
+            found[name] = part
+    return found
+
+
 def _counts(parts: Mapping[str, RewardResult], domain: str) -> Counter[str]:
-    kinds = ["calls"]
-    by_part = list[str]()
+    by_kind = Counter({"calls": 1})
+    counts = Counter[str]()
     for name, part in parts.items():
         if isinstance(part, Score):
-            by_part += [f"reward/cut/{name}"] * (CUT in part.extra)
-        else:
-            kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
-            by_part.append(f"reward/{kinds[-1]}/{name}")
-    counts = Counter([*(f"reward/{kind}" for kind in kinds), *by_part])
+            if CUT in part.extra:
+                counts[f"reward/cut/{name}"] += 1
+            continue
+        kind = "timeouts" if isinstance(part, Timeout) else "errors"
+        by_kind[kind] += 1
+        counts[f"reward/{kind}/{name}"] += 1
+    for kind, number in by_kind.items():
+        counts[f"reward/{kind}"] += number
     if domain != domain_pools.DEFAULT_DOMAIN:
-        counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in KINDS})
+        for kind in KINDS:
+            counts[f"domains/{domain}/{kind}"] = by_kind[kind]
     return counts
 
 
@@ -271,19 +286,17 @@ def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> 
     function, or with a name that other metrics use."""
     for domain in sorted(set(domains)):
         domain_pools.functions_of(functions, domain)
-        if domain.partition("/")[0] in TAKEN:
+        first_part = domain.partition("/")[0]
+        if first_part in TAKEN:
             raise UserError(
                 f"a domain of the data is called '{domain}', but metrics of that name have another "
-                "meaning "
-                f"({TAKEN[domain.partition('/')[0]]}): rename it in data.domains or in the rows' "
-                "column "
+                f"meaning ({TAKEN[first_part]}): rename it in data.domains or in the rows' column "
                 "(data.domain_key)"
             )
 
 
 def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
-    own = [part for name, part in parts.items() if name != OVERLONG]
-    if all(isinstance(part, Score) and DOES_NOT_APPLY in part.extra for part in own):
+    if all(name == OVERLONG or _does_not_apply(part) for name, part in parts.items()):
         return Error("no reward function scores this response: each returned None for it")
     total = Decimal(0)  # 0.1 + 0.2 and 0.3 are equal scores
     for name, part in parts.items():
@@ -295,8 +308,14 @@ def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
     return with_value(Score(0.0, _remarks(parts)), float(total))
 
 
+def _does_not_apply(part: RewardResult) -> bool:
+    return isinstance(part, Score) and DOES_NOT_APPLY in part.extra
+
+
 def _remarks(parts: Mapping[str, RewardResult]) -> dict[str, JSON]:
-    scored = {name: part for name, part in parts.items() if isinstance(part, Score)}
-    return {
-        f"{name}/{key}": value for name, part in scored.items() for key, value in part.extra.items()
-    }
+    found = dict[str, JSON]()
+    for name, part in parts.items():
+        if isinstance(part, Score):
+            for key, value in part.extra.items():
+                found[f"{name}/{key}"] = value
+    return found
