@@ -26,6 +26,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded import sampler
 from distflow.runtime import worker
+from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
@@ -603,15 +604,14 @@ def test_scores_with_a_bonus_that_no_function_gives(
 @slow
 def test_parts_of_responses_that_are_trained_on(playground: Playground, monkeypatch: Patch) -> None:
     def cut(patch: Patch) -> None:
-        made = rollout_reward_filter.policy_segment
+        make = Group.sample
 
-        def planted(generation: Any) -> Any:
-            lists = ("token_ids", "rollout_log_probs", "sampling_log_probs", "versions")
-            return made(
-                replace(generation, **{name: getattr(generation, name)[:-1] for name in lists})
-            )
+        def planted(group: Group, index: int, segment: Any, *rest: Any) -> Any:
+            columns = ("token_ids", "rollout_log_probs", "sampling_log_probs", "versions")
+            short = {name: getattr(segment, name)[:-1] for name in columns}
+            return make(group, index, replace(segment, **short), *rest)
 
-        patch.setattr(rollout_reward_filter, "policy_segment", planted)
+        patch.setattr(Group, "sample", planted)
 
     plant_from(monkeypatch, BEGIN, cut)
     with pytest.raises(

@@ -7,22 +7,21 @@ import pytest
 
 from distflow.builtin_names import ROLLOUT_ENGINES, RolloutEngineEntry
 from distflow.cli import main
+from distflow.data.sample import Segment
 from distflow.rollout.conformance import PROPERTIES
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 
 
 class ShiftedEngine(EmbeddedEngine):
     """Its log-probs are off by a thousandth."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        generations = (await super().generate(request)).generations
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
+        generations = await super().generate(request)
         shifted = ([number - 1e-3 for number in each.rollout_log_probs] for each in generations)
-        return GenerateResult(
-            tuple(
-                replace(each, rollout_log_probs=one)
-                for each, one in zip(generations, shifted, strict=True)
-            )
+        return tuple(
+            replace(each, rollout_log_probs=one)
+            for each, one in zip(generations, shifted, strict=True)
         )
 
 

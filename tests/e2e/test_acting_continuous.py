@@ -11,12 +11,12 @@ import torch
 from distflow.acting.action_tokens import ContinuousActions
 from distflow.cli import main
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.errors import TrustError
 from distflow.models import log_probs
 from distflow.models.log_probs import ActionHead
 from distflow.observe.run_reader import read_samples
 from distflow.rollout import hf_engine as hf
-from distflow.rollout.engine import Generation
 from distflow.runtime.run_errors_and_limits import TooManyErrors
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_in_group
@@ -163,10 +163,12 @@ def shifted_by_a_hundredth(patch: Patch) -> None:
 def drawn_a_hundredth_away(patch: Patch) -> None:
     """The engine records another number than it drew, with the log-prob of the one that it drew."""
 
-    def generation(*given: Any, values: list[float], **more: Any) -> Generation:
-        return Generation(*given, values=[each + 0.01 for each in values], **more)
+    draw = Segment.drawn
 
-    patch.setattr(hf, "Generation", generation)
+    def drawn(*given: Any, values: list[float], **more: Any) -> Segment:
+        return draw(*given, values=[each + 0.01 for each in values], **more)
+
+    patch.setattr(Segment, "drawn", drawn)
 
 
 def clipped_before_it_is_recorded(patch: Patch) -> None:

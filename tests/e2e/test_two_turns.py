@@ -81,7 +81,13 @@ def learns_the_given(sample: Sample) -> list[Segment]:
 
 def shifts_the_second(sample: Sample) -> list[Segment]:
     *before, second = sample.segments
-    return [*before, replace(second, log_probs=second.log_probs[1:] + second.log_probs[:1])]
+    return [
+        *before,
+        replace(
+            second,
+            rollout_log_probs=second.rollout_log_probs[1:] + second.rollout_log_probs[:1],
+        ),
+    ]
 
 
 def masks_the_second(sample: Sample) -> list[Segment]:
@@ -158,7 +164,7 @@ def test_drafts_and_cut_turns_are_no_fault_and_repeated_random_numbers_are_named
 
     def cut(sample: Sample, segments: list[Segment], **changes: Any) -> Sample:
         *before, last = segments
-        columns = (last.token_ids, last.log_probs, last.sampling_log_probs, last.versions)
+        columns = (last.token_ids, last.rollout_log_probs, last.sampling_log_probs, last.versions)
         return replace(
             sample,
             segments=[*before, Segment("policy", *(column[:2] for column in columns))],

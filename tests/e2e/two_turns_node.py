@@ -7,7 +7,7 @@ from dataclasses import replace
 from distflow import NodeRole, TaskGraph, node
 from distflow.data.sample import Sample, Segment
 from distflow.pipelines.grpo import grpo_pipeline
-from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, generate, policy_segment
+from distflow.pipelines.nodes.rollout_reward_filter import SAMPLED_FIELDS, generate
 from distflow.rollout.engine import GenerateRequest
 
 
@@ -23,8 +23,8 @@ async def review(group, rollout, tokenizer, *, question: str = "=?") -> list[Sam
         request = GenerateRequest(
             ids, (sample.episode,), group.params, group.stream, num_drawn=len(first)
         )
-        (made,) = (await rollout.generate(request)).generations
-        segments = [*sample.segments, given, policy_segment(made)]
+        (made,) = await rollout.generate(request)
+        segments = [*sample.segments, given, made]
         text = tokenizer.decode(made.token_ids)
         return replace(sample, segments=segments, response=text, finish_reason=made.finish_reason)
 

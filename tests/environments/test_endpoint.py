@@ -48,7 +48,7 @@ def test_chat_completions_of_several_turns_are_one_conversation_token_by_token(b
     choice = first.choices[0]
     assert (choice.message.content, choice.finish_reason, first.model) == ("two", "stop", "gpt-4o")
     assert [each.logprob for each in choice.logprobs.content] == list(
-        episode.chat.segments[1].log_probs
+        episode.chat.segments[1].rollout_log_probs
     )
     assert first.usage.completion_tokens == len(episode.engine.replies[0])
     assert first.usage.prompt_tokens == len(episode.engine.asked[0][0])
@@ -351,7 +351,9 @@ def test_completions_continue_a_text(begin: Any) -> None:
     create = episode.openai.completions.create
     first = create(model="x", prompt="1 + 1 =", logprobs=0)
     assert first.choices[0].text == "two"
-    assert first.choices[0].logprobs.token_logprobs == list(episode.chat.segments[1].log_probs)
+    assert first.choices[0].logprobs.token_logprobs == list(
+        episode.chat.segments[1].rollout_log_probs
+    )
     streamed = begin(SAID)
     chunks = [
         *streamed.openai.completions.create(model="x", prompt="1 + 1 =", logprobs=0, stream=True)
@@ -359,7 +361,7 @@ def test_completions_continue_a_text(begin: Any) -> None:
     (log_probs,) = [
         each.logprobs.token_logprobs for chunk in chunks for each in chunk.choices if each.logprobs
     ]
-    assert log_probs == list(streamed.chat.segments[1].log_probs) and len(log_probs) > 2
+    assert log_probs == list(streamed.chat.segments[1].rollout_log_probs) and len(log_probs) > 2
     chunks = create(model="x", prompt="1 + 1 =two; 2 + 2 =", max_tokens=50, stop="!", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "four"
     episode.check_exact()
@@ -382,7 +384,9 @@ def test_several_answers_to_one_call_are_branches_and_any_is_continued(
         found = create(model="x", messages=[ASKED], n=3, logprobs=True)
         said = [choice.message.content for choice in found.choices]
         drawn = [[each.logprob for each in choice.logprobs.content] for choice in found.choices]
-        assert drawn == [[*chat.segments[1].log_probs] for chat in episode.chat.conversations]
+        assert drawn == [
+            [*chat.segments[1].rollout_log_probs] for chat in episode.chat.conversations
+        ]
         assert found.usage.completion_tokens == sum(map(len, episode.engine.replies[:3]))
     assert said == ["two", "2", "zwei"]
     prompts = [asked[0] for asked in episode.engine.asked]

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
 from distflow.rollout.embedded.paged_kv_and_draw_states import state_of, uniforms
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.stops_and_draws import uniforms as host_uniforms
 from tests.rollout.drive import (
     generate_all,
@@ -80,7 +81,7 @@ def test_uniform_numbers_are_those_of_the_host(device: torch.device) -> None:
 def test_graphs_give_the_bits_that_single_kernels_give(
     device: torch.device, law: dict[str, object]
 ) -> None:
-    answers: list[list[GenerateResult]] = []
+    answers: list[list[tuple[Segment, ...]]] = []
     for graphs in (False, True):
         engine = engine_of(device, graphs)
         answers.append(run_all(engine, requests(**law)))
@@ -101,7 +102,7 @@ def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
         await engine.resume()
         found = await asyncio.gather(*(engine.generate(request) for request in requests()))
         for one, theirs in zip(found, expected, strict=True):
-            for ours, wanted in zip(one.generations, theirs.generations, strict=True):
+            for ours, wanted in zip(one, theirs, strict=True):
                 assert ours.token_ids == wanted.token_ids
                 assert ours.rollout_log_probs == pytest.approx(wanted.rollout_log_probs, abs=1e-4)
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.rollout.engine import GenerateResult
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule
@@ -36,7 +36,7 @@ def trainer(
 
 def answers(
     folder: Path, device: torch.device, **params
-) -> tuple[list[tuple[int, ...]], list[GenerateResult]]:
+) -> tuple[list[tuple[int, ...]], list[tuple[Segment, ...]]]:
     engine = make_engine(load_model(folder, device=device).eval(), max_num_seqs=5)
     prompts = [prompt_of(length) for length in (3, 17, 1, 8)]
     return prompts, run_all(
@@ -44,12 +44,8 @@ def answers(
     )
 
 
-def batch_of(prompts: list[tuple[int, ...]], results: list[GenerateResult]) -> Batch:
-    rows = [
-        (prompt, each)
-        for prompt, one in zip(prompts, results, strict=True)
-        for each in one.generations
-    ]
+def batch_of(prompts: list[tuple[int, ...]], results: list[tuple[Segment, ...]]) -> Batch:
+    rows = [(prompt, each) for prompt, one in zip(prompts, results, strict=True) for each in one]
     lengths = [(len(prompt), len(each.token_ids)) for prompt, each in rows]
     batch = ragged_batch(lengths)
     batch["prompt_ids"] = torch.tensor([token for prompt, _ in rows for token in prompt])

@@ -10,11 +10,12 @@ from functools import partial
 import pytest
 
 from distflow.config import load_config
+from distflow.data.sample import Segment
 from distflow.environments.chat import Chat
 from distflow.environments.workflows import Row, Workflow
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_episodes
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
+from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
@@ -33,16 +34,14 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         self.asked.append((request.prompt_ids, request.samples))
         await asyncio.sleep(0)
         if request.prompt_ids[-1] == FAILS:
             raise RuntimeError("the engine is out of memory")
         if request.prompt_ids[-1] == NEVER:
             await asyncio.Event().wait()
-        return GenerateResult(
-            tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
-        )
+        return tuple(Segment.drawn(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
 
 
 async def run_group(
@@ -245,7 +244,7 @@ def test_forks_that_ask_at_once_go_to_the_engine_together_and_leave_one_sample(
             self.streams = dict[str, set[int]]()
             self.open = 0
 
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
             if not self.open:
                 self.rounds.append(set())
             self.open += 1
@@ -356,7 +355,7 @@ def test_what_nobody_waits_for_is_aborted_before_the_next_round(staleness: int) 
             self.beside = list[int]()
             self.began = asyncio.Event()
 
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
             self.beside.append(self.open)
             never = request.prompt_ids[-1] == NEVER
             self.open += never

@@ -35,7 +35,7 @@ from distflow.pipelines.nodes.rollout_reward_filter import (
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from distflow.rewards.router import RewardOutcome
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
+from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.scheduling.group_states import PromptGroup
@@ -50,12 +50,10 @@ class OneToken:
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         self.requests.append(request)
-        return GenerateResult(
-            tuple(
-                Generation(sample, [7], [-0.5], [-0.25], [3], "stop") for sample in request.samples
-            )
+        return tuple(
+            Segment.drawn(sample, [7], [-0.5], [-0.25], [3], "stop") for sample in request.samples
         )
 
 
@@ -333,9 +331,9 @@ def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
     assert isinstance(end, int)
 
     class Ends(OneToken):
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
-            return GenerateResult(
-                tuple(Generation(s, [7, end], [0.0] * 2, [0.0] * 2, [3, 3], "stop") for s in (1, 0))
+        async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
+            return tuple(
+                Segment.drawn(s, [7, end], [0.0] * 2, [0.0] * 2, [3, 3], "stop") for s in (1, 0)
             )
 
     first, second = asyncio.run(generate(new_group_of_three(), Ends(), tokenizer))  # type: ignore[arg-type]

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import (
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    SamplingParams,
-    Stream,
-)
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.scheduling.group_states import Version
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
@@ -50,7 +45,9 @@ def request_of(
     )
 
 
-async def generate_all(engine: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+async def generate_all(
+    engine: Any, requests: Sequence[GenerateRequest]
+) -> list[tuple[Segment, ...]]:
     """Submit in order to the paused engine, then let it run."""
     await engine.pause()
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -59,21 +56,21 @@ async def generate_all(engine: Any, requests: Sequence[GenerateRequest]) -> list
     return list(await asyncio.gather(*tasks))
 
 
-def run_all(engine: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-    async def run() -> list[GenerateResult]:
+def run_all(engine: Any, requests: Sequence[GenerateRequest]) -> list[tuple[Segment, ...]]:
+    async def run() -> list[tuple[Segment, ...]]:
         async with engine:
             return await generate_all(engine, requests)
 
     return asyncio.run(run())
 
 
-def tokens_of(results: Sequence[GenerateResult]) -> list[list[int]]:
-    return [generation.token_ids for result in results for generation in result.generations]
+def tokens_of(results: Sequence[tuple[Segment, ...]]) -> list[list[int]]:
+    return [list(generation.token_ids) for result in results for generation in result]
 
 
 @torch.no_grad()
 def forward_log_probs(
-    model: Any, prompt: tuple[int, ...], generation: Generation, temperature: float = 1.0
+    model: Any, prompt: tuple[int, ...], generation: Segment, temperature: float = 1.0
 ) -> list[float]:
     """Of the generated tokens, by a plain forward of the whole sequence."""
     ids = torch.tensor([[*prompt, *generation.token_ids]])

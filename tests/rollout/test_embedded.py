@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.data.sample import Segment
 from distflow.errors import UserError
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
     forward_log_probs,
     generate_all,
@@ -52,7 +53,7 @@ def test_tokens_are_heard_as_they_are_drawn_and_before_the_result() -> None:
         request_of(prompt_of(5), (0, 1, 2), max_tokens=9), heard=lambda *token: heard.append(token)
     )
 
-    async def run() -> GenerateResult:
+    async def run() -> tuple[Segment, ...]:
         async with make_engine(make_model()) as engine:
             result = await engine.generate(request)
             assert len(heard) == 27 and [sample for sample, _ in heard[:3]] == [0, 1, 2], (
@@ -60,10 +61,9 @@ def test_tokens_are_heard_as_they_are_drawn_and_before_the_result() -> None:
             )
             return result
 
-    for generation in asyncio.run(run()).generations:
-        assert [
-            token for sample, token in heard if sample == generation.sample
-        ] == generation.token_ids
+    for generation in asyncio.run(run()):
+        told = [token for sample, token in heard if sample == generation.sample]
+        assert told == list(generation.token_ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,7 +74,7 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
     for request, result in zip(
         requests, run_all(make_engine(model, max_num_seqs=7), requests), strict=True
     ):
-        for generation in result.generations:
+        for generation in result:
             expected = forward_log_probs(
                 model, request.prompt_ids, generation, request.params.temperature
             )
@@ -111,8 +111,8 @@ def test_a_group_equals_its_samples_asked_for_one_by_one() -> None:
     model = make_model()
     request = request_of(prompt_of(6), (4, 0, 9), max_tokens=20)
     group = run_all(make_engine(model), [request])[0]
-    assert [generation.sample for generation in group.generations] == [4, 0, 9]
-    assert len({tuple(generation.token_ids) for generation in group.generations}) == 3
+    assert [generation.sample for generation in group] == [4, 0, 9]
+    assert len({tuple(generation.token_ids) for generation in group}) == 3
     singles = [request_of(request.prompt_ids, (sample,), max_tokens=20) for sample in (4, 0, 9)]
     assert tokens_of(run_all(make_engine(model, max_num_seqs=2), singles)) == tokens_of([group])
 
@@ -144,7 +144,7 @@ def test_adapters_are_applied_unmerged() -> None:
     model.eval()
     request = request_of(prompt_of(8), max_tokens=20)
     (result,) = run_all(make_engine(model), [request])
-    generation = result.generations[0]
+    generation = result[0]
     assert generation.rollout_log_probs == pytest.approx(
         forward_log_probs(model, request.prompt_ids, generation), abs=1e-4
     )
@@ -157,8 +157,8 @@ def test_a_module_in_training_mode_generates_without_dropout() -> None:
     model = make_model(attention_dropout=0.9)
     request = request_of(prompt_of(8), max_tokens=10)
     (result,) = run_all(make_engine(model.train()), [request])
-    expected = forward_log_probs(model.eval(), request.prompt_ids, result.generations[0])
-    assert result.generations[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
+    expected = forward_log_probs(model.eval(), request.prompt_ids, result[0])
+    assert result[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_the_last_position_of_the_model_can_be_used() -> None:
     request = request_of(prompt_of(500), max_tokens=12)
     model = make_model()
     (result,) = run_all(make_engine(model), [request])
-    expected = forward_log_probs(model, request.prompt_ids, result.generations[0])
-    assert result.generations[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
+    expected = forward_log_probs(model, request.prompt_ids, result[0])
+    assert result[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_same_submissions_give_the_same_bits_whatever_ran_before() -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from distflow.data.sample import Segment
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
-from distflow.rollout.engine import GenerateResult, Stretch
+from distflow.rollout.engine import Stretch
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
@@ -64,7 +65,7 @@ def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
         await engine.resume()
         result = await task
         assert tokens_of([result]) == undisturbed
-        for generation in result.generations:
+        for generation in result:
             expected = forward_log_probs(model, request.prompt_ids, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
 
@@ -201,10 +202,10 @@ def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
         second = asyncio.create_task(engine.generate(request_of(prompt, (1, 2), max_tokens=15)))
         await asyncio.sleep(0)
         await engine.resume()
-        for generation in (await second).generations:
+        for generation in await second:
             expected = forward_log_probs(other, prompt, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
-            assert generation.versions == [1] * 15
+            assert list(generation.versions) == [1] * 15
         running.cancel()
 
     with_engine(make_engine(model), story)
@@ -219,9 +220,9 @@ def test_running_sequences_take_new_weights_in_flight(kv_on_update: str) -> None
         task = asyncio.create_task(engine.generate(request))
         await tokens_after(engine, 40)
         await engine.load_weights(NEXT, other.named_parameters())
-        for generation in (await task).generations:
+        for generation in await task:
             count = generation.versions.index(1)
-            assert generation.versions == [0] * count + [1] * (300 - count) and count >= 10
+            assert list(generation.versions) == [0] * count + [1] * (300 - count) and count >= 10
             before = forward_log_probs(old, request.prompt_ids, generation)
             after = forward_log_probs(other, request.prompt_ids, generation)
             got = generation.rollout_log_probs
@@ -242,7 +243,7 @@ def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
                 parameter.mul_(1.2)
         receipt = await engine.load_weights(NEXT, model.named_parameters())
         assert receipt.shared and receipt.version == engine.version == NEXT
-        (generation,) = (await engine.generate(request_of(prompt))).generations
+        (generation,) = await engine.generate(request_of(prompt))
         assert generation.rollout_log_probs == pytest.approx(
             forward_log_probs(model, prompt, generation), abs=1e-4
         )
@@ -304,7 +305,7 @@ def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.Monke
         with pytest.raises(RuntimeError, match="loaded only a part of its last weights"):
             await engine.generate(request)
         await engine.load_weights(Version(0, 2), others)
-        assert (await engine.generate(request)).generations[0].versions[0] == 2
+        assert (await engine.generate(request))[0].versions[0] == 2
 
     with_engine(make_engine(make_model()), story)
 
@@ -387,9 +388,7 @@ def test_any_history_of_cancels_and_pauses_leaves_the_others_tokens_alone(seed: 
             for row, outcome in enumerate(outcomes)
             if not isinstance(outcome, BaseException)
         ]
-        assert all(
-            isinstance(outcome, GenerateResult | asyncio.CancelledError) for outcome in outcomes
-        )
+        assert all(isinstance(outcome, tuple | asyncio.CancelledError) for outcome in outcomes)
         assert len(finished) >= 10
         for row, outcome in finished:
             assert tokens_of([outcome]) == undisturbed[row]
@@ -434,7 +433,7 @@ def test_a_command_is_done_though_the_thread_that_was_to_do_it_is_wanted_elsewhe
     engine.host = BeginsToWait()
     requests = [request_of(prompt_of(4))]
 
-    async def ask() -> list[GenerateResult]:
+    async def ask() -> list[tuple[Segment, ...]]:
         async with engine:
             return await asyncio.wait_for(generate_all(engine, requests), DEADLINE_S)
 

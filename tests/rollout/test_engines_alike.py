@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.rollout.conformance import FIRST as FIRST_WEIGHTS
 from distflow.rollout.conformance import (
@@ -26,13 +27,7 @@ from distflow.rollout.conformance import (
 )
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
-from distflow.rollout.engine import (
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    RolloutEngine,
-    SamplingParams,
-)
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf_engine import HFEngine
 from distflow.rollout.servers.fleet import Fleet
@@ -229,16 +224,14 @@ class Wrong(HFEngine):
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(model, tokenizer, version=FIRST)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         result = await super().generate(self.altered(request))
-        return GenerateResult(
-            tuple(self.told(generation, request) for generation in result.generations)
-        )
+        return tuple(self.told(generation, request) for generation in result)
 
     def altered(self, request: GenerateRequest) -> GenerateRequest:
         return request
 
-    def told(self, generation: Generation, request: GenerateRequest) -> Generation:
+    def told(self, generation: Segment, request: GenerateRequest) -> Segment:
         return generation
 
 
@@ -254,7 +247,7 @@ class IgnoresTemperature(Wrong):
 class ReportsAnotherTemperature(Wrong):
     """It draws as it should."""
 
-    def told(self, generation: Generation, request: GenerateRequest) -> Generation:
+    def told(self, generation: Segment, request: GenerateRequest) -> Segment:
         heat = request.params.temperature
         return replace(
             generation, rollout_log_probs=[one * heat for one in generation.rollout_log_probs]
@@ -272,7 +265,7 @@ class DrawsWhenGreedy(Wrong):
 
 
 class ReportsThePolicyForTheDraws(Wrong):
-    def told(self, generation: Generation, request: GenerateRequest) -> Generation:
+    def told(self, generation: Segment, request: GenerateRequest) -> Segment:
         return replace(generation, sampling_log_probs=generation.rollout_log_probs)
 
 
@@ -298,22 +291,22 @@ class KnowsOneSeed(Wrong):
 
 
 class SwapsSamples(Wrong):
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        return GenerateResult((await super().generate(request)).generations[::-1])
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
+        return (await super().generate(request))[::-1]
 
 
 class ReportsNothingANumber(Wrong):
-    def told(self, generation: Generation, request: GenerateRequest) -> Generation:
+    def told(self, generation: Segment, request: GenerateRequest) -> Segment:
         return replace(generation, rollout_log_probs=[float("nan")] * len(generation.token_ids))
 
 
 class LosesAVersion(Wrong):
-    def told(self, generation: Generation, request: GenerateRequest) -> Generation:
+    def told(self, generation: Segment, request: GenerateRequest) -> Segment:
         return replace(generation, versions=generation.versions[1:])
 
 
 class ReportsTheOldVersion(Wrong):
-    def told(self, generation: Generation, request: GenerateRequest) -> Generation:
+    def told(self, generation: Segment, request: GenerateRequest) -> Segment:
         return replace(generation, versions=[max(step - 1, 1) for step in generation.versions])
 
 
@@ -328,7 +321,7 @@ class GeneratesInAPause(Wrong):
 class GoesOnWhenCancelled(Wrong):
     """One that others wait for."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         return await asyncio.shield(asyncio.create_task(super().generate(request)))
 
     @property
@@ -381,7 +374,7 @@ class TakesOlderVersions(Wrong):
 
 
 class Breaks(Wrong):
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         raise KeyError("output_ids")
 
 
@@ -398,7 +391,7 @@ FAULTS: list[tuple[type[Wrong], str, str]] = [
     (KnowsOneSeed, "seeds", "give the same tokens"),
     (SwapsSamples, "seeds", "were asked for"),
     (ReportsNothingANumber, "log-probs", "not finite"),
-    (LosesAVersion, "log-probs", "one log-prob and version per token"),
+    (LosesAVersion, "log-probs", "versions"),
     (ReportsTheOldVersion, "new weights", "log-probs differ"),
     (GeneratesInAPause, "pause", "generated during a pause"),
     (GoesOnWhenCancelled, "cancel", "that no request asked for"),
@@ -421,7 +414,7 @@ def test_an_engine_that_does_not_is_found(fault: type[Wrong], name: str, text: s
 
 def test_what_an_engine_refuses_is_not_supported_where_it_may_be() -> None:
     class Refuses(Wrong):
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
             raise UserError("cannot be had from this server")
 
     findings = check(Refuses, tiny("llama"), [FIRST_WEIGHTS, "log-probs", "top_k"])

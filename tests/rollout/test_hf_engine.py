@@ -55,7 +55,7 @@ def test_both_engines_draw_the_same_tokens(options: dict[str, Any]) -> None:
     for ours, theirs in zip(
         run_all(make_engine(model), requests), run_all(make_hf(model), requests), strict=True
     ):
-        for one, other in zip(ours.generations, theirs.generations, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
             assert one.sample == other.sample and one.token_ids == other.token_ids
             assert one.finish_reason == other.finish_reason and one.versions == other.versions
             assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
@@ -87,8 +87,8 @@ def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
         model.lm_head.weight.zero_()
         model.generation_config.eos_token_id = 0
     (result,) = run_all(make_hf(model), [request_of(prompt_of(3), greedy=True, max_tokens=7)])
-    assert result.generations[0].token_ids == [0] * 7
-    assert result.generations[0].finish_reason == "length"
+    assert list(result[0].token_ids) == [0] * 7
+    assert result[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_other_families_run() -> None:
     ).eval()
     request = request_of(prompt_of(4), max_tokens=10)
     (result,) = run_all(make_hf(model), [request])
-    expected = forward_log_probs(model, request.prompt_ids, result.generations[0])
-    assert result.generations[0].rollout_log_probs == pytest.approx(expected, abs=1e-5)
+    expected = forward_log_probs(model, request.prompt_ids, result[0])
+    assert result[0].rollout_log_probs == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UserError, match="exceeds the 64 positions"):
         run_all(make_hf(model), [request_of(prompt_of(4), max_tokens=61)])
 
@@ -173,7 +173,7 @@ def test_a_flow_begins_with_noise_and_ends_after_its_steps() -> None:
     for request, result in zip(
         (*requests, *greedy), run_all(make_hf(model), [*requests, *greedy]), strict=True
     ):
-        for made, sample in zip(result.generations, request.samples, strict=True):
+        for made, sample in zip(result, request.samples, strict=True):
             key = np.array([sample_key(request.stream, sample)], np.uint64)
             ids = torch.tensor([[*request.prompt_ids, *made.token_ids]])
             logits = (
@@ -208,14 +208,14 @@ def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> No
         request_of(prompt_of(6, n), (n, n + 3), row=n, max_tokens=5, head=ActionHead(first))
         for n in range(3)
     ]
-    together = [made for result in run_all(make_hf(model), requests) for made in result.generations]
-    alone = [made for each in requests for made in run_all(make_hf(model), [each])[0].generations]
+    together = [made for result in run_all(make_hf(model), requests) for made in result]
+    alone = [made for each in requests for made in run_all(make_hf(model), [each])[0]]
     keys = [sample_key(each.stream, sample) for each in requests for sample in each.samples]
     for made, other, key, request in zip(
         together, alone, keys, (r for r in requests for _ in r.samples), strict=True
     ):
         assert (
-            made.token_ids == [first + 2 * place for place in range(5)]
+            list(made.token_ids) == [first + 2 * place for place in range(5)]
             and made.finish_reason == "length"
         )
         assert (
@@ -239,7 +239,7 @@ def test_numbers_of_actions_are_drawn_by_the_inverse_normal_distribution() -> No
                 math.log(normal.pdf(made.values[place])), abs=1e-4
             )
     greedy = replace(requests[0], params=replace(requests[0].params, greedy=True))
-    for made in run_all(make_hf(model), [greedy])[0].generations:
+    for made in run_all(make_hf(model), [greedy])[0]:
         ids = torch.tensor([[*greedy.prompt_ids, *made.token_ids]])
         logits = model(input_ids=ids, use_cache=False).logits[0][len(greedy.prompt_ids) - 1 : -1]
         assert made.values == pytest.approx(

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Stream
+from distflow.rollout.engine import GenerateRequest, Stream
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
@@ -42,7 +43,7 @@ def make_models(count: int, family: str = "llama") -> list[Any]:
 
 @torch.no_grad()
 def mixed_cache_log_probs(
-    models: Mapping[int, Any], prompt: tuple[int, ...], generation: Generation
+    models: Mapping[int, Any], prompt: tuple[int, ...], generation: Segment
 ) -> list[float]:
     """By transformers' own cache, token by token: each forward under the weights that drew its
     token, over what the forwards before it left."""
@@ -58,7 +59,7 @@ def mixed_cache_log_probs(
 
 
 def own_context_log_probs(
-    models: Mapping[int, Any], prompt: tuple[int, ...], generation: Generation
+    models: Mapping[int, Any], prompt: tuple[int, ...], generation: Segment
 ) -> list[float]:
     """Each token under the weights that drew it, its whole context too."""
     under = {v: forward_log_probs(models[v], prompt, generation) for v in set(generation.versions)}
@@ -82,10 +83,9 @@ def test_each_token_of_three_versions_has_the_log_prob_of_its_weights(
         for step in (1, 2):
             await tokens_after(engine, 40)
             await engine.load_weights(Version(0, step), models[step].named_parameters())
-        for generation in (await task).generations:
-            assert set(generation.versions) == {0, 1, 2} and generation.versions == sorted(
-                generation.versions
-            )
+        for generation in await task:
+            versions = list(generation.versions)
+            assert set(versions) == {0, 1, 2} and versions == sorted(versions)
             assert min(generation.versions.count(version) for version in (0, 1, 2)) >= 10
             got = generation.rollout_log_probs
             other = {"keep": "recompute", "recompute": "keep"}[kv_on_update]
@@ -122,12 +122,12 @@ def test_an_alias_keeps_weights_cached_prompts_and_what_runs() -> None:
         second = asyncio.create_task(engine.generate(short))
         results = list(await asyncio.gather(first, second))
         assert [shape for shape in prefilled if len(shape) == 2] == [(1, len(PROMPT))]
-        for generation in results[0].generations:
+        for generation in results[0]:
             count = generation.versions.index(3)
-            assert generation.versions == [0] * count + [3] * (120 - count) and count >= 10
+            assert list(generation.versions) == [0] * count + [3] * (120 - count) and count >= 10
             expected = forward_log_probs(model, PROMPT, generation)
             assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
-        assert set(results[1].generations[0].versions) == {3}
+        assert set(results[1][0].versions) == {3}
         assert (
             tokens_of(results) == undisturbed and stripe_hashes(model.named_parameters()) == before
         )
@@ -146,8 +146,8 @@ def test_a_prompt_cached_before_an_alias_is_not_used_after_the_next_update() -> 
         await tokens_after(engine, 5)
         await engine.load_weights(Version(0, 1), None)
         await engine.load_weights(Version(0, 2), other.named_parameters())
-        (generation,) = (await engine.generate(request_of(PROMPT, (1,), max_tokens=15))).generations
-        assert generation.versions == [2] * 15
+        (generation,) = await engine.generate(request_of(PROMPT, (1,), max_tokens=15))
+        assert list(generation.versions) == [2] * 15
         assert generation.rollout_log_probs == pytest.approx(
             forward_log_probs(other, PROMPT, generation), abs=1e-4
         )
@@ -161,7 +161,7 @@ def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
     for a slot."""
     model = make_model()
     other = make_models(2)[1].float()
-    free = run_all(make_engine(model), [request_of(PROMPT, (0, 1), max_tokens=120)])[0].generations
+    free = run_all(make_engine(model), [request_of(PROMPT, (0, 1), max_tokens=120)])[0]
     stop = next(token for token in free[0].token_ids[3:] if token not in free[1].token_ids)
     end = free[0].token_ids.index(stop) + 1
     mixed = request_of(PROMPT, (0, 1, 2, 3), max_tokens=120, stop_token_ids=(stop,))
@@ -175,8 +175,8 @@ def test_abort_ends_what_has_begun_and_leaves_the_rest() -> None:
         aborted = await asyncio.wait_for(tasks[0], 10)  # answered though the engine is paused
         assert not tasks[1].done()
         await engine.resume()
-        first, second, third, last = (await tasks[1]).generations
-        for generation in (*aborted.generations, second, third):
+        first, second, third, last = await tasks[1]
+        for generation in (*aborted, second, third):
             assert generation.finish_reason == "abort" and set(generation.versions) == {0}
             assert (
                 len(generation.token_ids)
@@ -207,7 +207,7 @@ def test_an_aborted_answer_asked_for_again_is_that_of_the_new_weights() -> None:
         task = asyncio.create_task(engine.generate(request))
         await tokens_after(engine, 20)
         await engine.load_weights(Version(0, 1), other.named_parameters())
-        assert {generation.finish_reason for generation in (await task).generations} == {"abort"}
+        assert {generation.finish_reason for generation in (await task)} == {"abort"}
         assert tokens_of([await engine.generate(request)]) == expected
 
     expected = tokens_of(run_all(make_engine(other), [request]))
@@ -229,9 +229,7 @@ def test_bad_weights_in_flight_disturb_nothing() -> None:
             await engine.load_weights(Version(-1, 9), None)
         result = await task
         assert tokens_of([result]) == undisturbed and engine.version == Version(0, 0)
-        assert {
-            version for generation in result.generations for version in generation.versions
-        } == {0}
+        assert {version for generation in result for version in generation.versions} == {0}
 
     undisturbed = tokens_of(run_all(make_engine(model), [request]))
     for kv_on_update in ("keep", "recompute", "abort"):
@@ -281,7 +279,7 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
             await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
         num_versions = 0
         for request, result in zip(requests, results, strict=True):
-            for generation in result.generations:
+            for generation in result:
                 assert generation.versions == sorted(generation.versions)
                 num_versions = max(num_versions, len(set(generation.versions)))
                 expected = own_context_log_probs(made_by, request.prompt_ids, generation)
@@ -307,7 +305,9 @@ def test_an_evaluation_goes_first_and_leaves_no_trace_in_the_batches_of_training
     async def story(engine: EmbeddedEngine) -> None:
         finished: list[str] = []
 
-        def send(lane: str, requests: list[GenerateRequest]) -> list[asyncio.Task[GenerateResult]]:
+        def send(
+            lane: str, requests: list[GenerateRequest]
+        ) -> list[asyncio.Task[tuple[Segment, ...]]]:
             tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
             for task in tasks:
                 task.add_done_callback(lambda _: finished.append(lane))

@@ -28,10 +28,7 @@ def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_o
             await engines.generate(replace(request, policy="critic"))
         with pytest.raises(ValueError, match=r"judge\..*: no trained policy has the name 'judge'"):
             await engines.load_weights(Version(0, 1), [("judge.x", later["solver"][0][1])])
-        said = {
-            name: (await engines.generate(replace(request, policy=name))).generations[0]
-            for name in NAMES
-        }
+        said = {name: (await engines.generate(replace(request, policy=name)))[0] for name in NAMES}
         assert len({tuple(each.token_ids) for each in said.values()}) == 3
         await own["solver"].load_weights(Version(0, 1), later["solver"])
         assert engines.version == Version(0, 0), "the staleness is that of the older policy"
@@ -43,12 +40,9 @@ def test_requests_and_weights_go_to_their_policy_and_staleness_counts_from_the_o
         hashes = await engines.hashes()
         frozen = stripe_hashes(list(models["judge"].named_parameters()))
         assert {name: hashes[f"judge.{name}"] for name in frozen} == frozen
-        again = (await engines.generate(replace(request, policy="judge"))).generations[0]
+        again = (await engines.generate(replace(request, policy="judge")))[0]
         assert again.token_ids == said["judge"].token_ids
-        two = [
-            (await engines.generate(replace(request, policy=name))).generations[0]
-            for name in NAMES[:2]
-        ]
+        two = [(await engines.generate(replace(request, policy=name)))[0] for name in NAMES[:2]]
         assert two[0].token_ids == two[1].token_ids != said["solver"].token_ids, (
             "both have the same weights now"
         )

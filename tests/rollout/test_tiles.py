@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.data.sample import Segment
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.packed_attention import BLOCK, attend_in_blocks
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.host_batch_plain_or_invariant import LARGEST, tile_size
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
     generate_all,
     make_engine,
@@ -35,11 +36,11 @@ ODD: dict[str, Any] = {
 """Nothing is a multiple of a register's numbers."""
 
 
-def bits(results: Sequence[GenerateResult]) -> list[Any]:
+def bits(results: Sequence[tuple[Segment, ...]]) -> list[Any]:
     return [
         (made.token_ids, made.rollout_log_probs, made.sampling_log_probs)
         for result in results
-        for made in result.generations
+        for made in result
     ]
 
 
@@ -61,11 +62,11 @@ def requests() -> list[GenerateRequest]:
 
 async def at_any_time(
     engine: EmbeddedEngine, wanted: Sequence[GenerateRequest]
-) -> list[GenerateResult]:
+) -> list[tuple[Segment, ...]]:
     """Each request when some tokens of others are there."""
     generator = random.Random(0)
 
-    async def one(request: GenerateRequest) -> GenerateResult:
+    async def one(request: GenerateRequest) -> tuple[Segment, ...]:
         await asyncio.sleep(generator.random() * 0.1)
         return await engine.generate(request)
 

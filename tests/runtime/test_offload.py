@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.engines_and_services import Offload
 from distflow.runtime.spec import Offloads, Spec
@@ -64,7 +65,7 @@ class WatchedEngine(TorchTrainEngine):
 
 
 class WatchedRollout(EmbeddedEngine):
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         if not EVENTS or EVENTS[-1] != "generate":
             EVENTS.append("generate")
         return await super().generate(request)

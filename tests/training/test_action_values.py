@@ -14,7 +14,6 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
 from distflow.models.log_probs import ActionHead
-from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.rollout.hf_engine import HFEngine
 from distflow.training.torch_engine import TorchScorer
 from tests.rollout.drive import FIRST, prompt_of, request_of, run_all
@@ -44,10 +43,7 @@ def acted(model: Any, head: ActionHead, actions: tuple[int, ...] = (3, 2, 1, 0))
         for n, own in enumerate(starts)
         for turn, prompt in enumerate(own)
     ]
-    drawn = [
-        policy_segment(r.generations[0])
-        for r in run_all(HFEngine(model, tiny_tokenizer(), version=FIRST), requests)
-    ]
+    drawn = [r[0] for r in run_all(HFEngine(model, tiny_tokenizer(), version=FIRST), requests)]
     samples = list[Sample]()
     for n, (own, number) in enumerate(zip(starts, used, strict=True)):
         first = drawn[2 * n]
@@ -55,8 +51,8 @@ def acted(model: Any, head: ActionHead, actions: tuple[int, ...] = (3, 2, 1, 0))
         cut = [
             Segment(
                 "policy",
-                *(each[:number] for each in (second.token_ids, second.log_probs)),
-                second.log_probs[:number],
+                *(each[:number] for each in (second.token_ids, second.rollout_log_probs)),
+                second.rollout_log_probs[:number],
                 second.versions[:number],
                 values=second.values[:number],
             )

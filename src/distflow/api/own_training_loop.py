@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from distflow.cluster.own_loop_driver import OwnLoop
     from distflow.data.batch import Batch
+    from distflow.data.sample import Segment
     from distflow.launch.one_process_launcher import Running
-    from distflow.rollout.engine import GenerateRequest, Generation
+    from distflow.rollout.engine import GenerateRequest
     from distflow.runtime.sample_queue.protocol import TrainingStep
     from distflow.training.engine import LossFn, Scorer, TrainEngine
 
@@ -295,23 +296,23 @@ class Rollouts:
 
     def generate(
         self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any
-    ) -> "tuple[Generation, ...]":
+    ) -> "tuple[Segment, ...]":
         """n responses to a tokenized prompt from the weights published last, generated beside the
         run's groups.
 
         sampling: overrides the config, by the names of `SamplingParams`. Calls in the same order
         after the same `publish` draw the same samples. Raises UserError if the engine cannot do it,
         or shares weights trained since."""
-        return self._entered.worker.generate(self._request(prompt_ids, n, sampling)).generations
+        return self._entered.worker.generate(self._request(prompt_ids, n, sampling))
 
     async def agenerate(
         self, prompt_ids: "Sequence[int]", n: int = 1, **sampling: Any
-    ) -> "tuple[Generation, ...]":
+    ) -> "tuple[Segment, ...]":
         """`generate` for your own event loop, where many calls may wait at once."""
         request = self._request(prompt_ids, n, sampling)
         self._num_asked += 1
         try:
-            return (await self._entered.worker.agenerate(request)).generations
+            return await self._entered.worker.agenerate(request)
         finally:
             self._num_asked -= 1
 

@@ -20,10 +20,10 @@ from torch.nn.utils import get_total_norm
 
 from distflow.audit.model_forward import PlainScores
 from distflow.data.batch import Batch
-from distflow.data.sample import on_event
+from distflow.data.sample import Segment, on_event
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.reward_results import RewardResult
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.rollout_loop.group_tasks import group_task
 from distflow.runtime.sample_queue.protocol import LoadedGroups
 from distflow.scheduling.group_states import PromptGroup
@@ -46,7 +46,7 @@ class GroupRecord:
     result. events: of each episode, by its index; see `on_event`."""
 
     prompt_group: PromptGroup
-    generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
+    generated: list[tuple[GenerateRequest, tuple[Segment, ...]]] = field(default_factory=list)
     scored: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
     events: dict[int, list[tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class GroupRecords:
         _current.set(record)
         on_event.set(record.add_event)
 
-    def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
+    def generated(self, request: GenerateRequest, result: tuple[Segment, ...]) -> None:
         if (record := _current.get()) is not None:
             record.generated.append((request, result))
 

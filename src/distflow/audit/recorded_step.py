@@ -30,11 +30,12 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.graph import BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
 from distflow.observe.metrics import Measured
 from distflow.rewards.reward_results import RewardResult
-from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
+from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
@@ -171,7 +172,7 @@ class RecordedTurn(NamedTuple):
     before `end`: the whole generation, or its beginning if a node cut it."""
 
     request: GenerateRequest
-    generation: Generation
+    generation: Segment
     start: int
     end: int
     conversation: Conversation
@@ -301,15 +302,15 @@ class RecordedStep:
         """The record of the sample's group; None if this worker did not generate it."""
         return self.records.get(int(sample["group_index"]))
 
-    def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Generation]]:
+    def requests(self, sample: Sample) -> list[tuple[GenerateRequest, Segment]]:
         """The requests for this sample, each with the engine's generation; empty if this worker did
         not record them."""
         # baselines are greedy
         record = self.record_of(sample)
         baselines = not self.run.spec.sampling.greedy
-        found: list[tuple[GenerateRequest, Generation]] = []
+        found: list[tuple[GenerateRequest, Segment]] = []
         for request, result in record.generated if record else ():
-            for generation in result.generations:
+            for generation in result:
                 if generation.sample == index_of(sample) and not (
                     baselines and request.params.greedy
                 ):

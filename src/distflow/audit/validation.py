@@ -79,7 +79,7 @@ def sample_facts(run: AuditedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts |= {"right": right, "versions": row.get("versions", []), "wrong": wrong}
             if kind == "greedy" and record.generated and group.row == drawn_row:
                 request, result = record.generated[0]
-                made = result.generations[0]
+                made = result[0]
                 head = vars(own) if (own := request.params.head) is not None else {}
                 facts["drawn"] = (
                     request.prompt_ids,
@@ -159,9 +159,7 @@ def _wrong_request(run: AuditedRun, record: GroupRecord, asked: PromptRow) -> st
         if rollout.workflow is not None:
             continue
         rare = [
-            tuple(each.token_ids)
-            for each in result.generations
-            if sum(each.sampling_log_probs) < TWIN_NATS
+            tuple(each.token_ids) for each in result if sum(each.sampling_log_probs) < TWIN_NATS
         ]
         asked_for = (request.prompt_ids, request.images)
         if asked_for != (asked.prompt_ids, asked.images) or len(set(rare)) < len(rare):

@@ -100,7 +100,9 @@ class Batch:
                 [float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments
             ],
             "versions": [seg.versions or [-1] * len(seg.token_ids) for seg in segments],
-            "rollout_log_probs": [seg.log_probs or [0.0] * len(seg.token_ids) for seg in segments],
+            "rollout_log_probs": [
+                seg.rollout_log_probs or [0.0] * len(seg.token_ids) for seg in segments
+            ],
             "sampling_log_probs": [
                 seg.sampling_log_probs or [0.0] * len(seg.token_ids) for seg in segments
             ],

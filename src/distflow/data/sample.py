@@ -1,41 +1,77 @@
 """One trajectory: append-only segments of token ids, which are never re-tokenised; and hooks that
 record the messages, tokens and rewards of its episode where they enter or leave our code."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 Owner = Literal["prompt", "policy", "tool", "environment", "unused"]
+"""Whose tokens they are. Unused ones were drawn by the policy, but had no effect: actions after the
+end of an episode."""
+
+FinishReason = Literal["stop", "length", "abort"]
+"""A stop token or string; the maximum length; or an abort by new weights (`KVOnUpdate`)."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids with one owner. Policy segments have one log-prob and one weight version per token.
-    Unused ones were drawn, but had no effect: actions after the end of an episode.
-
-    images: the paths of a prompt's images, in the order of their placeholders (see
-    `data/images.py`).
-    values: of continuous actions, one per token, unclipped; empty for other tokens. log_probs:
-    under softmax(logits / T), or log-densities of the values. sampling_log_probs: after truncations
-    and penalties. reward: this turn's part of the episode's score. turn: one more than that of the
-    episode's latest reply when this one was requested, which orders replies in time; those
-    requested at once share it.
-    """
+    """Token ids with one owner. Those of the policy are what an engine returns for one sample of a
+    request, with one log-prob and one weight version per token, including the stop token."""
 
     owner: Owner
     token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...] = ()
+    rollout_log_probs: tuple[float, ...] = ()
+    """Under softmax(logits / T), before truncations and penalties; or log-densities of the
+    values."""
     sampling_log_probs: tuple[float, ...] = ()
+    """Under the distribution that the tokens were drawn from, after truncations and penalties."""
     versions: tuple[int, ...] = ()
+    """The step of the weights that produced each token."""
     reward: float = 0.0
+    """This turn's part of the episode's score."""
     turn: int = 0
+    """One more than that of the episode's latest reply when this one was requested, which orders
+    replies in time; those requested at once share it."""
     images: tuple[str, ...] = ()
+    """Paths of a prompt's images, in the order of their placeholders (see `data/images.py`)."""
     values: tuple[float, ...] = ()
+    """Of continuous actions, one per token, unclipped; empty for other tokens."""
+    sample: int = 0
+    """The index of the requested sample."""
+    finish_reason: FinishReason | None = None
+    """Why the engine ended; None for tokens that it did not draw."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens with keys and values from an earlier request; None if the engine does not
+    report it."""
+
+    @staticmethod
+    def drawn(
+        sample: int,
+        token_ids: Iterable[int],
+        rollout_log_probs: Iterable[float],
+        sampling_log_probs: Iterable[float],
+        versions: Iterable[int],
+        finish_reason: FinishReason,
+        num_cached_tokens: int | None = None,
+        values: Iterable[float] = (),
+    ) -> "Segment":
+        """What an engine drew for a sample."""
+        return Segment(
+            "policy",
+            tuple(token_ids),
+            tuple(rollout_log_probs),
+            tuple(sampling_log_probs),
+            tuple(versions),
+            values=tuple(values),
+            sample=sample,
+            finish_reason=finish_reason,
+            num_cached_tokens=num_cached_tokens,
+        )
 
     def __post_init__(self) -> None:
         expected = len(self.token_ids) if self.owner == "policy" else 0
-        for name in ("log_probs", "sampling_log_probs", "versions"):
+        for name in ("rollout_log_probs", "sampling_log_probs", "versions"):
             if len(getattr(self, name)) != expected:
                 raise ValueError(
                     f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} "
@@ -56,36 +92,40 @@ LIMIT_REASONS = ("length", "context", "max_turns", "max_steps")
 
 @dataclass
 class Sample:
-    """A trajectory for one prompt, whose first segment is the prompt.
-
-    uid: "<group number>-<sample index>". group_index: the group number. episode: index of its
-    episode in the group. agent: the one with these turns. forks: if the episode's conversation
-    branched, the name of each further conversation and the position of its first token in the
-    response, where they follow the first one, end to end. last_turn: the policy segment that was
-    the last in time, since there may be several conversations. conversation: the messages, for
-    display. valid: False once it has a reward error. outcome: the score from a workflow, if there
-    is one. rejected: the workflow wants it dropped. head: the fields of the `ActionHead` that drew
-    its values.
-    """
+    """A trajectory for one prompt, whose first segment is the prompt."""
 
     uid: str
+    """ "<group number>-<sample index>"."""
     group_index: int
+    """The group number."""
     segments: list[Segment]
-    episode: int = field(default=0, kw_only=True)
-    agent: str = field(default="policy", kw_only=True)
-    forks: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
-    last_turn: int = field(default=-1, kw_only=True)
-    conversation: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
     prompt: str = ""
     response: str = ""
     domain: str = "default"
     ground_truth: object = None
     extra_info: Mapping[str, object] = field(default_factory=dict)
     finish_reason: str = "stop"
+    """The engine's for its last segment, or the limit that ended the episode."""
     valid: bool = True
-    outcome: object = field(default=None, kw_only=True)
-    rejected: bool = field(default=False, kw_only=True)
-    head: Mapping[str, float] | None = field(default=None, kw_only=True)
+    """False once it has a reward error."""
+    _: KW_ONLY
+    episode: int = 0
+    """The index of its episode in the group."""
+    agent: str = "policy"
+    """The one with these turns."""
+    forks: tuple[tuple[str, int], ...] = ()
+    """If the episode's conversation branched: the name of each further conversation and the
+    position of its first token in the response, where they follow the first one, end to end."""
+    last_turn: int = -1
+    """The policy segment that was the last in time, since there may be several conversations."""
+    conversation: tuple[Mapping[str, str], ...] = ()
+    """The messages, for display."""
+    outcome: object = None
+    """The score from a workflow, if there is one."""
+    rejected: bool = False
+    """The workflow wants it dropped."""
+    head: Mapping[str, float] | None = None
+    """The fields of the `ActionHead` that drew its values."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ async def _respond(
     return ModelResponse(
         list(prompt),
         list(drawn.token_ids),
-        list(drawn.log_probs),
+        list(drawn.rollout_log_probs),
         list(drawn.versions),
         "stop" if reason == "stop" else "length",
     )
@@ -260,7 +260,7 @@ def _set_segments(chat: Chat, calls: Sequence[_Call], columns: Mapping[str, list
         segment = Segment(
             "policy",
             tokens,
-            drawn.log_probs[part],
+            drawn.rollout_log_probs[part],
             drawn.sampling_log_probs[part],
             versions=drawn.versions[part],
         )
@@ -302,7 +302,7 @@ def _trained_calls(
         number, position = drawn_at[place]
         trained[place] = number
         drawn = calls[number].drawn
-        _check_same("logprobs", columns, place, drawn.log_probs[position], LIMIT)
+        _check_same("logprobs", columns, place, drawn.rollout_log_probs[position], LIMIT)
         _check_same("versions", columns, place, drawn.versions[position], 0.0)
     return trained
 

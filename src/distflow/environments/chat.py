@@ -275,7 +275,7 @@ class Chat:
         kept = replace(
             last,
             token_ids=last.token_ids[:number],
-            log_probs=last.log_probs[:number],
+            rollout_log_probs=last.rollout_log_probs[:number],
             sampling_log_probs=last.sampling_log_probs[:number],
             versions=last.versions[:number],
             values=last.values[:number],

@@ -290,7 +290,7 @@ def _answer(call: Call, chat: Chat, reply: Reply, format: str | None) -> Answer:
     tokens = list[tuple[str, float]]()
     if reply.token_ids:
         drawn = chat.segments[-1]
-        for token, log_prob in zip(drawn.token_ids, drawn.log_probs, strict=True):
+        for token, log_prob in zip(drawn.token_ids, drawn.rollout_log_probs, strict=True):
             tokens.append((chat.tokens.decode([token]), log_prob))
     if calls:
         reason = "tool_calls"

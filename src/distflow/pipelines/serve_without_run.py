@@ -18,7 +18,6 @@ from distflow.environments.conversations import Conversations
 from distflow.environments.endpoint import Endpoint
 from distflow.environments.endpoint_calls import Answer, Call
 from distflow.environments.tokens_between_turns import TurnTokens
-from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
 from distflow.pipelines.nodes.workflow_rollout import template_kwargs
 from distflow.rollout.engine import (
     GenerateRequest,
@@ -78,8 +77,8 @@ class ServedPolicy:
             request = GenerateRequest(
                 prompt, (0,), own, stream, num_drawn, may_continue=True, heard=heard
             )
-            (made,) = (await generate_whole(self._engine.generate, request)).generations
-            return policy_segment(made), made.finish_reason
+            (made,) = await generate_whole(self._engine.generate, request)
+            return made, str(made.finish_reason)
 
         chat = Chat(self._tokens, generate, self._limits, templated=True)
         return await Conversations(chat, None, max_calls=1).answer(call)

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -16,14 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from distflow.data.sample import Segment
 from distflow.errors import UserError, count_of
-from distflow.rollout.engine import (
-    GenerateRequest,
-    Generation,
-    RolloutEngine,
-    SamplingParams,
-    Stream,
-)
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version
 
@@ -107,8 +102,8 @@ class Bench:
     def prompt(self, length: int, number: int = 0) -> tuple[int, ...]:
         return tuple(random.Random(f"{length} {number}").choices(self._ids, k=length))
 
-    def text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+    def text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     async def ask(
         self,
@@ -117,28 +112,27 @@ class Bench:
         row: int = 0,
         seed: int = 1,
         **params: Any,
-    ) -> tuple[Generation, ...]:
-        """Generations, whose form is checked: lists of equal length, known versions, an end where
-        one is due."""
+    ) -> tuple[Segment, ...]:
+        """Responses, whose form is checked: finite log-probs, known versions, an end where one is
+        due."""
         wanted = SamplingParams(**{"max_tokens": self.num_tokens, **params})
         request = GenerateRequest(prompt, samples, wanted, Stream(seed, "check", 0, row))
-        generations = (await self.engine.generate(request)).generations
-        if [generation.sample for generation in generations] != [*samples]:
+        responses = await self.engine.generate(request)
+        if [each.sample for each in responses] != [*samples]:
             raise Fails(
-                f"samples {samples} were asked for, {[each.sample for each in generations]} came"
+                f"samples {samples} were asked for, {[each.sample for each in responses]} came"
             )
-        for each in generations:
+        for each in responses:
             ids = each.token_ids
             log_probs = (each.rollout_log_probs, each.sampling_log_probs)
-            if {len(ids)} != {len(one) for one in (*log_probs, each.versions)}:
-                raise Fails("there is not exactly one log-prob and version per token")
             if not all(
                 math.isfinite(number) and number < 1e-4 for one in log_probs for number in one
             ):
                 raise Fails("a log-prob is not finite, or above 0")
-            if not set(each.versions) <= set(self.served) or each.versions != sorted(each.versions):
+            versions = list(each.versions)
+            if not set(versions) <= set(self.served) or versions != sorted(versions):
                 raise Fails(
-                    f"tokens are of the versions {each.versions}, and {[*self.served]} were served"
+                    f"tokens are of the versions {versions}, and {[*self.served]} were served"
                 )
             ends = (end for end in range(1, len(ids) + 1) if self._stops(ids[:end], wanted))
             due = next(ends, 0)
@@ -146,24 +140,22 @@ class Bench:
             if each.finish_reason != "abort" and (each.finish_reason, len(ids)) != (reason, length):
                 ended = f"ended by '{each.finish_reason}' after {len(ids)} tokens"
                 raise Fails(f"a response {ended}, but should have at '{reason}' after {length}")
-        return generations
+        return responses
 
-    def _stops(self, ids: list[int], wanted: SamplingParams) -> bool:
+    def _stops(self, ids: Sequence[int], wanted: SamplingParams) -> bool:
         return ids[-1] in wanted.stop_token_ids or any(
             text in self.text(ids) for text in wanted.stop
         )
 
     @torch.no_grad()
-    def logits(
-        self, prompt: tuple[int, ...], generation: Generation, keeps_kv: bool = True
-    ) -> Tensor:
+    def logits(self, prompt: tuple[int, ...], response: Segment, keeps_kv: bool = True) -> Tensor:
         """`(tokens, vocabulary)`: the logits of each token under the weights of its version.
         keeps_kv: use keys and values that earlier versions computed, else recompute them."""
-        ids = [*prompt, *generation.token_ids]
+        ids = [*prompt, *response.token_ids]
         start = len(prompt)
         cache = None
         rows = []
-        for version, run in groupby(generation.versions):
+        for version, run in groupby(response.versions):
             count = len([*run])
             model = self.served[version]
             fed = torch.tensor(
@@ -178,12 +170,12 @@ class Bench:
         return torch.cat(rows)
 
     def gap(
-        self, prompt: tuple[int, ...], generation: Generation, logits: Tensor, **params: Any
+        self, prompt: tuple[int, ...], response: Segment, logits: Tensor, **params: Any
     ) -> float:
-        """The largest |Δ| of the generation's log-probs, of both kinds."""
+        """The largest |Δ| of the response's log-probs, of both kinds."""
         wanted = SamplingParams(1, **params)
-        ids = torch.tensor(generation.token_ids)[:, None]
-        seen = ([*prompt, *generation.token_ids[:index]] for index in range(len(logits)))
+        ids = torch.tensor(response.token_ids)[:, None]
+        seen = ([*prompt, *response.token_ids[:index]] for index in range(len(logits)))
         drawn = torch.stack(
             [distribution(row, ids, wanted) for row, ids in zip(logits, seen, strict=True)]
         )
@@ -193,16 +185,12 @@ class Bench:
                 drawn.gather(-1, ids).log(),
             )
         )
-        found = torch.tensor(
-            [*generation.rollout_log_probs, *generation.sampling_log_probs]
-        ).double()
+        found = torch.tensor([*response.rollout_log_probs, *response.sampling_log_probs]).double()
         return float((found - truth[:, 0]).abs().max())
 
-    def compare(
-        self, prompt: tuple[int, ...], generations: Iterable[Generation], **params: Any
-    ) -> str:
+    def compare(self, prompt: tuple[int, ...], responses: Iterable[Segment], **params: Any) -> str:
         # some may be aborted before their first token
-        begun = [each for each in generations if each.token_ids]
+        begun = [each for each in responses if each.token_ids]
         return self.within(
             self.gap(prompt, each, self.logits(prompt, each), **params) for each in begun
         )
@@ -214,7 +202,7 @@ class Bench:
             raise Fails(f"log-probs differ by {largest:.2g}, the limit is {self.limit:g}")
         return f"largest |Δ| {largest:.1e}"
 
-    async def ask_long(self, patience: int = 8) -> list["asyncio.Task[tuple[Generation, ...]]"]:
+    async def ask_long(self, patience: int = 8) -> list["asyncio.Task[tuple[Segment, ...]]"]:
         """Requests for as many tokens as fit. patience: milliseconds to wait for the first
         token."""
         before = self.counted
@@ -318,11 +306,11 @@ async def greedy(bench: Bench) -> str:
     asked = (
         bench.ask(prompt, greedy=True, max_tokens=min(8, bench.num_tokens)) for prompt in prompts
     )
-    for prompt, (generation,) in zip(prompts, await asyncio.gather(*asked), strict=True):
-        logits = bench.logits(prompt, generation)
-        bench.within([bench.gap(prompt, generation, logits)])
+    for prompt, (response,) in zip(prompts, await asyncio.gather(*asked), strict=True):
+        logits = bench.logits(prompt, response)
+        bench.within([bench.gap(prompt, response, logits)])
         behind = (
-            logits.amax(-1) - logits.gather(-1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+            logits.amax(-1) - logits.gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
         )
         if float(behind.max()) > 2 * bench.limit:
             raise Fails(f"a token is {float(behind.max()):.2g} nats less likely than the likeliest")
@@ -383,7 +371,7 @@ async def stops(bench: Bench, choose: Callable[[Bench, list[int]], dict[str, Any
     for row in range(64):
         prompt = bench.prompt(5, row)
         (free,) = await bench.ask(prompt, greedy=True)
-        if stop := choose(bench, free.token_ids):
+        if stop := choose(bench, list(free.token_ids)):
             found = await bench.ask(prompt, greedy=True, **stop)
             if found[0].finish_reason != "stop":
                 raise Fails(f"a response continued where another had ended with {stop}")

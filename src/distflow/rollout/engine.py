@@ -11,13 +11,11 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from distflow.data.sample import Segment
 from distflow.models.log_probs import ActionHead as ActionHead
 from distflow.scheduling.group_states import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # unless it is read
-
-FinishReason = Literal["stop", "length", "abort"]
-"""A stop token or string; the maximum length; or an abort by new weights (`KVOnUpdate`)."""
 
 KVOnUpdate = Literal["keep", "recompute", "abort"]
 """Effect of new weights on begun sequences: continue with the old keys and values, recompute these,
@@ -27,25 +25,27 @@ or end."""
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties
-    apply after it.
-
-    top_k: -1 means off. top_p: 1.0 is off. min_p: 0.0 is off. repetition_penalty: 1.0 is off.
-    max_tokens: the most tokens of one generation. stop: strings that end it (kept in the tokens).
-    stop_token_ids: tokens that end it (kept in the tokens; the end-of-sequence tokens of the model
-    belong here). greedy: take the most likely token; log-probs are still those at `temperature`.
-    head: draws a chunk of continuous actions instead of tokens.
-    """
+    apply after it."""
 
     max_tokens: int
+    """The most tokens of one response."""
     temperature: float = 1.0
     top_p: float = 1.0
+    """1.0 is off."""
     top_k: int = -1
+    """-1 is off."""
     min_p: float = 0.0
+    """0.0 is off."""
     repetition_penalty: float = 1.0
+    """1.0 is off."""
     stop: tuple[str, ...] = ()
+    """Strings that end a response; they are kept in its tokens."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, such as the model's end of a sequence; they are kept too."""
     greedy: bool = False
+    """Take the most likely token; log-probs are still those at `temperature`."""
     head: ActionHead | None = None
+    """Draws a chunk of continuous actions instead of tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,81 +67,51 @@ class Stream:
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt with the requested sample indices, e.g. `samples=(0, 1, 2, 3)` for a whole group
-    of four.
-
-    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream
-    continues after them. may_continue: later prompts may begin with this prompt and its response,
-    so an engine may keep their keys and values until its weights change. policy: the one that
-    draws, if an engine serves several. images: of the
-    prompt, see `data/images.py`. heard: called with (sample,
-    token) on the caller's loop while tokens are drawn, by an engine that can.
-    """
+    of four."""
 
     prompt_ids: tuple[int, ...]
     samples: tuple[int, ...]
     params: SamplingParams
     stream: Stream
     num_drawn: int = 0
+    """Tokens that the policy drew in earlier turns of the episode. The random stream continues
+    after them."""
     may_continue: bool = False
+    """Later prompts may begin with this prompt and its response, so an engine may keep their keys
+    and values until its weights change."""
     policy: str = ""
+    """The one that draws, if an engine serves several."""
     images: tuple[str, ...] = ()
+    """Of the prompt, see `data/images.py`."""
     heard: Callable[[int, int], None] | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One sample. All lists have one entry per token, including the stop token.
-
-    rollout_log_probs: under softmax(logits / T), before truncations and penalties.
-    sampling_log_probs: under the distribution that the tokens were drawn from. versions: the step
-    of the weights that produced each token. num_cached_tokens: prompt tokens with keys and values
-    from an earlier request; None if the engine does not report it. values: of continuous actions.
-    """
-
-    sample: int
-    token_ids: list[int]
-    rollout_log_probs: list[float]
-    sampling_log_probs: list[float]
-    versions: list[int]
-    finish_reason: FinishReason
-    num_cached_tokens: int | None = None
-    values: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GenerateResult:
-    """One generation per requested sample, in the order of the request."""
-
-    generations: tuple[Generation, ...]
+    """Called with (sample, token) on the caller's loop while tokens are drawn, by an engine that
+    can."""
 
 
 async def generate_whole(
-    ask: Callable[[GenerateRequest], Awaitable[GenerateResult]], request: GenerateRequest
-) -> GenerateResult:
-    """The result of `ask`, an engine's `generate`, after samples aborted by a weight update were
+    ask: Callable[[GenerateRequest], Awaitable[tuple[Segment, ...]]], request: GenerateRequest
+) -> tuple[Segment, ...]:
+    """The responses of `ask`, an engine's `generate`, after samples aborted by a weight update were
     generated again."""
-    result = await ask(request)
-    while aborted := tuple(
-        made.sample for made in result.generations if made.finish_reason == "abort"
-    ):
+    responses = await ask(request)
+    while aborted := tuple(each.sample for each in responses if each.finish_reason == "abort"):
         again = await ask(replace(request, samples=aborted, heard=None))
-        redone = {made.sample: made for made in again.generations}
-        result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
-    return result
+        redone = {each.sample: each for each in again}
+        responses = tuple(redone.get(each.sample, each) for each in responses)
+    return responses
 
 
 @dataclass(frozen=True)
 class WeightReceipt:
-    """What an engine holds after a weight update: a hash of a stripe of each tensor.
-
-    shared: the engine computes on the trainer's storage, so nothing was copied. version_only: no
-    weights were sent, only a new version for those it has; then there are no hashes.
-    """
+    """What an engine holds after a weight update."""
 
     version: Version
     hashes: dict[str, str] = field(default_factory=dict)
+    """The hash of a stripe of each tensor."""
     shared: bool = False
+    """The engine computes on the trainer's storage, so nothing was copied."""
     version_only: bool = False
+    """No weights were sent, only a new version for those it has; then there are no hashes."""
 
 
 Stretch = Callable[[Callable[[], bool]], None]
@@ -195,8 +165,9 @@ class RolloutEngine(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate all requested samples; cancelling the task aborts them."""
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
+        """Generate all requested samples, one segment of the policy for each, in the order of the
+        request; cancelling the task aborts them."""
         ...
 
     async def pause(self, release: bool = False) -> None:
@@ -306,12 +277,16 @@ class RequestLog(ActivityLog):
             if self._num_busy == 0:
                 self.stopped()
 
-    def responded(self, request: GenerateRequest, generations: Sequence[Generation]) -> None:
+    def responded(self, request: GenerateRequest, responses: Sequence[Segment]) -> None:
+        """A request is answered."""
         lane = TRAIN if request.stream.name.partition("/")[0] == TRAIN else "eval"
         now = time.time()
-        tokens = sum(len(each.token_ids) for each in generations)
-        step = max((max(each.versions, default=0) for each in generations), default=0)
-        self.decoded(self._since, now, step, lane, tokens)
+        num_tokens = 0
+        step = 0
+        for each in responses:
+            num_tokens += len(each.token_ids)
+            step = max(step, *each.versions, 0)
+        self.decoded(self._since, now, step, lane, num_tokens)
         self._since = now
 
 

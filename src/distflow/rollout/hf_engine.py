@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,18 +16,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from distflow.data.sample import FinishReason, Segment
 from distflow.models.image_inputs import own_inputs
 from distflow.models.log_probs import ActionHead, normal_log_probs, normal_of
 from distflow.models.lora import unwrapped
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
-from distflow.rollout.engine import (
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    SamplingParams,
-    WeightReceipt,
-)
+from distflow.rollout.engine import GenerateRequest, SamplingParams, WeightReceipt
 from distflow.rollout.engine_weights import EngineWeights
 from distflow.rollout.stops_and_draws import check_request, finish_reason, sample_key, uniforms
 from distflow.scheduling.group_states import Version
@@ -43,7 +38,7 @@ class _Asked:
 
     request: GenerateRequest
     cancelled: threading.Event
-    result: "asyncio.Future[GenerateResult]"
+    result: "asyncio.Future[tuple[Segment, ...]]"
 
 
 class HFEngine(AbstractAsyncContextManager["HFEngine"]):
@@ -86,7 +81,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         self.between_tokens.resume()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate all requested samples in one batch; cancelling ends it after the current token.
 
         Raises UserError for a request that cannot run.
@@ -160,7 +155,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
             made.add_done_callback(partial(_answer, call))
 
     @torch.no_grad()
-    def _generate(self, asked: Sequence[_Asked]) -> list[GenerateResult]:
+    def _generate(self, asked: Sequence[_Asked]) -> list[tuple[Segment, ...]]:
         """The results of requests with prompts of one length, the same parameters, and as many
         images."""
         cancelled = [each.cancelled for each in asked for _ in each.request.samples]
@@ -197,20 +192,21 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
         # the defaults that come with a model may forbid tokens; they are saved with it again
         finally:
             causal.generation_config = defaults
-        generations = []
+        segments: list[Segment] = []
         for row, (_, sample) in enumerate(rows):
             number, reason = stop.ends.get(row, (0, "abort"))  # of a cancelled request
-            response = ids[row, length : length + number].tolist()
-            rollout, sampling = (
-                [step[row] for step in each[:number]] for each in (draw.log_probs, draw.sampling)
+            segment = Segment.drawn(
+                sample,
+                ids[row, length : length + number].tolist(),
+                [step[row] for step in draw.rollout_log_probs[:number]],
+                [step[row] for step in draw.sampling_log_probs[:number]],
+                draw.versions[:number],
+                reason,
+                values=[step[row] for step in draw.values[:number]],
             )
-            values = [step[row] for step in draw.values[:number]]
-            made = Generation(
-                sample, response, rollout, sampling, draw.versions[:number], reason, values=values
-            )
-            generations.append(made)
-        left = iter(generations)
-        return [GenerateResult(tuple(next(left) for _ in each.request.samples)) for each in asked]
+            segments.append(segment)
+        left = iter(segments)
+        return [tuple(islice(left, len(each.request.samples))) for each in asked]
 
     def _load_weights(
         self, version: Version, weights: Iterable[tuple[str, Tensor]] | None
@@ -245,7 +241,7 @@ class _BetweenTokens:
                 continue
 
 
-def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[GenerateResult]]") -> None:
+def _answer(asked: Sequence[_Asked], made: "asyncio.Future[list[tuple[Segment, ...]]]") -> None:
     """Give each request its result, or what the call raised."""
     for number, each in enumerate(asked):
         if each.result.done():  # cancelled
@@ -275,20 +271,19 @@ def _warpers(params: SamplingParams) -> list[transformers.LogitsProcessor]:
 
 @dataclass
 class _Draw(transformers.LogitsProcessor):
-    """Chooses one token per row by its uniform number, and masks the rest.
-
-    log_probs, sampling: of each step, one per row, before and after truncation. versions: of the
-    weights of each step. values: of continuous actions, as log_probs.
-    """
+    """Chooses one token per row by its uniform number, and masks the rest."""
 
     engine: HFEngine
     keys: list[int]
     num_drawn: list[int]
     params: SamplingParams
-    log_probs: list[list[float]] = field(default_factory=list)
-    sampling: list[list[float]] = field(default_factory=list)
+    rollout_log_probs: list[list[float]] = field(default_factory=list)
+    """Of each step, one per row; as `sampling_log_probs` and `values`."""
+    sampling_log_probs: list[list[float]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    """Of the weights of each step."""
     values: list[list[float]] = field(default_factory=list)
+    """Of continuous actions."""
 
     def see(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The first of the processors, to which the model's own scores come."""
@@ -309,8 +304,10 @@ class _Draw(transformers.LogitsProcessor):
         )
         drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
         chosen = scores.argmax(dim=-1) if self.params.greedy else drawn
-        self.log_probs.append(self._policy.gather(-1, chosen[:, None]).squeeze(-1).tolist())
-        self.sampling.append(probs.gather(-1, chosen[:, None]).log().squeeze(-1).tolist())
+        log_probs = self._policy.gather(-1, chosen[:, None])
+        self.rollout_log_probs.append(log_probs.squeeze(-1).tolist())
+        log_probs = probs.gather(-1, chosen[:, None]).log()
+        self.sampling_log_probs.append(log_probs.squeeze(-1).tolist())
         self.versions.append(self.engine.version.step)
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
@@ -329,8 +326,9 @@ class _Draw(transformers.LogitsProcessor):
         noise = torch.special.ndtri(uniform + 2.0**-54)
         values = (mean if self.params.greedy else mean + log_std.exp() * noise).float()
         self.values.append(values.tolist())
-        self.log_probs.append(normal_log_probs(values.double(), mean, log_std).tolist())
-        self.sampling.append(self.log_probs[-1])
+        log_probs = normal_log_probs(values.double(), mean, log_std).tolist()
+        self.rollout_log_probs.append(log_probs)
+        self.sampling_log_probs.append(log_probs)
         self.versions.append(self.engine.version.step)
         return torch.full_like(scores, float("-inf")).scatter(
             -1, head.tokens_of(place, values)[:, None], 0.0

@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 from torch import Tensor
 
+from distflow.data.sample import Segment
 from distflow.rollout.engine import (
     Activity,
     GenerateRequest,
-    GenerateResult,
     RolloutEngine,
     WeightReceipt,
     take_activity,
@@ -55,7 +55,7 @@ class MultiPolicyRollout:
         ]
         return sorted(found, key=lambda activity: activity.t0)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Raises ValueError for a policy that no engine serves."""
         engine = self._engines.get(request.policy)
         if engine is None:

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from distflow.data.sample import FinishReason
 from distflow.errors import UserError
-from distflow.rollout.engine import FinishReason, SamplingParams, Stream
+from distflow.rollout.engine import SamplingParams, Stream
 
 
 def check_request(

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import PhaseTimer
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.protocol import LoadedGroups, Queued, ResumePoint
 from distflow.runtime.step_metrics import SampleRows
@@ -25,7 +26,7 @@ class GroupRecorder(Protocol):
     def begin(self, prompt_group: PromptGroup) -> None:
         """From here on the running task works for this group."""
 
-    def generated(self, request: GenerateRequest, result: GenerateResult) -> None:
+    def generated(self, request: GenerateRequest, result: tuple[Segment, ...]) -> None:
         """The engine has returned a result."""
 
     def keep(self, batch: Batch | None = None) -> None:

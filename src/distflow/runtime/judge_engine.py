@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
 from distflow.models.model_identity_and_weight_soundness import identity
@@ -26,13 +27,7 @@ from distflow.rewards.judge_prompt_and_cache import (
     read_score,
     score_at_end,
 )
-from distflow.rollout.engine import (
-    GenerateRequest,
-    GenerateResult,
-    RolloutEngine,
-    SamplingParams,
-    Stream,
-)
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream
 from distflow.training.engine import Collective, OneRank
 from distflow.training.torch_engine import FrozenWeights, TorchScorer
 
@@ -190,7 +185,7 @@ class Judge(FrozenWeights):
         # this thread may have a running loop, e.g. in a notebook
         with ThreadPoolExecutor(1) as thread:
             results = thread.submit(asyncio.run, self._generate(requests)).result()
-        return [list(result.generations[0].token_ids) for result in results]
+        return [list(result[0].token_ids) for result in results]
 
     @torch.no_grad()
     def _write_together(self, questions: list[list[int]]) -> list[list[int]]:
@@ -241,7 +236,7 @@ class Judge(FrozenWeights):
             reply[: end[0] + 1] if end else reply for reply, end in zip(replies, ends, strict=True)
         ]
 
-    async def _generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
+    async def _generate(self, requests: list[GenerateRequest]) -> list[tuple[Segment, ...]]:
         assert self.make_engine is not None
         engine = self.make_engine()
         try:

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.rewards.reward_results import RewardCounts
-from distflow.rollout.engine import GenerateRequest, GenerateResult, generate_whole, server_metrics
+from distflow.rollout.engine import GenerateRequest, generate_whole, server_metrics
 from distflow.runtime.checkpoint.save_and_restore import (
     copy_of_state,
     merge_node_states,
@@ -208,15 +209,15 @@ class Worker:
         function(batch)
         return batch
 
-    def generate(self, request: GenerateRequest) -> GenerateResult:
+    def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate with this worker's engine, beside its groups; callable on any thread."""
         return self._parts.services.call(self._generate(request))
 
-    async def agenerate(self, request: GenerateRequest) -> GenerateResult:
+    async def agenerate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """`generate` in the caller's event loop."""
         return await asyncio.wrap_future(self._parts.services.start(self._generate(request)))
 
-    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+    async def _generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate; responses also end at the model's stop tokens."""
         engine = self.resources.rollout
         params = request.params

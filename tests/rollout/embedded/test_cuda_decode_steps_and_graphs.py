@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Stream
+from distflow.rollout.engine import GenerateRequest, Stream
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
     forward_log_probs,
@@ -43,11 +44,11 @@ def options(lag: int = 1, page_tokens: int = 8, num_pages: int | None = None) ->
     return DeviceOptions(lag, page_tokens, num_pages)
 
 
-def same(found: list[GenerateResult], expected: list[GenerateResult]) -> None:
+def same(found: list[tuple[Segment, ...]], expected: list[tuple[Segment, ...]]) -> None:
     """All but the last bits of log-probs: rows of a step lie beside others than on the host's
     path."""
     for one, other in zip(found, expected, strict=True):
-        for ours, theirs in zip(one.generations, other.generations, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
             assert ours.token_ids == theirs.token_ids
             assert (ours.sample, ours.finish_reason, ours.versions) == (
                 theirs.sample,
@@ -102,7 +103,7 @@ def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None
     more."""
     model = make_model()
     prompt = prompt_of(5)
-    free = run_all(make_engine(model), [request_of(prompt, max_tokens=40)])[0].generations[0]
+    free = run_all(make_engine(model), [request_of(prompt, max_tokens=40)])[0][0]
     stop = free.token_ids[11]
     end = free.token_ids.index(stop) + 1
     rows: list[int] = []
@@ -114,8 +115,8 @@ def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None
         rows.clear()
         result = run_all(engine, [request_of(prompt, max_tokens=40, stop_token_ids=(stop,))])
         assert (
-            tokens_of(result) == [free.token_ids[:end]]
-            and result[0].generations[0].finish_reason == "stop"
+            tokens_of(result) == [list(free.token_ids[:end])]
+            and result[0][0].finish_reason == "stop"
         )
         assert engine.num_generated_tokens == end
         assert rows.count(1) == end - 1 + lag  # a prefill draws the first
@@ -127,11 +128,11 @@ def test_steps_are_read_late_and_what_was_computed_in_vain_is_left_out() -> None
 def test_a_stop_text_ends_where_the_host_ends_it() -> None:
     model = make_model()
     prompt = prompt_of(7)
-    free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0].generations[0]
+    free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0][0]
     stop = tiny_tokenizer().decode(free.token_ids)[7:10]
     request = request_of(prompt, (0, 1), max_tokens=30, stop=("nowhere at all", stop))
     expected = run_all(make_engine(model), [request])
-    assert expected[0].generations[0].finish_reason == "stop"
+    assert expected[0][0].finish_reason == "stop"
     for lag in (1, 3):
         same(run_all(make_engine(model, on_device=options(lag)), [request]), expected)
 
@@ -151,10 +152,10 @@ def test_versions_are_those_of_the_weights_that_drew(lag: int, kv_on_update: str
         await tokens_after(engine, 30)
         await engine.load_weights(NEXT, list(models[1].named_parameters()))
         result = await task
-        for generation in result.generations:
+        for generation in result:
             count = generation.versions.count(0)
             assert (
-                generation.versions == [0] * count + [1] * (len(generation.token_ids) - count)
+                list(generation.versions) == [0] * count + [1] * (len(generation.token_ids) - count)
                 and count >= 9
             )
             old = forward_log_probs(models[0], request.prompt_ids, generation)

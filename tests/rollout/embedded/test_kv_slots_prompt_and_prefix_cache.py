@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from distflow.data.sample import Segment
 from distflow.models.cached_decoder import DecoderView
 from distflow.rollout.embedded import EmbeddedEngine, host_batch_plain_or_invariant
 from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
 from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PrefixCache
-from distflow.rollout.engine import GenerateRequest, Generation
+from distflow.rollout.engine import GenerateRequest
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
     forward_log_probs,
@@ -45,7 +46,7 @@ def turn(
     )
 
 
-def after(request: GenerateRequest, made: Generation) -> GenerateRequest:
+def after(request: GenerateRequest, made: Segment) -> GenerateRequest:
     drawn = request.num_drawn + len(made.token_ids)
     return replace(
         request, prompt_ids=(*request.prompt_ids, *made.token_ids, *GIVEN), num_drawn=drawn
@@ -75,10 +76,10 @@ def prefilled() -> Iterator[list[int]]:
 
 async def turns(
     engine: EmbeddedEngine, requests: list[GenerateRequest], count: int
-) -> list[Generation]:
+) -> list[Segment]:
     """The last turn's generation of each request, after asking `count` times."""
     for number in range(count):
-        made = [result.generations[0] for result in await generate_all(engine, requests)]
+        made = [result[0] for result in await generate_all(engine, requests)]
         if number < count - 1:
             requests = [after(request, each) for request, each in zip(requests, made, strict=True)]
     return made
@@ -100,7 +101,7 @@ def test_a_later_turn_prefills_its_new_tokens_and_draws_by_the_plain_models_log_
         requests = [turn(prompt_of(length), row) for row, length in enumerate((5, 17, 40, 61))]
         for number in range(3):
             with prefilled() as lengths:
-                made = [result.generations[0] for result in await generate_all(own, requests)]
+                made = [result[0] for result in await generate_all(own, requests)]
             for request, generation in zip(requests, made, strict=True):
                 expected = forward_log_probs(model, request.prompt_ids, generation)
                 assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
@@ -158,7 +159,7 @@ def test_what_ran_over_keys_and_values_of_two_weights_is_not_kept(engine: str) -
         task = asyncio.create_task(own.generate(first))
         await tokens_after(own, 20)
         await own.load_weights(Version(0, 1), later.named_parameters())
-        (made,) = (await task).generations
+        (made,) = await task
         assert set(made.versions) == {0, 1}
         second = after(first, made)
         again = (await turns(own, [second], 1))[0]
@@ -203,7 +204,7 @@ def test_a_batch_invariant_engine_keeps_nothing_so_that_bits_follow_from_the_req
         second = after(first, (await turns(own, [first], 1))[0])
         (made,) = await turns(own, [second], 1)
         assert made.num_cached_tokens == 0
-        assert made == (await own.generate(replace(second, may_continue=False))).generations[0]
+        assert made == (await own.generate(replace(second, may_continue=False)))[0]
 
     story(make_model(), tell, batch_invariant=True)
 

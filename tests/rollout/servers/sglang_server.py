@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from distflow.data.sample import Segment
 from distflow.models.loading import load_tokenizer
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.scheduling.group_states import Version
 
 LIES = {
@@ -85,7 +86,7 @@ class SGLang:
         self.num_updates = 0
         self.is_in_place = self.is_halted = False
         self.modes = list[str]()
-        self.open: dict[str, asyncio.Task[Generation | None]] = {}
+        self.open: dict[str, asyncio.Task[Segment | None]] = {}
         self.asked: list[str] = []
         self.prompts: list[tuple[int, ...]] = []
         self.loop = asyncio.new_event_loop()
@@ -145,11 +146,11 @@ class SGLang:
             }
         return self._answer(body, found, likeliest)
 
-    async def _run(self, request: GenerateRequest) -> Generation:
-        return (await self.engine.generate(request)).generations[0]
+    async def _run(self, request: GenerateRequest) -> Segment:
+        return (await self.engine.generate(request))[0]
 
     def _likeliest(
-        self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Generation
+        self, body: Json, ids: tuple[int, ...], params: SamplingParams, found: Segment
     ) -> Any:
         scores = self._scores(ids, found, params.temperature)
         top = scores.topk(body["top_logprobs_num"])
@@ -157,19 +158,19 @@ class SGLang:
         return [[[p, t, None] for p, t in zip(*row, strict=True)] for row in rows]
 
     @torch.no_grad()
-    def _scores(self, ids: tuple[int, ...], found: Generation, heat: float) -> torch.Tensor:
+    def _scores(self, ids: tuple[int, ...], found: Segment, heat: float) -> torch.Tensor:
         whole = torch.tensor([[*ids, *found.token_ids]])
         scores: torch.Tensor = self.model(whole).logits[0, len(ids) - 1 : -1]
         return scores.div(heat).log_softmax(-1)
 
-    def _log_probs(self, ids: tuple[int, ...], found: Generation, heat: float) -> list[float]:
+    def _log_probs(self, ids: tuple[int, ...], found: Segment, heat: float) -> list[float]:
         return (
             self._scores(ids, found, heat)
             .gather(-1, torch.tensor(found.token_ids)[:, None])[:, 0]
             .tolist()
         )
 
-    def _answer(self, body: Json, found: Generation, likeliest: Any) -> Json:
+    def _answer(self, body: Json, found: Segment, likeliest: Any) -> Json:
         tokens = list(found.token_ids)
         log_probs = list[float | None](found.rollout_log_probs)
         if self.lie == "other tokens":
@@ -227,11 +228,9 @@ class SGLang:
             stop=tuple(body.get("stop", ())),
             stop_token_ids=tuple(body.get("stop_token_ids", ())),
         )
-        (found,) = (
-            await self.engine.generate(
-                GenerateRequest(ids, (0,), params, Stream(body.get("seed", 0), "", 0, 0))
-            )
-        ).generations
+        (found,) = await self.engine.generate(
+            GenerateRequest(ids, (0,), params, Stream(body.get("seed", 0), "", 0, 0))
+        )
         names = [f"token_id:{each}" if returns == "tokens" else "text" for each in found.token_ids]
         log_probs: list[float | None] = [
             None if self.lie == "NaN" else each for each in found.rollout_log_probs

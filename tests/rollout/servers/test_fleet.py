@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from distflow.cli import main
+from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.observe.run_reader import read_metrics
-from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import fleet as fleet_module
 from distflow.rollout.servers import http_engine
@@ -67,7 +68,7 @@ def groups(count: int, first: int = 0, **params: Any) -> list[GenerateRequest]:
     ]
 
 
-async def ask(fleet: Fleet, requests: list[GenerateRequest]) -> list[GenerateResult]:
+async def ask(fleet: Fleet, requests: list[GenerateRequest]) -> list[tuple[Segment, ...]]:
     return list(await asyncio.gather(*map(fleet.generate, requests)))
 
 
@@ -167,14 +168,14 @@ def test_an_update_that_one_server_refuses_does_not_hold_the_others(
         assert fleet.version == Version(0, 2) and await fleet.hashes() == stripe_hashes(weights)
         before = len(servers[1].prompts)
         for result in await ask(fleet, requests := groups(6)):
-            assert {version for each in result.generations for version in each.versions} == {2}
+            assert {version for each in result for version in each.versions} == {2}
         assert len(servers[1].prompts) == before, "it has older weights"
         servers[1].lie = ""
         await until(lambda: metric(fleet, 1, "restarts") > 0)
         again = await ask(fleet, groups(6, first=6))
         assert len(servers[1].prompts) > before
-        assert all(each.versions == [2] * 12 for result in again for each in result.generations)
-        (first, *_), model = (await ask(fleet, requests))[0].generations, make_model(seed=2)
+        assert all(list(each.versions) == [2] * 12 for result in again for each in result)
+        (first, *_), model = (await ask(fleet, requests))[0], make_model(seed=2)
         truth = forward_log_probs(model, requests[0].prompt_ids, first)
         assert first.rollout_log_probs == pytest.approx(truth, abs=1e-4)
 
@@ -200,7 +201,7 @@ def test_a_server_that_is_slow_to_update_gets_requests_when_it_has_caught_up(
         await until(lambda: servers[1].label == "0.2" and not servers[1].paused)
         results += await ask(fleet, groups(6, first=6))
         assert len(servers[1].prompts) > before
-        assert all(each.versions == [2] * 12 for result in results for each in result.generations)
+        assert all(list(each.versions) == [2] * 12 for result in results for each in result)
 
     with_fleet(story, num_servers=2)
 
@@ -217,7 +218,7 @@ def test_a_server_that_fails_in_an_update_is_named_only_where_no_other_is_left(
         servers[0].lie = lie
         await fleet.load_weights(Version(0, 2), changed(2))
         assert all(
-            each.versions == [2] * 12 for r in await ask(fleet, groups(4)) for each in r.generations
+            list(each.versions) == [2] * 12 for r in await ask(fleet, groups(4)) for each in r
         )
         servers[1].lie = lie
         with pytest.raises(
@@ -266,7 +267,7 @@ def test_a_pause_holds_all_servers_and_one_that_comes_back_in_it(
         assert all(each.paused for each in servers) and not any(each.done() for each in tasks)
         await fleet.resume()
         results = await asyncio.gather(*tasks)
-        assert all(each.versions == [3] * 12 for result in results for each in result.generations)
+        assert all(list(each.versions) == [3] * 12 for result in results for each in result)
 
     with_fleet(story, num_servers=2)
 

@@ -167,13 +167,13 @@ def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
 
     async def story(engine: VllmEngine) -> None:
         await engine.load_weights(Version(0, 3), list(engine.model.named_parameters()))
-        (honest, _) = (await engine.generate(request())).generations
+        (honest, _) = await engine.generate(request())
         assert (honest.token_ids, honest.versions, honest.finish_reason) == (
-            [7] * 4,
-            [3] * 4,
+            (7,) * 4,
+            (3,) * 4,
             "length",
         )
-        assert (honest.rollout_log_probs, honest.sampling_log_probs) == ([-1.0] * 4, [-0.5] * 4)
+        assert (honest.rollout_log_probs, honest.sampling_log_probs) == ((-1.0,) * 4, (-0.5,) * 4)
         lie_about_first(server, change)
         with pytest.raises(TrustError) as error:
             await engine.generate(request())
@@ -290,11 +290,11 @@ def test_tokens_behind_a_stop_are_cut_off(server: Server) -> None:
     something."""
 
     async def story(engine: VllmEngine) -> None:
-        (cut, _) = (await engine.generate(request(stop_token_ids=(7,)))).generations
+        (cut, _) = await engine.generate(request(stop_token_ids=(7,)))
         assert (cut.token_ids, len(cut.rollout_log_probs), cut.versions, cut.finish_reason) == (
-            [7],
+            (7,),
             1,
-            [0],
+            (0,),
             "stop",
         )
 
@@ -347,7 +347,7 @@ def test_requests_that_end_together_are_taken_together(server: Server) -> None:
             await asyncio.sleep(0.01)
         server.released.set()
         for result in await asyncio.gather(*tasks):
-            assert [each.rollout_log_probs for each in result.generations] == [[-1.0] * 4] * 2
+            assert [each.rollout_log_probs for each in result] == [(-1.0,) * 4] * 2
         taken = [
             asked["args"][0]
             for _, asked in server.asked
@@ -414,7 +414,7 @@ def test_a_failure_that_passes_is_no_failure(
 
     async def story(engine: VllmEngine) -> None:
         server.lie = lambda path, asked, true: next(failures, true) if path == GENERATE else true
-        assert len((await engine.generate(request())).generations) == 2
+        assert len(await engine.generate(request())) == 2
 
     run(make(server.url), story)
 
@@ -557,8 +557,8 @@ def test_one_to_which_no_connection_leads_is_found_by_no_open_request(
             return server.released.wait(DEADLINE_S) if is_gone and path == GENERATE else true
 
         server.lie = lie
-        (response, _) = (await engine.generate(request())).generations
-        assert response.token_ids == [7] * 4 and engine.number_of_server > 0
+        (response, _) = await engine.generate(request())
+        assert list(response.token_ids) == [7] * 4 and engine.number_of_server > 0
 
     run(make(server.url), story)
 
@@ -585,8 +585,8 @@ def test_one_that_answers_everything_but_a_request_is_asked_again(
         await asyncio.sleep(0.6)
         assert engine.number_of_server == 0
         await engine.resume()
-        (response, _) = (await task).generations
-        assert response.token_ids == [7] * 4 and engine.number_of_server == 1
+        (response, _) = await task
+        assert list(response.token_ids) == [7] * 4 and engine.number_of_server == 1
 
     run(make(server.url), story)
 
@@ -612,8 +612,8 @@ def test_a_refused_look_does_not_end_the_watch(
             return server.released.wait(DEADLINE_S) if path == GENERATE else true
 
         server.lie = lie
-        (response, _) = (await engine.generate(request())).generations
-        assert response.token_ids == [7] * 4 and engine.number_of_server == 1 and looks > 1
+        (response, _) = await engine.generate(request())
+        assert list(response.token_ids) == [7] * 4 and engine.number_of_server == 1 and looks > 1
 
     run(make(server.url), story)
 
@@ -662,8 +662,8 @@ def test_a_response_that_ends_while_only_the_version_changes_may_have_the_next(
         update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
         while server.label != "0.1":
             await asyncio.sleep(0.01)
-        (response, _) = (await engine.generate(request())).generations
-        assert response.versions == [1] * 4 and engine.version == FIRST
+        (response, _) = await engine.generate(request())
+        assert list(response.versions) == [1] * 4 and engine.version == FIRST
         server.label = "0.2"
         with pytest.raises(TrustError, match="weights '0.2' instead of '0.1'"):
             await engine.generate(request())
@@ -690,8 +690,8 @@ def test_versions_rise_within_a_response(server: Server) -> None:
         update = asyncio.create_task(engine.load_weights(Version(0, 1), None))
         while server.label != "0.1":
             await asyncio.sleep(0.01)
-        (response, _) = (await engine.generate(request())).generations
-        assert response.versions == [0, 0, 1, 1]
+        (response, _) = await engine.generate(request())
+        assert list(response.versions) == [0, 0, 1, 1]
         labels = ("0.1", "0.0")
         with pytest.raises(TrustError, match="a token of weights '0.0' after one of newer weights"):
             await engine.generate(request())
@@ -718,8 +718,8 @@ def test_one_that_comes_back_is_given_the_weights_again(
             return 500 if path in (GENERATE, "/health") and not server.hashes else true
 
         server.lie = is_gone
-        (response, _) = (await engine.generate(request())).generations
-        assert response.versions == [1] * 4 and server.hashes == held
+        (response, _) = await engine.generate(request())
+        assert list(response.versions) == [1] * 4 and server.hashes == held
 
     run(make(server.url), story)
 
@@ -750,8 +750,8 @@ def test_one_that_was_started_anew_is_not_believed(
         while server.hashes == held:
             await asyncio.sleep(0.01)
         server.lie = lambda _, asked, true: start_anew("", asked, true)
-        (response, _) = (await task).generations
-        assert response.versions == [1] * 4 and response.rollout_log_probs == [-1.0] * 4
+        (response, _) = await task
+        assert list(response.versions) == [1] * 4 and list(response.rollout_log_probs) == [-1.0] * 4
         assert server.hashes == held and engine.number_of_server == 1
 
     run(make(server.url), story)

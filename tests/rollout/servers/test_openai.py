@@ -44,7 +44,7 @@ def with_server(story: Story, **args: Any) -> None:
 def test_token_ids_go_in_and_come_out_with_their_log_probs(returns: str) -> None:
     async def story(engine: OpenAIEngine, server: SGLang) -> None:
         request = request_of(prompt_of(5), (0, 1, 2))
-        (free, *others) = (await engine.generate(request)).generations
+        (free, *others) = await engine.generate(request)
         assert server.prompts[1:] == [prompt_of(5)] * 3 and len({*map(str, [free, *others])}) == 3
         for each in (free, *others):
             truth = forward_log_probs(make_model(), request.prompt_ids, each)
@@ -52,10 +52,10 @@ def test_token_ids_go_in_and_come_out_with_their_log_probs(returns: str) -> None
             assert (len(each.token_ids), each.finish_reason, each.versions) == (
                 12,
                 "length",
-                [0] * 12,
+                (0,) * 12,
             )
         stop = request_of(prompt_of(5), stop_token_ids=(free.token_ids[4],))
-        (stopped,) = (await engine.generate(stop)).generations
+        (stopped,) = await engine.generate(stop)
         assert stopped.finish_reason == "stop" and stopped.token_ids[-1] == free.token_ids[4]
         greedy = request_of(prompt_of(7), greedy=True)
         assert await engine.generate(greedy) == await engine.generate(greedy)
@@ -85,7 +85,8 @@ def test_an_answer_that_cannot_be_true_is_named(lie: str, text: str) -> None:
 def test_weights_are_refused_and_a_version_is_not() -> None:
     async def story(engine: OpenAIEngine, server: SGLang) -> None:
         await engine.load_weights(Version(0, 3), [])
-        assert (await engine.generate(request_of(prompt_of(5)))).generations[0].versions == [3] * 12
+        (response,) = await engine.generate(request_of(prompt_of(5)))
+        assert list(response.versions) == [3] * 12
         with pytest.raises(UserError, match="takes no weights"):
             await engine.load_weights(Version(0, 4), list(make_model().named_parameters()))
 

@@ -104,7 +104,7 @@ async def load(engine: HttpEngine, version: Version, seed: int = 0) -> None:
 
 
 async def versions_of(engine: HttpEngine) -> set[int]:
-    return {step for each in (await engine.generate(REQUEST)).generations for step in each.versions}
+    return {step for each in (await engine.generate(REQUEST)) for step in each.versions}
 
 
 def test_one_server_answers_both_and_takes_weights_once(tmp_path: Path, python: str) -> None:

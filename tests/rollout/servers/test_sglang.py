@@ -168,7 +168,7 @@ def test_a_server_that_answers_everything_but_requests_is_asked_again(
             monkeypatch.setattr(engine, "begin", begin_again)
             monkeypatch.setattr(http_engine, "STUCK_S", 0.1)
             server.state.lie = "never answers"
-            (found, _) = (await generate(engine)).generations
+            (found, _) = await generate(engine)
             assert engine.number_of_server == 1 and {*found.versions} == {1}
 
     with Running(make_model(seed=5), tiny_tokenizer()) as server:
@@ -218,7 +218,7 @@ def test_a_pause_leaves_requests_open_and_an_update_in_it_ends_their_parts(updat
                 await update(engine)
                 assert not state.open
             await engine.resume()
-            (found,) = (await task).generations
+            (found,) = await task
             assert len(found.token_ids) == 12 and {*found.versions} == ({2} if updates else {1})
             assert state.modes == (["in_place", "retract", "abort"] if updates else ["in_place"])
             assert updates or state.prompts == [prompt_of(5)], "the request is sent once"
@@ -290,7 +290,7 @@ def test_an_adapter_that_is_not_merged_is_not_sent() -> None:
             await engine.load_weights(
                 Version(0, 2), [*engine.model.named_parameters(), *adapter.items()]
             )
-        assert {*(await generate(engine)).generations[0].versions} == {1}
+        assert {*(await generate(engine))[0].versions} == {1}
 
     with_server(story)
 
@@ -303,9 +303,7 @@ def test_tokens_of_the_model_that_the_tokenizer_does_not_have_count_and_have_no_
     async def run(url: str) -> None:
         async with SGLangEngine(model, tokenizer, version=FIRST, url=url) as engine:
             await engine.load_weights(Version(0, 1), list(model.named_parameters()))
-            (found,) = (
-                await engine.generate(request_of(prompt_of(5), stop=("no such text",)))
-            ).generations
+            (found,) = await engine.generate(request_of(prompt_of(5), stop=("no such text",)))
             assert max(found.token_ids) >= len(tokenizer) and len(found.token_ids) == 12
             known = [token for token in found.token_ids if token < len(tokenizer)]
             assert tokenizer.decode(found.token_ids) == tokenizer.decode(known)
@@ -321,7 +319,7 @@ def test_the_same_request_has_the_same_tokens_and_greedy_ones_the_log_probs_at_i
         assert engine.repeats_draws and await generate(engine) == await generate(engine)
         for heat in (1.0, 0.5):
             request = request_of(prompt_of(6), greedy=True, temperature=heat)
-            (found,) = (await engine.generate(request)).generations
+            (found,) = await engine.generate(request)
             truth = forward_log_probs(make_model(), request.prompt_ids, found, heat)
             assert (
                 found.rollout_log_probs

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import distflow
+from distflow.data.sample import Segment
 from distflow.errors import TrustError
 from distflow.models.lora import add_lora, named_weights
-from distflow.rollout.engine import GenerateRequest, Generation
+from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.vllm_engine import VllmEngine
@@ -127,11 +128,7 @@ def test_a_model_over_two_devices_answers_as_the_whole_one() -> None:
             return await generate_all(engine, requests)
 
     pairs = zip(asyncio.run(two()), run_all(make_hf(model_of(1)), requests), strict=True)
-    for one, other in (
-        (a, b)
-        for ours, theirs in pairs
-        for a, b in zip(ours.generations, theirs.generations, strict=True)
-    ):
+    for one, other in ((a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)):
         assert one.token_ids == other.token_ids
         assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
 
@@ -195,7 +192,7 @@ def test_other_families_have_transformers_log_probs(name: str, do: Do) -> None:
             for request in [
                 request_of(prompt_of(n), (0, 1), row=n, max_tokens=20) for n in (1, 9, 60)
             ]:
-                for each in (await engine.generate(request)).generations:
+                for each in await engine.generate(request):
                     truth = forward_log_probs(model, request.prompt_ids, each)
                     assert each.rollout_log_probs == pytest.approx(truth, abs=1e-4)
 
@@ -221,7 +218,7 @@ def test_the_tokens_are_those_of_the_reference_engine(
         do(generate_all(engine, requests)), run_all(make_hf(model_of(0)), requests), strict=True
     )
     for ours, theirs in pairs:
-        for one, other in zip(ours.generations, theirs.generations, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
             assert (one.sample, one.token_ids, one.finish_reason) == (
                 other.sample,
                 other.token_ids,
@@ -246,7 +243,7 @@ async def below(
     assert not task.done()
     await change()
     await engine.resume()
-    return (await task).generations
+    return await task
 
 
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute", "abort"])
@@ -261,7 +258,7 @@ def test_new_weights_below_a_response(engine: VllmEngine, do: Do, kv_on_update: 
     # a token under way when the request is computed anew, with new weights
     drawn_again = kv_on_update == "recompute"
     assert before >= 5 - drawn_again
-    assert response.versions == [old] * before + [old + 1] * (len(response.versions) - before)
+    assert list(response.versions) == [old] * before + [old + 1] * (len(response.versions) - before)
 
     def part(model: Any, first: int, last: int | None) -> list[float]:
         return forward_log_probs(model, request.prompt_ids, response)[first:last]
@@ -283,7 +280,7 @@ def test_a_prompt_after_new_weights_has_no_keys_of_old_ones(engine: VllmEngine, 
     request = request_of(prompt_of(600), max_tokens=3)
     do(engine.generate(request))
     load(do, engine, 1)
-    (response,) = do(engine.generate(request)).generations
+    (response,) = do(engine.generate(request))
     assert response.rollout_log_probs == pytest.approx(
         forward_log_probs(model_of(1), request.prompt_ids, response), abs=1e-4
     )
@@ -291,22 +288,20 @@ def test_a_prompt_after_new_weights_has_no_keys_of_old_ones(engine: VllmEngine, 
 
 def test_a_number_without_weights_changes_nothing_else(engine: VllmEngine, do: Do) -> None:
     request = request_of(prompt_of(4), (0, 1))
-    before = do(engine.generate(request)).generations
+    before = do(engine.generate(request))
     version = Version(0, engine.version.step + 1)
     receipt = do(engine.load_weights(version, None))
-    after = do(engine.generate(request)).generations
+    after = do(engine.generate(request))
     assert receipt.version_only and [each.token_ids for each in after] == [
         each.token_ids for each in before
     ]
     assert {step for each in after for step in each.versions} == {version.step}
 
 
-def answered(
-    engine: VllmEngine, do: Do, strike: Callable[[], None]
-) -> tuple[Generation, Generation]:
+def answered(engine: VllmEngine, do: Do, strike: Callable[[], None]) -> tuple[Segment, Segment]:
     """A response, and the same with a server that is struck below it."""
     request = request_of(prompt_of(5), max_tokens=1500)
-    (calm,) = do(engine.generate(request)).generations
+    (calm,) = do(engine.generate(request))
 
     async def struck() -> None:
         strike()
@@ -348,7 +343,7 @@ def test_a_server_that_dies_in_an_update_has_the_new_weights_afterwards(
     monkeypatch.setattr(engine, "set_label", strike_first)
     load(do, engine, 1)
     request = request_of(prompt_of(4))
-    (response,) = do(engine.generate(request)).generations
+    (response,) = do(engine.generate(request))
     assert struck and set(response.versions) == {engine.version.step}
     assert response.rollout_log_probs == pytest.approx(
         forward_log_probs(model_of(1), request.prompt_ids, response), abs=1e-4
@@ -460,7 +455,7 @@ def test_an_adapter_is_applied_unmerged(targets: Any) -> None:
         merged = model_of(7)
         merged.load_state_dict(dict(named_weights(model)))
         for ours, theirs in zip(found, run_all(make_hf(merged), requests), strict=True):
-            for one, other in zip(ours.generations, theirs.generations, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
                 assert one.token_ids == other.token_ids
                 assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
 

@@ -14,13 +14,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from distflow.rollout.engine import (
-    GenerateRequest,
-    GenerateResult,
-    SamplingParams,
-    Stream,
-    WeightReceipt,
-)
+from distflow.data.sample import Segment
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream, WeightReceipt
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
@@ -58,9 +53,9 @@ class Engine:
     async def __aexit__(self, *exception: object) -> None:
         await self._do("end")
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         await self._do("generate")
-        return GenerateResult(())
+        return ()
 
     async def pause(self, release: bool = False) -> None:
         await self._do("pause")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from distflow.audit.record_groups_and_updates import GroupRecords
-from distflow.data.sample import Sample
+from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Drop, node
 from distflow.observe.writing.timing import Waits
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
+from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop, SubmissionGate
@@ -35,7 +35,7 @@ class CountingEngine:
         self.num_generated_tokens = self.num_cancelled = self.num_running = 0
         self._open = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         row = request.stream.row
         made = 0
         self.num_running += 1
@@ -51,11 +51,9 @@ class CountingEngine:
         finally:
             self.num_running -= 1
         each = [0.0] * made
-        return GenerateResult(
-            tuple(
-                Generation(s, [5] * made, each, each, [self.version.step] * made, "stop")
-                for s in request.samples
-            )
+        return tuple(
+            Segment.drawn(s, [5] * made, each, each, [self.version.step] * made, "stop")
+            for s in request.samples
         )
 
     async def pause(self, release: bool = False) -> None:

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-from distflow.rollout.engine import (
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    SamplingParams,
-    Stream,
-)
+from distflow.data.sample import Segment
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.rollout_loop.group_tasks import SubmissionGate, group_task
 
@@ -26,12 +21,12 @@ class Engine:
         self._new: list[tuple[int, int]] = []
         self._running = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         self._new.append((request.stream.row, request.samples[0]))
         await self._running.wait()
         await asyncio.sleep(os.urandom(1)[0] / 50_000)
-        made = [Generation(sample, [1], [0.0], [0.0], [0], "stop") for sample in request.samples]
-        return GenerateResult(tuple(made))
+        made = [Segment.drawn(sample, [1], [0.0], [0.0], [0], "stop") for sample in request.samples]
+        return tuple(made)
 
     async def pause(self, release: bool = False) -> None:
         self._running.clear()
@@ -162,7 +157,7 @@ def test_a_request_that_is_cancelled_while_it_is_sent_holds_nobody() -> None:
         gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
         answer = engine.generate
 
-        async def generate(request: GenerateRequest) -> GenerateResult:
+        async def generate(request: GenerateRequest) -> tuple[Segment, ...]:
             for task in asking:
                 task.cancel()
             return await answer(request)

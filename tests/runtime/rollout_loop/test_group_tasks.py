@@ -12,19 +12,13 @@ import pytest
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.audit.record_groups_and_updates import GroupRecords
 from distflow.config.keys.reward import OnError
-from distflow.data.sample import Sample
+from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.observe.writing.timing import Waits
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
-from distflow.rollout.engine import (
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    Stream,
-    WeightReceipt,
-)
+from distflow.rollout.engine import GenerateRequest, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
@@ -55,7 +49,7 @@ class OrderedEngine:
         self.paused = False
         self.cancelled = 0
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         self.log.append((request.stream.row, self.paused))
         try:
             while self.paused:
@@ -67,9 +61,7 @@ class OrderedEngine:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return GenerateResult(
-            tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
-        )
+        return tuple(Segment.drawn(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples)
 
     async def pause(self, release: bool = False) -> None:
         self.paused = True
@@ -272,7 +264,7 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(
 
         attempts: Counter[int] = Counter()
 
-        async def generate(self, request: GenerateRequest) -> GenerateResult:
+        async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
             row = request.stream.row
             self.attempts[row] += 1
             if row == 1 or (row == 0 and self.attempts[0] < 3):

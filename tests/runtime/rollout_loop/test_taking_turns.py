@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateResult, Generation
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.loop_thread import LoopBlocked
@@ -64,7 +64,7 @@ class Watched:
         if self.engine.num_generated_tokens >= 20 and not self.hurry.is_set():
             time.sleep(0.02)
 
-    def ask(self, requests: Any = REQUESTS) -> list[GenerateResult]:
+    def ask(self, requests: Any = REQUESTS) -> list[tuple[Segment, ...]]:
         return self.session.call(generate_all(self.session.resources.rollout, requests))
 
 
@@ -114,8 +114,8 @@ class Expected:
             for one, other in pairs
         )
 
-    def _generations(self, results: list[GenerateResult]) -> list[Generation]:
-        return [generation for result in results for generation in result.generations]
+    def _generations(self, results: list[tuple[Segment, ...]]) -> list[Segment]:
+        return [generation for result in results for generation in result]
 
 
 @cache
@@ -177,7 +177,7 @@ def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
     watched.does = watched.slowly
     weights = list(make_model(seed=3).named_parameters())
 
-    async def story() -> list[GenerateResult]:
+    async def story() -> list[tuple[Segment, ...]]:
         engine = watched.session.resources.rollout
         assert engine is not None
         task = asyncio.create_task(generate_all(engine, LONG))
@@ -194,7 +194,7 @@ def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
 
     with watched.session as session:
         (result,) = session.call(story())
-    assert set(result.generations[0].versions) == {0, 1}
+    assert set(result[0].versions) == {0, 1}
     assert {here for here, _ in watched.threads} == {True}
 
 

@@ -73,7 +73,7 @@ def test_no_token_is_drawn_between_begin_and_commit(serving: Serving) -> None:
     assert serving.engine.version == Version(0, 0)
     serving.port.commit(serving.hashes)
     assert serving.engine.version == ONE
-    assert set(answer.result(WITHIN_S).generations[0].versions) == {1}
+    assert set(answer.result(WITHIN_S)[0].versions) == {1}
     assert stripe_hashes(serving.model.named_parameters()) == serving.hashes
 
 
@@ -82,7 +82,7 @@ def test_a_version_that_is_broken_off_is_not_served_and_the_next_is_whole(servin
     serving.port.put(serving.sent()[:3])
     serving.push(TWO)
     assert serving.engine.version == TWO
-    assert set(serving.generate().result(WITHIN_S).generations[0].versions) == {2}
+    assert set(serving.generate().result(WITHIN_S)[0].versions) == {2}
 
 
 def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> None:

@@ -35,12 +35,12 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.algorithm import AlgorithmConfig, spread
 from distflow.config.keys.reward import RewardPart, scoring_models
 from distflow.data.encoded_prompts import PromptRow
+from distflow.data.sample import Segment
 from distflow.graph import NodeRole
 from distflow.graph.fields import TOKEN_AXES
 from distflow.models.image_inputs import images_of
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
 from distflow.rewards.reward_results import RewardResult, Score
-from distflow.rollout.engine import Generation
 from distflow.scheduling.group_states import PromptGroup
 
 MOST = 64
@@ -719,7 +719,7 @@ def _tokenised(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
         )
 
 
-def _generated(sample: Sample, generation: Generation, version: int) -> None:
+def _generated(sample: Sample, generation: Segment, version: int) -> None:
     """Check that the sample is the engine's generation. version: of the engine when the group was
     requested."""
     _same(

@@ -464,11 +464,7 @@ def _same_baseline(recorded: RecordedStep, sample: Sample) -> None:
     if algorithm_of(recorded.config, sample["domain"]).adv_estimator != "remax":
         return
     group = f"group {record.prompt_group.group_id}"
-    found = [
-        (request, result.generations[0])
-        for request, result in record.generated
-        if request.params.greedy
-    ]
+    found = [(request, result[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
         raise Wrong(f"{group} has {len(found)} greedy responses, but its baseline needs one")
     request, response = found[0]

@@ -99,7 +99,7 @@ class Canary:
             request = GenerateRequest(
                 prompt, (0,), own, stream, may_continue=True, policy=policy, images=images
             )
-            (response,) = (await self.rollout.generate(request)).generations
+            (response,) = await self.rollout.generate(request)
             log_probs = tuple(response.rollout_log_probs), tuple(response.sampling_log_probs)
             drawn = Segment(
                 "policy", tuple(response.token_ids), *log_probs, tuple(response.versions)

@@ -22,6 +22,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import is_sharded, offload_keys
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
 from distflow.errors import TrustError, UserError
 from distflow.launch.configured_models import (
     Source,
@@ -39,7 +40,7 @@ from distflow.models.sharding import empty_model
 from distflow.planning.model_memory import cache_in_advance, frozen_bytes, trained_bytes
 from distflow.rollout.conformance import Finding
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams, Stream
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 from distflow.scheduling.group_states import Version
 from distflow.training.torch_engine import TorchScorer
 
@@ -271,7 +272,7 @@ def _error(subject: Subject, dtype: torch.dtype) -> tuple[float, float]:
     return _mean_error(found, exact), 2 * _mean_error(rounded, exact) + 1e-3
 
 
-def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Generation], int]:
+def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list[Segment], int]:
     """Responses of the embedded engine, and the number of recorded graphs."""
     model = subject.models[device]
     tokenizer = load_tokenizer(subject.tokenizer)
@@ -279,12 +280,12 @@ def _generated(subject: Subject, device: str, enforce_eager: bool) -> tuple[list
         model, tokenizer, version=Version(0, 0), max_num_seqs=4, enforce_eager=enforce_eager
     )
 
-    async def generate() -> list[Generation]:
+    async def generate() -> list[Segment]:
         async with engine:
             request = GenerateRequest(
                 (5, 6, 7), (0, 1, 2, 3), SamplingParams(32), Stream(1, "check", 0, 0)
             )
-            return list((await engine.generate(request)).generations)
+            return list(await engine.generate(request))
 
     return asyncio.run(generate()), engine.num_graphs
 
@@ -305,7 +306,7 @@ def _graphs(subject: Subject) -> Result:
     return outcome, f"{number} captured, {text}"
 
 
-def _same_responses(found: list[Generation], expected: list[Generation]) -> Result:
+def _same_responses(found: list[Segment], expected: list[Segment]) -> Result:
     if [each.token_ids for each in found] != [each.token_ids for each in expected]:
         return FAILED, "other tokens are drawn than they should be"
     one, other = (

@@ -26,7 +26,7 @@ from distflow.graph import Drop, NodeRole, node, node_factory
 from distflow.import_target import LoadError, load_function
 from distflow.rewards.reward_results import ACC, Score
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.rollout.engine import GenerateRequest, Generation, RolloutEngine
+from distflow.rollout.engine import GenerateRequest, RolloutEngine
 from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group, sample_of_row
 from distflow.runtime.rollout_loop.row_loader import SAMPLES_OF_ROW
@@ -50,29 +50,14 @@ async def generate(
     group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
     """Generate responses to the group's prompt: one sample for each index in the group."""
-    prompt_ids = tuple(group.row.prompt_ids)
     request = GenerateRequest(
-        prompt_ids, group.wanted, group.params, group.stream, images=group.row.images
+        group.row.prompt_ids, group.wanted, group.params, group.stream, images=group.row.images
     )
-    result = await rollout.generate(request)
-    return [
-        group.sample(
-            generation.sample,
-            policy_segment(generation),
-            str(tokenizer.decode(generation.token_ids, skip_special_tokens=True)),
-            generation.finish_reason,
-        )
-        for generation in result.generations
-    ]
-
-
-def policy_segment(generation: Generation) -> Segment:
-    """The tokens that the engine drew, as a part of a sample."""
-    log_probs = tuple(generation.rollout_log_probs)
-    sampling = tuple(generation.sampling_log_probs)
-    ids = tuple(generation.token_ids)
-    versions = tuple(generation.versions)
-    return Segment("policy", ids, log_probs, sampling, versions, values=tuple(generation.values))
+    samples: list[Sample] = []
+    for drawn in await rollout.generate(request):
+        text = str(tokenizer.decode(list(drawn.token_ids), skip_special_tokens=True))
+        samples.append(group.sample(drawn.sample, drawn, text, drawn.finish_reason or "stop"))
+    return samples
 
 
 @node(writes=RESPONSE_FIELDS, scope="group")

@@ -9,14 +9,7 @@ from functools import partial
 
 from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError
-from distflow.pipelines.nodes.rollout_reward_filter import policy_segment
-from distflow.rollout.engine import (
-    ActionHead,
-    GenerateRequest,
-    Generation,
-    RolloutEngine,
-    SamplingParams,
-)
+from distflow.rollout.engine import ActionHead, GenerateRequest, RolloutEngine, SamplingParams
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
 from distflow.runtime.rollout_loop.user_calls import deadline_paused
 
@@ -30,7 +23,7 @@ to the next `ask`."""
 
 _Asked = tuple[str, tuple[int, ...], SamplingParams, int, tuple[str, ...]]
 """Name of the conversation, prompt, parameters, tokens drawn before, images of the prompt."""
-_Waiting = dict[int, asyncio.Future[Generation]]
+_Waiting = dict[int, asyncio.Future[Segment]]
 """Waiting requests by the index of the episode."""
 
 
@@ -105,7 +98,7 @@ class EpisodeRequests:
         )
         if chat.head is not None:  # its tokens may be special ones
             params = replace(params, stop_token_ids=(), head=ActionHead(**chat.head))
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Segment] = asyncio.get_running_loop().create_future()
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})
             waiting[index] = future
@@ -118,13 +111,13 @@ class EpisodeRequests:
             elif not self.in_rounds:
                 asyncio.get_running_loop().call_later(_SHARES_WITHIN_S, self._send)
             try:
-                made = await future
+                drawn = await future
             finally:
                 waiting.pop(index, None)  # of a workflow that no longer waits
                 self._heard.pop((fork, index), None)
                 self._withdraw()
                 self._look()
-        return policy_segment(made), made.finish_reason
+        return drawn, str(drawn.finish_reason)
 
     @contextmanager
     def scoring(self, index: int) -> Iterator[None]:
@@ -218,22 +211,17 @@ class EpisodeRequests:
         self._look()
 
     async def _generate(
-        self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Generation]"]
+        self, request: GenerateRequest, waiting: Mapping[int, "asyncio.Future[Segment]"]
     ) -> None:
         try:
-            made = {
-                each.sample: each for each in (await self.rollout.generate(request)).generations
-            }
-            cached = [
-                each.num_cached_tokens
-                for each in made.values()
-                if each.num_cached_tokens is not None
-            ]
-            self.num_prompt_tokens += len(request.prompt_ids) * len(cached)
-            self.num_cached_tokens += sum(cached)
+            drawn = {each.sample: each for each in await self.rollout.generate(request)}
+            for each in drawn.values():
+                if each.num_cached_tokens is not None:
+                    self.num_prompt_tokens += len(request.prompt_ids)
+                    self.num_cached_tokens += each.num_cached_tokens
             for index, future in waiting.items():
                 if not future.done():
-                    future.set_result(made[index])
+                    future.set_result(drawn[index])
         except Exception as error:  # whatever it is, waiting episodes must end
             self.failure = error
         finally:

@@ -159,7 +159,7 @@ class CudaRequestLane:
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
         for pages, starts in zip(found, prefill.values(), strict=True):
             for sequence in starts:
-                sequence.num_cached = self.steps.prefixes.block_tokens * len(pages)
+                sequence.num_cached_tokens = self.steps.prefixes.block_tokens * len(pages)
         forward = self.decoder.prefill_after(
             list(prefill), [self.steps.gathered(pages) for pages in found]
         )

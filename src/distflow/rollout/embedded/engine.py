@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
@@ -30,7 +31,6 @@ from distflow.rollout.engine import (
     Activity,
     ActivityLog,
     GenerateRequest,
-    GenerateResult,
     Host,
     KVOnUpdate,
     WeightReceipt,
@@ -157,7 +157,7 @@ class EmbeddedEngine:
         await self._loop.stop()  # no other thread uses what `_fail` clears any more
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate all requested samples. Cancelling aborts them and frees their slots.
 
         Raises UserError for a request that cannot run, and whatever a failed step raised.
@@ -175,7 +175,7 @@ class EmbeddedEngine:
         )
         try:
             await future
-            return GenerateResult(tuple(sequence.generation() for sequence in sequences))
+            return tuple(sequence.segment() for sequence in sequences)
         except asyncio.CancelledError:
             if self._loop.running:
                 self._loop.post(partial(self._abort, number))

@@ -154,7 +154,7 @@ class RequestLane:
             return self.prompts.rows(weights, list(prefill), self.decoder.prefill)
         for blocks, starts in zip(found, prefill.values(), strict=True):
             for sequence in starts:
-                sequence.num_cached = num_tokens(blocks)
+                sequence.num_cached_tokens = num_tokens(blocks)
         forward = self.decoder.prefill_after(
             list(prefill), [joined_blocks(blocks) for blocks in found]
         )

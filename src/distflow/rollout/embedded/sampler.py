@@ -28,7 +28,7 @@ NOT_FINITE = "the model's logits are not finite: its weights contain NaN or inf,
 
 
 class Draws(NamedTuple):
-    """One token per row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Generation`."""
+    """One token per row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Segment`."""
 
     token_ids: Tensor
     rollout_log_probs: Tensor

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.rollout.engine import FinishReason, GenerateRequest, Generation, SamplingParams
+from distflow.data.sample import FinishReason, Segment
+from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.rollout.stops_and_draws import sample_key, uniforms
 
 
@@ -31,21 +32,24 @@ class SamplingLaw(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence, compared by identity. key: of its random stream, from which it drew `num_drawn`
-    numbers in earlier turns; request: the call of `generate` that it belongs to. weights:
-    identifies the weights of its first keys and values; num_cached: tokens of its prompt found in
-    the prefix cache."""
+    """A sequence that the engine extends, compared by identity; the fields below `token_ids` become
+    those of its `Segment`."""
 
     request: int
+    """The call of `generate` that it belongs to."""
     sample: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     law: SamplingLaw
     key: int
+    """Of its random stream."""
     num_drawn: int = 0
+    """Numbers that it drew from its stream in earlier turns."""
     may_continue: bool = False
     weights: object = None
-    num_cached: int = 0
+    """Identifies the weights of its first keys and values."""
+    num_cached_tokens: int = 0
+    """Tokens of its prompt found in the prefix cache."""
     token_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
@@ -78,34 +82,36 @@ class Sequence:
         self.sampling_log_probs.append(sampling_log_prob)
         self.versions.append(version)
 
-    def generation(self) -> Generation:
-        assert self.finish_reason is not None, "an unfinished sequence has no generation"
-        return Generation(
+    def segment(self) -> Segment:
+        assert self.finish_reason is not None, "an unfinished sequence has no segment"
+        return Segment.drawn(
             self.sample,
             self.token_ids,
             self.rollout_log_probs,
             self.sampling_log_probs,
             self.versions,
             self.finish_reason,
-            self.num_cached,
+            self.num_cached_tokens,
         )
 
 
 def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
     """One sequence per requested sample."""
     law = SamplingLaw(*(getattr(request.params, name) for name in SamplingLaw._fields))
-    common = (request.prompt_ids, request.params, law)
-    return [
-        Sequence(
-            number,
-            sample,
-            *common,
-            sample_key(request.stream, sample),
-            request.num_drawn,
-            request.may_continue,
+    sequences: list[Sequence] = []
+    for sample in request.samples:
+        sequence = Sequence(
+            request=number,
+            sample=sample,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            law=law,
+            key=sample_key(request.stream, sample),
+            num_drawn=request.num_drawn,
+            may_continue=request.may_continue,
         )
-        for sample in request.samples
-    ]
+        sequences.append(sequence)
+    return sequences
 
 
 class DrawInputs(NamedTuple):
@@ -134,7 +140,7 @@ def draw_inputs(sequences: list[Sequence]) -> DrawInputs:
 
 
 class StepTokens(NamedTuple):
-    """One token per sequence, read on the host; log-probs as in `Generation`."""
+    """One token per sequence, read on the host; log-probs as in `Segment`."""
 
     sequences: list[Sequence]
     token_ids: list[int]

@@ -6,8 +6,9 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
+from distflow.data.sample import FinishReason, Segment
 from distflow.errors import TrustError
-from distflow.rollout.engine import FinishReason, Generation, SamplingParams
+from distflow.rollout.engine import SamplingParams
 from distflow.rollout.stops_and_draws import finish_reason
 from distflow.scheduling.group_states import Version
 
@@ -17,7 +18,7 @@ _ROUNDING: Final = 1e-5
 
 @dataclass(frozen=True)
 class Answer:
-    """An unchecked answer: the fields of `Generation`, with versions as labels. Values are as they
+    """An unchecked answer: fields of a `Segment`, with versions as labels. Values are as they
     came."""
 
     token_ids: Sequence[int]
@@ -47,33 +48,39 @@ class AnswerCheck:
     first: Version
     last: Version
 
-    def generation(self, sample: int, params: SamplingParams, answer: Answer) -> Generation:
-        """The answer as a generation. Raises TrustError for an invalid answer, TypeError for one of
+    def segment(self, sample: int, params: SamplingParams, answer: Answer) -> Segment:
+        """The answer for a sample. Raises TrustError for an invalid answer, TypeError for one of
         another form."""
-        said = (
-            answer.token_ids,
-            answer.rollout_log_probs,
-            answer.sampling_log_probs,
-            answer.versions,
-        )
-        if len({len(each) for each in said}) > 1:
-            counts = f"{len(said[1])} and {len(said[2])} log-probs, and {len(said[3])} versions"
-            raise lie(self.who, f"{len(said[0])} tokens with {counts}")
-        if len(said[0]) > params.max_tokens:
+        num_tokens = len(answer.token_ids)
+        num_rollout = len(answer.rollout_log_probs)
+        num_sampling = len(answer.sampling_log_probs)
+        num_versions = len(answer.versions)
+        if {num_rollout, num_sampling, num_versions} != {num_tokens}:
+            counts = f"{num_rollout} and {num_sampling} log-probs, and {num_versions} versions"
+            raise lie(self.who, f"{num_tokens} tokens with {counts}")
+        if num_tokens > params.max_tokens:
             raise lie(
-                self.who, f"{len(said[0])} tokens where at most {params.max_tokens} were asked for"
+                self.who, f"{num_tokens} tokens where at most {params.max_tokens} were asked for"
             )
-        end, reason = self._end(list(answer.token_ids), params, answer.finish_reason)
-        ids = list(answer.token_ids)[:end]
-        rollout, sampling = (self._log_probs(each)[:end] for each in said[1:3])
-        steps = self._steps(answer.versions)[:end]
+        ids = list(answer.token_ids)
+        end, reason = self._end(ids, params, answer.finish_reason)
+        rollout_log_probs = self._log_probs(answer.rollout_log_probs)
+        sampling_log_probs = self._log_probs(answer.sampling_log_probs)
+        versions = self._steps(answer.versions)
         if reason is None:
             ends = (
                 f"that a response ends by '{answer.finish_reason}' after {end} of "
                 f"{params.max_tokens} tokens"
             )
             raise lie(self.who, ends)
-        return Generation(sample, ids, rollout, sampling, steps, reason)
+        return Segment.drawn(
+            sample,
+            ids[:end],
+            rollout_log_probs[:end],
+            sampling_log_probs[:end],
+            versions[:end],
+            reason,
+        )
 
     def _log_probs(self, given: Sequence[object]) -> list[float]:
         found = list[float]()

@@ -24,15 +24,9 @@ from typing import Final, TypeVar
 import httpx
 from torch import Tensor
 
+from distflow.data.sample import Segment
 from distflow.errors import TrustError
-from distflow.rollout.engine import (
-    Activity,
-    GenerateRequest,
-    GenerateResult,
-    RequestLog,
-    Stream,
-    WeightReceipt,
-)
+from distflow.rollout.engine import Activity, GenerateRequest, RequestLog, Stream, WeightReceipt
 from distflow.rollout.engine_weights import check_version, stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.http_engine import (
@@ -152,7 +146,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     # Requests.
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """See `HttpEngine.generate`. Raises ServerFailed if several servers failed at it, or none
         is available."""
         refused = set[_Server]()
@@ -169,7 +163,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     server.moved += 1
                     _log.warning("a request leaves server %d of the fleet: %s", server.number, why)
                 else:
-                    self._activity.responded(request, result.generations)
+                    self._activity.responded(request, result)
                     return result
         raise ServerFailed(
             f"{len(refused)} servers of the fleet have failed on one request. The last: {why}"
@@ -194,7 +188,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._homes.popitem(last=False)
         return chosen
 
-    async def _ask(self, server: _Server, request: GenerateRequest) -> GenerateResult:
+    async def _ask(self, server: _Server, request: GenerateRequest) -> tuple[Segment, ...]:
         number = server.engine.number_of_server
         began = time.monotonic()
         cost = _cost(request)
@@ -213,9 +207,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             raise
         finally:
             server.outstanding -= cost
-        server.measure(
-            max(len(each.token_ids) for each in result.generations), time.monotonic() - began
-        )
+        server.measure(max(len(each.token_ids) for each in result), time.monotonic() - began)
         return result
 
     @asynccontextmanager

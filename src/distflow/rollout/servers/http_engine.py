@@ -17,16 +17,10 @@ import httpx
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from distflow.data.sample import Segment
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import plain_name, unwrapped
-from distflow.rollout.engine import (
-    Activity,
-    GenerateRequest,
-    GenerateResult,
-    Generation,
-    RequestLog,
-    WeightReceipt,
-)
+from distflow.rollout.engine import Activity, GenerateRequest, RequestLog, WeightReceipt
 from distflow.rollout.engine_weights import check_version, checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
@@ -219,7 +213,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
             self.folder.remove()
             await self.client.aclose()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """Generate all requested samples; cancelling aborts them. Raises UserError for an
         impossible request, TrustError for an invalid answer."""
         vocab_size = self.config.vocab_size
@@ -231,7 +225,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         with self._activity.busy():
             generations = await self._call(partial(self._generations, request, first))
             self._activity.responded(request, generations)
-        return GenerateResult(generations)
+        return generations
 
     async def pause(self, release: bool = False) -> None:
         """See `RolloutEngine`. release: drops cached keys and values; the server's class decides
@@ -333,9 +327,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
     async def _answers(self, request: GenerateRequest) -> list[Answer]:
         return await self.ask(request)
 
-    async def _generations(
-        self, request: GenerateRequest, first: Version
-    ) -> tuple[Generation, ...]:
+    async def _generations(self, request: GenerateRequest, first: Version) -> tuple[Segment, ...]:
         """The checked answers. first: the version at the start of the request."""
         answers = await self._answers(request)
         if len(answers) != len(request.samples):
@@ -345,7 +337,7 @@ class HttpEngine(AbstractAsyncContextManager["HttpEngine"], ABC):
         last = max(self.version, self._newest)
         check = AnswerCheck(self.who, self.tokenizer, self.config.vocab_size, first, last)
         given = zip(request.samples, answers, strict=True)
-        return tuple(check.generation(sample, request.params, answer) for sample, answer in given)
+        return tuple(check.segment(sample, request.params, answer) for sample, answer in given)
 
     async def _reading(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `work`. Raises TrustError where it cannot read an answer."""

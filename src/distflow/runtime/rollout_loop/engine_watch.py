@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from distflow.data.sample import Segment
 from distflow.errors import count_of
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, WeightReceipt
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, WeightReceipt
 from distflow.runtime.rollout_loop.loop_thread import LoopGivenUp
 from distflow.scheduling.group_states import Version
 
@@ -96,7 +97,7 @@ class WatchedEngine:
         finally:
             self._left.set()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         with self._asking(_described(request), while_paused=False):
             return await self._engine.generate(request)
 

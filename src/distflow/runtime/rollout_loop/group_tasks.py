@@ -13,6 +13,7 @@ from weakref import WeakSet
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
+from distflow.data.sample import Segment
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.observe.writing.timing import (
@@ -24,7 +25,7 @@ from distflow.observe.writing.timing import (
     running_group,
 )
 from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
-from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, generate_whole
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import (
@@ -119,7 +120,7 @@ class SubmissionGate:
             # a task that ends without a request must not be waited for
             task.add_done_callback(self.arrived)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
         """The engine's `generate`; the request is in the engine's queue before this first yields.
         Responses that a weight update aborted are generated again."""
         with deadline_paused():
@@ -132,7 +133,7 @@ class SubmissionGate:
             self._recorder.generated(request, result)
             return result
 
-    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+    async def _ask(self, request: GenerateRequest) -> tuple[Segment, ...]:
         pending = asyncio.ensure_future(self._engine.generate(request))
         own = asyncio.current_task()
         rounds = self._rounds
@@ -158,9 +159,7 @@ class SubmissionGate:
                     rounds.submitted(task)
             result = await pending
             if self._early_stop is not None:
-                self._early_stop.responded(
-                    task, sum(len(made.token_ids) for made in result.generations)
-                )
+                self._early_stop.responded(task, sum(len(made.token_ids) for made in result))
             return result
         except asyncio.CancelledError:
             if rounds is None or not rounds.failed.done() or own.cancelling():
