@@ -24,15 +24,15 @@ HEAVY = (
 SCRIPT = f"""
 import sys
 from distflow import cli
-from distflow.runtime.rollout_loop import group_tasks
-generate = group_tasks.SubmissionGate.generate
+from distflow.runtime.rollout_loop.rollout_client import RolloutClient
+generate = RolloutClient.generate
 async def looking(self, request):
     if not looking.asked:
         looking.asked = True
         print("HEAVY", *(name for name in {HEAVY!r} if name in sys.modules))
     return await generate(self, request)
 looking.asked = False
-group_tasks.SubmissionGate.generate = looking
+RolloutClient.generate = looking
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -24,7 +24,7 @@ from distflow.data.sample import Segment, on_event
 from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest
-from distflow.runtime.rollout_loop.group_tasks import group_task
+from distflow.runtime.rollout_loop.generation_batches import group_task
 from distflow.runtime.sample_queue.protocol import LoadedGroups
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine

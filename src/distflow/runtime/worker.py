@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.rewards.reward_results import RewardCounts
-from distflow.rollout.engine import GenerateRequest, generate_whole, server_metrics
+from distflow.rollout.engine import GenerateRequest, server_metrics
 from distflow.runtime.checkpoint.save_and_restore import (
     copy_of_state,
     merge_node_states,
@@ -225,7 +225,7 @@ class Worker:
         params = replace(
             params, stop_token_ids=(*params.stop_token_ids, *self.resources.stop_token_ids)
         )
-        return await generate_whole(engine.generate, replace(request, params=params))
+        return await engine.generate(replace(request, params=params))
 
     def train_step(self, role: str, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked like theirs."""

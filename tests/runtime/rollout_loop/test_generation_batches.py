@@ -17,7 +17,8 @@ from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.compiled_node import compile_steps
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
-from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
@@ -71,13 +72,13 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
-    gate = SubmissionGate(engine, GroupRecords())
-    steps = compile_steps([bound(answer), *more], {"rollout": gate})
+    client = RolloutClient(engine)
+    steps = compile_steps([bound(answer), *more], {"rollout": client})
     return RolloutLoop(
         steps,
         waiting_group,
         lambda group, name: context(group.prompt_group.version, group=group),
-        gate,
+        client,
         10.0,
         GroupEvents(Ends()),
         GroupRecords(),
@@ -214,7 +215,7 @@ def test_a_group_that_asks_nothing_comes_first() -> None:
 
     engine = CountingEngine(LENGTHS)
     plane = plane_of(engine)
-    plane.steps = compile_steps([bound(some_responses)], {"rollout": plane.gate})
+    plane.steps = compile_steps([bound(some_responses)], {"rollout": plane.client})
     assert run(plane, counted()) == [[2, 3, 4, 5]]
 
 
@@ -233,7 +234,7 @@ def test_an_episode_of_several_requests_is_placed_by_its_first_response() -> Non
 
     engine = CountingEngine(LENGTHS)
     plane = plane_of(engine)
-    plane.steps = compile_steps([bound(two_turns)], {"rollout": plane.gate})
+    plane.steps = compile_steps([bound(two_turns)], {"rollout": plane.client})
     counts = counted()
     assert run(plane, counts) == [[1, 3, 4, 5]]
     kept = 2 * (2 * 5 + 2 * 4 + 4 * 3 + 2 * 2)
@@ -279,7 +280,7 @@ def test_tasks_that_a_function_started_end_with_its_group() -> None:
     engine = CountingEngine({**LENGTHS, 0: 6, 2: 6, 99: 10**9})
     plane = plane_of(engine)
     counts = counted()
-    plane.steps = compile_steps([bound(leaves_tasks)], {"rollout": plane.gate})
+    plane.steps = compile_steps([bound(leaves_tasks)], {"rollout": plane.client})
     plane.steps = (*plane.steps, *compile_steps([bound(reward_fn)], {}))
     assert run(plane, counts) == [[1, 3, 4, 5]]
     assert (

@@ -9,8 +9,8 @@ import pytest
 
 from distflow.data.sample import Segment
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
-from distflow.runtime.audit_protocol import GroupRecorder
-from distflow.runtime.rollout_loop.group_tasks import SubmissionGate, group_task
+from distflow.runtime.rollout_loop.generation_batches import group_task
+from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 
 
 class Engine:
@@ -37,10 +37,6 @@ class Engine:
         self._running.set()
 
 
-class NoRecords(GroupRecorder):
-    def generated(self, *args: Any) -> None: ...
-
-
 def request(group: int, sample: int) -> GenerateRequest:
     return GenerateRequest((1,), (sample,), SamplingParams(4), Stream(0, "train", 0, group))
 
@@ -52,23 +48,23 @@ def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
 
     async def run() -> list[list[tuple[int, int]]]:
         engine = Engine()
-        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+        client = RolloutClient(engine)  # type: ignore[arg-type]
 
         async def group(number: int, turns: int) -> None:
             group_task.set(asyncio.current_task())
             for _ in range(turns):
                 await asyncio.gather(
-                    *(gate.generate(request(number, sample)) for sample in range(2))
+                    *(client.generate(request(number, sample)) for sample in range(2))
                 )
                 await asyncio.sleep(os.urandom(1)[0] / 20_000)
 
-        await gate.pause()
+        await client.pause()
         tasks = [
             asyncio.create_task(group(number, turns)) for number, turns in enumerate((3, 1, 2))
         ]
-        gate.expect(tasks, None, in_rounds)
-        await gate.all_in()
-        await gate.resume()
+        batch = client.begin_batch(tasks, None, in_rounds)
+        await batch.all_in()
+        await client.resume()
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
         return engine.rounds
 
@@ -81,23 +77,23 @@ def test_turns_of_a_generation_batch_advance_together(in_rounds: bool) -> None:
 def test_a_group_that_is_cancelled_or_fails_holds_nobody() -> None:
     async def run() -> int:
         engine = Engine()
-        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+        client = RolloutClient(engine)  # type: ignore[arg-type]
 
         async def group(number: int) -> int:
             group_task.set(asyncio.current_task())
             for turn in range(3):
-                await gate.generate(request(number, 0))
+                await client.generate(request(number, 0))
                 if turn == 0 and number == 1:
                     raise RuntimeError("a node failed")
                 if turn == 0 and number == 2:
                     await asyncio.sleep(3600)
             return number
 
-        await gate.pause()
+        await client.pause()
         tasks = [asyncio.create_task(group(number)) for number in range(4)]
-        gate.expect(tasks, None, True)
-        await gate.all_in()
-        await gate.resume()
+        batch = client.begin_batch(tasks, None, True)
+        await batch.all_in()
+        await client.resume()
         await asyncio.sleep(0.05)
         tasks[2].cancel()
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
@@ -131,18 +127,18 @@ class FailsLater(Engine):
 def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(failing: str) -> None:
     async def run() -> list[object]:
         engine = FailsLater(failing)
-        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+        client = RolloutClient(engine)  # type: ignore[arg-type]
 
         async def group(number: int) -> None:
             group_task.set(asyncio.current_task())
             for _ in range(2):
-                await gate.generate(request(number, 0))
+                await client.generate(request(number, 0))
 
-        await gate.pause()
+        await client.pause()
         tasks = [asyncio.create_task(group(number)) for number in range(3)]
-        gate.expect(tasks, None, True)
-        await gate.all_in()
-        await gate.resume()
+        batch = client.begin_batch(tasks, None, True)
+        await batch.all_in()
+        await client.resume()
         engine.has_begun = True
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
@@ -154,7 +150,7 @@ def test_an_engine_that_fails_between_rounds_fails_the_requests_of_all_groups(fa
 def test_a_request_that_is_cancelled_while_it_is_sent_holds_nobody() -> None:
     async def run() -> list[list[tuple[int, int]]]:
         engine, asking = Engine(), list[asyncio.Task[Any]]()
-        gate = SubmissionGate(engine, NoRecords())  # type: ignore[arg-type]
+        client = RolloutClient(engine)  # type: ignore[arg-type]
         answer = engine.generate
 
         async def generate(request: GenerateRequest) -> tuple[Segment, ...]:
@@ -164,18 +160,18 @@ def test_a_request_that_is_cancelled_while_it_is_sent_holds_nobody() -> None:
 
         async def group(number: int) -> None:
             group_task.set(asyncio.current_task())
-            await gate.generate(request(number, 0))
+            await client.generate(request(number, 0))
             if number == 0:
                 engine.generate = generate  # type: ignore[method-assign]
-                asking.append(asyncio.create_task(gate.generate(request(number, 0))))
+                asking.append(asyncio.create_task(client.generate(request(number, 0))))
                 await asyncio.wait(asking)
-            await gate.generate(request(number, 1))
+            await client.generate(request(number, 1))
 
-        await gate.pause()
+        await client.pause()
         tasks = [asyncio.create_task(group(number)) for number in range(2)]
-        gate.expect(tasks, None, True)
-        await gate.all_in()
-        await gate.resume()
+        batch = client.begin_batch(tasks, None, True)
+        await batch.all_in()
+        await client.resume()
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
         return engine.rounds
 

@@ -22,7 +22,8 @@ from distflow.rollout.engine import GenerateRequest, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
 from distflow.runtime.engines_and_services import Resources
 from distflow.runtime.rollout_loop.group_samples_and_columns import Group
-from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop, SubmissionGate
+from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
+from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
@@ -100,16 +101,16 @@ class Ends(dict[int, str]):
 
 
 def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
-    gate = SubmissionGate(engine, GroupRecords())
-    steps = compile_steps([bound(answer), *more], {"rollout": gate})
+    client = RolloutClient(engine)
+    steps = compile_steps([bound(answer), *more], {"rollout": client})
     return RolloutLoop(
-        steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords()
+        steps, waiting_group, context_of, client, 10.0, GroupEvents(Ends()), GroupRecords()
     )
 
 
 async def fill(plane: RolloutLoop, queue: LocalSampleQueue, steps: int) -> list[list[int]]:
     """Learn nothing from each step; the groups of each. Raises what ends the loop."""
-    engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
+    engine: Any = plane.client._engine if plane.client is not None else OrderedEngine()
     loop = asyncio.ensure_future(plane.loop(queue))
     loop.add_done_callback(
         lambda done: done.cancelled() or queue.fail(done.exception() or AssertionError("it ended"))
@@ -173,10 +174,10 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
-    steps = compile_steps([bound(generate_in_tasks)], {"rollout": gate})
+    client = RolloutClient(engine)  # type: ignore[arg-type]
+    steps = compile_steps([bound(generate_in_tasks)], {"rollout": client})
     plane = RolloutLoop(
-        steps, waiting_group, context_of, gate, 10.0, GroupEvents(Ends()), GroupRecords()
+        steps, waiting_group, context_of, client, 10.0, GroupEvents(Ends()), GroupRecords()
     )
     queue = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, queue, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -185,12 +186,12 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
 def test_the_gate_counts_groups_that_end_without_asking() -> None:
     async def run() -> list[Any]:
         engine = OrderedEngine()
-        gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
+        client = RolloutClient(engine)  # type: ignore[arg-type]
         await engine.pause()
 
         async def asks() -> None:
             await asyncio.sleep(0)
-            await gate.generate(GenerateRequest((1,), (0,), PARAMS, Stream(1, "t", 0, 1)))
+            await client.generate(GenerateRequest((1,), (0,), PARAMS, Stream(1, "t", 0, 1)))
 
         async def fails() -> None:
             raise KeyError
@@ -199,13 +200,11 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
             return
 
         tasks = [asyncio.create_task(work()) for work in (asks, fails, quiet)]
-        gate.expect(tasks)
-        await asyncio.wait_for(gate.all_in(), 10)
+        batch = client.begin_batch(tasks)
+        await asyncio.wait_for(batch.all_in(), 10)
         await engine.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
-        empty = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
-        empty.expect([])
-        await asyncio.wait_for(empty.all_in(), 10)
+        await asyncio.wait_for(client.begin_batch([]).all_in(), 10)
         return engine.log
 
     assert asyncio.run(run()) == ["pause", (1, True), "resume"]
@@ -353,7 +352,8 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
 ) -> None:
     _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
-    parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
+    client = RolloutClient(OrderedEngine())  # type: ignore[arg-type]
+    parts = Resources(None, (3, 7), {}, 0, rollout=client)  # type: ignore[arg-type]
     contexts = Contexts(spec.config, parts, {}, None)
     plane = RolloutLoop.of(
         spec, [bound(answer)], parts, contexts, GroupRecords(), GroupEvents(Ends())
@@ -361,7 +361,7 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     made = plane.make_group(PromptGroup(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
     assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
-    assert plane.timeout_s == 7.0 and plane.gate is not None
+    assert plane.timeout_s == 7.0 and plane.client is not None
 
 
 def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
@@ -371,12 +371,12 @@ def test_groups_that_ask_at_once_are_submitted_in_group_order() -> None:
         return samples(group.prompt_group.group_id, (1, 1), version=group.prompt_group.version)
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine, GroupRecords())  # type: ignore[arg-type]
+    client = RolloutClient(engine)  # type: ignore[arg-type]
     plane = RolloutLoop(
-        compile_steps([bound(asks)], {"rollout": gate}),
+        compile_steps([bound(asks)], {"rollout": client}),
         waiting_group,
         context_of,
-        gate,
+        client,
         10.0,
         GroupEvents(Ends()),
         GroupRecords(),

@@ -6,6 +6,7 @@ samples."""
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
@@ -13,14 +14,18 @@ from distflow.scheduling.group_states import Places, PromptGroup
 
 GroupTask = asyncio.Task[None]
 
+group_task: ContextVar[GroupTask | None] = ContextVar("group_task", default=None)
+"""The running group's task; tasks that a node starts (`gather`, `wait_for`) inherit it."""
+
 
 @dataclass
 class _Turn:
-    """The turn of one group. accepted: set after its last node; whether it wants a place in the
-    step. go: it may be queued, or reported as dropped."""
+    """The turn of one group."""
 
     accepted: "asyncio.Future[bool]"
+    """Set after its last node: whether it wants a place in the step."""
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    """It may be queued, or reported as dropped."""
 
 
 async def cancel(tasks: Sequence[GroupTask], calls: PlainCalls) -> None:
@@ -234,3 +239,62 @@ class Rounds:
         (error,) = await asyncio.gather(change(), return_exceptions=True)
         if error is not None and not self.failed.done():
             self.failed.set_result(error)
+
+
+class GenerationBatch:
+    """Groups that start together: which of them have sent their request, or ended without one.
+
+    Everything here runs on the asyncio thread.
+    """
+
+    def __init__(
+        self,
+        tasks: Collection[GroupTask],
+        early_stop: EarlyStop | None,
+        rounds: Rounds | None,
+    ) -> None:
+        """rounds: None sends later requests at once."""
+        self._early_stop = early_stop
+        self._rounds = rounds
+        self._waiting: set[GroupTask | None] = set(tasks)
+        self._all_in = asyncio.Event()
+        for task in tasks:
+            # a task that ends without a request must not be waited for
+            task.add_done_callback(self._arrived)
+
+    @property
+    def failed(self) -> "asyncio.Future[BaseException] | None":
+        """Set once the engine did not begin or end a round, and may no longer answer."""
+        return None if self._rounds is None else self._rounds.failed
+
+    async def all_in(self) -> None:
+        """Wait until every group has sent its request, or needs none."""
+        if self._waiting:
+            await self._all_in.wait()
+
+    async def turn(self, sample: int) -> None:
+        """Returns when the running group's request for the sample may go to the engine."""
+        if self._rounds is not None:
+            await self._rounds.turn(group_task.get(), sample)
+
+    def submitted(self, task: GroupTask | None) -> None:
+        """A request of the group is in the engine's queue."""
+        self._arrived(task)
+        if self._rounds is not None:
+            self._rounds.submitted(task)
+
+    def responded(self, task: GroupTask | None, num_tokens: int) -> None:
+        """The engine has responded to a request of the group."""
+        if self._early_stop is not None:
+            self._early_stop.responded(task, num_tokens)
+
+    def asks_no_more(self, task: GroupTask | None) -> None:
+        """The group has finished all of its nodes."""
+        self._arrived(task)
+        if self._rounds is not None:
+            self._rounds.left(task)
+
+    def _arrived(self, task: GroupTask | None) -> None:
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_in.set()

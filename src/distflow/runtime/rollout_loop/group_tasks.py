@@ -3,29 +3,24 @@ filtered group."""
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
-from distflow.data.sample import Segment
 from distflow.errors import TrustError, UserError
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.observe.writing.timing import (
     DATA,
-    ENGINE,
     OTHER_GROUPS,
     Waits,
     group_waits,
     running_group,
 )
 from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
-from distflow.rollout.engine import GenerateRequest, RolloutEngine, generate_whole
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import GroupRecorder
 from distflow.runtime.compiled_node import (
@@ -37,14 +32,21 @@ from distflow.runtime.compiled_node import (
     score_samples,
 )
 from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.rollout_loop.generation_batches import EarlyStop, Rounds, cancel
+from distflow.runtime.rollout_loop.generation_batches import (
+    EarlyStop,
+    GenerationBatch,
+    GroupTask,
+    cancel,
+    group_task,
+)
 from distflow.runtime.rollout_loop.group_samples_and_columns import (
     Group,
     accuracy_of,
     finished_group,
 )
+from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.rollout_loop.row_loader import RowLoader
-from distflow.runtime.rollout_loop.user_calls import PlainCalls, deadline_paused
+from distflow.runtime.rollout_loop.user_calls import PlainCalls
 from distflow.runtime.run_errors_and_limits import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
@@ -53,10 +55,7 @@ from distflow.runtime.sample_queue.protocol import (
     SampleQueuePort,
 )
 from distflow.runtime.spec import Spec
-from distflow.scheduling.group_states import GroupState, PromptGroup, Version
-
-group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
-"""The running group's task; tasks that a node starts (`gather`, `wait_for`) inherit it."""
+from distflow.scheduling.group_states import GroupState, PromptGroup
 
 MakeContext = Callable[[Group, str], NodeContext]
 
@@ -68,171 +67,52 @@ class RolloutLoopFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupEvents:
-    """Callbacks for events of prompt groups.
-
-    ended: (group id, version, "complete" or the reason it was dropped, start, end) with
-    `time.time()`, for every group, before it reaches the queue. dropped: (version, reason, columns)
-    if a node dropped it. failed: (group id, reason) if a node raised. waits: logs how long each
-    group waits for its rewards.
-    """
+    """Callbacks for events of prompt groups."""
 
     ended: Callable[[int, int, str, float, float], None] = (
         lambda group_id, version, outcome, started, ended: None
     )
+    """For every group, before it reaches the queue: the outcome is "complete" or the reason it was
+    dropped; times are `time.time()`."""
     dropped: Callable[[int, str, Batch], None] = lambda version, reason, batch: None
+    """If a node dropped it, with its columns."""
     failed: Callable[[int, Failure], None] = lambda group_id, failure: None
+    """If a node raised."""
     waits: Waits = field(default_factory=Waits)
-
-
-class SubmissionGate:
-    """A wrapper of the rollout engine that tracks which groups of a generation batch have sent
-    their request, or ended without one.
-
-    The rollout loop's nodes are compiled with the gate in place of the engine, and use its
-    `generate`, `pause` and `resume`. Between generation batches it only forwards. It runs only on
-    the asyncio thread, so it needs no lock.
-    """
-
-    def __init__(self, engine: RolloutEngine, group_recorder: GroupRecorder) -> None:
-        self._engine = engine
-        self._recorder = group_recorder
-        self.pause = engine.pause
-        self.resume = engine.resume
-        self._waiting: set[asyncio.Task[None] | None] = set()
-        self._all_in = asyncio.Event()
-        self._early_stop: EarlyStop | None = None
-        self._rounds: Rounds | None = None
-
-    def expect(
-        self,
-        tasks: Collection[asyncio.Task[None]],
-        early_stop: EarlyStop | None = None,
-        in_rounds: bool = False,
-    ) -> None:
-        """Begin a generation batch of these group tasks. None of them has run yet: there was no
-        await since they were created. early_stop: informed of every response. in_rounds: later
-        requests go to the engine in rounds too."""
-        self._waiting = set(tasks)
-        self._early_stop = early_stop
-        self._all_in = asyncio.Event()
-        self._rounds = Rounds(tasks, self.pause, self.resume) if in_rounds else None
-        for task in tasks:
-            # a task that ends without a request must not be waited for
-            task.add_done_callback(self.arrived)
-
-    async def generate(self, request: GenerateRequest) -> tuple[Segment, ...]:
-        """The engine's `generate`; the request is in the engine's queue before this first yields.
-        Responses that a weight update aborted are generated again."""
-        with deadline_paused():
-            fault_injection.reach("rollout.generate")
-            if self._rounds is not None:
-                with group_waits("a round of requests", on=OTHER_GROUPS):
-                    await self._rounds.turn(group_task.get(), request.samples[0])
-            with group_waits("responses", on=ENGINE):
-                result = await generate_whole(self._ask, request)
-            self._recorder.generated(request, result)
-            return result
-
-    async def _ask(self, request: GenerateRequest) -> tuple[Segment, ...]:
-        pending = asyncio.ensure_future(self._engine.generate(request))
-        own = asyncio.current_task()
-        rounds = self._rounds
-        task = group_task.get() or own
-        assert task is not None and own is not None
-
-        def end(cause: asyncio.Future[Any]) -> None:
-            pending.cancel()
-
-        causes: tuple[asyncio.Future[Any], ...] = (
-            (task, rounds.failed) if rounds is not None else (task,)
-        )
-        # the group no longer waits for a task that it started, or the task cannot end
-        for cause in causes:
-            cause.add_done_callback(end)
-        try:
-            try:
-                # `pending` runs to its first await, which queues its request
-                await asyncio.sleep(0)
-            finally:  # a request cancelled meanwhile must not be waited for
-                self.arrived(task)
-                if rounds is not None:
-                    rounds.submitted(task)
-            result = await pending
-            if self._early_stop is not None:
-                self._early_stop.responded(task, sum(len(made.token_ids) for made in result))
-            return result
-        except asyncio.CancelledError:
-            if rounds is None or not rounds.failed.done() or own.cancelling():
-                raise
-            raise rounds.failed.result() from None
-        finally:
-            for cause in causes:
-                cause.remove_done_callback(end)
-            # no effect if done; else this group was cancelled, and so is its request
-            pending.cancel()
-
-    async def all_in(self) -> None:
-        """Wait until every group of the generation batch has arrived."""
-        if self._waiting:
-            await self._all_in.wait()
-
-    @property
-    def version(self) -> Version:
-        return self._engine.version
-
-    async def num_generated_tokens(self) -> int:
-        """The number of tokens generated so far, once cancelled requests add none. 0 for an engine
-        that does not count them, or also counts those of other workers."""
-        if getattr(self._engine, "is_shared", False):
-            return 0
-        await self.pause()
-        number = getattr(self._engine, "num_generated_tokens", 0)
-        await self.resume()
-        return int(number)
-
-    def asks_no_more(self, task: asyncio.Task[None] | None) -> None:
-        """The group has finished all of its nodes."""
-        self.arrived(task)
-        if self._rounds is not None:
-            self._rounds.left(task)
-
-    def arrived(self, task: asyncio.Task[None] | None) -> None:
-        """The group has sent its request, or needs none."""
-        self._waiting.discard(task)
-        if not self._waiting:
-            self._all_in.set()
+    """Logs how long each group waits for its rewards."""
 
 
 @dataclass
 class RolloutLoop:
-    """Runs the compiled nodes of the rollout loop on groups.
-
-    make_group: makes the group of a prompt group, without responses. gate: wraps the rollout
-    engine; None if the pipeline generates nothing. group_recorder: records what engine and reward
-    functions did for each group. timeout_s: limit of a sync function for each sample. in_batches:
-    groups start together as a generation batch, and the next ones when these have ended.
-    stops_early: groups of a generation batch that remain when the step is full are aborted.
-    call_counts: of reward calls on all groups, including dropped ones. prepare_rows: called with
-    the rows of groups about to start. asks_in_rounds: groups that start together also send their
-    later requests together. row_loader: loads the groups that start together, in place of the
-    steps; None if there is more to do. surplus: tasks of groups that the queue ended.
-    """
+    """Runs the compiled nodes of the rollout loop on groups."""
 
     steps: Sequence[Step]
     make_group: Callable[[PromptGroup], Group]
+    """Makes the group of a prompt group, without responses."""
     context: MakeContext
-    gate: SubmissionGate | None
+    client: RolloutClient | None
+    """None if the pipeline generates nothing."""
     timeout_s: float
+    """Limit of a sync function for each sample."""
     events: GroupEvents
     group_recorder: GroupRecorder
+    """Records what engine and reward functions did for each group."""
     in_batches: bool = True
+    """Groups start together as a generation batch, and the next ones when these have ended."""
     stops_early: bool = False
+    """Groups of a generation batch that remain when the step is full are aborted."""
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     call_counts: CallCounts = field(default_factory=CallCounts)
+    """Of reward calls on all groups, including dropped ones."""
     prepare_rows: Callable[[Sequence[int]], None] = lambda rows: None
+    """Called with the rows of groups about to start."""
     asks_in_rounds: bool = False
+    """Groups that start together also send their later requests together."""
     row_loader: RowLoader | None = None
+    """Loads the groups that start together, in place of the steps; None if there is more to do."""
     surplus: "WeakSet[asyncio.Task[None]]" = field(default_factory=WeakSet)
+    """Tasks of groups that the queue ended."""
+    _batch: GenerationBatch | None = field(default=None, init=False)
 
     @staticmethod
     def of(
@@ -243,14 +123,15 @@ class RolloutLoop:
         group_recorder: GroupRecorder,
         events: GroupEvents,
     ) -> "RolloutLoop":
-        gate = (
-            SubmissionGate(resources.rollout, group_recorder)
-            if resources.rollout is not None
-            else None
-        )
-        parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
+        client = resources.rollout
+        if client is not None:
+            assert isinstance(client, RolloutClient), "the services have wrapped the engine"
+            client.recorder = group_recorder
+        parts = resources.by_name()
+        call_counts = CallCounts()
         if resources.reward_fn is not None:
             parts["reward_fn"] = partial(score_samples, resources.reward_fn, events.waits)
+            call_counts = resources.reward_fn.call_counts
         ends = resources.stop_token_ids
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {
@@ -267,15 +148,13 @@ class RolloutLoop:
             compile_steps(nodes, parts),
             make_group,
             contexts.for_rollout,
-            gate,
+            client,
             spec.options.timeout_s,
             events,
             group_recorder,
             in_batches=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
-            call_counts=resources.reward_fn.call_counts
-            if resources.reward_fn is not None
-            else CallCounts(),
+            call_counts=call_counts,
             prepare_rows=spec.rows.prepare
             if isinstance(spec.rows, PromptRows)
             else lambda rows: None,
@@ -286,6 +165,7 @@ class RolloutLoop:
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
         """Run the steps on the group; returns `Drop` if one of them dropped it. Raises
         NodeError."""
+        fault_injection.reach("rollout.generate")
         for step in steps:
             ctx = context(group, step.node.node_id)
             is_reward = step.node.node_role is NodeRole.REWARD
@@ -339,12 +219,12 @@ class RolloutLoop:
         capacity allows. Raises RolloutLoopFailed, or the user's error.
         """
         running = dict[int, asyncio.Task[None]]()
-        gate = self.gate
+        client = self.client
         try:
             # a failing task ends them all: no step waits for its group
             async with asyncio.TaskGroup() as groups:
                 async for prompt_groups in queue.prompt_groups(
-                    lambda: gate.version.step if gate is not None else None
+                    lambda: client.version.step if client is not None else None
                 ):
                     if isinstance(prompt_groups, ForeseenGroups):
                         if self.row_loader is not None:
@@ -407,40 +287,40 @@ class RolloutLoop:
         self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort
     ) -> None:
         """With `stops_early` there are more groups than the step may need."""
-        gate = self.gate
-        stop = None
-        before = 0
-        if self.stops_early:
-            stop = EarlyStop(prompt_groups)
-            before = await gate.num_generated_tokens() if gate is not None else 0
-        if gate is not None:
-            await gate.pause()
-        tasks = {
-            asyncio.create_task(self._run_group(prompt_group, queue, stop)): prompt_group
-            for prompt_group in prompt_groups
-        }
+        client = self.client
+        stop = EarlyStop(prompt_groups) if self.stops_early else None
+        num_before = 0
+        if client is not None:
+            if stop is not None:
+                num_before = await client.count_tokens()
+            await client.pause()
+        tasks: dict[GroupTask, PromptGroup] = {}
+        for prompt_group in prompt_groups:
+            task = asyncio.create_task(self._run_group(prompt_group, queue, stop))
+            tasks[task] = prompt_group
         try:
             if stop is not None:
                 stop.expect(tasks)
-            if gate is not None:
-                gate.expect(tasks, stop, self.asks_in_rounds)
-                await gate.all_in()
+            if client is not None:
+                self._batch = client.begin_batch(tasks, stop, self.asks_in_rounds)
+                await self._batch.all_in()
             if stop is not None:
                 stop.begin()
-            if gate is not None:
-                await gate.resume()
+            if client is not None:
+                await client.resume()
             if stop is None:
                 await asyncio.gather(*tasks)
                 return
             await stop.run()
             if aborted := await stop.abort(self.plain_calls):
-                drawn = await gate.num_generated_tokens() - before if gate is not None else 0
-                num_tokens = max(
-                    drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)
+                num_drawn = 0
+                if client is not None:
+                    num_drawn = await client.count_tokens() - num_before
+                num_aborted = max(
+                    num_drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)
                 )
-                queue.abort(
-                    AbortedGroups({group.group_id: group.attempt for group in aborted}, num_tokens)
-                )
+                attempts = {group.group_id: group.attempt for group in aborted}
+                queue.abort(AbortedGroups(attempts, num_aborted))
         finally:
             for task in tasks:
                 task.cancel()
@@ -509,7 +389,7 @@ class RolloutLoop:
     async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
         """Wait until the group may report to the queue."""
         if stop is not None:
-            if self.gate is not None:
-                self.gate.asks_no_more(group_task.get())
+            if self._batch is not None:
+                self._batch.asks_no_more(group_task.get())
             with group_waits("its turn", on=OTHER_GROUPS):
                 await stop.turn(accepted)

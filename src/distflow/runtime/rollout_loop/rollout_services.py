@@ -35,13 +35,14 @@ from distflow.rewards.startup_checks import (
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
 from distflow.runtime.early_stop_and_signals import leave_at_once
 from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs, WatchedEngine
+from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs
 from distflow.runtime.rollout_loop.loop_thread import (
     LEAVES_WITHIN_S,
     LoopGivenUp,
     LoopThread,
     on_a_thread,
 )
+from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.shared_cores import SharedCores
 from distflow.runtime.spec import Spec
 
@@ -169,7 +170,7 @@ class RolloutServices:
     The futures and events of engine and reward functions belong to that thread's loop: they are
     entered, awaited and left only there, while the other thread waits in `call`.
 
-    resources: the given ones, with the engine watched.
+    resources: the given ones, with the engine behind a `RolloutClient`.
     """
 
     def __init__(
@@ -192,10 +193,9 @@ class RolloutServices:
         if takes_turns and isinstance(engine, Hosted):
             self._host = HostThread()
             engine.host = self._host
-        if engine is not None and engine_deadline is not None:
-            resources = replace(
-                resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up)
-            )
+        if engine is not None:
+            client = RolloutClient(engine, engine_deadline, self._give_up)
+            resources = replace(resources, rollout=client)
         self.resources = resources
         self._check_rewards = check_rewards
         self._stack = AsyncExitStack()
