@@ -28,14 +28,7 @@ from distflow.runtime.weight_sync.bucket_files import (
     pack,
     unpack,
 )
-from distflow.runtime.weight_sync.protocol import (
-    Bucket,
-    Detach,
-    Receive,
-    WeightPort,
-    check_receipt,
-    refused,
-)
+from distflow.runtime.weight_sync.protocol import Bucket, WeightPort, check_receipt, refused
 from distflow.scheduling.group_states import Version
 
 if TYPE_CHECKING:
@@ -238,9 +231,6 @@ class RayWeights:
         self._receiving: dict[int, Any] = {}  # workers by rank
         self._in_flight: _InFlight | None = None
         self._num_buckets = 0
-
-    def attach(self, receive: Receive) -> Detach:
-        return self._own.attach(receive)
 
     def begin(self, version: Version) -> None:
         """Begin a version, which the other workers without it receive."""

@@ -18,7 +18,7 @@ from distflow.runtime.early_stop_and_signals import Stop
 from distflow.runtime.ports_and_inputs_from_launcher import Ports
 from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
-from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.runtime.weight_sync.protocol import EnginePort, WeightPort
 from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights, StreamedWeights
 from distflow.runtime.worker_place_and_dp_groups import Place
@@ -43,11 +43,14 @@ class WorkerPorts:
         """rollout_workers: those that only generate, for the leading worker."""
         place = self._place
         among.record(waits)
-        weights: WeightPort = self.incoming_weights
+        engine: EnginePort = self.incoming_weights
+        weights: WeightPort | None = None
         ready = None
         reshard = None
         if place.dp_group:
-            weights = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
+            local = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
+            engine = local
+            weights = local
             if self._exchange is not None:
                 from distflow.cluster.reshard_through_object_store import RayReshard
 
@@ -65,12 +68,14 @@ class WorkerPorts:
             elif options.weight_update_mode == "collective":
                 device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
                 carry = Pairs(run_dir, device, timeout_s, rollout_workers.note)
+            assert weights is not None, "the leading worker trains"
             weights = RayWeights(weights, rollout_workers, carry, timeout_s, waits, device)
         queue = RemoteSampleQueue(
             self._coordinator, place.generator, place.first, waits, self.stop, ready
         )
         ports = Ports(
             queue,
+            engine,
             weights,
             among.dp_group,
             among.data,
@@ -78,9 +83,9 @@ class WorkerPorts:
             self._rollout_ended,
             reshard=reshard,
         )
-        return (
-            ports if rollout_workers is None else replace(ports, validate=rollout_workers.validate)
-        )
+        if rollout_workers is None:
+            return ports
+        return replace(ports, validate=rollout_workers.validate)
 
     @contextmanager
     def short_errors(self, are_reported: bool) -> Iterator[None]:

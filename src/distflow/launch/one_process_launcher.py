@@ -168,7 +168,8 @@ def local_ports(
 ) -> Ports:
     """Ports for workers of this process."""
     queue = LocalSampleQueue(coordinator, waits, queued=queued)
-    return Ports(queue, LocalWeights(waits), OneRank(), OneRank(), OneRank(), queue.fail)
+    weights = LocalWeights(waits)
+    return Ports(queue, weights, weights, OneRank(), OneRank(), OneRank(), queue.fail)
 
 
 def _note_stop(name: str, spec: Spec, recorder: Recorder) -> None:

@@ -12,33 +12,37 @@ from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.sample_queue.protocol import SampleQueuePort
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import ValidationResults
-from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.runtime.weight_sync.protocol import EnginePort, WeightPort
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import Collective
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one worker. collective: of the ranks of its dp group. data: of the ranks among
-    them with separate samples, one for each share of a step. everyone: of all training ranks.
-    abort: informs all other parts of the run that this one has failed. validate: validates on the
-    workers with an engine, for one without. reshard: None if no columns go from one dp group to
-    another."""
+    """The ports of one worker."""
 
     queue: SampleQueuePort
-    weights: WeightPort
+    engine: EnginePort
+    """Where its rollout engine gets weights."""
+    weights: WeightPort | None
+    """Where its weights go; None if it does not train."""
     collective: Collective
+    """Of the ranks of its dp group."""
     data: Collective
+    """Of the ranks among them with separate samples, one for each share of a step."""
     everyone: Collective
+    """Of all training ranks."""
     abort: Callable[[BaseException], None]
+    """Informs all other parts of the run that this one has failed."""
     validate: Callable[[int], Sequence[ValidationResults]] = lambda step: ()
+    """Validates on the workers with an engine, for one without."""
     reshard: ReshardPort | None = None
+    """None if no columns go from one dp group to another."""
 
 
 @dataclass(frozen=True)
 class WorkerInputs:
-    """The inputs of a worker. state: of nodes, across steps. version: of the weights in the
-    resources. resumed: the checkpoint that both come from; None at a run's start."""
+    """The inputs of a worker."""
 
     spec: Spec
     rank: int
@@ -48,5 +52,8 @@ class WorkerInputs:
     store: CheckpointStore
     stop: Stop
     state: NodeState
+    """Of nodes, across steps."""
     version: Version
+    """Of the weights in the resources."""
     resumed: Checkpoint | None = None
+    """The checkpoint that both come from; None at a run's start."""

@@ -74,7 +74,7 @@ class Worker:
             stack.enter_context(self._parts.saver)
             if (engine := self.resources.rollout) is not None:
                 receiver = WeightReceiver(engine, self._parts.services, self._recorder.waits)
-                stack.callback(self._ports.weights.attach(receiver))
+                stack.callback(self._ports.engine.attach(receiver))
             if self._parts.training_nodes:
                 self._recorder.started(self._version.step, self._parts.weight_sync.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:

@@ -107,10 +107,12 @@ def test_a_receipt_for_another_version_is_no_receipt() -> None:
         push(port_to(Engine(version=Version(0, 7), shared=True)), ONE)
 
 
-def test_shared_storage_needs_no_hashes() -> None:
-    engine = Engine(hashes={}, shared=True)
+def test_shared_storage_is_proven_by_the_same_hashes() -> None:
+    engine = Engine(shared=True)
     push(port_to(engine), ONE)
     assert len(engine.served) == 1
+    with pytest.raises(TrustError, match="different tensors: a, b, c"):
+        push(port_to(Engine(hashes={}, shared=True)), ONE)
 
 
 def test_the_wait_for_an_engine_is_recorded() -> None:

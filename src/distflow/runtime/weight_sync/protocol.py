@@ -1,5 +1,6 @@
-"""The protocol of the weight sync from trainer to engines, which `same_process_weights.py` and
-`cluster` implement."""
+"""The two ports of the weight sync: a trainer sends versions through one, and a worker's engine
+receives them through the other. `same_process_weights.py` implements both, `receiver.py` and
+`cluster` those between processes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,17 +33,21 @@ class Receive(Protocol):
         ended."""
 
 
+class EnginePort(Protocol):
+    """Where a worker's rollout engine gets its weights."""
+
+    def attach(self, receive: Receive) -> Detach:
+        """Pass every version to the engine from now on, until the returned function is called."""
+
+
 class WeightPort(Protocol):
-    """Sends only complete versions: between `begin` and `commit` no engine uses the new one."""
+    """Where a trainer sends its weights. It sends only complete versions: between `begin` and
+    `commit` no engine uses the new one."""
 
     @property
     def confirmed(self) -> Version | None:
         """The version of the last receipts of engines of other processes; None if this port sends
         to none."""
-
-    def attach(self, receive: Receive) -> Detach:
-        """Send every version to a worker's rollout engine from now on, until the returned function
-        is called."""
 
     def begin(self, version: Version) -> None:
         """Begin to send a version, from the training thread. An earlier one that was not committed
@@ -75,22 +80,19 @@ def check_receipt(
         raise TrustError(
             f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}"
         )
-    if receipt.shared and not receipt.hashes:
-        return
     different = [name for name, own in hashes.items() if receipt.hashes.get(name) != own]
-    if different and receipt.version_only:
+    if not different:
+        return
+    names = ", ".join(different[:5])
+    if receipt.version_only:
         raise TrustError(
             f"the engine{of} was to use the weights that it has as version {version.step}, but "
-            "they are not the "
-            f"trainer's; tensors that differ: {', '.join(different[:5])}"
+            f"they are not the trainer's; tensors that differ: {names}"
         )
-    if different:
-        names = ", ".join(different[:5])
-        where = f" at the engine{of}" if of else ""
-        raise TrustError(
-            f"weights of version {version.step} arrived incompletely{where}; different tensors: "
-            f"{names}"
-        )
+    where = f" at the engine{of}" if of else ""
+    raise TrustError(
+        f"weights of version {version.step} arrived incompletely{where}; different tensors: {names}"
+    )
 
 
 def refused(version: Version, reason: Exception) -> TrustError:

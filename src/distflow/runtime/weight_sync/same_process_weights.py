@@ -1,4 +1,4 @@
-"""The weight ports within one process, from a trainer to the engine beside it: by reference, or
+"""The weight sync within one process, from a trainer to the engine beside it: by reference, or
 bucket by bucket."""
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ from distflow.scheduling.group_states import Version
 
 
 class LocalWeights:
-    """A `WeightPort` that collects the buckets of a version, then passes them to this process's
-    engine. Without an engine it collects nothing.
+    """A `WeightPort`, and the `EnginePort` of the same process: it collects the buckets of a
+    version, then passes them to the engine. Without an engine it collects nothing.
 
     Only the training thread uses it, so it needs no lock. An engine reads the trainer's tensors on
     its own thread while `commit` waits for its receipt, so no optimizer step can change them

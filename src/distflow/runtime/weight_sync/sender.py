@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from distflow.data.batch import Batch
 from distflow.device_transfer import send, to_host
@@ -51,21 +52,20 @@ class Canary(Protocol):
 
 @dataclass
 class WeightSender:
-    """Sends versions of one train engine's weights.
-
-    sends: False if engines need only the version, no tensors (an adapter applied unmerged on shared
-    storage). canary: None if this worker has no rollout engine. hashes: of the weights sent last,
-    by name.
-    """
+    """Sends versions of one train engine's weights."""
 
     actor: TrainEngine
     port: WeightPort
     dtype: torch.dtype
     _: KW_ONLY
     sends: bool
+    """False if engines need only the version, no tensors: an adapter applied unmerged on shared
+    storage."""
     canary: Canary | None
+    """None if this worker has no rollout engine."""
     session: RolloutServices
     hashes: dict[str, str] = field(default_factory=dict, init=False)
+    """Of the weights sent last, by name."""
     _version: Version | None = field(default=None, init=False)
 
     def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
@@ -155,10 +155,14 @@ class WeightSync:
         self._sender: WeightSender | None = None
         self._frees = spec.options.free_cache_engine
         if resources.actor is not None and spec.plan.generates:
-            sends = spec.sends_weights
-            dtype = spec.weight_dtype
+            assert ports.weights is not None, "a worker that trains sends weights"
             self._sender = WeightSender(
-                resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=services
+                resources.actor,
+                ports.weights,
+                spec.weight_dtype,
+                sends=spec.sends_weights,
+                canary=canary,
+                session=services,
             )
         self.step = version.step  # step of the weights sent last
 
@@ -178,7 +182,7 @@ class WeightSync:
         self._offload.only(("actor",))
         # released weights must be sent again
         outcome = self._sender.sync_changed(version, updated or self._frees)
-        self._check_all_synced(version)
+        self._check_all_synced(version, self._sender.port.confirmed)
         check_replicas(self._sender.hashes, version.step, self._ports.collective)
         return outcome
 
@@ -192,20 +196,17 @@ class WeightSync:
         if not is_newer:
             self._sender.push_again()
 
-    def _check_all_synced(self, version: Version) -> None:
-        """Check that all engines to which this rank sends have the version. Raises TrustError if
-        the oldest has another: at staleness 0 that engine and the trainer would wait for each other
-        forever."""
+    def _check_all_synced(self, version: Version, confirmed: Version | None) -> None:
+        """Check that all engines to which this rank sends have the version. confirmed: by those of
+        other processes. Raises TrustError if one has another: at staleness 0 that engine and the
+        trainer would wait for each other forever."""
         own = self._engine.version if self._engine is not None else None
-        oldest = min(
-            (has for has in (own, self._ports.weights.confirmed) if has is not None),
-            default=version,
-        )
-        if oldest != version:
-            raise TrustError(
-                f"version {version.step} was sent, but an engine has {oldest.step}: weights did "
-                "not reach it"
-            )
+        for has in (own, confirmed):
+            if has is not None and has != version:
+                raise TrustError(
+                    f"version {version.step} was sent, but an engine has {has.step}: weights did "
+                    "not reach it"
+                )
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
@@ -231,16 +232,8 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
     names, on every rank."""
     if ranks.size == 1:
         return
-    if (
-        len(
-            set(
-                ranks.gather(
-                    hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
-                )
-            )
-        )
-        == 1
-    ):
+    fingerprint = hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()
+    if len(set(ranks.gather(fingerprint))) == 1:
         return
     everyone = ranks.gather(dict(hashes))
     odd = [name for name in hashes if len({own.get(name) for own in everyone}) > 1]
@@ -253,37 +246,40 @@ def check_replicas(hashes: Mapping[str, str], step: int, ranks: Collective) -> N
 
 
 def check_sent(bucket: Bucket, model: nn.Module, step: int, merged: bool = True) -> None:
-    """Compare a stripe of each tensor with the module's, element by element; for sharded ones, the
-    elements on this rank. merged: whether adapters are in the weights below them.
+    """Compare a stripe of each copied tensor with the module's, element by element; for sharded
+    ones, the elements on this rank. Of one that is the module's own storage there is nothing to
+    compare. merged: whether adapters are in the weights below them.
 
     Raises TrustError with the names of differing tensors: from an older version, without their
     adapter, or mixed up. The engine rejects names that the module does not have.
     """
     causal = unwrapped(model)
     parameters = dict(causal.named_parameters(remove_duplicate=False))
-    own = {
-        name: parameter for name, _ in bucket if (parameter := _own(name, parameters)) is not None
-    }
-    alike = [
-        (name, tensor) for name, tensor in bucket if name in own and own[name].shape == tensor.shape
-    ]
-    stripes = [_held_stripe(tensor, own[name]) for name, tensor in alike]
+    different: list[str] = []
+    alike: list[tuple[str, Tensor]] = []
+    stripes: list[_Stripe] = []
+    for name, tensor in bucket:
+        own = _own(name, parameters)
+        if own is None or _is_storage_of(own, tensor):
+            continue
+        if own.shape != tensor.shape:
+            different.append(name)
+            continue
+        alike.append((name, tensor))
+        stripes.append(_held_stripe(tensor, own))
     read = to_host([values for _, *both in stripes for values in both])
-    same = {
-        name
-        for (name, tensor), (places, *_), sent, expected in zip(
-            alike, stripes, read[::2], read[1::2], strict=True
-        )
-        if _count_flipped(name, places, sent, expected, causal, merged)
-        <= FLIPPED * len(striped_places(tensor.numel()))
-    }
-    different = [name for name, _ in bucket if name in own and name not in same]
+    for number, (name, tensor) in enumerate(alike):
+        sent = read[2 * number]
+        expected = read[2 * number + 1]
+        places = stripes[number][0]
+        num_flipped = _count_flipped(name, places, sent, expected, causal, merged)
+        if num_flipped > FLIPPED * len(striped_places(tensor.numel())):
+            different.append(name)
     if different:
         raise TrustError(
             f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
             f"({len(different)} tensors) differ from the trainer's current ones: an older copy, an "
-            "adapter "
-            "that was not merged or is scaled otherwise, or another tensor's values"
+            "adapter that was not merged or is scaled otherwise, or another tensor's values"
         )
 
 
@@ -303,7 +299,17 @@ def _own(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | No
     return parameters.get(f"{owner}.base_layer.{leaf}", parameters.get(name))
 
 
-def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor]:
+def _is_storage_of(parameter: nn.Parameter, tensor: Tensor) -> bool:
+    """Whether the tensor is the parameter, and no copy of it."""
+    if isinstance(parameter, DTensor) or parameter.shape != tensor.shape:
+        return False
+    return parameter.dtype == tensor.dtype and parameter.data_ptr() == tensor.data_ptr()
+
+
+_Stripe = tuple[Tensor, Tensor, Tensor]
+
+
+def _held_stripe(tensor: Tensor, parameter: nn.Parameter) -> _Stripe:
     """The flat positions of a stripe that this rank holds, with the sent values there and its
     own."""
     stripe = striped_places(tensor.numel())
