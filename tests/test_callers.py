@@ -26,7 +26,7 @@ CALLED_FROM_OUTSIDE = {
     "api/own_training_loop.py": ("Rollouts.stats", "Rollouts.rollout_batch", "Rollouts.agenerate"),
     "config/keys/schema.py": ("register_config_group",),  # users, by `distflow.`
     "observe/sanitized_output.py": ("TerminalOutput.writable",),  # io
-    "observe/report/doctor_step_rules.py": ("_*",),  # rules of the doctor, by their decorator
+    "observe/findings/step_rules.py": ("_*",),  # rules of the doctor, by their decorator
     "http_guard.py": ("Door.*",),  # socketserver and asyncio, as of a socket that listens
     "rewards/code/assertion_process.py": ("Guard.visit_*",),  # ast
     "runtime/checkpoint/files.py": ("_Files.ls",),  # fsspec

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         node,
         register_field,
     )
-    from distflow.observe.report.doctor_step_rules import register_doctor_rule
+    from distflow.observe.findings.step_rules import register_doctor_rule
 
 __version__ = "0.1.0"
 
@@ -58,7 +58,7 @@ _ROOMS = {
     "distflow.api.load_run": ("Run", "load_run"),
     "distflow.api.own_training_loop": ("Rollouts", "rollouts"),
     "distflow.api.train": ("train", "train_several"),
-    "distflow.observe.report.doctor_step_rules": ("register_doctor_rule",),
+    "distflow.observe.findings.step_rules": ("register_doctor_rule",),
     "distflow.environments": ("Chat", "Reply", "Row", "workflow"),
 }
 

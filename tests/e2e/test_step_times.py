@@ -12,8 +12,8 @@ import pytest
 from distflow.cli import main
 from distflow.cluster.local_processes_launcher import launch_processes
 from distflow.launch.data_sets import LazyRows
-from distflow.observe.report.doctor_run_rules import RunRecords
 from distflow.observe.report.step_times import StepTimes
+from distflow.observe.run_records import RunRecords
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from tests.e2e.runs import Playground
 from tests.environments.test_tools_of_a_workflow import Callers

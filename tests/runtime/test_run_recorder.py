@@ -12,8 +12,8 @@ import pytest
 from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
 from distflow.observe.crash_safe_files import read_object
+from distflow.observe.findings.summary import describe_audits
 from distflow.observe.report.build import report_data
-from distflow.observe.report.summary_sentences import describe_audits
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.observe.writing.timing import COLLECTIVE, DATA, RANKS, Wait

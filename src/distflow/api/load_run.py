@@ -13,8 +13,9 @@ from yaml import YAMLError
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, read_object
+from distflow.observe.findings.finding import REWARD
+from distflow.observe.findings.summary import accuracies, status
 from distflow.observe.metrics import headline_names, headlines
-from distflow.observe.report.summary_sentences import REWARD, accuracies, status
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
@@ -176,8 +177,8 @@ class Run:
     def findings(self) -> Table:
         """A row for each problem that the doctor finds, with `rule`, `level`, `first`, `last`,
         `text`, `action`, ..."""
-        from distflow.observe.report.doctor import examine
-        from distflow.observe.report.doctor_run_rules import RunRecords
+        from distflow.observe.findings.doctor import examine
+        from distflow.observe.run_records import RunRecords
 
         return Table(found._asdict() for found in examine(RunRecords(self.folder)).problems())
 
@@ -209,8 +210,8 @@ class Run:
         and `b` of the other over their last 50 common steps, `difference` with its 95 % interval
         from `low` to `high`, and whether it `differs` by more than noise (None with fewer than 12
         steps)."""
-        from distflow.observe.report.doctor_run_rules import RunRecords
         from distflow.observe.report.metric_differences import compared_metrics
+        from distflow.observe.run_records import RunRecords
 
         shown = headline_names()
         runs = [other if isinstance(other, Run) else Run(other) for other in others]

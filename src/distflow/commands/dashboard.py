@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from distflow.http_guard import Guard, is_loopback, new_token
 from distflow.import_target import check_server_packages
 from distflow.observe.crash_safe_files import encode
-from distflow.observe.report.build import POLICY_OF_SERVED_PAGES, served_files, served_page
+from distflow.observe.report.page import POLICY_OF_SERVED_PAGES, served_files, served_page
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:

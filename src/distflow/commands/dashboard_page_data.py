@@ -20,18 +20,13 @@ from distflow.commands.sample import find_sample
 from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
+from distflow.observe.findings import doctor
+from distflow.observe.findings.finding import ACCURACY, REWARD
+from distflow.observe.findings.run_rules import measured_phases
+from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, audited, status
 from distflow.observe.metrics import flatten, headline_names
-from distflow.observe.report import chart_data, doctor, samples
+from distflow.observe.report import chart_data, samples
 from distflow.observe.report.build import RunPages
-from distflow.observe.report.doctor_run_rules import measured_phases
-from distflow.observe.report.summary_sentences import (
-    ACCURACY,
-    NO_END,
-    PROBLEM_KINDS,
-    REWARD,
-    audited,
-    status,
-)
 from distflow.observe.report.timelines import timelines_of
 from distflow.observe.report.trace import trace
 from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events

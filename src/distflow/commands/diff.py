@@ -25,7 +25,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.untrusted_files import check_file
 
 if TYPE_CHECKING:
-    from distflow.observe.report.doctor_run_rules import RunRecords
+    from distflow.observe.run_records import RunRecords
 
 _FINGERPRINTS = (
     "data_fingerprint",
@@ -48,7 +48,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    from distflow.observe.report.doctor_run_rules import RunRecords
+    from distflow.observe.run_records import RunRecords
 
     a, b = ([*map(RunRecords, _seeds(name))] for name in (arguments.first, arguments.second))
     content = differences(a, b)
@@ -77,7 +77,7 @@ def _seeds(name: str) -> list[Path]:
 def differences(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]") -> dict[str, Any]:
     """What differs between two runs, or the runs of two configs with several seeds, as JSON data.
     The first difference is of the first runs."""
-    from distflow.observe.report.doctor import examine
+    from distflow.observe.findings.doctor import examine
     from distflow.observe.report.metric_differences import compared_metrics
 
     facts = [

@@ -31,7 +31,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import writer_of
 
 if TYPE_CHECKING:
-    from distflow.observe.report.summary_sentences import Finding
+    from distflow.observe.findings.finding import Finding
 
 
 EXTRAS = tomllib.loads(Path(__file__).with_name("extras.toml").read_text("utf-8"))
@@ -107,8 +107,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _examine(run_dir: Path, as_json: bool, trusted: bool) -> int:
-    from distflow.observe.report import doctor
-    from distflow.observe.report.doctor_run_rules import RunRecords
+    from distflow.observe.findings import doctor
+    from distflow.observe.run_records import RunRecords
 
     run = RunRecords(run_dir)
     own = _own_rules(run.config, trusted)

@@ -25,7 +25,7 @@ def run_runs(arguments: argparse.Namespace) -> int:
 
 def _runs(folder: Path) -> Iterator[tuple[str, str]]:
     """The runs, most recently written first. Raises UserError if there is no such folder."""
-    from distflow.observe.report.summary_sentences import accuracies, status
+    from distflow.observe.findings.summary import accuracies, status
     from distflow.observe.run_reader import read_events, read_metrics
 
     if not folder.is_dir():

@@ -12,8 +12,8 @@ from distflow.launch.check_disk import check_disk
 from distflow.launch.run_folders.export_checkpoint import write_hf_models
 from distflow.launch.run_folders.run_seal import SEAL, seal_run
 from distflow.observe.crash_safe_files import remove_asides, sync
+from distflow.observe.findings.summary import accuracies
 from distflow.observe.report.build import report_data, write_report
-from distflow.observe.report.summary_sentences import accuracies
 from distflow.observe.run_reader import VALIDATION_ROWS, read_damage, read_events, read_metrics
 from distflow.observe.writing.run_folder import RunFolder, claimed, finish_moving, join, set_aside
 from distflow.processes.survivors import survivors_ended

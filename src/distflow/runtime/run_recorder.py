@@ -22,9 +22,9 @@ from distflow.data.batch import Batch
 from distflow.data.global_random_states import device_module
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import encode, replacing, write_atomically
+from distflow.observe.findings.step_rules import StepRules
 from distflow.observe.report.activity import TRAINING
 from distflow.observe.report.build import write_report
-from distflow.observe.report.doctor_step_rules import StepRules
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_lines import TerminalLines

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from distflow.observe.findings.finding import readable_s
+from distflow.observe.findings.summary import Accuracy, describe_learning, find_accuracy
 from distflow.observe.metrics import read_table
-from distflow.observe.report.build import MAX_BYTES, embed, report_data, served_files, write_report
+from distflow.observe.report.build import MAX_BYTES, report_data, write_report
 from distflow.observe.report.chart_data import choose_charts, series
+from distflow.observe.report.page import embed, served_files
 from distflow.observe.report.samples import before_and_after, cut_response, evenly
-from distflow.observe.report.summary_sentences import (
-    Accuracy,
-    describe_learning,
-    find_accuracy,
-    readable_s,
-)
 from distflow.observe.run_reader import MetricsRecord, Timeline
 from distflow.observe.writing.run_folder import RunFolder, RunFolderError
 

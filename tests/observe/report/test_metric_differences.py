@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from distflow.observe.findings.finding import Steps
 from distflow.observe.report.metric_differences import compared_metrics
-from distflow.observe.report.summary_sentences import Steps
 
 
 def run_of(values: Sequence[float], **others: float) -> Steps:

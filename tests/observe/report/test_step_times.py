@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from distflow.cli import main
+from distflow.observe.findings.doctor import examine
 from distflow.observe.report.activity import RunActivity
-from distflow.observe.report.doctor import examine
-from distflow.observe.report.doctor_run_rules import RunRecords
 from distflow.observe.report.step_times import StepTimes, step_times, times_json, times_lines
 from distflow.observe.run_reader import MetricsRecord
+from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolder, Span
 
 Spans = dict[str, list[Span]]

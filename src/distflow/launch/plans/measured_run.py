@@ -15,8 +15,8 @@ from distflow.config.compose.load_config import config_of_run
 from distflow.errors import UserError, count_of
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import read_object
+from distflow.observe.findings.run_rules import UNPLANNED
 from distflow.observe.report.activity import RunActivity, read_activity
-from distflow.observe.report.doctor_run_rules import UNPLANNED
 from distflow.observe.run_reader import MetricsRecord
 from distflow.planning.devices import Device
 from distflow.planning.layouts import Layout, Sizes

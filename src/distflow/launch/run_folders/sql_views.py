@@ -14,11 +14,11 @@ from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_steps, saved_tokens, token_texts
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import bytes_left_out, read_object, replacing, to_number
+from distflow.observe.findings.doctor import examine
+from distflow.observe.findings.summary import PROBLEM_KINDS
 from distflow.observe.report.activity import read_activity
-from distflow.observe.report.doctor import examine
-from distflow.observe.report.doctor_run_rules import RunRecords
 from distflow.observe.report.step_times import step_times
-from distflow.observe.report.summary_sentences import PROBLEM_KINDS
+from distflow.observe.run_records import RunRecords
 from distflow.observe.sample_files import COLUMNS, is_torn, write_sample_file
 from distflow.observe.sanitized_output import valid_utf8
 from distflow.scheduling.ledger import surviving_records

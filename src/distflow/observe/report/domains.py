@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from distflow.observe.findings.finding import Steps
 from distflow.observe.report.chart_data import ChosenChart, Column
-from distflow.observe.report.summary_sentences import Steps
 
 MAX_LINES = 12
 MAX_ROWS = 100

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from distflow.observe.report.summary_sentences import Steps
+from distflow.observe.findings.finding import Steps
 
 LAST = 50
 """The values of each run that count."""

@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.report.summary_sentences import Steps
+from distflow.observe.findings.finding import Steps
 
 MAX_NODES = 100
 _NODE_LISTS = ("engines", "reads", "writes", "deps")

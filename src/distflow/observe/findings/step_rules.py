@@ -7,114 +7,25 @@ RL are correlated, so the variance of the mean is inflated by (1 + r) / (1 - r),
 correlation of neighbours: without it, every second healthy run has a false alarm.
 """
 
-import math
-import re
 import statistics
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import islice
 from typing import Literal
 
 from distflow.errors import UserError
 from distflow.import_target import is_ours, users_code
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.report.summary_sentences import REWARD, Finding, Tone
+from distflow.observe.findings.finding import MANY_STEPS, REWARD, Finding, Tone
+from distflow.observe.findings.history import NEW, RECENT, History
+from distflow.observe.findings.learning_rules import LEARNING_RULES, LearningRule
 
 Level = Literal["error", "warning"]
 Check = Callable[["History"], str | Finding | None]
 
-MANY_STEPS = 8
-"""Steps before which nothing is judged, and that the rules over a window see."""
-
 CLEAN_STEPS = 10
-_RECENT = 100
-_NEW = 20
-_FIRST = 20
-_MOST_CORRELATED = 0.9
 DRIFT = 6.0
 """The z value from which a drift counts: at most 1 in 20 healthy runs of 1,000 steps reaches it by
 chance."""
-
-
-class History:
-    """The metrics of the last steps, and the first values of each. config: as in config.yaml.
-    metrics: of this step. window: of the last 8 steps."""
-
-    def __init__(self, config: Mapping[str, JSON]) -> None:
-        self.config = config
-        self.step = -1
-        self.metrics = dict[str, float]()
-        self.window: dict[int, Mapping[str, float]] = {}
-        self.begin: dict[int, Mapping[str, float]] = {}
-        """The first step."""
-        self._recent: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=_RECENT))
-        self._first: defaultdict[str, list[float]] = defaultdict(list)
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        phases = [metrics[name] for name in _fitting(tuple(metrics), r"memory/process/(?!peak).+")]
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        finite |= {"memory/process": max(phases)} if phases else {}
-        before = self.metrics if step == self.step else {}
-        self.step = step
-        self.metrics = {**before, **finite}
-        self.begin = self.begin or {step: self.metrics}
-        self.window = {**self.window, step: self.metrics}
-        if len(self.window) > MANY_STEPS:
-            del self.window[min(self.window)]
-        for name, value in finite.items():
-            self._recent[name].append(value)
-            if len(self._recent[name]) <= _FIRST:
-                self._first[name].append(value)
-
-    def now(self, name: str, default: float = math.nan) -> float:
-        """The metric at this step."""
-        return self.metrics.get(name, default)
-
-    def last(self, name: str, number: int = _RECENT) -> list[float]:
-        """Its last values, at most 100, this step's included."""
-        values = self._recent.get(name, ())
-        return list(islice(values, max(len(values) - number, 0), None))
-
-    def named(self, pattern: str) -> list[str]:
-        """The metrics of this step that fit a pattern with "*"."""
-        return _fitting(tuple(self.metrics), ".+".join(map(re.escape, pattern.split("*"))))
-
-    def first(self, name: str) -> float:
-        """The mean of its first 20 values, or fewer."""
-        return statistics.fmean(self._first[name]) if name in self._first else math.nan
-
-    def drift(self, name: str) -> float:
-        """By how many standard errors the mean of the last 20 values is above that of the 80
-        before; 0 without 100."""
-        values = self.last(name)
-        if len(values) < _RECENT:
-            return 0.0
-        before = values[:-_NEW]
-        after = values[-_NEW:]
-        mean = statistics.fmean(before)
-        rest = [value - mean for value in before]
-        variance = sum(value * value for value in rest) / len(rest)
-        moved = statistics.fmean(after) - mean
-        if variance <= (1e-9 * abs(mean)) ** 2:
-            return math.copysign(math.inf, moved) if abs(moved) > 1e-6 * abs(mean) else 0.0
-        r = sum(a * b for a, b in zip(rest, rest[1:], strict=False)) / (variance * len(rest))
-        # a short series underestimates it
-        r = min(max(r + (1 + 4 * r) / len(rest), 0.0), _MOST_CORRELATED)
-        return moved / math.sqrt(variance * (1 + r) / (1 - r) * (1 / len(after) + 1 / len(before)))
-
-    def setting(self, key: str) -> JSON:
-        """The value of a key of the config; None if unknown."""
-        return setting(self.config, key)
-
-
-def setting(config: Mapping[str, JSON], key: str) -> JSON:
-    """The value of a dotted key; None if unknown."""
-    value: JSON | Mapping[str, JSON] = config
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if not isinstance(value, Mapping) else None
 
 
 @dataclass(frozen=True)
@@ -140,15 +51,9 @@ class StepRule:
             history.named(need) if "*" in need else [need] * (need in history.metrics)
             for need in self.needs
         ]
-        if not all(found) or found and len(history.last(found[0][0])) < min(self.enough, _RECENT):
+        if not all(found) or found and len(history.last(found[0][0])) < min(self.enough, RECENT):
             return None
         return {name: history.metrics[name] for names in found for name in names}
-
-
-@lru_cache(maxsize=256)
-def _fitting(names: tuple[str, ...], pattern: str) -> list[str]:
-    """Those that fit a regular expression. Most steps have the same names."""
-    return list(filter(re.compile(pattern).fullmatch, names))
 
 
 STEP_RULES: dict[str, StepRule] = {}
@@ -392,14 +297,14 @@ def _stale_kv(h: History) -> str | None:
     "reward-hacking-suspect",
     (REWARD,),
     advice="Read the responses with the highest reward, and bound the part that they exploit.",
-    enough=_RECENT,
+    enough=RECENT,
     worst="score",
 )
 def _hacking(h: History) -> str | None:
     rewards = h.last(REWARD)
     accuracies = h.last("val_correct/all/mean", 30)
-    first = rewards[:_NEW]
-    last = rewards[-_NEW:]
+    first = rewards[:NEW]
+    last = rewards[-NEW:]
     if (
         statistics.fmean(last) - statistics.fmean(first) > statistics.pstdev(first)
         and len(accuracies) >= 6
@@ -459,7 +364,7 @@ def _collapse(h: History) -> str | None:
         "trainer."
     ),
     action=_scaled(_LR, 0.5),
-    enough=_RECENT,
+    enough=RECENT,
 )
 def _explosion(h: History) -> str | None:
     if h.drift("actor/entropy") <= DRIFT or h.drift(REWARD) >= -3:
@@ -475,7 +380,7 @@ def _explosion(h: History) -> str | None:
     ("rollout/avg_response_length", REWARD),
     advice="Longer responses bring no reward: charge for them.",
     action=_overlong,
-    enough=_RECENT,
+    enough=RECENT,
     worst="response_length",
 )
 def _longer(h: History) -> str | None:
@@ -588,17 +493,30 @@ def _sick(h: History) -> str | None:
     "memory-grows",
     ("memory/process",),
     advice="Something is kept from step to step: look at your reward functions and callbacks.",
-    enough=_RECENT,
+    enough=RECENT,
 )
 def _grows(h: History) -> str | None:
     values = h.last("memory/process")
-    before, middle, after = (
-        statistics.fmean(values[i : i + _NEW]) for i in (0, 40, _RECENT - _NEW)
-    )
+    before, middle, after = (statistics.fmean(values[i : i + NEW]) for i in (0, 40, RECENT - NEW))
     # allocators fill up, ever more slowly
     if after < 1.4 * before or after - middle < 0.7 * (middle - before):
         return None
     return f"The process's memory grew by {after / before - 1:.0%} in 80 steps."
+
+
+def _over_window(rule: LearningRule) -> Check:
+    def look(history: History) -> Finding | None:
+        whole = {**history.begin, **history.window}
+        found = rule.find(history.window, whole, history.config)
+        return found if found and found.tone in ("bad", "flat") else None
+
+    return look
+
+
+for _rule in LEARNING_RULES:
+    register_doctor_rule(_rule.name, [_rule.needs], _rule.level, enough=MANY_STEPS)(
+        _over_window(_rule)
+    )
 
 
 def rules_over(steps: Mapping[int, Mapping[str, float]], config: Mapping[str, JSON]) -> StepRules:

@@ -13,16 +13,16 @@ from distflow.cli import main
 from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.import_target import is_ours
-from distflow.observe.report.doctor import RUN_RULES, examine
-from distflow.observe.report.doctor_run_rules import RunRecords
-from distflow.observe.report.doctor_step_rules import (
+from distflow.observe.findings.doctor import RUN_RULES, examine
+from distflow.observe.findings.finding import Finding
+from distflow.observe.findings.history import History
+from distflow.observe.findings.step_rules import (
     STEP_RULES,
-    History,
     StepRules,
     register_doctor_rule,
     rules_over,
 )
-from distflow.observe.report.summary_sentences import Finding
+from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolder
 
 Metrics = dict[str, float]

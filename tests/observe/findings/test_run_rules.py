@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.report.build import report_data
-from distflow.observe.report.doctor import examine
-from distflow.observe.report.doctor_run_rules import (
-    Finding,
-    RunRecords,
+from distflow.observe.findings.doctor import examine
+from distflow.observe.findings.finding import Finding
+from distflow.observe.findings.learning_rules import (
     accuracy_counts_nothing,
     constant_reward,
     equal_groups,
     no_update,
-    predicted_and_measured,
     truncation,
 )
-from distflow.observe.report.doctor_step_rules import StepRules
+from distflow.observe.findings.run_rules import predicted_and_measured
+from distflow.observe.findings.step_rules import StepRules
+from distflow.observe.report.build import report_data
+from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolder
 
 Steps = dict[int, dict[str, float]]

@@ -5,44 +5,23 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict
+from typing import TypedDict
 
 from distflow.errors import count_of, joined
 from distflow.observe.crash_safe_files import JSON
+from distflow.observe.findings.finding import (
+    ACCURACY,
+    REWARD,
+    Finding,
+    Steps,
+    known_values,
+    readable_s,
+)
 from distflow.observe.run_reader import Event, MetricsRecord, comparable_validations
-
-Tone = Literal["good", "bad", "flat", "unknown"]
-Steps = Mapping[int, Mapping[str, float]]
 
 _MAX_GROUPS = 200
 _SMALL_SHARE = 0.01  # of the time: phases below it are summarised
 PROBLEM_KINDS = ("error", "warning", "finding")
-ACCURACY = "val_correct/all/mean"
-REWARD = "reward/mean_score"
-
-
-class Finding(NamedTuple):
-    """A sentence of the report. advice: what to do about it, or "". hinders: it prevented the run
-    from learning.
-
-    Of a rule of the doctor: its name, and "error", "warning" or "" for no problem. action: a
-    "key=value" to try. first, last: the bad steps. is_over: it closed. numbers, uids, files: where
-    to see it. worst: the key of samples to show."""
-
-    tone: Tone
-    text: str
-    advice: str = ""
-    hinders: bool = False
-    rule: str = ""
-    level: str = ""
-    action: str = ""
-    first: int | None = None
-    last: int | None = None
-    is_over: bool = False
-    numbers: Mapping[str, float] = {}
-    uids: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    worst: str = ""
 
 
 class EventGroup(TypedDict):
@@ -227,16 +206,7 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
     return Finding("good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}")
 
 
-def known_values(steps: Steps, name: str) -> list[float]:
-    """A metric's finite values in the order of the steps."""
-    return [
-        value
-        for _, values in sorted(steps.items())
-        if math.isfinite(value := values.get(name, math.nan))
-    ]
-
-
-def problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
+def count_problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     """Counts of problems. groups: of `group_events`."""
     numbers = {
         kind: sum(group["count"] for group in groups if group["kind"] == kind)
@@ -419,13 +389,3 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
         return Finding("flat", f"No end is recorded {after}: {why}. Its last record is of {last}.")
     reason = [None, *(event.fields.get("why") for event in events if event.kind == "end")][-1]
     return Finding("good", f"It ended {after}: {reason}." if reason else "")
-
-
-def readable_s(seconds: float) -> str:
-    """`8.2 s`, `4 min 12 s`, `3 h 5 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,219 @@
+"""The doctor of a run: what all rules found, and what ended the run."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from distflow.observe.crash_safe_files import to_number
+from distflow.observe.findings.finding import MANY_STEPS, Finding, known_values, readable_s
+from distflow.observe.findings.learning_rules import (
+    LEARNING_RULES,
+    LearningRule,
+    accuracy_counts_nothing,
+)
+from distflow.observe.findings.run_rules import (
+    MAX_SHOWN,
+    MAX_UIDS,
+    PLANNED,
+    idle_workers,
+    predicted_and_measured,
+    reward_errors,
+    starved_prompts,
+)
+from distflow.observe.findings.step_rules import STEP_RULES, rules_over
+from distflow.observe.findings.summary import NO_END, failure, group_events, status
+from distflow.observe.report.chart_data import tabulate
+from distflow.observe.run_reader import comparable_validations
+from distflow.observe.run_records import RunRecords
+from distflow.observe.sample_files import SAMPLES, sample_file_name
+
+BROKEN = "policy-broken"
+_OF_ENTROPY = ("entropy-collapse", "entropy-explosion")
+_MOST_WARNINGS = 5
+
+
+class RunRule(NamedTuple):
+    """A rule over the whole run."""
+
+    name: str
+
+    needs: str
+    """A metric, "groups" or "spans"; empty if it needs nothing."""
+
+    level: str
+    """Of a finding whose tone is bad or flat; others are no problem."""
+
+    check: Callable[[RunRecords], Finding | None]
+
+    def can_look(self, run: RunRecords) -> bool:
+        if self.needs == "groups":
+            return bool(run.activity.groups)
+        if self.needs == "spans":
+            return bool(run.times.windows)
+        return not self.needs or self.needs in run.metrics
+
+
+def _as_run_rule(rule: LearningRule) -> RunRule:
+    def over_run(run: RunRecords) -> Finding | None:
+        return rule.find(run.steps, run.steps, run.config)
+
+    # A run of several roles may have any of their gradients.
+    needs = "" if "*" in rule.needs else rule.needs
+    return RunRule(rule.name, needs, rule.level, over_run)
+
+
+RUN_RULES = (
+    *map(_as_run_rule, LEARNING_RULES),
+    RunRule(
+        "accuracy-counts-nothing",
+        "reward/max",
+        "warning",
+        lambda run: accuracy_counts_nothing(run.steps),
+    ),
+    RunRule("reward-errors", "", "", reward_errors),
+    RunRule("idle-workers", "spans", "warning", idle_workers),
+    RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
+    RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
+)
+"""In the order in which a report shows their findings."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the rules found."""
+
+    findings: list[Finding]
+    """The most important first."""
+
+    clean: list[str]
+    """The rules that found nothing."""
+
+    lacking: dict[str, str]
+    """The rules without data, with what they need."""
+
+    def problems(self) -> list[Finding]:
+        """Errors, then warnings, the earliest first."""
+        problems = [found for found in self.findings if found.level]
+        return sorted(problems, key=lambda found: (found.level != "error", found.first or 0))
+
+
+def examine(run: RunRecords) -> Examination:
+    """The findings of all rules, those on the metrics of steps included."""
+    comparable, _ = comparable_validations(run.records, run.events)
+    step_rules = rules_over(tabulate(comparable), run.config)
+    lacking = step_rules.lacking()
+    found: list[Finding] = []
+    for rule in RUN_RULES:
+        if not rule.can_look(run):
+            lacking[rule.name] = f"needs {rule.needs}"
+            continue
+        if len(run.steps) < MANY_STEPS:
+            lacking[rule.name] = f"needs {MANY_STEPS} steps"
+        each = rule.check(run)
+        if each is None:
+            continue
+        is_problem = each.tone in ("bad", "flat") and rule.name not in lacking
+        level = (each.level or rule.level) if is_problem else ""
+        found.append(each._replace(rule=rule.name, level=level))
+    known = {each.rule for each in found if each.level}
+    if BROKEN in known:
+        known.update(_OF_ENTROPY)  # the same, without its cause
+    found += [each for each in step_rules.findings() if each.rule not in known]
+    bad = {each.rule for each in found if each.level}
+    names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
+    clean = sorted(names - {*lacking} - bad)
+    return Examination([_with_samples(run, each) for each in found], clean, lacking)
+
+
+def _with_samples(run: RunRecords, found: Finding) -> Finding:
+    """The finding with the samples of its first step that show it."""
+    if found.first is None or not found.level:
+        return found
+    rows = run.samples(found.first)
+    sizes: dict[str, float] = {}
+    for row in rows:
+        size = to_number(row.get(found.worst))
+        if size is not None:
+            sizes[str(row.get("uid"))] = abs(size)
+    largest = sorted(sizes, key=lambda uid: -sizes[uid])
+    uids = found.uids or tuple(largest[:MAX_UIDS])
+    name = f"{SAMPLES}/{sample_file_name(found.first, 'train')}"
+    return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
+
+
+def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Finding]:
+    """What ended the run, or why it does not go on, then what was found, and what the run itself
+    warned of."""
+    end = filter(None, (_failed_run(run), _unfinished(run, is_running)))
+    return [*end, *found.problems(), *islice(_warned(run), _MOST_WARNINGS)]
+
+
+def _warned(run: RunRecords) -> Iterator[Finding]:
+    for group in group_events(run.events):
+        if group["kind"] == "warning" and not group["rolled_back"]:
+            yield Finding(
+                "flat",
+                group["message"][:MAX_SHOWN],
+                rule="warned",
+                level="warning",
+                first=group["first"],
+                last=group["last"],
+                files=("events.jsonl",),
+            )
+
+
+def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
+    """A run without an end that nobody writes to, or that has done no step for far longer than
+    steps take."""
+    if status(run.events)["word"] != NO_END["word"]:
+        return None
+    if not is_running:
+        text = (
+            "The run has no end, and no process on this machine writes to it: it was killed, or "
+            "runs elsewhere."
+        )
+        advice = "The same command resumes it."
+        return Finding(
+            "flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",)
+        )
+    seconds = known_values(run.steps, "timing_s/step")
+    if not seconds or not run.records:
+        return None
+    limit = max(5 * statistics.median(seconds), 60.0)
+    quiet = time.time() - run.records[-1].t
+    if quiet <= limit:
+        return None
+    last = max(
+        (s for part in run.activity.spans.values() for s in part), key=lambda s: s.end, default=None
+    )
+    where = f" Its last span is {last.what}{f', on {last.on}' if last.on else ''}." if last else ""
+    text = (
+        f"No step ended for {readable_s(quiet)}; a step takes "
+        f"{readable_s(statistics.median(seconds))}.{where}"
+    )
+    numbers = {"seconds without a step": quiet, "limit": limit}
+    advice = "Look at stacks.txt and events.jsonl."
+    return Finding(
+        "bad",
+        text,
+        advice,
+        rule="stuck",
+        level="error",
+        first=run.records[-1].step,
+        numbers=numbers,
+    )
+
+
+def _failed_run(run: RunRecords) -> Finding | None:
+    error = failure(run.events)
+    if error is None:
+        return None
+    text = f"The run failed: {error.message[:MAX_SHOWN]}"
+    advice = "Its traceback is in events.jsonl."
+    files = ("events.jsonl",)
+    return Finding(
+        "bad", text, advice, rule="run-failed", level="error", first=error.step, files=files
+    )

@@ -1,0 +1,251 @@
+"""Rules over the whole of a run: its samples, its ledger, its spans and its plan."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from distflow.errors import joined
+from distflow.observe.crash_safe_files import read_object, to_number
+from distflow.observe.findings.finding import (
+    MANY_STEPS,
+    Finding,
+    Steps,
+    known_values,
+    setting,
+)
+from distflow.observe.run_reader import Group, sample_splits
+from distflow.observe.run_records import RunRecords
+from distflow.observe.writing.timing import DATA, ENGINE, RANKS, REWARDS
+
+PLANNED = "slower-than-plan"
+MISSED = 0.5
+"""The share of what was measured by which a plan may miss it."""
+UNPLANNED = ("eval", "save", "save_wait", "start")
+"""Phases that a plan leaves out."""
+MAX_SHOWN = 300
+MAX_UIDS = 5
+_MUCH_IDLE = 0.2
+"""The share of the last steps above which idleness is reported."""
+_LAST_STEPS = 20
+_SHORT_S = 0.5
+"""Steps that are shorter are mostly overhead."""
+_MAX_FILES = 10
+_MAX_NAMED = 5
+_SOME_ERRORS = 0.02
+_BAD_ERRORS = 0.05
+_MANY_ERRORS = 0.1
+_FEW_DROPPED = 20
+_ADVICE_BY_CAUSE = {
+    REWARDS: (
+        "Give the reward functions more processes (reward.num_workers), or a shorter "
+        "reward.timeout_s."
+    ),
+    ENGINE: (
+        "Generation is the slower side: give it more devices, or fewer and shorter responses, or "
+        "raise async.max_staleness."
+    ),
+    DATA: "Rows are made too slowly: set data.lazy=false, or prepare the data beforehand.",
+    RANKS: (
+        "One rank is slower than the others: look at its machine, and at the sizes of its share."
+    ),
+    "tool ": "Episodes wait for their tools: make these faster, or run more groups.",
+    "environment": "Episodes wait for their environment: make it faster, or run more groups.",
+    "training": "Training is the slower side: give it more devices, or lower async.max_staleness.",
+    "coordinator": (
+        "Training is the slower side: give it more devices, or lower async.max_staleness."
+    ),
+}
+"""What to do by the beginning of what idle workers waited for."""
+
+
+def predicted_and_measured(run: RunRecords) -> Finding | None:
+    """A step's time and memory beside the estimate before the start, by the medians of the steps.
+    What the estimate missed by more than half is named if a run calibrated it."""
+    predicted = read_object(run.run_dir / "plan.json", run.run_dir).get("predicted")
+    phases = predicted.get("phases") if isinstance(predicted, Mapping) else None
+    if not isinstance(predicted, Mapping) or not isinstance(phases, Mapping):
+        return None
+    expected: dict[str, float] = {}
+    for name, value in phases.items():
+        seconds = to_number(value)
+        if seconds is not None:
+            expected[name] = seconds
+    measured = measured_phases(run.steps)
+    if "step" not in measured or "step" not in expected:
+        return None
+    others = [name for name in expected if name != "step" and name in measured]
+    measured["rest"] = measured["step"] - sum(measured[name] for name in others)
+    missed = []
+    for name, seconds in expected.items():
+        took = measured.get(name)
+        if took is not None and _misses(seconds, took, measured["step"]):
+            missed.append(f"{name} (expected {seconds:.3g} s, took {took:.3g} s)")
+    said = f"it took {measured['step']:.3g} s"
+    estimate = f"{expected['step']:.3g} s a step"
+    peak = predicted.get("peak_bytes")
+    used = known_values(run.steps, "memory/process/peak")
+    if isinstance(peak, int | float) and used:  # in GiB, as a report has them
+        said += f" and at most {max(used):.3g} GiB"
+        estimate += f" and {peak / 2**30:.3g} GiB of memory"
+        if abs(peak / 2**30 - max(used)) > MISSED * max(used):
+            missed.append("peak memory")
+    source = predicted.get("calibrated_by")
+    if not source:
+        return Finding(
+            "unknown",
+            f"The estimate before the start was {estimate}; {said}.",
+            "To estimate the next run by this one, set trainer.plan_from to its folder.",
+        )
+    text = f"The estimate before the start, by {source}, was {estimate}; {said}."
+    if not missed:
+        return Finding("unknown", text)
+    advice = f"Calibrate the plan by this run (distflow plan --from), instead of {source}."
+    return Finding("flat", f"{text} It was wrong by more than half in {joined(missed)}.", advice)
+
+
+def measured_phases(steps: Steps) -> dict[str, float]:
+    """Medians of the steps' times by phase, as a plan has them: without validation and checkpoints,
+    and without the first quarter of the steps."""
+    timed = [values for _, values in sorted(steps.items()) if "timing_s/step" in values]
+    if not timed:
+        return {}
+    first = max(1, len(timed) // 4)
+    timed = timed[min(len(timed) - 1, first) :]
+    names = {name for values in timed for name in values if name.startswith("timing_s/")}
+    found = {}
+    for name in names:
+        seconds = [values.get(name, 0.0) for values in timed]
+        found[name.removeprefix("timing_s/")] = statistics.median(seconds)
+    planned = []
+    for values in timed:
+        unplanned = sum(values.get(f"timing_s/{name}", 0.0) for name in UNPLANNED)
+        planned.append(values["timing_s/step"] - unplanned)
+    found["step"] = statistics.median(planned)
+    return found
+
+
+def _misses(predicted: float, measured: float, step: float) -> bool:
+    """Parts below a twentieth of a step do not count."""
+    return max(predicted, measured) > step / 20 and abs(predicted - measured) > MISSED * measured
+
+
+def reward_errors(run: RunRecords) -> Finding | None:
+    """Responses with reward errors, with the most frequent messages."""
+    errors: dict[int, float] = {}
+    validation: dict[int, float] = {}
+    for step, values in run.steps.items():
+        if number := _failed(values):
+            errors[step] = number
+        if number := _finite(values.get("val/errors", 0.0)):
+            validation[step] = number
+    if not errors and not validation:
+        return None
+    num_calls = sum(known_values(run.steps, "reward/calls"))
+    num_failed = sum(errors.values())
+    parts = []
+    if errors:
+        of = f" of {num_calls:,.0f}" if num_calls else ""
+        end = "," if validation else ""
+        parts.append(f"on {num_failed:,.0f}{of} responses in training, which are left out{end}")
+    if validation:
+        number = sum(validation.values())
+        parts.append(f"on {number:,.0f} validation responses, which count as wrong")
+    messages = Counter(_messages(run, "train", errors))
+    for split in sample_splits(run.run_dir):
+        if split != "train":
+            messages.update(_messages(run, split, validation))
+    kinds = []
+    for message, number in messages.most_common(2):
+        kinds.append(f"“{message}” ({number:,} times in the samples)")
+    said = f" It said {joined(kinds)}." if kinds else ""
+    share = num_failed / num_calls if num_calls else float(bool(errors))
+    level = ""
+    if share > _MANY_ERRORS:
+        level = "error"
+    elif share > _SOME_ERRORS or validation:
+        level = "warning"
+    first = min(errors, default=None)
+    rows = [] if first is None else run.samples(first)
+    failed = [str(row.get("uid")) for row in rows if row.get("errors")]
+    return Finding(
+        "bad" if share > _BAD_ERRORS or validation else "flat",
+        f"The reward function failed {joined(parts)}.{said}",
+        level=level,
+        first=first,
+        numbers={"reward/error_rate": share},
+        uids=tuple(failed[:MAX_UIDS]),
+    )
+
+
+def _messages(run: RunRecords, split: str, steps: Iterable[int]) -> Iterator[str]:
+    for step in sorted(steps)[:_MAX_FILES]:
+        for row in run.samples(step, split):
+            errors = row.get("errors")
+            for error in errors if isinstance(errors, list) else [errors]:
+                if isinstance(error, str) and error:
+                    yield error if len(error) <= MAX_SHOWN else f"{error[:MAX_SHOWN]}…"
+
+
+def _failed(values: Mapping[str, float]) -> float:
+    """Reward errors of a step, including those on dropped groups if they were recorded."""
+    if "reward/error_rate" in values:
+        return round(_finite(values["reward/error_rate"] * values.get("reward/calls", 0.0)))
+    return _finite(values.get("reward/errors", 0.0)) + _finite(values.get("reward/timeouts", 0.0))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def idle_workers(run: RunRecords) -> Finding | None:
+    """Workers that do nothing for more than a fifth of the last steps."""
+    last = list(run.times.windows)[-_LAST_STEPS:]
+    share = run.times.idle_share(last) or 0.0
+    is_short = run.times.seconds(last) < _SHORT_S * len(last) * run.times.workers
+    if share <= _MUCH_IDLE or len(last) < MANY_STEPS or is_short:
+        return None
+    seconds: dict[str, float] = {}
+    for (step, cause), idle in run.times.idle_causes.items():
+        if step in last:
+            seconds[cause] = seconds.get(cause, 0.0) + idle
+    total = run.times.seconds(last)
+    longest_first = sorted(seconds.items(), key=lambda each: -each[1])
+    shares = {cause: idle / total for cause, idle in longest_first[:_MAX_NAMED]}
+    named = [f"{cause} {part:.0%}" for cause, part in shares.items() if part >= 0.01]
+    waited = f", while something waited for {joined(named)}" if named else ""
+    text = f"Workers were idle in {share:.0%} of the time of the last {len(last)} steps{waited}."
+    longest = next(iter(shares), "")
+    advice = next(
+        (text for start, text in _ADVICE_BY_CAUSE.items() if longest.startswith(start)), ""
+    )
+    return Finding("flat", text, advice, numbers={"idle": share, **shares}, files=("spans/",))
+
+
+def starved_prompts(run: RunRecords) -> Finding | None:
+    """Long groups that are dropped as stale more often than short ones: the policy then learns from
+    short ones."""
+    sized = [group for group in run.activity.groups.values() if group.tokens]
+    sized.sort(key=lambda group: group.tokens or 0)
+    quarter = len(sized) // 4
+    short = [group for group in sized[:quarter] if _is_stale(group)]
+    long = [group for group in sized[-quarter:] if _is_stale(group)]
+    if len(short) + len(long) < _FEW_DROPPED or len(long) <= 2 * len(short):
+        return None
+    bound = setting(run.config, "async.max_staleness")
+    shares = {"longest quarter": len(long) / quarter, "shortest quarter": len(short) / quarter}
+    return Finding(
+        "flat",
+        f"Of the longest quarter of groups {shares['longest quarter']:.0%} were dropped as stale, "
+        f"of the shortest {shares['shortest quarter']:.0%}.",
+        "The policy learns from short responses alone: allow more staleness, or recompute instead "
+        "of aborting.",
+        action=f"async.max_staleness={bound + 1}" if isinstance(bound, int) else "",
+        numbers=shares,
+        uids=tuple(f"{group.group_id}-0" for group in long[-MAX_UIDS:]),
+        files=("ledger.jsonl",),
+    )
+
+
+def _is_stale(group: Group) -> bool:
+    return (group.reason or "").startswith("stale")

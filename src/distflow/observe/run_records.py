@@ -1,0 +1,54 @@
+"""What is read of one run's folder, once: by the report, the dashboard, the doctor and `diff`."""
+
+from functools import cached_property
+from pathlib import Path
+
+from distflow.observe.crash_safe_files import JSON
+from distflow.observe.findings.finding import Steps
+from distflow.observe.report.activity import RunActivity, read_activity
+from distflow.observe.report.chart_data import tabulate
+from distflow.observe.report.step_times import StepTimes, step_times
+from distflow.observe.run_reader import (
+    GrowingMetrics,
+    read_config,
+    read_events,
+    read_metrics,
+    read_samples,
+    read_timeline,
+)
+
+
+class RunRecords:
+    """growing: its metrics, if they may have been read before."""
+
+    def __init__(self, run_dir: Path, growing: GrowingMetrics | None = None) -> None:
+        self.run_dir = run_dir
+        self.timeline = read_timeline(run_dir)
+        self.growing = growing
+        self.records = (
+            read_metrics(run_dir, self.timeline) if growing is None else growing.read(self.timeline)
+        )
+        self.events = read_events(run_dir, self.timeline)
+
+    @cached_property
+    def steps(self) -> Steps:
+        return tabulate(self.records)
+
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        return frozenset(name for values in self.steps.values() for name in values)
+
+    @cached_property
+    def config(self) -> dict[str, JSON]:
+        return read_config(self.run_dir)
+
+    @cached_property
+    def activity(self) -> RunActivity:
+        return read_activity(self.run_dir)
+
+    @cached_property
+    def times(self) -> StepTimes:
+        return step_times(self.activity, self.records)
+
+    def samples(self, step: int, split: str = "train") -> list[dict[str, JSON]]:
+        return read_samples(self.run_dir, step, split, self.timeline)
