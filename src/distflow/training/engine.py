@@ -60,19 +60,18 @@ class TrainState:
 
     def trained_weights(self) -> dict[str, Tensor]:
         """The weights that training changes, by the names of the model's parameters."""
-        return {
-            n.removeprefix(MODEL_PREFIX): t
-            for n, t in self.tensors.items()
-            if n.startswith(MODEL_PREFIX)
-        }
+        weights = dict[str, Tensor]()
+        for name, tensor in self.tensors.items():
+            if name.startswith(MODEL_PREFIX):
+                weights[name.removeprefix(MODEL_PREFIX)] = tensor
+        return weights
 
     def layout(self, name: str) -> Tensor | None:
         """A tensor sharded like the one of that name: an optimizer's entries are sharded like their
         weight, even before the first step, when there are none."""
-        weight = (
-            MODEL_PREFIX + name.partition("/")[2] if name.startswith(OPTIMIZER_PREFIX) else name
-        )
-        return self.tensors.get(weight)
+        if name.startswith(OPTIMIZER_PREFIX):
+            name = MODEL_PREFIX + name.partition("/")[2]
+        return self.tensors.get(name)
 
 
 class Scorer(Protocol):

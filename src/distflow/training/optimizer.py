@@ -91,8 +91,7 @@ def load_optimizer_state(
     if meta["class"] != type(optimizer).__name__:
         raise ValueError(
             f"the state is of the optimizer {meta['class']}, this run has "
-            f"{type(optimizer).__name__}: "
-            "set optim.optimizer to the run's original optimizer"
+            f"{type(optimizer).__name__}: set optim.optimizer to the run's original optimizer"
         )
     states: dict[Tensor, dict[str, object]] = {}
     for name, entries in meta["plain"].items():
@@ -100,35 +99,30 @@ def load_optimizer_state(
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
         parameter = _find(parameters, name)
-        tensor = tensor.detach()
-        if (
-            isinstance(parameter, DTensor)
-            and not isinstance(tensor, DTensor)
-            and tensor.shape == parameter.shape
-        ):
-            # with the same sharding
-            copied: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)
-            fill(copied, tensor)
-        else:  # counters are on the CPU
-            copied = tensor.to(
-                torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True
-            )
-        states.setdefault(parameter, {})[key] = copied
+        states.setdefault(parameter, {})[key] = _copied(tensor.detach(), parameter)
     optimizer.state.clear()
     optimizer.state.update(states)
+
+
+def _copied(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A copy of an optimizer's tensor where its parameter is, sharded like it."""
+    if tensor.dim() == 0:  # counters are on the CPU
+        return tensor.to("cpu", copy=True)
+    is_whole = not isinstance(tensor, DTensor) and tensor.shape == parameter.shape
+    if isinstance(parameter, DTensor) and is_whole:
+        sharded: Tensor = torch.empty_like(parameter, dtype=tensor.dtype)
+        fill(sharded, tensor)
+        return sharded
+    return tensor.to(parameter.device, copy=True)
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move everything except the step counters, which are on the CPU whatever the parameters'
     device."""
     for entries in optimizer.state.values():
-        entries.update(
-            {
-                key: v.to(device)
-                for key, v in entries.items()
-                if isinstance(v, Tensor) and v.dim() > 0
-            }
-        )
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                entries[key] = value.to(device)
 
 
 def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
@@ -169,11 +163,9 @@ def make_schedule(
         if name == "constant_with_warmup":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        falling = (
-            1.0 - progress
-            if name == "linear_with_warmup"
-            else 0.5 * (1.0 + math.cos(math.pi * progress))
-        )
+        falling = 1.0 - progress
+        if name != "linear_with_warmup":
+            falling = 0.5 * (1.0 + math.cos(math.pi * progress))
         return min_lr_ratio + (1.0 - min_lr_ratio) * falling
 
     return factor

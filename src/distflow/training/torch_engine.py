@@ -4,8 +4,8 @@ mini-batch, with gradients summed and clipped over ranks, and activation checkpo
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -39,25 +39,24 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class ScorerOptions(TypedDict, total=False):
-    """max_tokens_per_micro_batch: None chooses by the device. temperatures: of domains not sampled
-    at `temperature`. agent_temperatures: of the agents of episodes, None for that of the sample;
-    empty if no agent has its own. compute_dtype: of the matrix products (the weights' own by
-    default), by autocast; the softmax stays in float32."""
+    """How a scorer and a train engine run their model."""
 
     max_tokens_per_micro_batch: int | None
+    """None chooses by the device."""
     temperature: float
     temperatures: Mapping[str, float]
+    """Of domains that are not sampled at `temperature`."""
     agent_temperatures: Mapping[str, float | None]
+    """Of the agents of episodes, None for that of the sample; empty if no agent has its own."""
     compute_dtype: torch.dtype | None
+    """Of the matrix products (the weights' own by default), by autocast; the softmax stays in
+    float32."""
 
 
 @dataclass(eq=False, repr=False)
 class TorchScorer:
-    """Computes outputs of response tokens on one device, by the model's `packed_forward`.
-
-    For the options see `ScorerOptions`. without_adapter: score with the LoRA adapter switched off,
-    which makes a policy its own reference. group: the ranks that run the model equally often.
-    """
+    """Computes outputs of response tokens on one device, by the model's `packed_forward`. Its
+    options are those of `ScorerOptions`, and two more."""
 
     model: nn.Module
     _: KW_ONLY
@@ -67,15 +66,16 @@ class TorchScorer:
     agent_temperatures: Mapping[str, float | None] = field(default_factory=dict)
     compute_dtype: torch.dtype | None = None
     without_adapter: bool = False
+    """Score with the LoRA adapter switched off, which makes a policy its own reference."""
     group: engine.Collective = field(default_factory=engine.OneRank)
+    """The ranks that run the model equally often."""
 
     def __post_init__(self) -> None:
         self._parameter = next(self.model.parameters())
         # On a CPU the allocator reuses matrices of this few tokens: larger ones come from the
         # kernel each time, page by page, which took a tenth to a third of an update.
-        self.max_tokens = self.max_tokens_per_micro_batch or (
-            4096 if self.device.type == "cpu" else 16384
-        )
+        by_device = 4096 if self.device.type == "cpu" else 16384
+        self.max_tokens = self.max_tokens_per_micro_batch or by_device
 
     @property
     def device(self) -> torch.device:
@@ -87,12 +87,15 @@ class TorchScorer:
         CPU."""
         self.model.eval()
         bins = micro_batches(batch, self.max_tokens, self.group)
-        parts = list[Batch]()
-        for part in map(batch.select, bins):
-            parts.append(Batch(part.lengths("prompt"), part.lengths("response")))
-            for name, flat in self.compute(part, outputs).items():
-                parts[-1][name] = flat
-        return Batch.concat(parts).to("cpu").select(torch.cat(bins).argsort())
+        scored = list[Batch]()
+        for index in bins:
+            micro = batch.select(index)
+            columns = Batch(micro.lengths("prompt"), micro.lengths("response"))
+            for name, flat in self.compute(micro, outputs).items():
+                columns[name] = flat
+            scored.append(columns)
+        in_order = torch.cat(bins).argsort()
+        return Batch.concat(scored).to("cpu").select(in_order)
 
     def compute(
         self, micro: Batch, outputs: tuple[str, ...], heat: float | Tensor | None = None
@@ -107,21 +110,25 @@ class TorchScorer:
         their own temperatures.
         """
         model: Any = self.model  # nn.Module declares no methods
-        adapter = adapter_off(self.model) if self.without_adapter else nullcontext()
-        casts = self.compute_dtype not in (None, self._parameter.dtype)
-        with (
-            adapter,
-            torch.autocast(self.device.type, dtype=self.compute_dtype) if casts else nullcontext(),
-        ):
-            inputs = model_inputs(
-                micro,
-                self.device,
-                int(outputs != ("text_scores",)),
-                images_of(unwrapped(self.model)),
-            )
-            heat = self.temperature_of(micro) if heat is None else heat
-            heat = send(heat, self.device) if isinstance(heat, Tensor) else heat
+        predicts_next = outputs != ("text_scores",)
+        processor = images_of(unwrapped(self.model))
+        with self._adapter(), self._autocast():
+            inputs = model_inputs(micro, self.device, int(predicts_next), processor)
+            if heat is None:
+                heat = self.temperature_of(micro)
+            if isinstance(heat, Tensor):
+                heat = send(heat, self.device)
             return model.packed_forward(inputs, outputs, temperature=heat)
+
+    def _adapter(self) -> AbstractContextManager[object]:
+        if self.without_adapter:
+            return adapter_off(self.model)
+        return nullcontext()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.compute_dtype in (None, self._parameter.dtype):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
     def temperature_of(self, micro: Batch) -> float | Tensor:
         """The temperature; if they differ, that of each response token: `(response tokens,)`."""
@@ -131,14 +138,13 @@ class TorchScorer:
             raise ValueError(
                 "temperatures differ by domain or agent: scored samples need their 'domain'"
             )
-        of_samples = torch.tensor(
-            [self.temperatures.get(domain, self.temperature) for domain in micro["domain"]]
-        )
-        of_tokens = of_samples.repeat_interleave(micro.lengths("response"))
+        of_samples = [self.temperatures.get(each, self.temperature) for each in micro["domain"]]
+        of_tokens = torch.tensor(of_samples).repeat_interleave(micro.lengths("response"))
         if self.agent_temperatures:
-            own = torch.tensor([each or 0.0 for each in self.agent_temperatures.values()])
-            own = own[micro.speakers([*self.agent_temperatures])]
-            of_tokens = torch.where(own > 0, own, of_tokens)
+            of_agents = torch.tensor([each or 0.0 for each in self.agent_temperatures.values()])
+            speakers = micro.speakers(list(self.agent_temperatures))
+            of_speakers = of_agents[speakers]
+            of_tokens = torch.where(of_speakers > 0, of_speakers, of_tokens)
         check_temperature(of_tokens)
         return of_tokens
 
@@ -161,35 +167,36 @@ class FrozenWeights:
 
 @dataclass(eq=False, repr=False)
 class RewardModelScorer(TorchScorer, FrozenWeights):
-    """Scores texts by a reward model with its own tokenizer. max_length: tokens that it reads; None
-    for all."""
+    """Scores texts by a reward model with its own tokenizer."""
 
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase
     max_length: int | None
+    """Tokens that it reads; None for all."""
 
     def score(self, batch: Batch) -> list[dict[str, object]]:
         """For each prompt with its response: `score`, or `error` where the model's is not finite,
         and `cut`, the number of tokens that were cut off."""
-        asked = [
-            messages_of(extra, text)
-            for extra, text in zip(batch["extra_info"], batch["prompts"], strict=True)
-        ]
-        encoded = [
-            encode_text(self.tokenizer, messages, response, self.max_length)
-            for messages, response in zip(asked, batch["responses"], strict=True)
-        ]
-        lengths = torch.tensor([len(ids) for ids, _ in encoded], dtype=torch.int64)
-        # outputs are computed at the response's tokens
-        texts = Batch(lengths - 1, torch.ones_like(lengths))
-        texts["prompt_ids"] = torch.tensor(
-            [token for ids, _ in encoded for token in ids[:-1]], dtype=torch.int64
-        )
-        texts["response_ids"] = torch.tensor([ids[-1] for ids, _ in encoded], dtype=torch.int64)
+        lengths = list[int]()
+        before_last = list[int]()
+        last = list[int]()
+        cuts = list[int]()
+        for extra, prompt, response in zip(
+            batch["extra_info"], batch["prompts"], batch["responses"], strict=True
+        ):
+            messages = messages_of(extra, prompt)
+            ids, cut = encode_text(self.tokenizer, messages, response, self.max_length)
+            lengths.append(len(ids))
+            before_last += ids[:-1]
+            last.append(ids[-1])
+            cuts.append(cut)
+        # Outputs are computed at the response's tokens: the last token is the response.
+        num_tokens = torch.tensor(lengths, dtype=torch.int64)
+        texts = Batch(num_tokens - 1, torch.ones_like(num_tokens))
+        texts["prompt_ids"] = torch.tensor(before_last, dtype=torch.int64)
+        texts["response_ids"] = torch.tensor(last, dtype=torch.int64)
         scores = self.forward(texts, ("text_scores",)).flat("text_scores").tolist()
-        return [
-            {**_result(score), "cut": cut} for score, (_, cut) in zip(scores, encoded, strict=True)
-        ]
+        return [{**_result(score), "cut": cut} for score, cut in zip(scores, cuts, strict=True)]
 
 
 def _result(score: float) -> dict[str, object]:
@@ -213,20 +220,25 @@ def micro_batches(
     lengths = batch.lengths("sequence")
     sizes = [int(lengths[family].sum()) for family in families]
     bins = pack(sizes, max_tokens)
-    agreed = int(group.max(float(len(bins))))
-    if agreed > len(bins):
-        bins = pack(sizes, max_tokens, agreed)
-    return [
-        torch.tensor([i for family in bin for i in families[family]], dtype=torch.int64)
-        for bin in bins
-    ]
+    most_of_a_rank = int(group.max(float(len(bins))))
+    if most_of_a_rank > len(bins):
+        bins = pack(sizes, max_tokens, most_of_a_rank)
+    indices = list[Tensor]()
+    for bin in bins:
+        samples = list[int]()
+        for family in bin:
+            samples += families[family]
+        indices.append(torch.tensor(samples, dtype=torch.int64))
+    return indices
 
 
 def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
     """Runs of samples with the same prompt, in order; one of more than `max_tokens` is cut."""
-    lengths = batch.lengths("sequence").tolist()
-    prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist()) if len(batch) else ()
     families: list[list[int]] = []
+    if len(batch) == 0:
+        return families
+    lengths = batch.lengths("sequence").tolist()
+    prompts = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
     room = 0
     for i, prompt in enumerate(prompts):
         if families and lengths[i] <= room and torch.equal(prompt, prompts[i - 1]):
@@ -239,8 +251,10 @@ def _families(batch: Batch, max_tokens: int) -> list[list[int]]:
 
 
 def _groups(batch: Batch) -> list[list[int]]:
-    numbers: Tensor = batch["group_index"]
-    return [(numbers == each).nonzero()[:, 0].tolist() for each in dict.fromkeys(numbers.tolist())]
+    groups: dict[int, list[int]] = {}
+    for i, number in enumerate(batch["group_index"].tolist()):
+        groups.setdefault(number, []).append(i)
+    return list(groups.values())
 
 
 def model_inputs(
@@ -315,8 +329,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: engine.Collective) 
     """Sum the gradients over the ranks. Those of sharded weights were summed during the backward
     pass."""
     for parameter in parameters:
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = grad if isinstance(parameter, DTensor) else group.sum(grad)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if not isinstance(parameter, DTensor):
+            parameter.grad = group.sum(parameter.grad)
 
 
 def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> Tensor:
@@ -325,11 +341,9 @@ def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None)
     The norm includes all shards and is the same on every rank. Nothing waits for it: if it is not
     finite, neither are the gradients, before and after, and the caller drops them.
     """
+    gradients = [p.grad for p in parameters if p.grad is not None]
     # Gradients with the same layout share one reduction.
-    norms = [
-        whole(get_total_norm(alike))
-        for alike in _alike(p.grad for p in parameters if p.grad is not None)
-    ]
+    norms = [whole(get_total_norm(alike)) for alike in _alike(gradients)]
     norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     if max_norm is not None:
         for alike in _alike(parameters):
@@ -341,8 +355,10 @@ def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
     """Tensors grouped by mesh and placement."""
     found: dict[object, list[AnyTensor]] = {}
     for tensor in tensors:
-        how = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        found.setdefault(how, []).append(tensor)
+        layout: object = None
+        if isinstance(tensor, DTensor):
+            layout = (tensor.device_mesh, tensor.placements)
+        found.setdefault(layout, []).append(tensor)
     return list(found.values())
 
 
@@ -354,14 +370,28 @@ def checkpoint_activations(model: nn.Module) -> None:
     """
     causal = unwrapped(model)
     # transformers renamed it in 5.x, and warns about the old name
-    enable = (
-        getattr(causal, "activation_checkpointing_enable", None)
-        or causal.gradient_checkpointing_enable
-    )
+    enable = getattr(causal, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = causal.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise UserError(f"enable_gradient_checkpointing is on, but {error}") from error
+
+
+def _read_sums(shares: Sequence[engine.Sums], norm: Tensor) -> tuple[engine.Counts, float]:
+    """The sums over micro-batches of each statistic, and the norm, as numbers. They are read
+    together: it is the only time that a step waits for its device."""
+    names = list[str]()
+    values = list[Tensor | float]()
+    for share in shares:
+        names += share.keys()
+        values += share.values()
+    *numbers, norm_as_number = read_numbers([*values, norm])
+    sums: engine.Counts = {"loss": 0.0}
+    for name, number in zip(names, numbers, strict=True):
+        sums[name] = sums.get(name, 0.0) + number
+    return sums, norm_as_number
 
 
 class TorchTrainEngine(TorchScorer):
@@ -388,9 +418,9 @@ class TorchTrainEngine(TorchScorer):
     ) -> None:
         """max_grad_norm: gradients above it are scaled down to it; None for no limit.
         gradient_checkpointing: keep only each layer's input, and recompute the layer in the
-        backward pass. merge_adapter: whether `weights`
-        have an adapter merged. group: the ranks that share the mini-batch; each sees its own part,
-        all take the same step, bit for bit.
+        backward pass. merge_adapter: whether `weights` have an adapter merged. group: the ranks
+        that share the mini-batch; each sees its own part, all take the same step, bit for bit.
+        Raises UserError for trainable weights that are not float32.
         """
         super().__init__(model, group=group or engine.OneRank(), **scoring)
         self.optimizer = optimizer
@@ -403,16 +433,13 @@ class TorchTrainEngine(TorchScorer):
         # always, except for its buffers
         self._is_on_host = next(model.parameters()).device.type != self._device.type
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        if low := [
-            name
-            for name, p in self._trainable.items()
-            if p.dtype in (torch.bfloat16, torch.float16)
-        ]:
-            raise UserError(
-                f"weights that are trained must be float32 ({low[0]} is not): load the model in "
-                "float32 and set "
-                "compute_dtype to the precision wanted, or small updates would be rounded away"
-            )
+        for name, parameter in self._trainable.items():
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                raise UserError(
+                    f"weights that are trained must be float32 ({name} is not): load the model in "
+                    "float32 and set compute_dtype to the precision wanted, or small updates would "
+                    "be rounded away"
+                )
         if gradient_checkpointing:
             checkpoint_activations(model)
 
@@ -431,43 +458,38 @@ class TorchTrainEngine(TorchScorer):
         lrs = [base * factor for base in self._base_lrs]
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
-        shares: list[engine.Sums] = []
-        for index in micro_batches(
-            batch, self.max_tokens, self.group, "text_scores" in loss_fn.outputs
-        ):
-            micro = batch.select(index)
-            flat = self.compute(micro, loss_fn.outputs)
-            micro = micro.to(self.device)
-            loss, stats = loss_fn(
-                {name: micro.pad(flat[name], "response") for name in flat}, micro, counts
-            )
-            if loss.requires_grad:
-                loss.backward()
-            shares.append({"loss": loss.detach(), **stats})
+        whole_groups = "text_scores" in loss_fn.outputs
+        shares = list[engine.Sums]()
+        for index in micro_batches(batch, self.max_tokens, self.group, whole_groups):
+            shares.append(self._backward(batch.select(index), loss_fn, counts))
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
-        # The only time that a step waits for its device.
-        *values, grad_norm = read_numbers(
-            [*(value for share in shares for value in share.values()), norm]
-        )
-        own_sums: engine.Counts = {"loss": 0.0}
-        for name, value in zip((name for share in shares for name in share), values, strict=True):
-            own_sums[name] = own_sums.get(name, 0.0) + value
+        own_sums, grad_norm = _read_sums(shares, norm)
         sums = self.group.sum(own_sums)
-        total = sums.pop("loss")
-        skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
+        loss = sums.pop("loss")
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if not skipped:
             self._step(lrs)
         self.optimizer.zero_grad(set_to_none=True)
-        own = loss_fn.finish(sums, counts)
         return {
-            **own,
-            "loss": total,
+            **loss_fn.finish(sums, counts),
+            "loss": loss,
             "grad_norm": grad_norm,
             "lr": lrs[0],
             "skipped": float(skipped),
             "empty": 0.0,
         }
+
+    def _backward(self, micro: Batch, loss_fn: engine.LossFn, counts: engine.Counts) -> engine.Sums:
+        """Add the gradient of a micro-batch's share of the loss; returns that share, and the loss
+        function's statistics."""
+        flat = self.compute(micro, loss_fn.outputs)
+        micro = micro.to(self.device)
+        padded = {name: micro.pad(values, "response") for name, values in flat.items()}
+        loss, stats = loss_fn(padded, micro, counts)
+        if loss.requires_grad:
+            loss.backward()
+        return {"loss": loss.detach(), **stats}
 
     def _step(self, lrs: list[float]) -> None:
         move_optimizer_state(self.optimizer, next(iter(self._trainable.values())).device)
@@ -482,9 +504,8 @@ class TorchTrainEngine(TorchScorer):
 
         A sharded weight is gathered when read, by all ranks together.
         """
-        return (
-            (name, whole(tensor)) for name, tensor in named_weights(self.model, self.merge_adapter)
-        )
+        for name, tensor in named_weights(self.model, self.merge_adapter):
+            yield name, whole(tensor)
 
     def state(self) -> engine.TrainState:
         """Everything that training changes: trainable weights, the optimizer's state, the number of
@@ -495,7 +516,8 @@ class TorchTrainEngine(TorchScorer):
         """
         tensors = {engine.MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
         moments, meta = optimizer_state(self.optimizer, self._trainable)
-        tensors.update({engine.OPTIMIZER_PREFIX + name: tensor for name, tensor in moments.items()})
+        for name, tensor in moments.items():
+            tensors[engine.OPTIMIZER_PREFIX + name] = tensor
         return engine.TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
 
     def load_state(self, state: engine.TrainState) -> None:
@@ -508,19 +530,18 @@ class TorchTrainEngine(TorchScorer):
         """
         own = self._trainable
         weights = state.trained_weights()
-        different = sorted(own.keys() ^ weights.keys()) or [
-            n for n, p in own.items() if p.shape != weights[n].shape
-        ]
+        different = sorted(own.keys() ^ weights.keys())
+        if not different:
+            different = [name for name, p in own.items() if p.shape != weights[name].shape]
         if different:
             raise ValueError(
                 f"the state is of another model: {len(different)} weights differ in name or shape, "
-                f"{different[0]} "
-                "first; resume with the run's original model (and lora_rank)"
+                f"{different[0]} first; resume with the run's original model (and lora_rank)"
             )
-        prefix = engine.OPTIMIZER_PREFIX
-        moments = {
-            n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)
-        }
+        moments = dict[str, Tensor]()
+        for name, tensor in state.tensors.items():
+            if name.startswith(engine.OPTIMIZER_PREFIX):
+                moments[name.removeprefix(engine.OPTIMIZER_PREFIX)] = tensor
         load_optimizer_state(self.optimizer, own, moments, state.meta["optimizer"])
         for name, parameter in own.items():
             fill(parameter, weights[name])
