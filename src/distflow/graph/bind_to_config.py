@@ -21,7 +21,7 @@ from distflow.graph.graph_node import (
 )
 from distflow.graph.node_decorator_and_roles import NodeRole, NodeType, Plane
 from distflow.graph.node_order_and_wiring_checks import Wiring
-from distflow.import_target import innermost, is_ours
+from distflow.import_target import is_ours
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class BoundNode:
     including writers of what it reads. engines: those it uses. options: values by name. phase: the
     name of its time metric. validates: whether validation runs it too. config: the value of its
     parameter `config`; config_key: the dotted key of that ("" is the whole config, None the node's
-    own mapping). function: the name of the package's function that the graph has for it; empty for
-    a user's. keys: the keys and groups of the config that its options have their values from.
+    own mapping). keys: the keys and groups of the config that its options have their values from.
+    given: its function in the graph, which may be a factory of `fn`.
     """
 
     node_id: str
@@ -50,8 +50,8 @@ class BoundNode:
     validates: bool
     config: object
     config_key: str | None
-    function: str = ""
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...]
+    given: Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,13 @@ class _ConfiguredNode:
     """A node with its function, and the part of the config that it receives.
 
     config_key: its dotted key; "" for the whole config, None if it is the node's own mapping.
-    function: the name of its function, or of the factory of that; empty for a user's.
+    given: its function before a factory was called.
     """
 
     node: Node
     config: object
     config_key: str | None
-    function: str
+    given: Callable[..., object]
 
     def names(self) -> list[str]:
         """The keys of its config."""
@@ -142,10 +142,10 @@ class _ConfiguredNode:
 def _configure(node: Node, config: object) -> _ConfiguredNode:
     """The node with its own config, the config group that it names, or its role's group. Raises
     PipelineError with the nearest key for a group that does not exist."""
-    function = str(getattr(innermost(node.fn), "__name__", "")) if is_ours(node.fn) else ""
+    given = node.fn
     node = resolve_factory(node, config)
     if isinstance(node.config, Mapping):
-        return _ConfiguredNode(node, SimpleNamespace(**node.config), None, function)
+        return _ConfiguredNode(node, SimpleNamespace(**node.config), None, given)
     key = node.by_role.config if node.config is None else node.config
     for part in key.split(".") if key else ():
         names = [name for name in dir(config) if not name.startswith("_")]
@@ -156,7 +156,7 @@ def _configure(node: Node, config: object) -> _ConfiguredNode:
                 f"{where}: the config has no '{part}' (of '{key}'){hint(part, names)}"
             )
         config = getattr(config, attribute)
-    return _ConfiguredNode(node, config, key, function)
+    return _ConfiguredNode(node, config, key, given)
 
 
 _NOT_HERE = {
@@ -376,8 +376,8 @@ def _bind_node(wiring: Wiring, configured: _ConfiguredNode) -> BoundNode:
         validates=by_role.validates if node.validates is None else node.validates,
         config=configured.config,
         config_key=configured.config_key,
-        function=configured.function,
         keys=tuple(keys),
+        given=configured.given,
     )
 
 

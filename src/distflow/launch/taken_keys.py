@@ -1,13 +1,12 @@
 """Rejects keys that were set and that nothing in the run takes. Each key declares the parts that
 take it (`taken_by` in `config/keys`); here are the parts that a run has."""
 
-import ast
 import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import cast
 
 from distflow.algorithms.registry import find_adv_est, find_policy_loss, is_decoupled
@@ -31,12 +30,13 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.actor import ActorConfig
 from distflow.config.keys.algorithm import AlgorithmConfig
-from distflow.config.keys.declare import untaken
+from distflow.config.keys.declare import untaken, walk
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.config.keys.rollout import RolloutConfig
 from distflow.config.migration.tables import expand
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
+from distflow.graph.node_decorator_and_roles import is_factory
 from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import innermost, is_ours, load, load_function
 from distflow.launch.data_sets import DataSource
@@ -114,7 +114,8 @@ class TakenKeys:
         self._sources = sources
         self._saves = bool(data.saves)
         self._engines = pipeline.engines
-        self._functions = {node.function for node in pipeline.nodes}
+        ours = [innermost(node.given) for node in pipeline.nodes if is_ours(node.given)]
+        self._functions = {function.__name__ for function in ours}
         if "train_unscored_actor" in self._functions:
             self._functions |= {"train_actor", "compute_old_log_prob"}
 
@@ -126,7 +127,7 @@ class TakenKeys:
         mentioned = [*self._mentioned_by_users()]
         found = [*untaken(self._config, "", parts)]
         for name, group in self._config.user_groups.items():
-            found += untaken(group, name, parts)
+            found += [key for key, *_ in walk(group, name)]
         for key in found:
             above = {key, *parents(key)}
             if above & named or above & groups:
@@ -322,16 +323,16 @@ class TakenKeys:
             if node.config_key:
                 yield node.config_key
 
-    def _mentioned_by_users(self) -> Iterator[frozenset[str]]:
-        """The names that each file of the user's pipeline and nodes reads as attributes."""
+    def _mentioned_by_users(self) -> Iterator[set[str]]:
+        """The names in each function of the user's that is called with the config to build the
+        pipeline or a node."""
         own = self._config.dag.pipeline
-        functions = [node.fn for node in self._pipeline.nodes]
+        functions = [node.given for node in self._pipeline.nodes if is_factory(node.given)]
         if pipeline_name(self._config) == CUSTOM and isinstance(own, str):
             functions.append(load_function(own))
-        files = dict.fromkeys(map(_file_of, functions))
-        for file in files:
-            if file is not None:
-                yield attributes_in(file)
+        for function in functions:
+            if not is_ours(function):
+                yield names_in(function)
 
 
 def engine_parameters(target: str) -> list[str]:
@@ -340,18 +341,27 @@ def engine_parameters(target: str) -> list[str]:
     return [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
 
 
-def _file_of(function: Callable[..., object]) -> str | None:
-    """The file of a user's function; None for a function of the package, or one without a file."""
-    if is_ours(function):
-        return None
-    code = getattr(inspect.unwrap(innermost(function)), "__code__", None)
-    file = code.co_filename if code is not None else ""
-    return file if Path(file).is_file() else None
+def names_in(function: Callable[..., object]) -> set[str]:
+    """The names that a user's function and the user's functions that it names read, without the
+    underscore of `async_`."""
+    names = set[str]()
+    seen = set[object]()
+    waiting: list[object] = [inspect.unwrap(innermost(function))]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, FunctionType) or each in seen or is_ours(each):
+            continue
+        seen.add(each)
+        waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+        for code in _codes(each.__code__):
+            names |= {name.removesuffix("_") for name in code.co_names}
+            waiting += [each.__globals__.get(name) for name in code.co_names]
+    return names
 
 
-@cache
-def attributes_in(file: str) -> frozenset[str]:
-    """The names that a Python file reads as attributes."""
-    tree = ast.parse(Path(file).read_text("utf-8"))
-    names = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return frozenset(name.removesuffix("_") for name in names)
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
