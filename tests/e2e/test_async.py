@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from distflow.launch import rollout_engines
 from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.runtime.spec import Spec
@@ -201,14 +202,13 @@ def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) ->
 
 @pytest.mark.slow
 def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_shared_storage(
-    playground: Playground,
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machinery of weights in flight, at staleness 0."""
 
     def apart(spec: Spec) -> Spec:
-        rollout = spec.factories["rollout"]
-        factories = {**spec.factories, "rollout": _with(rollout, shares=False)}
-        return replace(spec, factories=factories, shares_weights=False)
+        monkeypatch.setattr(rollout_engines, "shares_weights", lambda config: False)
+        return replace(spec, shares_weights=False)
 
     plain = playground.run(
         "grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="plain"
@@ -219,10 +219,6 @@ def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_sh
     one = plain.weights(5)
     other = copied.weights(5)
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-
-
-def _with(factory: Any, **changes: Any) -> Any:
-    return type(factory)(factory.func, *factory.args, **{**factory.keywords, **changes})
 
 
 @pytest.mark.slow

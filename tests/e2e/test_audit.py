@@ -14,10 +14,10 @@ from distflow.algorithms.losses import clipped_ratio
 from distflow.audit.audit_schedule import AuditSchedule, Depth
 from distflow.audit.audited_step import rescored_samples
 from distflow.audit.auditor import Auditor
+from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.launch import build_engines_on_worker
-from distflow.launch import engine_factories_from_config as engine_factories
+from distflow.launch import engines, train_engines
 from distflow.pipelines.nodes import rollout_reward_filter
 from distflow.rewards import router
 from distflow.rewards.load_and_call_reward_functions import FAILS, call_arguments
@@ -154,7 +154,8 @@ def hotter_reference(patch: Patch) -> None:
     patch.setattr(TorchScorer, "forward", hotter)
 
 
-def follow(get: Any, device: Any, source: Any, spread: Any, options: Any) -> TorchScorer:
+def follow(config: Config, get: Any, device: Any) -> TorchScorer:
+    options = train_engines.reference_options(config)
     return TorchScorer(get("policy"), group=get("collective"), **options)
 
 
@@ -510,7 +511,7 @@ FAULTS = {
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
-        lambda patch: patch.setattr(build_engines_on_worker, "build_reference", follow),
+        lambda patch: patch.setattr(engines, "build_reference", follow),
         "reference",
         (*KL, *FAST),
     ),
@@ -660,9 +661,7 @@ FAULTS = {
         "reward_results",
     ),
     "no weight decay on norms": Fault(
-        attribute(
-            engine_factories, "make_optimizer", lambda original: partial(norms_apart, original)
-        ),
+        attribute(train_engines, "make_optimizer", lambda original: partial(norms_apart, original)),
         "optimizer",
         ("grpo", "actor_rollout_ref.actor.optim.lr=1e-6"),
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.launch.engine_factories_from_config import shares_weights
+from distflow.launch.rollout_engines import shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models import log_probs
 from distflow.models.cpu_kernels.decode_step import NativeStep

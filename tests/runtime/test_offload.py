@@ -1,20 +1,20 @@
 """Engines of which something is offloaded are on the device when they are used, and only then."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.engines_and_services import Offload
-from distflow.runtime.spec import Offloads, Spec
+from distflow.runtime.spec import Offloads
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import FrozenWeights, TorchTrainEngine
 from tests.e2e.runs import Playground
@@ -71,22 +71,19 @@ class WatchedRollout(EmbeddedEngine):
         return await super().generate(request)
 
 
-def watched(offloads: dict[str, Offloads], spec: Spec) -> Spec:
-    engines = {"actor": WatchedEngine, "critic": WatchedEngine, "rollout": WatchedRollout}
-    factories = dict(spec.factories)
-    for name, engine in engines.items():
-        made = factories[name]
-        assert isinstance(made, partial)
-        target = f"{__name__}:{engine.__name__}"
-        trainer = made.keywords.get("trainer")
-        changed = {"trainer": trainer._replace(engine=target)} if trainer else {"engine": target}
-        factories[name] = partial(made.func, **{**made.keywords, **changed})
-    return replace(spec, factories=factories, options=replace(spec.options, offloads=offloads))
+def use(patch: pytest.MonkeyPatch, trainer: type, rollout: type) -> None:
+    """Have runs of this process build these engines."""
+    for table, name, engine in (
+        (TRAIN_ENGINES, "torch", trainer),
+        (ROLLOUT_ENGINES, "embedded", rollout),
+    ):
+        entry = replace(table[name], target=f"{__name__}:{engine.__name__}")  # type: ignore[type-var]
+        patch.setitem(table, name, entry)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none_does(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     playground = Playground(tmp_path)
     keys = (
@@ -100,7 +97,13 @@ def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none
         "actor": Offloads(weights=True, moments=True),
         "critic": Offloads(weights=True, moments=False),
     }
-    run = playground.run("ppo", *keys, name="moved", spoil=partial(watched, offloads))
+    use(monkeypatch, WatchedEngine, WatchedRollout)
+    run = playground.run(
+        "ppo",
+        *keys,
+        name="moved",
+        spoil=lambda spec: replace(spec, options=replace(spec.options, offloads=offloads)),
+    )
     for role in ("actor", "critic"):
         ours, theirs = (
             CheckpointStore(each.folder / "checkpoints").load(2).load(role) for each in (run, plain)
@@ -192,27 +195,10 @@ class LookingEngine(TorchTrainEngine):
         return super().train_step(batch, loss_fn)
 
 
-def looking(spec: Spec) -> Spec:
-    actor = spec.factories["actor"]
-    rollout = spec.factories["rollout"]
-    assert isinstance(actor, partial) and isinstance(rollout, partial)
-    trainer = actor.keywords["trainer"]._replace(engine=f"{__name__}:LookingEngine")
-    factories = {
-        **spec.factories,
-        "actor": partial(actor.func, **{**actor.keywords, "trainer": trainer}),
-    }
-    engine = f"{__name__}:KnownRollout"
-    return replace(
-        spec,
-        factories=factories
-        | {"rollout": partial(rollout.func, **{**rollout.keywords, "engine": engine})},
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["embedded", "hf"])
 def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(
-    tmp_path: Path, engine: str
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where an update is skipped: weights that are free come again, changed or not."""
     playground = Playground(tmp_path)
@@ -228,11 +214,12 @@ def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(
         "trainer.save_freq=3",
     )
     keys = (*keys, "actor_rollout_ref.rollout.n=2")
-    spoil = looking if engine == "embedded" else lambda spec: spec
+    if engine == "embedded":
+        use(monkeypatch, LookingEngine, KnownRollout)
     HELD.clear()
-    plain = playground.run("grpo", *keys, name="plain", spoil=spoil)
+    plain = playground.run("grpo", *keys, name="plain")
     number = len(HELD)
-    freed = playground.run("grpo", *keys, FREE, name="freed", spoil=spoil)
+    freed = playground.run("grpo", *keys, FREE, name="freed")
     ours = freed.weights(3)
     theirs = plain.weights(3)
     assert ours.keys() == theirs.keys() and all(

@@ -20,7 +20,7 @@ from distflow.audit.every_step.step_invariants import Movement
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError
-from distflow.launch.engine_factories_from_config import make_factories
+from distflow.launch.engines import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
 from distflow.models.model_identity_and_weight_soundness import magnitudes

@@ -17,7 +17,7 @@ from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
 from distflow.graph.node_decorator_and_roles import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
-from distflow.launch.device_and_threads import accelerator, choose_device
+from distflow.launch.device_and_threads import accelerator, choose_device, choose_dtype
 from distflow.launch.plans.measured_run import as_predicted, facts_of, measured_run
 from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import (
@@ -51,6 +51,11 @@ class Source(SourceOptions):
 
 Adapt = Callable[[PreTrainedModel], nn.Module]
 """Puts an adapter on a model."""
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype that models compute in; trained weights are always float32."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[choose_dtype(config)]
 
 
 def load_policy(config: Config, device: torch.device) -> nn.Module:

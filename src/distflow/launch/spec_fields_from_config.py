@@ -22,15 +22,11 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
-from distflow.launch.configured_models import check_layouts, model_sizes, prediction
+from distflow.launch.configured_models import check_layouts, compute_dtype, model_sizes, prediction
 from distflow.launch.data_sets import data_plan, own_setting
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
-from distflow.launch.engine_factories_from_config import (
-    compute_dtype,
-    engine_dtype,
-    make_factories,
-    shares_weights,
-)
+from distflow.launch.engines import make_factories
+from distflow.launch.rollout_engines import engine_dtype, shares_weights
 from distflow.launch.select_pipeline import takes_policy_loss
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.assign_ranks import plan_devices

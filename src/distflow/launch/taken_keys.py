@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import cast
 
 from distflow.algorithms.registry import find_adv_est, find_policy_loss, is_decoupled
 from distflow.builtin_names import ESTIMATORS, ROLLOUT_ENGINES
@@ -38,9 +37,9 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.graph.node_decorator_and_roles import is_factory
 from distflow.hub_id_or_local_path import is_local_model
-from distflow.import_target import innermost, is_ours, load, load_function
+from distflow.import_target import innermost, is_ours, load_function
 from distflow.launch.data_sets import DataSource
-from distflow.launch.engine_factories_from_config import shares_weights
+from distflow.launch.rollout_engines import AT_ONCE, engine_parameters, shares_weights
 from distflow.planning.independent_parts import pipeline_parts
 from distflow.planning.plan import Plan
 from distflow.scheduling.data_plan import DataPlan
@@ -51,8 +50,6 @@ _REASONS = {key: why for keys, why in _TABLE.items() for key in expand(keys)}
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
-# Keys of the rollout engine that matter only while it generates during updates.
-_AT_ONCE = ("kv_on_update", "num_threads")
 
 
 class InertKeys(UserError):
@@ -277,12 +274,11 @@ class TakenKeys:
             return
         known = {item.name for item in fields(RolloutConfig)}
         name = self._config.actor_rollout_ref.rollout.name
-        engine = ROLLOUT_ENGINES[name]
-        for parameter in engine_parameters(engine.target):
-            is_idle = parameter in _AT_ONCE and self._config.async_.max_staleness == 0
+        for parameter in engine_parameters(name):
+            is_idle = parameter in AT_ONCE and self._config.async_.max_staleness == 0
             if parameter in known and not is_idle:
                 yield f"{_ROLLOUT}.{parameter}"
-        if engine.in_server:
+        if ROLLOUT_ENGINES[name].in_server:
             yield f"{_ROLLOUT}.data_parallel_size"
 
     def _keys_of_rows(self, source: DataSource) -> Iterator[str]:
@@ -333,12 +329,6 @@ class TakenKeys:
         for function in functions:
             if not is_ours(function):
                 yield names_in(function)
-
-
-def engine_parameters(target: str) -> list[str]:
-    """The keyword-only parameters of an engine's constructor."""
-    parameters = inspect.signature(cast(Callable[..., object], load(target))).parameters
-    return [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
 
 
 def names_in(function: Callable[..., object]) -> set[str]:

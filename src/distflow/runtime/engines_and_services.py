@@ -78,19 +78,17 @@ def build_resources(
     collective: Collective | None = None,
     mesh: DeviceMesh | None = None,
     start_pool: StartPool = take_pool,
+    shards: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Resources:
     """collective: of the ranks that train together. mesh: of the same ranks, if their weights are
-    sharded. start_pool: starts the pool of reward functions. say: called with the time that it
-    takes, if long.
+    sharded. start_pool: starts the pool of reward functions. shards: False for whole models,
+    whatever the config says. say: called with the time that it takes, if long.
 
     Raises UserError if a part cannot be built, naming the key.
     """
-    get = Get(
-        factories,
-        rank,
-        {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool},
-    )
+    ready = {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool}
+    get = Get(factories, rank, {**ready, "shards": shards})
     with lasting(say, "loading the models"):
         policy: nn.Module = get("policy")
         facts = {"model_fingerprint": _fingerprint(policy)}

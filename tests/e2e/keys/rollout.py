@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from distflow.launch.rollout_engines import policy_engine_options
 from distflow.rollout.hf_engine import HFEngine
 from distflow.runtime.spec import Spec
 from tests.e2e.keys.case import Case, close, the_spec
@@ -111,16 +112,12 @@ def deadline_of(timeout_s: float) -> Callable[[Spec, Spec], None]:
 
 
 def kv_is(before: Spec, after: Spec) -> None:
-    kinds = [
-        spec.factories["rollout"].keywords["options"]["kv_on_update"] for spec in (before, after)
-    ]  # type: ignore[attr-defined]
+    kinds = [policy_engine_options(spec.config)["kv_on_update"] for spec in (before, after)]
     assert kinds == ["keep", "recompute"]
 
 
 def rollout_threads_are(before: Spec, after: Spec) -> None:
-    threads = [
-        spec.factories["rollout"].keywords["options"]["num_threads"] for spec in (before, after)
-    ]  # type: ignore[attr-defined]
+    threads = [policy_engine_options(spec.config)["num_threads"] for spec in (before, after)]
     assert (
         threads[1]
         == after.facts["rollout_threads"]
@@ -131,16 +128,12 @@ def rollout_threads_are(before: Spec, after: Spec) -> None:
 
 
 def bits_are_of_the_request(before: Spec, after: Spec) -> None:
-    options = [
-        spec.factories["rollout"].keywords["options"]["batch_invariant"] for spec in (before, after)
-    ]  # type: ignore[attr-defined]
+    options = [policy_engine_options(spec.config)["batch_invariant"] for spec in (before, after)]
     assert options == [False, True]
 
 
 def steps_are_eager(before: Spec, after: Spec) -> None:
-    options = [
-        spec.factories["rollout"].keywords["options"]["enforce_eager"] for spec in (before, after)
-    ]  # type: ignore[attr-defined]
+    options = [policy_engine_options(spec.config)["enforce_eager"] for spec in (before, after)]
     assert options == [False, True]
 
 

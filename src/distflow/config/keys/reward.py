@@ -316,6 +316,7 @@ _TAKEN = (
     "collective",
     "mesh",
     "start_pool",
+    "shards",
 )
 
 

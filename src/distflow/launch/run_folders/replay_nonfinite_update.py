@@ -21,7 +21,7 @@ from distflow.errors import UserError, count_of
 from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.configured_models import copy_weights
-from distflow.launch.engine_factories_from_config import make_factories
+from distflow.launch.engines import make_factories
 from distflow.launch.user_code_trust_and_importability import (
     algorithm_code,
     model_code,

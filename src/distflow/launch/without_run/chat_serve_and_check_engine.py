@@ -6,11 +6,10 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from pathlib import Path
 from socket import socket
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -18,6 +17,7 @@ from transformers import TextStreamer
 
 from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config, load_config
+from distflow.config.keys.schema import with_values
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.encode_rows import encode_rows
 from distflow.data.encoded_prompts import PromptOptions
@@ -25,7 +25,8 @@ from distflow.errors import UserError
 from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
 from distflow.launch.device_and_threads import choose_device, make_process_ready
-from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
+from distflow.launch.engines import make_factories
+from distflow.launch.rollout_engines import engine_dtype
 from distflow.launch.run_fingerprint_and_report_head import PROMPT_FORMAT
 from distflow.launch.run_folders.export_checkpoint import NOTE, with_models_of_runs, write_config_of
 from distflow.launch.spec_fields_from_config import sampling_params
@@ -183,7 +184,7 @@ async def serve(
 
 async def check_rollout(config: Config) -> AsyncIterator[Finding]:
     """Check the engine as a run builds it, with its own weights."""
-    get = _resources(config, shares=False)
+    get = _resources(config)
     dtype = engine_dtype(config)
     room = config.data.max_prompt_length + config.data.max_response_length
     limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
@@ -196,14 +197,10 @@ async def check_rollout(config: Config) -> AsyncIterator[Finding]:
             yield found
 
 
-def _resources(config: Config, **options: bool) -> Get:
-    """The parts, without a configured adapter. options: of the engine's factory, if it has them."""
+def _resources(config: Config) -> Get:
+    """The parts, without a configured adapter."""
     check_extensions(config)
     make_process_ready(config)
-    factories = make_factories(config, ("rollout",), (), steps=1)
-    policy, rollout = (cast("partial[object]", factories[name]) for name in ("policy", "rollout"))
-    factories["policy"] = partial(policy, adapt=None, spread=None)
-    factories["rollout"] = partial(
-        rollout, **{name: options[name] for name in options.keys() & rollout.keywords}
-    )
+    whole = with_values(config, {"actor_rollout_ref.model.lora_rank": 0})
+    factories = make_factories(whole, ("rollout",), (), steps=1)
     return Get(factories, RankPlan(0, str(choose_device(config)), (), (), ("rollout",), ()), {})

@@ -33,7 +33,7 @@ from distflow.launch.configured_models import (
     scoring_source,
 )
 from distflow.launch.device_and_threads import accelerator
-from distflow.launch.engine_factories_from_config import engine_dtype, shares_weights
+from distflow.launch.rollout_engines import engine_dtype, shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model, load_tokenizer
 from distflow.models.sharding import empty_model

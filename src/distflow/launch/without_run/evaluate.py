@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from distflow.audit.every_step.engine_weights_canary import make_canary
 from distflow.audit.record_groups_and_updates import GroupRecords
@@ -15,7 +14,7 @@ from distflow.runtime.engines_and_services import build_resources
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.run_errors_and_limits import warn_of_errors, warn_of_texts
-from distflow.runtime.spec import Factory, Spec
+from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.weight_sync.receiver import WeightReceiver
@@ -51,9 +50,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     # whole steps.
     used = {"actor", *(engine for node in pipeline.rollout_nodes for engine in node.engines)}
     rank = replace(rank, engines=tuple(engine for engine in rank.engines if engine in used))
-    resources = build_resources(
-        {name: _unsharded(make) for name, make in spec.factories.items()}, rank, say=say
-    )
+    resources = build_resources(spec.factories, rank, shards=False, say=say)
     actor = resources.actor
     assert actor is not None, "a pipeline trains something"
     if resources.rollout is None:
@@ -90,11 +87,3 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
         warn_of_errors(counts, say)
         warn_of_texts(counts.as_text, say)
     return Evaluation(results.metrics(), results.rows, results.num_prompts())
-
-
-def _unsharded(make: Factory) -> Factory:
-    return (
-        partial(make, spread=None)
-        if isinstance(make, partial) and "spread" in make.keywords
-        else make
-    )

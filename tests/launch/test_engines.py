@@ -4,21 +4,27 @@ optimizer steps."""
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config import Config, load_config
 from distflow.errors import UserError
-from distflow.launch.build_engines_on_worker import Spread
-from distflow.launch.engine_factories_from_config import engine_dtype, make_factories
+from distflow.launch import scoring_engines, train_engines
+from distflow.launch.configured_models import critic_source
+from distflow.launch.engines import make_factories
+from distflow.launch.rollout_engines import engine_dtype, engine_options
 from distflow.models.cpu_kernels import build as native
+from distflow.models.sharding import Sharding
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf_engine import HFEngine
 from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.runtime.judge_engine import Judge
+from distflow.runtime.spec import Get
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model
 
@@ -94,9 +100,7 @@ def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
     settings = config(
         "grpo", f"{ROLLOUT}.name={name}", f"{ROLLOUT}.max_num_seqs=7", f"{MODEL}.dtype=float32"
     )
-    factory = make_factories(settings, ["rollout"], (), 1)["rollout"]
-    # a partial, so that it can be sent
-    assert factory.keywords["options"] == taken  # type: ignore[attr-defined]
+    assert engine_options(settings) == taken
     assert type(build(settings, "rollout").rollout) is made
 
 
@@ -125,20 +129,36 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
         ("reward_model", "reward_model.fsdp_config.param_offload"),
     ],
 )
-def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(part: str, key: str) -> None:
+def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(
+    part: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded(Exception):
+        def __init__(self, *arguments: object, sharding: Sharding | None = None, **own: object):
+            self.sharding = sharding or arguments[-1]
+
+    def load(*arguments: object, **own: Any) -> None:
+        raise Loaded(*arguments, **own)
+
+    for module in (train_engines, scoring_engines):
+        monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(train_engines, "load_adapted", load)
+    monkeypatch.setattr(scoring_engines, "check_config", lambda *found: None)
     keys = (
         f"{ACTOR}.strategy=fsdp",
         "trainer.launcher=ray",
         f"{key}=true",
         f"{MODEL}.dtype=bfloat16",
+        "reward_model.model.path=builtin:tiny-arithmetic",
     )
-    engines = ("critic", "ref", "reward_model")
-    factories = make_factories(
-        config("ppo", *keys, "reward_model.model.path=scores"), ("actor", *engines), (), 1
-    )
-    # partials
-    spread = {name: factories[name].keywords["spread"] for name in ("policy", *engines)}  # type: ignore[attr-defined]
-    assert spread == {name: Spread(torch.bfloat16, on_host=name == part) for name in spread}
+    engines = ("actor", "critic", "ref", "reward_model")
+    factories = make_factories(config("ppo", *keys), engines, (), 1)
+    mesh = object()
+    for name in ("policy", *engines[1:]):
+        get = Get(factories, RankPlan(0, "cpu", (), (), engines, ()), {"mesh": mesh, "shards": 1})
+        with pytest.raises(Loaded) as loaded:
+            get(name)
+        expected = Sharding(cast(DeviceMesh, mesh), torch.bfloat16, on_host=name == part)
+        assert loaded.value.sharding == expected
 
 
 @pytest.mark.parametrize(
@@ -204,26 +224,28 @@ def test_actor_critic_and_reference_get_their_own_settings() -> None:
     assert found == [(0.5, 2.0, 100), (0.25, 3.0, 200)] and built.ref.max_tokens == 300
     assert {built.actor.temperature, built.critic.temperature, built.ref.temperature} == {0.5}
     assert not built.ref.without_adapter
-    plain = make_factories(
-        config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100"), ["ref", "critic"], (), 1
-    )
-    options = [plain["ref"].keywords["options"], plain["critic"].keywords["trainer"].options]  # type: ignore[attr-defined]
-    assert [own["max_tokens_per_micro_batch"] for own in options] == [100, 100]
+    plain = config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100")
+    assert train_engines.reference_options(plain)["max_tokens_per_micro_batch"] == 100
+    critic = build(plain, "critic").critic
+    assert isinstance(critic, TorchTrainEngine) and critic.max_tokens == 100
 
 
 def test_answers_of_the_data_are_learned_at_temperature_one() -> None:
-    factory = make_factories(config("sft", f"{ROLLOUT}.temperature=0.5"), ["actor"], (), 1)["actor"]
-    assert factory.keywords["trainer"].options["temperature"] == 1.0  # type: ignore[attr-defined]
+    actor = build(config("sft", f"{ROLLOUT}.temperature=0.5"), "actor").actor
+    assert isinstance(actor, TorchTrainEngine) and actor.temperature == 1.0
 
 
 @pytest.mark.parametrize(
     "given", [{}, {"lr_warmup_steps": 4}, {"warmup_ratio": 0.4, "min_lr_ratio": 0.5}]
 )
-def test_a_schedule_gets_the_keys_of_the_optimizer(given: dict[str, float]) -> None:
+def test_a_schedule_gets_the_keys_of_the_optimizer(
+    given: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = (f"{ACTOR}.optim.{name}={value}" for name, value in given.items())
     settings = config("grpo", f"{ACTOR}.optim.scheduler=linear_with_warmup", *keys)
-    trainer = make_factories(settings, ["actor"], (), 10)["actor"].keywords["trainer"]  # type: ignore[attr-defined]
-    made = trainer.make_schedule.keywords
+    made = dict[str, object]()
+    monkeypatch.setattr(train_engines, "make_schedule", lambda name, **own: made.update(own))
+    build(settings, "actor", steps=10)
     optim = settings.actor_rollout_ref.actor.optim
     assert (made["warmup_steps"], made["warmup_ratio"], made["min_lr_ratio"]) == (
         optim.lr_warmup_steps,
@@ -235,7 +257,7 @@ def test_a_schedule_gets_the_keys_of_the_optimizer(given: dict[str, float]) -> N
 def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_policy() -> None:
     told = (f"{MODEL}.revision=abc", f"{MODEL}.path=some/model", f"{MODEL}.init=random")
     sources = [
-        make_factories(config("ppo", *told, *more), ["critic"], (), 1)["critic"].keywords["source"]  # type: ignore[attr-defined]
+        critic_source(config("ppo", *told, *more))
         for more in ([], ["critic.model.path=other/critic"])
     ]
     found = [(source["path"], source["init"], source["revision"]) for source in sources]

@@ -1,0 +1,107 @@
+"""Builds reward models and judges, which score whole steps as engines of the run."""
+
+from functools import partial
+
+import torch
+
+from distflow.config import Config
+from distflow.config.keys.reward import scoring_models
+from distflow.errors import UserError, blaming
+from distflow.launch.configured_models import compute_dtype, scoring_source
+from distflow.launch.rollout_engines import cast_weights, engine_options, make_engine
+from distflow.launch.train_engines import scorer_options, sharding_of
+from distflow.models.loading import (
+    ModelSource,
+    context_length,
+    load_model,
+    load_tokenizer,
+    stop_token_ids,
+)
+from distflow.models.reward_model import check_config, longest_text
+from distflow.rewards.judge_prompt_and_cache import judge_template
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.judge_engine import Judge, ReplyStore, choice_replies
+from distflow.runtime.spec import Get
+from distflow.training.torch_engine import RewardModelScorer
+
+
+def check_judge(config: Config, name: str) -> None:
+    """Raises UserError for a template that a judge cannot use."""
+    model = scoring_models(config.reward_model)[name]
+    if model.judge:
+        with blaming(f"reward_model.models.{name}.template"):
+            judge_template(model.template)
+
+
+def build_scoring_model(
+    config: Config, name: str, get: Get, device: torch.device
+) -> RewardModelScorer | Judge:
+    is_judge = scoring_models(config.reward_model)[name].judge
+    return (_build_judge if is_judge else _build_reward_model)(config, name, get, device)
+
+
+def _build_reward_model(
+    config: Config, name: str, get: Get, device: torch.device
+) -> RewardModelScorer:
+    """A reward model, whose tokenizer may differ from the policy's."""
+    on_host = scoring_models(config.reward_model)[name].param_offload
+    key, source = scoring_source(config, name)
+    with blaming(key):
+        found = ModelSource(**source)
+        check_config(found, found.config())
+        sharding = sharding_of(config, get, on_host)
+        model = load_model(**source, sharding=sharding, device=device, draws_head=False)
+        tokenizer = load_tokenizer(source["path"], generates=False, model=model.config)
+    longest = longest_text(model.config, tokenizer)
+    max_tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    options = scorer_options(config, max_tokens)
+    options |= {"temperatures": {}, "agent_temperatures": {}}
+    return RewardModelScorer(
+        model.requires_grad_(False),
+        tokenizer=tokenizer,
+        max_length=longest,
+        group=get("collective"),
+        **options,
+    )
+
+
+def _build_judge(config: Config, name: str, get: Get, device: torch.device) -> Judge:
+    """A judge, whole in a rollout engine or in shards, with its own tokenizer."""
+    settings = scoring_models(config.reward_model)[name]
+    key, source = scoring_source(config, name)
+    with blaming(key):
+        model_config = ModelSource(**source).config()
+        longest = context_length(**source)
+        tokenizer = load_tokenizer(source["path"], model=model_config)
+        replies = choice_replies(settings.choices, tokenizer)
+        answer_tokens = max(map(len, replies), default=settings.answer_tokens)
+        if longest is not None and answer_tokens >= longest:
+            raise UserError(
+                f"a reply of {answer_tokens:,} tokens (answer_tokens) leaves no room for a "
+                f"question: the model reads at most {longest:,} tokens; set a smaller "
+                "answer_tokens"
+            )
+        sharding = None
+        if settings.sharded:
+            sharding = sharding_of(config, get, settings.param_offload)
+        model = load_model(**source, sharding=sharding, device=device)
+        make = None
+        if not settings.sharded:
+            cast_weights(model, compute_dtype(config))
+            options = engine_options(config)
+            make = partial(make_engine, config, model, tokenizer, False, options)
+            make()  # rejects a family that the engine cannot run
+        store = ReplyStore(settings.store, "", settings.max_calls, settings.max_tokens)
+        store = store.of_model(source["path"], source.get("revision"))
+    stops = stop_token_ids(model, tokenizer)
+    return Judge(
+        model,
+        tokenizer,
+        make,
+        judge_template(settings.template),
+        SamplingParams(answer_tokens, greedy=True, stop_token_ids=stops),
+        longest,
+        store,
+        settings.choices,
+        get("collective"),
+    )
