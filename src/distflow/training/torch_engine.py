@@ -461,7 +461,11 @@ class TorchTrainEngine(TorchScorer):
         whole_groups = "text_scores" in loss_fn.outputs
         shares = list[engine.Sums]()
         for index in micro_batches(batch, self.max_tokens, self.group, whole_groups):
-            shares.append(self._backward(batch.select(index), loss_fn, counts))
+            loss_share, stats = self._loss(batch.select(index), loss_fn, counts)
+            if loss_share.requires_grad:
+                loss_share.backward()
+            shares.append({"loss": loss_share.detach(), **stats})
+            del loss_share  # and its graph, before the next one is built
         sum_gradients(self._trainable.values(), self.group)
         norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
         own_sums, grad_norm = _read_sums(shares, norm)
@@ -480,16 +484,14 @@ class TorchTrainEngine(TorchScorer):
             "empty": 0.0,
         }
 
-    def _backward(self, micro: Batch, loss_fn: engine.LossFn, counts: engine.Counts) -> engine.Sums:
-        """Add the gradient of a micro-batch's share of the loss; returns that share, and the loss
-        function's statistics."""
+    def _loss(
+        self, micro: Batch, loss_fn: engine.LossFn, counts: engine.Counts
+    ) -> tuple[Tensor, engine.Sums]:
+        """A micro-batch's share of the loss, and the loss function's statistics."""
         flat = self.compute(micro, loss_fn.outputs)
         micro = micro.to(self.device)
         padded = {name: micro.pad(values, "response") for name, values in flat.items()}
-        loss, stats = loss_fn(padded, micro, counts)
-        if loss.requires_grad:
-            loss.backward()
-        return {"loss": loss.detach(), **stats}
+        return loss_fn(padded, micro, counts)
 
     def _step(self, lrs: list[float]) -> None:
         move_optimizer_state(self.optimizer, next(iter(self._trainable.values())).device)
