@@ -1,5 +1,5 @@
 """Ownership of a run's folder, which must be new, empty or a run's, and its writer. `run_reader`
-reads it; `docs/observe.md` describes every file.
+reads it; `docs/schema.md` describes every file.
 
 Also moves an earlier run in the folder as a whole into `earlier/N`.
 """
