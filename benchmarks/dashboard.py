@@ -318,31 +318,11 @@ def _trackio_step(port: int) -> int:
 
 
 def measure_samples(folder: Path) -> None:
-    queries: dict[str, dict[str, Any]] = {
-        "sorted by reward": {"sort": "mean"},
-        "one domain, mixed rewards, by length": {
-            "domain": "=math",
-            "which": "mixed",
-            "sort": "length",
-        },
-        "a range of rewards, page 100": {"low": 0.3, "high": 0.6, "page": 100},
-        "a text that none has": {"text": "bal bam ban"},
-    }
     with server(folder) as found:
         ask = partial(found.ask, run="samples")
-        print(
-            f"first rows, in a new server: {found.timed(lambda: (ask('samples'), ask('groups')))}"
-        )
-        read = found.timed(lambda: _wait_for_all(ask))
-        print(f"{ask('samples')['num_responses']:,} samples were read after {read}")
-        for name, query in queries.items():
-            ask("groups", **query)
-            print(f"{name}: {found.timed(lambda query=query: ask('groups', **query))}")
-
-
-def _wait_for_all(ask: Callable[..., Any]) -> None:
-    while (found := ask("samples"))["num_files"] < found["all_files"]:
-        time.sleep(0.5)
+        print(f"groups of all steps, in a new server: {found.timed(lambda: ask('samples'))}")
+        place = ask("samples")["places"][0]
+        print(f"groups of one step: {found.timed(lambda: ask('samples', step=place))}")
 
 
 def main() -> None:

@@ -85,15 +85,15 @@ def answer_two(call: Call) -> "Future[Answer]":
 def dashboard(folder: Path) -> Iterator[Served]:
     write_run(folder / "run", num_steps=2)
     listening = socket.create_server(("127.0.0.1", 0))
-    with Dashboard(folder) as shown:
-        server = make_server(shown, "127.0.0.1", "a-token")
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            yield Served(listening.getsockname()[1], "/api/groups?run=run", "a-token")
-        finally:
-            server.should_exit = True
-            thread.join()
+    shown = Dashboard(folder)
+    server = make_server(shown, "127.0.0.1", "a-token")
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield Served(listening.getsockname()[1], "/api/samples?run=run", "a-token")
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextmanager

@@ -77,9 +77,9 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[object]:
     found: list[object] = [capsys.readouterr().out]
     found += [file.read_text("utf-8") for file in sorted(folder.glob("*.json"))]
     found.append((folder / "report.html").read_text("utf-8"))
-    with Dashboard(folder.parent) as dashboard:
-        for part in ("curves", "step", "time", "trust"):
-            found.append(dashboard.answer(part, [name], {"step": "1"}))
+    dashboard = Dashboard(folder.parent)
+    for part in ("curves", "step", "time", "trust"):
+        found.append(dashboard.answer(part, [name], {"step": "1"}))
     return found
 
 

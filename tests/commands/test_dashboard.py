@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from distflow.cli import main
 from distflow.commands.arguments import listen
 from distflow.commands.dashboard import PAGES, make_server
 from distflow.commands.dashboard_page_data import Dashboard
-from distflow.commands.dashboard_samples import Texts
 from distflow.data.batch import Batch
 from distflow.observe.crash_safe_files import encode
 from distflow.observe.writing.run_folder import RunFolder
@@ -69,15 +68,15 @@ class Client:
 @contextmanager
 def serve(folder: Path, host: str = "127.0.0.1") -> Iterator[Client]:
     listening = listen("127.0.0.1", 0)
-    with Dashboard(folder) as dashboard:
-        server = make_server(dashboard, host, TOKEN)
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            yield Client(listening.getsockname()[1])
-        finally:
-            server.should_exit = True
-            thread.join()
+    dashboard = Dashboard(folder)
+    server = make_server(dashboard, host, TOKEN)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield Client(listening.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +227,7 @@ def test_an_address_with_the_token_leaves_it_in_a_cookie_of_the_port(runs: Path,
 
 def test_what_takes_more_than_reading_wants_the_token_of_the_page(client: Client) -> None:
     """An image, a form or a link of any page sends the cookie at most."""
-    path = f"/api/groups?run={TINY}"
+    path = f"/api/samples?run={TINY}"
     _, headers, _ = client.ask("/?token=a-token", Authorization="")
     kept = {"Authorization": "", "Cookie": headers["set-cookie"].partition(";")[0]}
     assert client.ask(path, **kept)[0] == 401
@@ -362,17 +361,17 @@ def test_lines_that_cannot_be_read_are_counted_over_all_looks_and_samples_again_
             each["text"] for each in dashboard.answer("judged", ["run"], {})["sentences"]
         )
 
-    with Dashboard(tmp_path) as dashboard:
-        assert "cannot be read" not in said(dashboard) and "is damaged" not in said(dashboard)
-        for number, lines in ((1, b"[1]\n\n"), (3, b"{}\n{\n")):
-            with (run / "metrics.jsonl").open("ab") as file:
-                file.write(lines)
-            assert f"{number} line{'s' * (number > 1)} of metrics.jsonl cannot be read" in said(
-                dashboard
-            )
-        for content in (whole[:-1], whole):
-            (run / "samples" / "000001.parquet").write_bytes(content)
-            assert ("samples/000001.parquet is damaged" in said(dashboard)) == (content != whole)
+    dashboard = Dashboard(tmp_path)
+    assert "cannot be read" not in said(dashboard) and "is damaged" not in said(dashboard)
+    for number, lines in ((1, b"[1]\n\n"), (3, b"{}\n{\n")):
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(lines)
+        assert f"{number} line{'s' * (number > 1)} of metrics.jsonl cannot be read" in said(
+            dashboard
+        )
+    for content in (whole[:-1], whole):
+        (run / "samples" / "000001.parquet").write_bytes(content)
+        assert ("samples/000001.parquet is damaged" in said(dashboard)) == (content != whole)
 
 
 def test_steps_that_a_resume_took_back_are_gone(tmp_path: Path) -> None:
@@ -416,80 +415,25 @@ def test_asking_for_everything_changes_nothing_of_a_run(tmp_path: Path) -> None:
     assert hashes(tmp_path) == before and before
 
 
-def all_samples(client: Client, run: str, number: int = 1) -> Any:
-    """The summary once all files, and at least this number, were written and read."""
-    while (found := client.part("samples", run=run))["num_files"] < max(found["all_files"], number):
-        pass
-    return found
-
-
-def test_samples_are_sorted_filtered_and_paged_as_in_a_report(client: Client) -> None:
-    summary = all_samples(client, TINY)
-    assert (
-        summary["num_files"] == summary["all_files"] == 14
-        and summary["num_responses"] == 12 * 16 + 40
-    )
-    assert (
-        summary["is_scored"]
-        and summary["which"]["error"] == 12
-        and summary["which"]["timeout"] == 0
-    )
-
-    def ask(**query: Any) -> Any:
-        return client.part("groups", run=TINY, **query)
-
-    everything = ask()
-    assert everything["total"] == summary["num_shown"] and len(everything["groups"]) == 20
-    assert [group["step"] for group in everything["groups"]] == [12] * 20
-    by_length = ask(sort="length", down=0, step="train 3")["groups"]
-    lengths = [group["responses"][0]["response_length"] for group in by_length]
-    assert (
-        lengths == sorted(lengths)
-        and len(by_length) == 4
-        and {group["step"] for group in by_length} == {3}
-    )
-    found = ask(text="THE ANSWER IS 13", low="0.5")
-    assert found["total"] == 12
-    assert ask(which="equal")["total"] + ask(which="mixed")["total"] <= summary["num_shown"]
-    assert ask(text="nowhere")["total"] == 0
-    pages = [ask(page=page)["groups"] for page in range(4)]
-    places = [(group["split"], group["step"], group["first"]) for page in pages for group in page]
-    assert len(places) == len(set(places)) == min(everything["total"], 80)
-    status, _, text = client.ask(f"/api/groups?run={TINY}&low=x")
-    assert status == 400 and "'x' is not a number" in json.loads(text)["error"]
-    for page in ("-1", "1e300"):
-        status, _, text = client.ask(f"/api/groups?run={TINY}&page={page}")
-        assert status == 400 and f"'{page}' is not a whole number" in json.loads(text)["error"]
-
-
-def test_a_text_is_found_wherever_it_is_among_texts_that_lack_it() -> None:
-    texts = Texts()
-    number = 5 * 64 + 7
-    places = [texts.append(f"the {i}th text, {'ab' * (i % 3)}".encode()) for i in range(number)]
-    everything = list(range(number))
-    assert places == everything == list(range(len(texts)))
-    for sought in (
-        b"the 17th",
-        b" 317th text",
-        b"the 320th text, abab",
-        b"h",
-        b"bab",
-        b"nowhere to be found",
-        b"7th",
-    ):
-        has = [i for i in places if sought in f"the {i}th text, {'ab' * (i % 3)}".encode()]
-        assert texts.search(sought, everything, number) == (has, 0)
-        assert texts.search(sought, everything[::-1], number)[0] == has[::-1]
-    assert texts.search(b"the 17th", [16, 18], 5) == ([], 0)
-    texts.append(b"written meanwhile")
-    assert texts.search(b"meanwhile", list(range(number + 5)), 5) == ([number], 0)
-    texts.close()
+def test_samples_are_those_of_a_report_or_all_of_one_step(client: Client) -> None:
+    found = client.part("samples", run=TINY)
+    assert (found["num_files"], found["all_files"]) == (14, 14)
+    assert found["num_responses"] == 12 * 16 + 40
+    assert found["places"][0] == "train 12"
+    steps = {group["step"] for group in found["groups"] if group["split"] == "train"}
+    assert steps == set(range(1, 13))
+    of_step = client.part("samples", run=TINY, step="train 3")
+    assert [group["step"] for group in of_step["groups"]] == [3] * 4
+    assert of_step["places"] == found["places"]
+    for step in ("x", "train -1", "train 1e300"):
+        status, _, text = client.ask(f"/api/samples?run={TINY}&step={quote(step)}")
+        assert status == 400
+        assert "is not a whole number" in json.loads(text)["error"]
 
 
 def test_a_group_opens_whole_and_its_samples_have_their_uids(client: Client) -> None:
-    all_samples(client, TINY)
-    shown = client.part("groups", run=TINY, step="train 2", sort="prompt", down=0)["groups"]
-    group = client.part("group", run=TINY, step=2, split="train", first=3)
+    shown = client.part("samples", run=TINY, step="train 2")["groups"]
+    group = client.part("group", run=TINY, step=2, split="train", place=3)
     assert len(shown) == 4 and [response["uid"] for response in group["responses"]] == [
         f"203-{i}" for i in range(4)
     ]
@@ -545,11 +489,12 @@ def test_new_sample_files_are_read_while_the_run_goes_on(tmp_path: Path) -> None
     with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
         run.samples(1, [{**row, "uid": "1-0"}])
         run.metrics(1, "train", {"a": 1.0})
-        all_samples(client, "run")
+        run.sample_writer.finish()
         version = client.part("state", run="run", page="samples")["version"]
+        assert len(client.part("samples", run="run")["groups"]) == 1
         run.samples(2, [{**row, "uid": f"{i}-0"} for i in range(3)])
-        all_samples(client, "run", 2)
-        assert client.part("groups", run="run")["total"] == 4
+        run.sample_writer.finish()
+        assert len(client.part("samples", run="run")["groups"]) == 4
         assert client.part("state", run="run", page="samples")["version"] != version
 
 
@@ -669,7 +614,6 @@ PARTS = (
     "curves",
     "others",
     "samples",
-    "groups",
     "phases",
 )
 PARTS += ("trust", "step", "state", "trace")
@@ -702,7 +646,7 @@ def test_a_damaged_run_has_partial_pages_or_a_message(
     before = hashes(tmp_path)
     queries = {
         "sample": {"uid": "203-1", "step": 2},
-        "group": {"step": 2, "split": "train", "first": 3},
+        "group": {"step": 2, "split": "train", "place": 3},
     }
     queries |= {name: {} for name in PARTS}
     with serve(tmp_path) as client:
@@ -730,7 +674,6 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
         assert server.stdout is not None
         server.stdout.readline()
         client = Client(*port_and_token(server.stdout.readline()))
-        all_samples(client, "run")
-        assert client.part("groups", run="run", text="the answer is 13")["total"] == 12
+        assert client.part("samples", run="run")["groups"]
         server.kill()
     assert hashes(tmp_path / "runs") == before and [*(tmp_path / "tmp").iterdir()] == []

@@ -31,8 +31,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_BY_SCRIPTS = frozenset(("/api/groups",))
-"""What takes more than reading files: a search."""
+_BY_SCRIPTS = frozenset(("/api/samples",))
+"""What takes long: it reads many files."""
 
 
 class Page(NamedTuple):
@@ -90,9 +90,9 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
     token = new_token()
     with (
         listen(host, arguments.port) as listening,
-        Dashboard(folder) as dashboard,
         suppress(KeyboardInterrupt),
     ):
+        dashboard = Dashboard(folder)
         port = listening.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         say(f"distflow {__version__} · {escape_control(str(folder), one_line=True)}")

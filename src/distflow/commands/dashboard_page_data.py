@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from distflow.commands import why
-from distflow.commands.dashboard_samples import MAX_PICTURE_BYTES, SamplesIndex, whole
 from distflow.commands.diff import differences
 from distflow.commands.sample import find_sample
 from distflow.errors import UserError
@@ -29,10 +28,19 @@ from distflow.observe.report import chart_data, samples
 from distflow.observe.report.build import RunPages
 from distflow.observe.report.timelines import timelines_of
 from distflow.observe.report.trace import trace
-from distflow.observe.run_reader import GrowingMetrics, flat_config, read_events
+from distflow.observe.run_reader import (
+    GrowingMetrics,
+    flat_config,
+    read_events,
+    read_samples,
+    sample_files,
+)
+from distflow.observe.sample_files import SAMPLES
 from distflow.observe.writing.run_folder import MARK, WRITER, writer_of
 from distflow.untrusted_files import read_file
 
+MAX_SAMPLES_BYTES = 8 * 2**20
+MAX_PICTURE_BYTES = 2**24
 MAX_POINTS = 2000
 MAX_VALUES = 600_000
 RUNS_OF_PAGE = 50
@@ -65,11 +73,7 @@ class OpenRun:
         self._metrics = GrowingMetrics(run_dir)
         self._lock = threading.Lock()
         self._version = ""
-        self._pages = None
-        self._index = None
-
-    _pages: RunPages | None
-    _index: SamplesIndex | None
+        self._pages: RunPages | None = None
 
     @property
     def version(self) -> str:
@@ -85,15 +89,6 @@ class OpenRun:
                 self._pages = RunPages(self.run_dir, self._metrics)
                 self._version = version
             return self._pages
-
-    def index(self) -> SamplesIndex:
-        with self._lock:
-            self._index = self._index or SamplesIndex(self.run_dir)
-            return self._index
-
-    def close(self) -> None:
-        if self._index is not None:
-            self._index.close()
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -112,13 +107,6 @@ class Dashboard:
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for run in self._open.values():
-            run.close()
 
     def read_ahead(self) -> None:
         """Read the run that was written last, which is what most come for."""
@@ -165,7 +153,7 @@ class Dashboard:
             if path not in self._open:
                 self._open[path] = OpenRun(path)
                 if len(self._open) > _MAX_OPEN + _MAX_COMPARED:
-                    self._open.popitem(last=False)[1].close()
+                    self._open.popitem(last=False)
             self._open.move_to_end(path)
             return self._open[path]
 
@@ -288,7 +276,7 @@ Query = Mapping[str, str]
 def _state(run: OpenRun, query: Query) -> dict[str, Any]:
     version = run.version
     if query.get("page") == "samples":
-        version += f".{run.index().refresh()}"
+        version += f".{_stamp(run.run_dir / SAMPLES)}"
     return {"version": version, "status": _status(run)}
 
 
@@ -361,6 +349,42 @@ def _phases(run_dir: Path, values: Mapping[str, float], name: str) -> list[dict[
         {"phase": n, name: measured.get(n), "predicted": planned.get(n)}
         for n in sorted({*measured, *planned})
     ]
+
+
+def _samples(run: OpenRun, query: Query) -> dict[str, Any]:
+    """Groups of all steps, evenly chosen, or those of one step."""
+    timeline = run.pages().timeline
+    files = {(split, step) for _, split, step in sample_files(run.run_dir)}
+    places = sorted(files, key=lambda place: (-place[1], place[0]))
+    split, _, step = query.get("step", "").rpartition(" ")
+    if step:
+        found = samples.samples_of_step(
+            run.run_dir, timeline, split, whole(step), MAX_SAMPLES_BYTES
+        )
+    else:
+        found = samples.thin_samples(run.run_dir, timeline, MAX_SAMPLES_BYTES)
+    return {**found, "places": [f"{split} {step}" for split, step in places]}
+
+
+def _group(run: OpenRun, query: Query) -> dict[str, Any]:
+    """One group with all that is shown of it."""
+    step = whole(query.get("step", ""))
+    place = whole(query.get("place", ""))
+    split = query.get("split", "")
+    found = samples.sample_groups(read_samples(run.run_dir, step, split), step, split)
+    if place >= len(found):
+        raise UserError(
+            f"the samples of step {step} are not there any more: a resume may have taken it back"
+        )
+    group = found[place]
+    return {**group, "pictures": samples.add_pictures(run.run_dir, [group], MAX_PICTURE_BYTES)}
+
+
+def whole(text: str) -> int:
+    """Raises UserError for anything but a whole number of 0 or more."""
+    if not text.isdecimal() or len(text) > 15:
+        raise UserError(f"'{text[:50]}' is not a whole number")
+    return int(text)
 
 
 def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -514,9 +538,8 @@ _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "curves": _curves,
     "others": _others,
     "step": _step,
-    "samples": lambda run, query: run.index().summary(),
-    "groups": lambda run, query: run.index().groups(query),
-    "group": lambda run, query: run.index().group(query),
+    "samples": _samples,
+    "group": _group,
     "sample": _sample,
     "phases": _measured,
     "trust": _trust,

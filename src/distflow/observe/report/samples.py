@@ -34,6 +34,7 @@ _FRAME_MS = 400
 _LAST_MS = 1600
 _TEXT_KEYS = ("response", "conversation", "errors", "reward_parts")
 _KEYS = (
+    "uid",
     "score",
     "acc",
     "advantage",
@@ -110,17 +111,35 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
     and of each as many groups as fit into its share of `max_bytes`, cutting the texts of large
     ones: a few with reward errors, then evenly spaced ones of each domain.
     """
-    files = {
-        split: run_reader.sample_steps(run_dir, split)
-        for split in (*run_reader.sample_splits(run_dir), DROPPED)
-    }
+    splits = (*run_reader.sample_splits(run_dir), DROPPED)
+    files = {split: run_reader.sample_steps(run_dir, split) for split in splits}
     most = min(MAX_STEPS, max(_MAX_FILES // len(files), 1))
     chosen = [(split, step) for split, steps in files.items() for step in evenly(steps, most)]
+    return _shown_samples(run_dir, timeline, chosen, sum(map(len, files.values())), max_bytes)
+
+
+def samples_of_step(
+    run_dir: Path, timeline: run_reader.Timeline, split: str, step: int, max_bytes: int
+) -> dict[str, object]:
+    """As `thin_samples`, of one step."""
+    return _shown_samples(run_dir, timeline, [(split, step)], 1, max_bytes)
+
+
+def _shown_samples(
+    run_dir: Path,
+    timeline: run_reader.Timeline,
+    chosen: Sequence[tuple[str, int]],
+    num_all: int,
+    max_bytes: int,
+) -> dict[str, object]:
+    """chosen: splits and steps. num_all: sample files that there are to choose from."""
     read_bytes = min(run_reader.MAX_SAMPLE_BYTES, _MAX_BYTES // max(len(chosen), 1))
-    shown: list[SampleGroup] = []
-    num_groups = num_responses = 0
     for_images = max_bytes // 3 if (run_dir / "data" / "images").is_dir() else 0
-    left_bytes = max_bytes = max_bytes - for_images
+    max_bytes -= for_images
+    left_bytes = max_bytes
+    shown: list[SampleGroup] = []
+    num_groups = 0
+    num_responses = 0
     for position, (split, step) in enumerate(chosen):
         rows = run_reader.read_samples(run_dir, step, split, timeline, read_bytes)
         share = left_bytes // (len(chosen) - position)
@@ -129,20 +148,20 @@ def thin_samples(run_dir: Path, timeline: run_reader.Timeline, max_bytes: int) -
         num_responses += len(rows)
         sizes = [embedded_size(group) for group in groups]
         if max(sizes, default=0) > share:
-            groups = sample_groups(
-                rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT)
-            )
+            most_text = max(MAX_TEXT * share // max(sizes), _LEAST_TEXT)
+            groups = sample_groups(rows, step, split, most_text)
             sizes = [embedded_size(group) for group in groups]
-        fitting = [i for i in _chosen(groups, sizes, share) if sizes[i] <= left_bytes + max_bytes]
-        shown += [groups[i] for i in fitting]
-        left_bytes -= sum(sizes[i] for i in fitting)
+        for place in _chosen(groups, sizes, share):
+            if sizes[place] <= left_bytes + max_bytes:
+                shown.append(groups[place])
+                left_bytes -= sizes[place]
     return {
         "groups": shown,
         "images": add_pictures(run_dir, shown, for_images),
         "num_groups": num_groups,
         "num_responses": num_responses,
         "num_files": len(chosen),
-        "all_files": sum(map(len, files.values())),
+        "all_files": num_all,
     }
 
 
@@ -173,6 +192,7 @@ def sample_groups(
         {
             "step": step,
             "split": split,
+            "place": place,
             "name": key[1] if len(key) == 2 else "",
             "prompt": cut(responses[0].get("prompt"), max_text),
             "truth": cut(responses[0].get("ground_truth"), max_text),
@@ -184,7 +204,7 @@ def sample_groups(
             ],
             "videos": _acted(responses[:_MAX_RESPONSES]),
         }
-        for key, responses in groups.items()
+        for place, (key, responses) in enumerate(groups.items())
     ]
 
 

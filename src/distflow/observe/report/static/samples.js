@@ -58,22 +58,22 @@ const WHICH = {
 
 const sameTexts = (group) => [group.prompt, group.truth, ...group.responses.flatMap((response) => [response.response, response.errors, JSON.stringify(response.remarks ?? {})])];
 
-// The same questions that a dashboard's server answers, about the groups inside a report.
-EMBEDDED.samples = () => {
-  const { groups, num_groups, num_responses, num_files, all_files } = data.samples;
+// What there is to choose from among the groups that the page has.
+function summarize({ groups, places, num_groups, num_responses, num_files, all_files }) {
   const found = groups.flatMap(rewards);
   return {
     num_groups, num_responses, num_files, all_files, num_shown: groups.length,
     // What was only read, as in supervised training, has no rewards.
     is_scored: found.length > 0 || groups.some((group) => group.responses.some((response) => response.errors)),
     domains: [...new Set(groups.map((group) => group.domain ?? ""))].sort(),
-    places: [...new Set(groups.map((group) => `${group.split} ${group.step}`))],
+    places: places ?? [...new Set(groups.map((group) => `${group.split} ${group.step}`))],
     which: Object.fromEntries(Object.entries(WHICH).map(([name, [, takes]]) => [name, groups.filter(takes).length])),
     lowest: Math.min(...found), highest: Math.max(...found),
   };
-};
+}
 
-EMBEDDED.groups = ({ text, step, which, domain, low, high, sort, down, page }) => {
+// A page of the groups that fit, in order.
+function chooseGroups({ text, step, which, domain, low, high, sort, down, page }) {
   const words = text.toLowerCase();
   const takes = WHICH[which || "all"][1];
   const groups = data.samples.groups.filter((group) => {
@@ -93,8 +93,9 @@ EMBEDDED.groups = ({ text, step, which, domain, low, high, sort, down, page }) =
     return a < b ? -sign : a > b ? sign : 0;
   }).map(([, group]) => group);
   return { total: groups.length, groups: sorted.slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS) };
-};
+}
 
+EMBEDDED.samples = () => data.samples;
 EMBEDDED.group = ({ group }) => group;
 
 const FILTERS = ["text", "step", "domain", "which", "low", "high"];
@@ -109,8 +110,14 @@ class Samples {
     this.read();
   }
 
+  // A dashboard has groups of all steps, or all those of one step.
   read() {
-    return load("samples", {}, (found) => this.start(found));
+    const step = state("step");
+    return load("samples", { step }, (found) => {
+      data.samples = found;
+      this.readStep = step;
+      this.start(summarize(found));
+    });
   }
 
   start(found) {
@@ -140,10 +147,10 @@ class Samples {
     const { num_groups, num_responses, num_files, all_files, num_shown } = this.found;
     const files = num_files === all_files ? plural(all_files, "sample file") : `${num_files} of the ${plural(all_files, "sample file")}`;
     const row = "A row is a prompt with all its responses; open it to read them. ";
-    if (num_shown === num_groups && num_files === all_files) return `${row}All groups of the run are here.`;
-    if (data.api) return `${row}${num_files.toLocaleString("en")} of ${plural(all_files, "sample file")} have been read so far, the last steps first.`;
+    if (num_shown === num_groups && num_files === all_files) return `${row}All groups of ${this.readStep ? "this step" : "the run"} are here.`;
+    const rest = data.api ? "Choose a step to see all of its groups." : "The folder samples holds all.";
     return `${row}Here are ${num_shown.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_responses, "response")}) in ${files}${num_files === all_files ? "" : ", evenly chosen"}: ` +
-      "evenly taken from each domain, after a few with reward errors. Filters see these alone; the folder samples holds all.";
+      `evenly taken from each domain, after a few with reward errors. Filters see these alone. ${rest}`;
   }
 
   choices() {
@@ -178,10 +185,11 @@ class Samples {
     this.page = page;
     const plain = { domain: "all", which: "all", sort: "step", down: 1, page: 0 };
     keepState(Object.fromEntries(Object.entries({ ...filters, ...order }).map(([name, value]) => [name, value === plain[name] ? "" : value])));
-    load("groups", { ...filters, ...order }, (answer) => this.draw(answer, page));
+    if (data.api && filters.step !== this.readStep) this.read();
+    else this.draw(chooseGroups({ ...filters, ...order }), page);
   }
 
-  draw({ groups, total, is_most }, page) {
+  draw({ groups, total }, page) {
     for (const column of this.columns) {
       if (column === this.sort.column) column.cell.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
       else column.cell.removeAttribute("aria-sort");
@@ -189,7 +197,7 @@ class Samples {
     const from = page * PAGE_ROWS;
     this.section.querySelector("tbody").replaceChildren(...groups.map((group) => this.row(group)));
     this.section.querySelector(".count").textContent =
-      groups.length ? `${(from + 1).toLocaleString("en")} to ${(from + groups.length).toLocaleString("en")} of ${is_most ? "at most " : ""}${total.toLocaleString("en")}` : "No group fits these filters.";
+      groups.length ? `${(from + 1).toLocaleString("en")} to ${(from + groups.length).toLocaleString("en")} of ${total.toLocaleString("en")}` : "No group fits these filters.";
     const turn = (label, to, possible) => {
       const button = el("button", { type: "button", onclick: () => this.show(to) }, label);
       button.disabled = !possible;
@@ -245,7 +253,7 @@ class Samples {
     }
     const cell = el("td", { colspan: [...row.cells].filter((cell) => cell.offsetWidth).length });
     row.after(el("tr", { class: "more" }, cell));
-    const params = data.api ? { step: group.step, split: group.split, name: group.name, first: group.first } : { group };
+    const params = data.api ? { step: group.step, split: group.split, place: group.place } : { group };
     load("group", params, (whole) => this.fill(cell, whole));
   }
 
@@ -258,12 +266,12 @@ class Samples {
     if (group.prompt_length !== null) about.push(["prompt tokens", number(group.prompt_length)]);
     const versions = new Set(group.responses.flatMap((response) => response.versions ?? []));
     if (versions.size) about.push(["weights of step", [...versions].join(", ")]);
-    cell.append(asked, facts(about, true), ...videos(group), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response))));
+    cell.append(asked, facts(about, true), ...videos(group), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response, group))));
   }
 
-  response(response) {
+  response(response, { step, split }) {
     const said = this.found.is_scored ? [el("span", {}, "reward ", scoreBadge(response.score))] : [];
-    if (response.uid && data.api) said.unshift(el("a", { href: address("sample", { uid: response.uid, step: response.step, split: response.split }) }, inert(response.uid)));
+    if (response.uid && data.api) said.unshift(el("a", { href: address("sample", { uid: response.uid, step, split }) }, inert(response.uid)));
     if (typeof response.advantage === "number") said.push(el("span", {}, `advantage ${response.advantage > 0 ? "+" : ""}${number(response.advantage)}`));
     else if (response.advantage !== undefined) said.push(el("span", {}, `advantage ${number(response.advantage)}`));
     if (response.acc !== undefined) said.push(el("span", {}, `accuracy ${number(response.acc)}`));
