@@ -103,7 +103,7 @@ def groups(folder: Path, steps: int) -> None:
     """Run in a process of its own; prints the nanoseconds of each function in each step as JSON."""
     from distflow.audit.record_groups_and_updates import GroupRecords
     from distflow.cli import main as run_command
-    from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+    from distflow.runtime.rollout_loop.group import Group
     from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
     from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 

@@ -184,9 +184,9 @@ def failures() -> Iterator[str]:
 
 def coordinator() -> Iterator[str]:
     from distflow.observe.writing.timing import Waits
+    from distflow.runtime.dp_groups import DpGroupShares
     from distflow.runtime.sample_queue.protocol import FinishedGroup
     from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
-    from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
     from distflow.scheduling.coordinator import Coordinator
 
     yield (

@@ -5,7 +5,7 @@ from distflow.config import Config
 from distflow.data.sample import Sample, Segment
 from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
 from distflow.pipelines.rlvr import rlvr_pipeline
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 
 
 @node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from distflow import __version__
 from distflow.observe.sanitized_output import quiet_libraries, sanitized_output
-from distflow.runtime.early_stop_and_signals import (
+from distflow.runtime.stop_signals import (
     Interrupted,
     ended_by,
     exit_status,

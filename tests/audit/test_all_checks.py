@@ -14,7 +14,7 @@ from distflow.builtin_names import ESTIMATORS
 from distflow.errors import TrustError
 from distflow.observe.run_reader import Event, read_events
 from distflow.pipelines.nodes import updates
-from distflow.rollout.embedded import host_batch_plain_or_invariant as embedded
+from distflow.rollout.embedded import host_lane as embedded
 from tests.e2e.runs import Playground, Run
 from tests.user_code import forgotten
 

@@ -26,7 +26,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded import sampler
 from distflow.runtime import worker
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker

@@ -13,7 +13,7 @@ from distflow.graph import NodeType
 from distflow.models.sharding import DATA, TENSOR
 from distflow.planning.layouts import Layout, Sizes, process_groups
 from distflow.planning.plan import Plan
-from distflow.runtime.worker_place_and_dp_groups import dp_group_layout
+from distflow.runtime.dp_groups import dp_group_layout
 from tests.runtime.groups import context, group, step
 
 LAYOUTS = (

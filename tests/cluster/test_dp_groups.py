@@ -6,7 +6,7 @@ import pytest
 
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied
-from distflow.runtime.run_errors_and_limits import NodeError
+from distflow.runtime.run_errors import NodeError
 from tests.cluster.test_supervisor import check_same, distance
 from tests.e2e.runs import Playground, Run
 

@@ -8,7 +8,7 @@ import pytest
 from distflow.cluster.process_groups import backend_of
 from distflow.planning.layouts import Layout, Sizes
 from distflow.planning.plan import Plan
-from distflow.runtime.worker_place_and_dp_groups import dp_group_layout
+from distflow.runtime.dp_groups import dp_group_layout
 from tests.ranks import run_ranks
 
 

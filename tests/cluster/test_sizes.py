@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 
 from distflow.cluster import supervisor
 from distflow.cluster.ray_launcher import launch_ray
-from distflow.runtime.run_errors_and_limits import NodeError
+from distflow.runtime.run_errors import NodeError
 from distflow.scheduling import ledger
 from tests.cluster.measured_actors import SIZES, MeasuredCoordinator, MeasuredWorker
 from tests.e2e.cli_runs import CliRun

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distflow.cli import main
-from distflow.data import chat_template_and_turns
+from distflow.data import chat_template
 from distflow.launch.without_run import device_checks
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.sandbox import fork_server_client
@@ -161,7 +161,7 @@ def test_a_template_that_never_ends_or_fills_the_memory(
     limit_s: float,
     said: str,
 ) -> None:
-    monkeypatch.setattr(chat_template_and_turns, "RENDERS_WITHIN_S", limit_s)
+    monkeypatch.setattr(chat_template, "RENDERS_WITHIN_S", limit_s)
     FAMILIES["gemma"]().tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "chat_template.jinja").write_text(template)

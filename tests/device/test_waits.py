@@ -69,7 +69,7 @@ def test_a_decode_step_waits_once() -> None:
     short = waits_of_response(20)
     long = waits_of_response(60)
     assert (long - short).keys() == {
-        ("wait", "event", "rollout/embedded/cuda_batch_asynchronous.py CudaRequestLane.read")
+        ("wait", "event", "rollout/embedded/cuda_lane.py CudaRequestLane.read")
     }
     assert (long - short).total() == 40
 

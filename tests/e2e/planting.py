@@ -8,7 +8,7 @@ import pytest
 from distflow.audit.auditor import Auditor
 from distflow.data.batch import Batch
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 
 
 def plant_before_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object]) -> None:

@@ -17,7 +17,7 @@ from distflow.models import log_probs
 from distflow.models.log_probs import ActionHead
 from distflow.observe.run_reader import read_samples
 from distflow.rollout import hf_engine as hf
-from distflow.runtime.run_errors_and_limits import TooManyErrors
+from distflow.runtime.error_limits import TooManyErrors
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_in_group
 from tests.e2e.runs import Playground, Run

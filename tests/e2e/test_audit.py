@@ -25,7 +25,7 @@ from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.reward_results import Error, Score
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import engine as embedded_engine
-from distflow.rollout.embedded import host_batch_plain_or_invariant
+from distflow.rollout.embedded import host_lane
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import compiled_node
 from distflow.runtime.compiled_node import Step
@@ -428,7 +428,7 @@ def unclipped(patch: Patch) -> None:
 
 
 def greedy_rollout(patch: Patch) -> None:
-    original = host_batch_plain_or_invariant.sample
+    original = host_lane.sample
 
     def planted(logits: torch.Tensor, rows: Any) -> Any:
         return original(logits * 50, rows)._replace(
@@ -437,7 +437,7 @@ def greedy_rollout(patch: Patch) -> None:
             )[:, 0]
         )
 
-    patch.setattr(host_batch_plain_or_invariant, "sample", planted)
+    patch.setattr(host_lane, "sample", planted)
 
 
 def drops_two_of_three(original: Any) -> Any:

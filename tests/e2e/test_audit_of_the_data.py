@@ -11,7 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from distflow.data import encode_rows, rows_on_demand
-from distflow.data.chat_template_and_turns import ChatTemplate
+from distflow.data.chat_template import ChatTemplate
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import TrustError
 from distflow.launch import data_sets, make_spec, spec_fields_from_config

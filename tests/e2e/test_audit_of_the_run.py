@@ -30,7 +30,7 @@ from distflow.rollout.embedded import scheduler
 from distflow.runtime import step_metrics, validation
 from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.spec import LaunchOptions
 from distflow.runtime.worker import Worker
 from distflow.scheduling.group_states import CountsError

@@ -15,7 +15,7 @@ from distflow import cli
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.rollout import engine_weights
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PromptCache
+from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.spec import Spec
 from distflow.scheduling.group_states import CountsError

@@ -17,8 +17,8 @@ from distflow.models import lora
 from distflow.observe.run_reader import read_events
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.embedded.host_batch_plain_or_invariant import RequestLane
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PromptCache
+from distflow.rollout.embedded.host_lane import RequestLane
+from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.observe.run_reader import read_events
-from distflow.runtime.early_stop_and_signals import SIGNALS
+from distflow.runtime.stop_signals import SIGNALS
 from tests.e2e.cli_runs import CliRun, Left, TerminalRun, children_of, is_alive, same_run
 from tests.e2e.runs import Playground
 from tests.sparse_params import BY_HAND, one_fast_in

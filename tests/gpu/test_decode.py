@@ -10,10 +10,10 @@ import torch
 
 from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
-from distflow.rollout.embedded.paged_kv_and_draw_states import state_of, uniforms
+from distflow.rollout.embedded.decode_state import state_of, uniforms
+from distflow.rollout.embedded.decode_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest
-from distflow.rollout.stops_and_draws import uniforms as host_uniforms
+from distflow.rollout.random_draws import uniforms as host_uniforms
 from tests.rollout.drive import (
     generate_all,
     make_engine,

@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 from distflow.audit.auditor import Auditor
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PrefixCache, PromptCache
+from distflow.rollout.embedded.prefix_cache import PrefixCache
+from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.hf_engine import HFEngine
 
 BEGIN = 6

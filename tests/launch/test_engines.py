@@ -22,8 +22,8 @@ from distflow.models.sharding import Sharding
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf_engine import HFEngine
-from distflow.runtime.engines_and_services import Resources, build_resources
 from distflow.runtime.judge_engine import Judge
+from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Get
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
 from tests.tiny_models import write_tiny_model

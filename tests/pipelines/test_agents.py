@@ -22,7 +22,7 @@ from distflow.pipelines.nodes import compute_advantage
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.rewards.reward_results import Error
 from distflow.runtime.compiled_node import NodeContext, compile_inputs
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.training.engine import OneRank
 from tests.pipelines.test_episodes import Engine, run_group
 

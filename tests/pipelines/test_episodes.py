@@ -17,9 +17,9 @@ from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
 from distflow.pipelines.nodes.workflow_rollout import run_episodes
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.compiled_node import NodeContext, compile_steps
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
-from distflow.runtime.run_errors_and_limits import NodeError
+from distflow.runtime.run_errors import NodeError
 from tests.runtime.groups import bound, prompt_group, waiting_group
 from tests.tiny_models import tiny_tokenizer
 

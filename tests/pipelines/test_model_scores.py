@@ -10,7 +10,7 @@ from distflow.data.batch import Batch
 from distflow.graph import NodeOutput
 from distflow.pipelines.nodes import add_model_scores
 from distflow.pipelines.nodes.judges_and_reward_models import ask_model
-from distflow.runtime.run_errors_and_limits import TooManyErrors
+from distflow.runtime.error_limits import TooManyErrors
 from distflow.training.engine import OneRank
 from tests.audit.every_step.batches import sampled_batch
 

@@ -20,7 +20,7 @@ from distflow.planning.devices import Device
 from distflow.planning.memory import MemoryItem, WorkerMemory, worker_memory
 from distflow.planning.model_memory import activation_bytes, adapter_weights
 from distflow.planning.model_shapes import ModelShape
-from distflow.rollout.embedded import cuda_decode_steps_and_graphs
+from distflow.rollout.embedded import decode_steps
 from distflow.runtime.weight_sync import sender
 from distflow.training import torch_engine
 from tests.tiny_models import write_tiny_model
@@ -274,7 +274,7 @@ def test_a_judge_is_in_its_engines_dtype_and_whole_where_others_are_sharded() ->
 def test_amounts_are_those_of_the_engines() -> None:
     assert (
         memory.BUCKET_BYTES == sender.BUCKET_BYTES
-        and model_memory.CACHE_SHARE == cuda_decode_steps_and_graphs.MEMORY_SHARE
+        and model_memory.CACHE_SHARE == decode_steps.MEMORY_SHARE
     )
     assert memory.CHUNK_LOGITS == {
         "cpu": log_probs.CHUNK_ELEMENTS,

@@ -13,7 +13,7 @@ from torch import nn
 from distflow.data.sample import Segment
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
+from distflow.rollout.embedded.decode_steps import DeviceOptions
 from distflow.rollout.engine import Stretch
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.scheduling.group_states import Version

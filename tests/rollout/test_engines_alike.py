@@ -26,7 +26,7 @@ from distflow.rollout.conformance import (
     distribution,
 )
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
+from distflow.rollout.embedded.decode_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.hf_engine import HFEngine

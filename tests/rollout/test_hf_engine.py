@@ -14,7 +14,7 @@ import torch
 from distflow.errors import UserError
 from distflow.models.log_probs import ActionHead
 from distflow.rollout.hf_engine import HFEngine
-from distflow.rollout.stops_and_draws import sample_key, uniforms
+from distflow.rollout.random_draws import sample_key, uniforms
 from tests.rollout.drive import (
     FIRST,
     forward_log_probs,

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import PromptKV
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import KVSlots, PromptCache
+from distflow.rollout.embedded.kv_slots import KVSlots
+from distflow.rollout.embedded.prompt_cache import PromptCache
 
 
 def prompt_kv(contexts: list[tuple[int, ...]]) -> PromptKV:

@@ -13,7 +13,7 @@ from distflow.data.sample import Segment
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.packed_attention import BLOCK, attend_in_blocks
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.host_batch_plain_or_invariant import LARGEST, tile_size
+from distflow.rollout.embedded.tiled_lane import LARGEST, tile_size
 from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
     generate_all,

@@ -11,7 +11,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step, compile_steps
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.group_states import PromptGroup

@@ -17,9 +17,9 @@ from distflow.graph import Drop, NodeOutput, PipelineError, node
 from distflow.graph.fields import Axis
 from distflow.observe.metrics import Measured
 from distflow.runtime.compiled_node import Step, compile_steps
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
-from distflow.runtime.run_errors_and_limits import NodeError, UserNodeError, node_error
+from distflow.runtime.run_errors import NodeError, UserNodeError, node_error
 from tests.runtime.groups import (
     bound,
     context,

@@ -17,8 +17,8 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.compiled_node import Contexts, NodeContext
-from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.group import Group
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, context, group, group_with_responses, waiting_group
 

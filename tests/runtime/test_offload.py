@@ -13,7 +13,7 @@ from distflow.data.sample import Segment
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-from distflow.runtime.engines_and_services import Offload
+from distflow.runtime.offload import Offload
 from distflow.runtime.spec import Offloads
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import FrozenWeights, TorchTrainEngine

@@ -9,9 +9,9 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, node
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
-from distflow.runtime.run_errors_and_limits import UserNodeError
+from distflow.runtime.run_errors import UserNodeError
 from tests.runtime.groups import context, group, group_with_responses, step
 
 

@@ -12,7 +12,7 @@ from distflow.runtime.shared_cores import Look, are_wanted, own_s
 WATCHED = """
 import threading
 {first}
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 with RolloutServices(Resources(None, (), {{}}, None), None):
     print([thread.name for thread in threading.enumerate() if thread.name == "shared-cores"])

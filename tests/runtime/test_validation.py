@@ -17,8 +17,8 @@ from distflow.data.sample import Sample
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import ValidationResults, pass_at_k

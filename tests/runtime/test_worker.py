@@ -17,14 +17,14 @@ from distflow.launch.one_process_launcher import launch_local, local_ports
 from distflow.observe.run_reader import read_metrics, read_samples, sample_steps
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore, Writing
 from distflow.runtime.checkpoint.files import read_manifest
-from distflow.runtime.early_stop_and_signals import StopRequest
-from distflow.runtime.engines_and_services import Resources, build_resources
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
-from distflow.runtime.run_errors_and_limits import NodeError
+from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.run_errors import NodeError
 from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Spec
+from distflow.runtime.stop_signals import StopRequest
 from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import Version
 from distflow.scheduling.ledger import timeline

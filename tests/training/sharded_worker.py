@@ -37,7 +37,7 @@ from distflow.models.sharding import (
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.files import own_shards
-from distflow.runtime.engines_and_services import build_resources
+from distflow.runtime.resources import build_resources
 from distflow.runtime.weight_sync.sender import buckets, check_sent
 from distflow.training.engine import TrainState
 from distflow.training.optimizer import make_optimizer, make_schedule

@@ -80,7 +80,7 @@ def make_spec_of(inputs: PythonInputs, loaded: Loaded, *, has_data: bool = True)
 def _write(inputs: PythonInputs, config: Config) -> None:
     from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
     from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-    from distflow.runtime.run_errors_and_limits import writing_to
+    from distflow.runtime.run_errors import writing_to
 
     trainer = config.trainer
     with claimed(trainer.run_dir), writing_to(trainer.run_dir):

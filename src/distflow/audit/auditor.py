@@ -32,9 +32,9 @@ from distflow.observe.metrics import Measured
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.compiled_node import Step
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.engine import LossFn, TrainEngine
 
 NUM_SCORED_AGAIN = 2

@@ -37,10 +37,10 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.reward_results import RewardResult
 from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.runtime.compiled_node import NodeContext, Step
-from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
+from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.spec import Spec
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training.engine import Collective

@@ -26,9 +26,9 @@ from distflow.models.lora import plain_name, unwrapped
 from distflow.models.model_identity_and_weight_soundness import bit_hash
 from distflow.models.model_paths_and_folder_checks import resolve_path
 from distflow.runtime.audit_protocol import AUDIT_STATE
-from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
+from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.training.multi_policy_engine import models_of
 
 STREAMS = "random stream"

@@ -13,7 +13,7 @@ from distflow.cluster.remote_calls import WorkerDied
 from distflow.launch.device_and_threads import usable_cores
 from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.processes.child import Child, environment
-from distflow.runtime.early_stop_and_signals import SIGNALS, StopRequest, exit_status
+from distflow.runtime.stop_signals import SIGNALS, StopRequest, exit_status
 
 _LOOKS_EVERY_S = 0.5
 _CLEANS_UP_WITHIN_S = 2.0

@@ -13,7 +13,8 @@ from distflow.launch.run_start_and_end import Start, begin_ledger
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
-from distflow.runtime.checkpoint.save_and_restore import load_queued
+from distflow.runtime.checkpoint.restore import load_queued
+from distflow.runtime.dp_groups import DpGroupShares, queue_dp_group
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
@@ -25,7 +26,6 @@ from distflow.runtime.sample_queue.protocol import (
 )
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, queue_dp_group
 from distflow.scheduling.group_states import GroupCounts, Version
 from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS
 

@@ -38,7 +38,7 @@ from distflow.observe.run_reader import read_events
 from distflow.observe.writing.run_folder import RunFolder, claim_again
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import MissingDevice, Place
+from distflow.runtime.worker_place import MissingDevice, Place
 
 MOST_DEATHS = 3
 WITHIN_S = 3600.0

@@ -31,11 +31,11 @@ from distflow.launch.run_start_and_end import (
 )
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.processes.child import Child, environment, how_it_ended, python_command
-from distflow.runtime.early_stop_and_signals import StopRequest, leave_at_once
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
-from distflow.runtime.worker_place_and_dp_groups import Place
+from distflow.runtime.stop_signals import StopRequest, leave_at_once
+from distflow.runtime.worker_place import Place
 
 _NUM_CALLS = 16
 """Maximum number of calls from one process that are served at the same time."""

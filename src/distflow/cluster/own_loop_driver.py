@@ -16,16 +16,16 @@ from distflow.data.batch import Batch
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts
-from distflow.runtime.early_stop_and_signals import Stop
-from distflow.runtime.rollout_loop.group_samples_and_columns import rows_by_group
-from distflow.runtime.sample_queue.protocol import NewWorkers, OfGroup, TrainingStep
-from distflow.runtime.spec import Get, Spec
-from distflow.runtime.worker_place_and_dp_groups import (
+from distflow.runtime.dp_groups import (
     DpGroupShares,
     divide_among_ranks,
     queue_dp_group,
     with_samples,
 )
+from distflow.runtime.rollout_loop.group import rows_by_group
+from distflow.runtime.sample_queue.protocol import NewWorkers, OfGroup, TrainingStep
+from distflow.runtime.spec import Get, Spec
+from distflow.runtime.stop_signals import Stop
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn
 

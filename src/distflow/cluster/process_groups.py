@@ -19,8 +19,9 @@ from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
 from distflow.observe.writing.timing import COLLECTIVE, RANKS, Waits
 from distflow.planning.layouts import Axis, Layout, Part
 from distflow.planning.plan import Plan
+from distflow.runtime.dp_groups import dp_group_layout
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import Place, dp_group_layout
+from distflow.runtime.worker_place import Place
 from distflow.training.engine import Collective, OneRank, Plain, Reducible
 
 

@@ -16,8 +16,7 @@ from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime import fault_injection
-from distflow.runtime.early_stop_and_signals import Stop
-from distflow.runtime.run_errors_and_limits import Failure
+from distflow.runtime.run_errors import Failure
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
@@ -29,6 +28,7 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.queue_base import joined
+from distflow.runtime.stop_signals import Stop
 from distflow.scheduling.group_states import PromptGroup
 
 GroupRef = Any

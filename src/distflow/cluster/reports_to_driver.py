@@ -17,7 +17,7 @@ from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.run_recorder import make_view
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import Place
+from distflow.runtime.worker_place import Place
 
 Message = tuple[str, tuple[Any, ...]]
 """A method of the driver's view or callbacks, and its arguments."""

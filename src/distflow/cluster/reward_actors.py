@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.rewards.pool.pool import Calls, OnRepeat, Pool, PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import Home
+from distflow.runtime.worker_place import Home
 
 _AT_ONCE = 10_000  # requests that may wait in an actor: its pools queue them by domain
 _PULSE = "heartbeat"

@@ -32,12 +32,12 @@ from distflow.launch.device_and_threads import places_of
 from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.observe.writing.timing import lasting
-from distflow.runtime.early_stop_and_signals import StopRequest
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.spec import LaunchOptions, Outcome, Spec
+from distflow.runtime.stop_signals import StopRequest
 from distflow.runtime.weight_sync.bucket_files import remove_weights
-from distflow.runtime.worker_place_and_dp_groups import Place
+from distflow.runtime.worker_place import Place
 
 _LOOKS_EVERY_S = 0.5
 Say = Callable[[str], None]

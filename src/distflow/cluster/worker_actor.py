@@ -30,14 +30,15 @@ from distflow.launch.run_start_and_end import (
 )
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.save_and_restore import check_same_facts, restore, set_generators
-from distflow.runtime.engines_and_services import ModelSizes, build_resources
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
+from distflow.runtime.checkpoint.restore import check_same_facts, restore, set_generators
+from distflow.runtime.dp_groups import kept_share
+from distflow.runtime.resources import ModelSizes, build_resources
 from distflow.runtime.rollout_loop.engine_watch import write_stacks
 from distflow.runtime.run_recorder import Recorder, ReportingProcess
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker import Worker
-from distflow.runtime.worker_place_and_dp_groups import Place, kept_share, own_device
+from distflow.runtime.worker_inputs import WorkerInputs
+from distflow.runtime.worker_place import Place, own_device
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from distflow.cluster.remote_calls import PeersLate, shorten
 from distflow.cluster.remote_sample_queue import RemoteSampleQueue
 from distflow.cluster.weights_to_workers import RayWeights, WeightReceivers, put_in_store
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.early_stop_and_signals import Stop
-from distflow.runtime.ports_and_inputs_from_launcher import Ports
 from distflow.runtime.spec import Spec
+from distflow.runtime.stop_signals import Stop
 from distflow.runtime.weight_sync.bucket_files import Carry, write_bucket
 from distflow.runtime.weight_sync.protocol import EnginePort, WeightPort
 from distflow.runtime.weight_sync.receiver import IncomingWeights
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights, StreamedWeights
-from distflow.runtime.worker_place_and_dp_groups import Place
+from distflow.runtime.worker_inputs import Ports
+from distflow.runtime.worker_place import Place
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # from gloo's message
 

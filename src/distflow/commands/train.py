@@ -15,7 +15,7 @@ from distflow.config.compose.setting_origins import preset_names
 from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.processes.survivors import survivors_ended
-from distflow.runtime.early_stop_and_signals import exit_status
+from distflow.runtime.stop_signals import exit_status
 
 if TYPE_CHECKING:
     from distflow.config import Loaded

@@ -10,16 +10,8 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
-from distflow.data.chat_template_and_turns import (
-    Chat,
-    ChatTemplate,
-    Refused,
-    Rendered,
-    encode_turns,
-    render_all,
-    render_turns,
-    template_of,
-)
+from distflow.data.assistant_turns import Rendered, encode_turns, render_turns
+from distflow.data.chat_template import Chat, ChatTemplate, Refused, render_all, template_of
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.encoded_prompts import (
     PromptOptions,

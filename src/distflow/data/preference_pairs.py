@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from distflow.builtin_names import PROMPT_MESSAGES
-from distflow.data.chat_template_and_turns import ChatTemplate
+from distflow.data.chat_template import ChatTemplate
 from distflow.data.dataset_columns import RawRow
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.messages import RowError, kind

@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from distflow.data.chat_template_and_turns import Chat as Rows
-from distflow.data.chat_template_and_turns import ChatTemplate, render_all, template_of
+from distflow.data.chat_template import Chat as Rows
+from distflow.data.chat_template import ChatTemplate, render_all, template_of
 from distflow.data.control_words import control_words, described, find_control_word
 from distflow.data.images import ImageEncoder, encoder_of
 from distflow.data.messages import RowError

@@ -13,15 +13,15 @@ from distflow.rewards.router import KINDS
 from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, compile_steps
-from distflow.runtime.engines_and_services import Offload
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
+from distflow.runtime.error_limits import ErrorShare, GroupFailures
+from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
-from distflow.runtime.run_errors_and_limits import ErrorShare, GroupFailures
 from distflow.runtime.validation import ValidationRunner, Validator
 from distflow.runtime.weight_sync.sender import WeightSync
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.runtime.worker_parts import WorkerParts
 
 

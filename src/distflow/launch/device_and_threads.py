@@ -23,7 +23,7 @@ from distflow.observe.sanitized_output import escape_control
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place_and_dp_groups import Home, Place
+from distflow.runtime.worker_place import Home, Place
 
 
 def follow_machines(loaded: Loaded) -> Loaded:

@@ -28,7 +28,7 @@ from distflow.pipelines.nodes.workflow_dry_run import tried_workflow
 from distflow.rewards.reward_check import WARNING
 from distflow.runtime.compiled_node import NodeContext, compile_steps
 from distflow.runtime.rollout_loop.rollout_services import try_rewards
-from distflow.runtime.run_errors_and_limits import NodeError, output_error, users_place
+from distflow.runtime.run_errors import NodeError, output_error, users_place
 from distflow.runtime.spec import Spec
 from distflow.training.engine import OneRank
 

@@ -32,7 +32,7 @@ from distflow.launch.startup_messages import startup_lines
 from distflow.launch.user_code_trust_and_importability import check_pickles, named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
-from distflow.runtime.run_errors_and_limits import writing_to
+from distflow.runtime.run_errors import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
 from distflow.training.optimizer import check_optimizer
 

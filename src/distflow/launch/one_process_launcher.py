@@ -11,22 +11,22 @@ from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.timing import Waits
 from distflow.runtime import fault_injection
-from distflow.runtime.checkpoint.save_and_restore import (
+from distflow.runtime.checkpoint.restore import (
     check_same_facts,
     load_queued,
     restore,
     set_generators,
 )
-from distflow.runtime.early_stop_and_signals import StopRequest
-from distflow.runtime.engines_and_services import Resources, build_resources
-from distflow.runtime.ports_and_inputs_from_launcher import Ports, WorkerInputs
+from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.rollout_loop.user_calls import Callbacks
 from distflow.runtime.run_recorder import Recorder, reported
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec
+from distflow.runtime.stop_signals import StopRequest
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.worker import Worker
+from distflow.runtime.worker_inputs import Ports, WorkerInputs
 from distflow.scheduling.coordinator import Coordinator
 from distflow.training.engine import OneRank
 

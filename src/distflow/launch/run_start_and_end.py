@@ -30,16 +30,12 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     remaining_plan,
     resumes_here,
 )
-from distflow.runtime.checkpoint.save_and_restore import (
-    changed_lengths,
-    check_same_config,
-    check_same_facts,
-)
-from distflow.runtime.early_stop_and_signals import Stop
-from distflow.runtime.engines_and_services import ModelSizes
-from distflow.runtime.run_errors_and_limits import writing_to
+from distflow.runtime.checkpoint.restore import changed_lengths, check_same_config, check_same_facts
+from distflow.runtime.resources import ModelSizes
+from distflow.runtime.run_errors import writing_to
 from distflow.runtime.run_recorder import Recorder
 from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.stop_signals import Stop
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.group_states import GroupCounts

@@ -43,7 +43,7 @@ from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.sample_queue.protocol import Submissions, WithSubmitted
 from distflow.runtime.spec import Spec
 

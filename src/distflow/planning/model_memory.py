@@ -16,7 +16,7 @@ MICRO_TOKENS = {"cpu": 4096, "gpu": 16384}
 """Of a micro-batch whose size nobody set, as in training/torch_engine.py."""
 CACHE_SHARE = 0.5
 """Of the free memory, which the embedded engine's cache takes at most, as in
-rollout/embedded/cuda_decode_steps_and_graphs.py."""
+rollout/embedded/decode_steps.py."""
 SERVER_SHARES = {"vllm": ("gpu_memory_utilization", 0.92), "sglang": ("mem_fraction_static", 0.9)}
 """The server's option for the share of a GPU that it takes when it starts, and its default: vLLM's
 of all memory with its activations, SGLang's of the free memory (by default about so much, more or

@@ -23,7 +23,8 @@ from distflow.models.lora import unwrapped
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import GenerateRequest, SamplingParams, WeightReceipt
 from distflow.rollout.engine_weights import EngineWeights
-from distflow.rollout.stops_and_draws import check_request, finish_reason, sample_key, uniforms
+from distflow.rollout.random_draws import sample_key, uniforms
+from distflow.rollout.stops import check_request, finish_reason
 from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")

@@ -43,16 +43,16 @@ from distflow.observe.writing.timing import REWARDS, Waits
 from distflow.rewards.reward_results import RewardResult
 from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.reward_functions_as_nodes import adapt
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group, rows_by_group
+from distflow.runtime.rollout_loop.group import Group, rows_by_group
 from distflow.runtime.rollout_loop.user_calls import (
     DeadlinePassed,
     PlainCalls,
     deadline_paused,
     run_async,
 )
-from distflow.runtime.run_errors_and_limits import BadOutput, NodeError, node_error, output_error
+from distflow.runtime.run_errors import BadOutput, NodeError, node_error, output_error
 from distflow.scheduling.data_plan import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 from distflow.user_values import LARGEST_NUMBER

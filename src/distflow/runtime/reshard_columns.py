@@ -8,7 +8,7 @@ from typing import Protocol
 from distflow.data.batch import Batch
 from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan, dp_groups_of
-from distflow.runtime.worker_place_and_dp_groups import with_samples
+from distflow.runtime.dp_groups import with_samples
 from distflow.scheduling.reshard_writers_to_readers import Key
 
 

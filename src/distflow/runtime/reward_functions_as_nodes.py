@@ -13,7 +13,7 @@ from distflow.graph import SCORE_FIELDS, Form, NodeOutput
 from distflow.graph.fields import Axis
 from distflow.import_target import is_async
 from distflow.rewards.reward_results import Score, own_reward_result, read_score
-from distflow.runtime.run_errors_and_limits import BadOutput
+from distflow.runtime.run_errors import BadOutput
 
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
 

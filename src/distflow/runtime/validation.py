@@ -18,14 +18,15 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import StepAuditor
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.engines_and_services import Offload
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.error_limits import warn_of_errors
+from distflow.runtime.offload import Offload
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
-from distflow.runtime.run_errors_and_limits import NodeError, warn_of_errors
+from distflow.runtime.run_errors import NodeError
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import Outcomes, SampleRows, ValidationResults, sample_rows
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.sample_queue import MAX_ATTEMPTS
 from distflow.training.engine import Scorer

@@ -15,14 +15,14 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.rewards.reward_results import RewardCounts
 from distflow.rollout.engine import GenerateRequest, server_metrics
-from distflow.runtime.checkpoint.save_and_restore import (
+from distflow.runtime.checkpoint.saved_parts import (
     copy_of_state,
     merge_node_states,
     part_of_rank,
     saved_parts,
 )
 from distflow.runtime.compiled_node import NodeContext, Step
-from distflow.runtime.early_stop_and_signals import MetricStop
+from distflow.runtime.metric_stop import MetricStop
 from distflow.runtime.sample_queue.protocol import NewWorkers, Queued, Released, TrainingStep
 from distflow.runtime.step_metrics import (
     Figures,

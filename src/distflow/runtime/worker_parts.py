@@ -7,14 +7,14 @@ from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
 from distflow.runtime.checkpoint.saver import Saver
 from distflow.runtime.compiled_node import Contexts, Step
-from distflow.runtime.engines_and_services import Offload
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
+from distflow.runtime.error_limits import ErrorShare
+from distflow.runtime.offload import Offload
 from distflow.runtime.reshard_columns import ColumnReshard
 from distflow.runtime.rollout_loop.group_tasks import RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
-from distflow.runtime.run_errors_and_limits import ErrorShare
 from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
+from distflow.runtime.worker_inputs import WorkerInputs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from distflow.audit.audited_step import engine_weights_and_draws, updates
 from distflow.errors import TrustError
 from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.observe.run_reader import read_events
-from distflow.rollout.embedded import host_batch_plain_or_invariant as embedded
+from distflow.rollout.embedded import host_lane as embedded
 from distflow.rollout.embedded import sampler
 from distflow.rollout.embedded import scheduler as sequences
 from tests.e2e.runs import Playground

@@ -16,7 +16,7 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.models.loading import load_model, load_tokenizer
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.embedded.host_batch_plain_or_invariant import RequestLane
+from distflow.rollout.embedded.host_lane import RequestLane
 from distflow.rollout.engine import SamplingParams
 from distflow.scheduling.group_states import Version
 from distflow.training.optimizer import make_optimizer, make_schedule

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import CudaGraphs
+from distflow.rollout.embedded.decode_graphs import CudaGraphs
 from tests.rollout.drive import make_model
 
 

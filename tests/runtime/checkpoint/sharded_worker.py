@@ -26,14 +26,10 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.files import own_shards, shard_name
-from distflow.runtime.checkpoint.save_and_restore import (
-    part_of_rank,
-    restore,
-    saved_parts,
-    set_generators,
-)
+from distflow.runtime.checkpoint.restore import restore, set_generators
+from distflow.runtime.checkpoint.saved_parts import part_of_rank, saved_parts
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.engines_and_services import build_resources
+from distflow.runtime.resources import build_resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.runtime.spec import Spec
 from distflow.scheduling.coordinator import Coordinator

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from distflow.data import global_random_states
 from distflow.launch.run_folders.export_checkpoint import export_checkpoint
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointError, CheckpointStore
-from distflow.runtime.checkpoint.save_and_restore import restore, saved_parts
+from distflow.runtime.checkpoint.restore import restore
+from distflow.runtime.checkpoint.saved_parts import saved_parts
 from distflow.runtime.checkpoint.saver import Saver
-from distflow.runtime.engines_and_services import build_resources
+from distflow.runtime.resources import build_resources
 from distflow.training.engine import OneRank
 from tests.e2e.runs import Playground
 from tests.ranks import run_ranks

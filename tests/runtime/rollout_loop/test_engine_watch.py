@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distflow.data.sample import Segment
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream, WeightReceipt
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.scheduling.group_states import Version

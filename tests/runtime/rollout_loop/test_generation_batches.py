@@ -16,7 +16,7 @@ from distflow.graph import BoundNode, Drop, node
 from distflow.observe.writing.timing import Waits
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.compiled_node import compile_steps
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.sample_queue.local import LocalSampleQueue

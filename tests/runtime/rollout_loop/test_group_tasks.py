@@ -20,11 +20,12 @@ from distflow.rewards.reward_results import Error, RewardResult, Score
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine import GenerateRequest, Stream, WeightReceipt
 from distflow.runtime.compiled_node import Contexts, NodeContext, compile_steps
-from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.error_limits import GroupFailures
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
-from distflow.runtime.run_errors_and_limits import GroupFailures, UserNoProgress
+from distflow.runtime.run_errors import UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.scheduling.group_states import GroupState, PromptGroup, Version
 from tests.e2e.runs import Playground
@@ -270,7 +271,7 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(
                 raise MemoryError
             return await super().generate(request)
 
-    this_file_is_no_users = "distflow.runtime.run_errors_and_limits.users_place"
+    this_file_is_no_users = "distflow.runtime.run_errors.users_place"
     monkeypatch.setattr(this_file_is_no_users, lambda error: None)
     counted = coordinator(shuffle=False)
     loop = plane_of(Failing())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.rewards.router import RewardRouter
-from distflow.runtime.engines_and_services import Resources, build_resources
+from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from tests.e2e.runs import Playground
 from tests.rewards.routers import pids_of

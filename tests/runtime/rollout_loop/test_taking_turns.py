@@ -15,7 +15,7 @@ import torch
 
 from distflow.data.sample import Segment
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs
 from distflow.runtime.rollout_loop.loop_thread import LoopBlocked
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices

@@ -13,11 +13,11 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits
-from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
-from distflow.runtime.run_errors_and_limits import Failure, NoProgress, UserNoProgress
+from distflow.runtime.dp_groups import DpGroupShares
+from distflow.runtime.rollout_loop.group import finished_group
+from distflow.runtime.run_errors import Failure, NoProgress, UserNoProgress
 from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import DroppedGroup, Released, TrainingStep
-from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted

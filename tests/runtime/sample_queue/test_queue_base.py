@@ -11,6 +11,7 @@ import pytest
 
 from distflow.data.bin_packing import divide_step
 from distflow.observe.writing.timing import Waits
+from distflow.runtime.dp_groups import DpGroupShares
 from distflow.runtime.sample_queue.protocol import (
     DroppedGroup,
     FinishedGroup,
@@ -18,7 +19,6 @@ from distflow.runtime.sample_queue.protocol import (
     TrainingStep,
 )
 from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
-from distflow.runtime.worker_place_and_dp_groups import DpGroupShares
 from distflow.scheduling.data_plan import minibatches
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import coordinator

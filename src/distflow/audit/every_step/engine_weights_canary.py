@@ -12,7 +12,7 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.errors import TrustError
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams, Stream
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
 from distflow.training.multi_policy_engine import MultiPolicyTrainer

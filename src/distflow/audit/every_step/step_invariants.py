@@ -24,7 +24,7 @@ from distflow.errors import TrustError
 from distflow.models.model_identity_and_weight_soundness import bit_hash, magnitudes, unsound
 from distflow.models.sharding import on_any_rank, own_part, whole
 from distflow.observe.crash_safe_files import read_object
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import Queued
 from distflow.runtime.spec import Spec
 from distflow.training.engine import Collective, TrainEngine, TrainState

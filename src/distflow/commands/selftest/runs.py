@@ -45,11 +45,11 @@ from distflow.pipelines.ppo import ppo_pipeline
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
-from distflow.runtime.early_stop_and_signals import Interrupted
 from distflow.runtime.fault_injection import VARIABLE, Fault
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.run_recorder import load_groups
 from distflow.runtime.spec import Launch, Spec
+from distflow.runtime.stop_signals import Interrupted
 
 RECORDED = Path(__file__).with_name("reference.json")
 _LOSS = "/loss"

@@ -31,7 +31,7 @@ from distflow.launch.user_code_trust_and_importability import (
 from distflow.observe.crash_safe_files import read_object
 from distflow.pipelines.nodes.objectives_from_config import policy_objective, value_objective
 from distflow.planning.plan import RankPlan
-from distflow.runtime.engines_and_services import build_resources
+from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
 from distflow.untrusted_files import MAX_YAML_BYTES, check_tensors, load_yaml, read_file

@@ -10,17 +10,17 @@ from distflow.observe.writing.timing import Waits, lasting
 from distflow.planning.plan import plan_local
 from distflow.rewards.reward_results import VALIDATION
 from distflow.runtime.compiled_node import Contexts
-from distflow.runtime.engines_and_services import build_resources
+from distflow.runtime.error_limits import warn_of_errors, warn_of_texts
+from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop.group_tasks import GroupEvents, RolloutLoop
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
-from distflow.runtime.run_errors_and_limits import warn_of_errors, warn_of_texts
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import SampleRows
 from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.weight_sync.receiver import WeightReceiver
 from distflow.runtime.weight_sync.same_process_weights import LocalWeights
 from distflow.runtime.weight_sync.sender import WeightSender
-from distflow.runtime.worker_place_and_dp_groups import own_device
+from distflow.runtime.worker_place import own_device
 from distflow.scheduling.group_states import Version
 
 

@@ -17,9 +17,9 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, NodeOutput, NodeRole, Pipeline, node, node_factory
 from distflow.graph.fields import register_field
 from distflow.pipelines.nodes.rollout_reward_filter import num_needed
+from distflow.runtime.error_limits import TooManyErrors
 from distflow.runtime.judge_engine import Judge
-from distflow.runtime.rollout_loop.group_samples_and_columns import rows_by_group
-from distflow.runtime.run_errors_and_limits import TooManyErrors
+from distflow.runtime.rollout_loop.group import rows_by_group
 from distflow.training.engine import Collective
 from distflow.training.torch_engine import RewardModelScorer
 from distflow.user_values import finite_number

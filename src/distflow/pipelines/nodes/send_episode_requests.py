@@ -10,7 +10,7 @@ from functools import partial
 from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError
 from distflow.rollout.engine import ActionHead, GenerateRequest, RolloutEngine, SamplingParams
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group
+from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import deadline_paused
 
 _SHARES_WITHIN_S = 0.01

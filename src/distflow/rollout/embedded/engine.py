@@ -17,16 +17,13 @@ from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView
 from distflow.models.cpu_kernels.weight_layout import forget_packed, prepack
-from distflow.rollout.embedded.cuda_batch_asynchronous import CudaRequestLane
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import AsyncSteps, DeviceOptions
+from distflow.rollout.embedded.cuda_lane import CudaRequestLane
+from distflow.rollout.embedded.decode_steps import AsyncSteps, DeviceOptions
 from distflow.rollout.embedded.engine_thread import StepLoop, settle
-from distflow.rollout.embedded.host_batch_plain_or_invariant import (
-    RequestLane,
-    TiledLane,
-    tile_size,
-)
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PromptCache
+from distflow.rollout.embedded.host_lane import RequestLane
+from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler, Sequence, StepTokens, sequences_of
+from distflow.rollout.embedded.tiled_lane import TiledLane, tile_size
 from distflow.rollout.engine import (
     Activity,
     ActivityLog,
@@ -36,7 +33,7 @@ from distflow.rollout.engine import (
     WeightReceipt,
 )
 from distflow.rollout.engine_weights import EngineWeights
-from distflow.rollout.stops_and_draws import check_request, finish_reason
+from distflow.rollout.stops import check_request, finish_reason
 from distflow.scheduling.group_states import TRAIN, Version
 
 Lane = RequestLane | CudaRequestLane
@@ -71,11 +68,11 @@ class EmbeddedEngine:
     shares_weights: `model` is the trainer's, so `load_weights` copies nothing. kv_on_update: with
     new weights, begun sequences continue with the old keys and values, recompute them, or end
     (finish reason "abort"). num_threads: of torch, if the engine computes on its own thread; None
-    leaves the number unchanged. batch_invariant: see `host_batch_plain_or_invariant.py`.
+    leaves the number unchanged. batch_invariant: see `tiled_lane.py`.
     max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane
     keeps while there is work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see
     `DecoderView`. on_device: run decode steps asynchronously on the device
-    (`cuda_decode_steps_and_graphs.py`); None: unless it is a CPU or the engine is
+    (`decode_steps.py`); None: unless it is a CPU or the engine is
     `batch_invariant`. Raises UserError for a model that `DecoderView` cannot run.
     """
 

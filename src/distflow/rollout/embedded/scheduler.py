@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from distflow.data.sample import FinishReason, Segment
 from distflow.rollout.engine import GenerateRequest, SamplingParams
-from distflow.rollout.stops_and_draws import sample_key, uniforms
+from distflow.rollout.random_draws import sample_key, uniforms
 
 
 class SamplingLaw(NamedTuple):

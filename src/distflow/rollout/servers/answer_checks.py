@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.data.sample import FinishReason, Segment
 from distflow.errors import TrustError
 from distflow.rollout.engine import SamplingParams
-from distflow.rollout.stops_and_draws import finish_reason
+from distflow.rollout.stops import finish_reason
 from distflow.scheduling.group_states import Version
 
 _LEAST_LOG_PROB: Final = -9000.0  # servers write -9999 for NaN and -inf, which JSON does not have

@@ -24,7 +24,7 @@ from distflow.rollout.engine import Activity, GenerateRequest, RequestLog, Weigh
 from distflow.rollout.engine_weights import check_version, checked
 from distflow.rollout.servers.answer_checks import Answer, AnswerCheck, label_of, lie
 from distflow.rollout.servers.server_process import PrivateFolder, ServerProcess, WeightFiles
-from distflow.rollout.stops_and_draws import check_request
+from distflow.rollout.stops import check_request
 from distflow.scheduling.group_states import Version
 
 T = TypeVar("T")

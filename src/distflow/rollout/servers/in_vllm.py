@@ -234,7 +234,7 @@ def stripe_hash(tensor: Tensor) -> str:
 
 
 class DrawingSampler(Sampler):
-    """Draws with the counters of `distflow/rollout/stops_and_draws.py`: a token does not depend on
+    """Draws with the counters of `distflow/rollout/random_draws.py`: a token does not depend on
     its batch, and is the same as in our other engines.
 
     Each request has its law in `extra_args`, with the name under which `drawn` keeps three numbers

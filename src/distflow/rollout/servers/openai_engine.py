@@ -13,9 +13,9 @@ from torch import Tensor
 
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, WeightReceipt
+from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, all_or_none
-from distflow.rollout.stops_and_draws import sample_key
 from distflow.scheduling.group_states import Version
 
 _KEY: Final = "actor_rollout_ref.rollout"

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest, SamplingParams
 from distflow.rollout.engine_weights import stripe_hashes
+from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, lie
 from distflow.rollout.servers.http_engine import UNLIMITED, HttpEngine, ServerFailed, all_or_none
 from distflow.rollout.servers.server_process import write_model
-from distflow.rollout.stops_and_draws import sample_key
 
 _KEY: Final = "actor_rollout_ref.rollout"
 _SEEDS: Final = 2**31

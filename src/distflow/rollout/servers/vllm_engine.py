@@ -20,11 +20,11 @@ import httpx
 from distflow.errors import TrustError, UserError
 from distflow.models.lora import adapter_config, unwrapped
 from distflow.rollout.engine import GenerateRequest
+from distflow.rollout.random_draws import sample_key
 from distflow.rollout.servers.answer_checks import Answer, label_of, lie
 from distflow.rollout.servers.http_engine import SILENT_S, UNLIMITED, HttpEngine, ServerFailed
 from distflow.rollout.servers.server_process import write_model
 from distflow.rollout.servers.server_shared_by_workers import ServerGroup
-from distflow.rollout.stops_and_draws import sample_key
 
 LOWEST = (0, 32)
 BELOW = (0, 33)

@@ -31,7 +31,7 @@ from distflow.runtime.compiled_node import (
     episode_results,
     score_samples,
 )
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.generation_batches import (
     EarlyStop,
     GenerationBatch,
@@ -39,15 +39,11 @@ from distflow.runtime.rollout_loop.generation_batches import (
     cancel,
     group_task,
 )
-from distflow.runtime.rollout_loop.group_samples_and_columns import (
-    Group,
-    accuracy_of,
-    finished_group,
-)
+from distflow.runtime.rollout_loop.group import Group, accuracy_of, finished_group
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.rollout_loop.row_loader import RowLoader
 from distflow.runtime.rollout_loop.user_calls import PlainCalls
-from distflow.runtime.run_errors_and_limits import Failure, NodeError
+from distflow.runtime.run_errors import Failure, NodeError
 from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,

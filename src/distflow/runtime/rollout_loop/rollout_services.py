@@ -33,8 +33,7 @@ from distflow.rewards.startup_checks import (
     try_solutions,
 )
 from distflow.rollout.engine import Hosted, RolloutEngine, Stretch
-from distflow.runtime.early_stop_and_signals import leave_at_once
-from distflow.runtime.engines_and_services import Resources
+from distflow.runtime.resources import Resources
 from distflow.runtime.rollout_loop.engine_watch import STACKS, Deadline, EngineHangs
 from distflow.runtime.rollout_loop.loop_thread import (
     LEAVES_WITHIN_S,
@@ -45,6 +44,7 @@ from distflow.runtime.rollout_loop.loop_thread import (
 from distflow.runtime.rollout_loop.rollout_client import RolloutClient
 from distflow.runtime.shared_cores import SharedCores
 from distflow.runtime.spec import Spec
+from distflow.runtime.stop_signals import leave_at_once
 
 NUM_CHECKED_ROWS = 16
 NUM_SOLUTIONS = 200

@@ -14,10 +14,11 @@ from distflow.errors import UserError
 from distflow.observe.metrics import combine
 from distflow.observe.writing.timing import RANKS, Waits
 from distflow.rewards.reward_results import RewardCounts
-from distflow.runtime.run_errors_and_limits import Failure, FailuresInARow, NoProgress
+from distflow.runtime.dp_groups import DpGroupShares, divide_among_ranks
+from distflow.runtime.error_limits import FailuresInARow
+from distflow.runtime.run_errors import Failure, NoProgress
 from distflow.runtime.sample_queue import protocol
 from distflow.runtime.sample_queue.protocol import OfGroup, Submissions
-from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, divide_among_ranks
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import PromptGroup
 from distflow.scheduling.groups_by_rollout_worker import MAX_GROUPS, GroupsByWorker, RolloutWorker

@@ -24,7 +24,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import is_aside, replacing
 from distflow.runtime.checkpoint.files import separate
-from distflow.runtime.run_errors_and_limits import writing_to
+from distflow.runtime.run_errors import writing_to
 from distflow.runtime.weight_sync.protocol import Bucket
 from distflow.scheduling.group_states import Version
 

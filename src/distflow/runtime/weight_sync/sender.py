@@ -24,10 +24,10 @@ from distflow.models.sharding import at_places, whole
 from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.audit_protocol import Updates
-from distflow.runtime.engines_and_services import Offload
-from distflow.runtime.ports_and_inputs_from_launcher import WorkerInputs
+from distflow.runtime.offload import Offload
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
+from distflow.runtime.worker_inputs import WorkerInputs
 from distflow.scheduling.group_states import Version
 from distflow.training.engine import Collective, TrainEngine
 

@@ -3,12 +3,8 @@
 import pytest
 
 from distflow.rewards.reward_results import CallCounts, RewardCounts
-from distflow.runtime.run_errors_and_limits import (
-    ErrorShare,
-    TooManyErrors,
-    repair_advice,
-    warn_of_errors,
-)
+from distflow.runtime.error_limits import ErrorShare, TooManyErrors, warn_of_errors
+from distflow.runtime.run_errors import repair_advice
 
 
 def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:

@@ -1,5 +1,5 @@
 """Pages: shared ones are free with their last holder, and prompts lie in them as they were
-prefilled. Uniform numbers on the device are those of `rollout/stops_and_draws.py`, bit for bit, for
+prefilled. Uniform numbers on the device are those of `rollout/random_draws.py`, bit for bit, for
 all keys and positions."""
 
 import random
@@ -9,23 +9,11 @@ import pytest
 import torch
 
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import (
-    AsyncSteps,
-    DeviceOptions,
-    padded,
-    rounded,
-)
-from distflow.rollout.embedded.paged_kv_and_draw_states import (
-    NEXT,
-    TRASH,
-    PageMemory,
-    PagePool,
-    pages_for,
-    state_of,
-    uniforms,
-)
+from distflow.rollout.embedded.decode_state import NEXT, state_of, uniforms
+from distflow.rollout.embedded.decode_steps import AsyncSteps, DeviceOptions, padded, rounded
+from distflow.rollout.embedded.page_memory import TRASH, PageMemory, PagePool, pages_for
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
-from distflow.rollout.stops_and_draws import uniforms as host_uniforms
+from distflow.rollout.random_draws import uniforms as host_uniforms
 from tests.rollout.drive import make_model, prompt_of, request_of
 
 TOP = 1 << 64

@@ -13,9 +13,9 @@ import pytest
 
 from distflow.data.sample import Segment
 from distflow.models.cached_decoder import DecoderView
-from distflow.rollout.embedded import EmbeddedEngine, host_batch_plain_or_invariant
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PrefixCache
+from distflow.rollout.embedded import EmbeddedEngine, host_lane
+from distflow.rollout.embedded.decode_steps import DeviceOptions
+from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.engine import GenerateRequest
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (
@@ -191,9 +191,7 @@ def test_the_oldest_blocks_go_when_room_is_needed(monkeypatch: pytest.MonkeyPatc
     bytes_per_token = (
         2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     )
-    monkeypatch.setattr(
-        host_batch_plain_or_invariant, "PREFIX_CACHE_BYTES", 20 * 16 * bytes_per_token
-    )
+    monkeypatch.setattr(host_lane, "PREFIX_CACHE_BYTES", 20 * 16 * bytes_per_token)
     story(model, tell)
     story(model, tell, on_device=few)
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from distflow import cli
-from distflow.data import chat_template_and_turns
-from distflow.data.chat_template_and_turns import Refused, render_all
+from distflow.data import chat_template
+from distflow.data.chat_template import Refused, render_all
 from distflow.errors import UserError
 from tests.e2e.runs import Playground
 from tests.sparse_params import one_fast_in
@@ -41,8 +41,8 @@ TEMPLATES = {
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template_and_turns, "MAX_CHARACTERS", 10_000)
-    monkeypatch.setattr(chat_template_and_turns, "RENDERS_WITHIN_S", 1.0)
+    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 10_000)
+    monkeypatch.setattr(chat_template, "RENDERS_WITHIN_S", 1.0)
 
 
 @pytest.fixture
@@ -106,19 +106,18 @@ def test_a_crash_is_reported(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_the_file_is_the_one_that_holds_the_template(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    for name in chat_template_and_turns.TEMPLATE_FILES:
+    for name in chat_template.TEMPLATE_FILES:
         (tmp_path / name).unlink(missing_ok=True)
     assert (
-        chat_template_and_turns.template_of(tokenizer)
-        == f"the chat template of the tokenizer '{tmp_path}'"
+        chat_template.template_of(tokenizer) == f"the chat template of the tokenizer '{tmp_path}'"
     )
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": ""}')
     assert (
-        chat_template_and_turns.template_of(tokenizer)
+        chat_template.template_of(tokenizer)
         == f"the chat template of '{tmp_path}/tokenizer_config.json'"
     )
     (tmp_path / "chat_template.jinja").write_text("x")
     assert (
-        chat_template_and_turns.template_of(tokenizer)
+        chat_template.template_of(tokenizer)
         == f"the chat template of '{tmp_path}/chat_template.jinja'"
     )

@@ -11,13 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.runtime.early_stop_and_signals import (
-    SIGNALS,
-    Interrupted,
-    MetricStop,
-    StopRequest,
-    interruptible,
-)
+from distflow.runtime.metric_stop import MetricStop
+from distflow.runtime.stop_signals import SIGNALS, Interrupted, StopRequest, interruptible
 
 # Has a terminal of its own. SIGHUP is blocked until the terminal is gone and output to it has
 # failed.
@@ -25,7 +20,7 @@ WRITES_BEFORE_THE_SIGNAL = """
 import os, signal, sys, time
 from distflow.observe.sanitized_output import sanitized_output
 from distflow.observe.writing.terminal_lines import TerminalLines
-from distflow.runtime.early_stop_and_signals import StopRequest, exit_status
+from distflow.runtime.stop_signals import StopRequest, exit_status
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # makes it the terminal of the session
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
 with sanitized_output(), StopRequest(lambda name: print("stopping", flush=True)) as stop:

@@ -12,7 +12,7 @@ import torch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import DeviceOptions
+from distflow.rollout.embedded.decode_steps import DeviceOptions
 from distflow.rollout.engine import GenerateRequest, Stream
 from distflow.scheduling.group_states import Version
 from tests.rollout.drive import (

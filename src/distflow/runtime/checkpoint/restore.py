@@ -1,80 +1,29 @@
-"""The parts of a checkpoint, and how a run resumes from them."""
+"""How a run resumes from a checkpoint."""
 
-import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from distflow.config import changed_keys, config_from_dict, to_dict
+from distflow.config import changed_keys, config_from_dict
 from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
 from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
 from distflow.observe.run_reader import VALIDATION_ROWS
-from distflow.planning.plan import dp_groups_of
-from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
-from distflow.runtime.checkpoint.files import CheckpointError, is_sharded, own_shards, shard_name
+from distflow.runtime.checkpoint.files import CheckpointError, is_sharded
 from distflow.runtime.checkpoint.find_checkpoint import as_list, ways_to_start
+from distflow.runtime.checkpoint.saved_parts import part_of_rank
 from distflow.runtime.compiled_node import NodeState
-from distflow.runtime.engines_and_services import Resources
-from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group, rows_by_group
-from distflow.runtime.sample_queue.protocol import FinishedGroup, ResumePoint
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop.group import finished_group, rows_by_group
+from distflow.runtime.sample_queue.protocol import FinishedGroup
 from distflow.runtime.spec import Spec
 from distflow.scheduling.scheduler_snapshot import restored
 from distflow.training.engine import TrainState
-
-
-def saved_parts(
-    spec: Spec,
-    resources: Resources,
-    resume_point: Callable[[], ResumePoint[Batch]],
-    state: NodeState,
-    rank: int = 0,
-    audit: Callable[
-        [NodeState, ResumePoint[Batch] | None], Mapping[str, object]
-    ] = lambda state, point: {},
-) -> Iterator[tuple[str, object]]:
-    """The parts of a checkpoint that one rank writes, by name: tensors, shards of tensors, or JSON
-    values.
-
-    resume_point: called only by the first rank. state: of all nodes. rank: among the training
-    ranks. Each rank writes its own shards of sharded tensors; the first rank that trains a model
-    writes the tensors that all of them have, and the very first rank the parts of the run. The last
-    part holds the rank's random generators, and what `audit` finds in its memory; it completes the
-    rank's parts.
-    """
-    point = None
-    trainers = [each for dp_group in dp_groups_of(spec.plan) for each in dp_group]
-    for role, engine in resources.trained().items():
-        first = next(
-            place for place, each in enumerate(trainers) if role in spec.plan.ranks[each].engines
-        )
-        saved = engine.state()
-        leads = rank == first
-        if is_sharded(saved.tensors):
-            yield shard_name(role, rank), own_shards(saved.tensors, leads)
-        elif leads:
-            yield role, saved.tensors
-        if leads:
-            yield f"{role}_meta", saved.meta
-    if rank == 0:
-        point = resume_point()
-        if point.queued:
-            yield "live", Batch.concat([group.data for group in point.queued.values()]).to_tensors()
-        measured = {str(number): list(group.measured) for number, group in point.queued.items()}
-        facts = {**spec.facts, **resources.facts}
-        run = {"config": to_dict(spec.config), "facts": facts, "coordinator": point.snapshot}
-        yield "run", {**run, "live_measured": measured, "nodes": state}
-    yield part_of_rank(rank), {**_generator_states(), "audit": dict(audit(state, point))}
-
-
-def part_of_rank(rank: int) -> str:
-    """The name of the last part that a rank writes."""
-    return f"rank_{rank}"
 
 
 def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ...]) -> None:
@@ -210,17 +159,6 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
             device.set_rng_state(torch.tensor(state, dtype=torch.uint8), i)
 
 
-def _generator_states() -> dict[str, object]:
-    name, keys, *rest = np.random.get_state()
-    device = global_random_states.device_module()
-    return {
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
-        "device": [state.tolist() for state in device.get_rng_state_all()] if device else [],
-    }
-
-
 def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: TrainState) -> None:
     start, found = (magnitudes(state.trained_weights().items()) for state in (now, saved))
     wrong = unsound(found, start)
@@ -231,47 +169,3 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
             f"in all. Resume from an earlier one with {resume_advice('PATH')}, or start again with "
             f"{resume_advice('never')}"
         )
-
-
-def merge_node_states(states: Sequence[NodeState]) -> NodeState:
-    """The state of all nodes from the states of all ranks; for a node that several ranks run, the
-    first one's. The audit's count of a model's updates exists only on the ranks that train it."""
-    found = {node: kept for state in reversed(states) for node, kept in state.items()}
-    if audits := [state[AUDIT_STATE] for state in reversed(states) if AUDIT_STATE in state]:
-        found[AUDIT_STATE] = {name: kept for audit in audits for name, kept in audit.items()}
-        found[AUDIT_STATE]["updates"] = {
-            role: count for audit in audits for role, count in audit.get("updates", {}).items()
-        }
-    return found
-
-
-def copy_of_state(state: NodeState) -> NodeState:
-    """A copy. Nodes of the rollout loop may run meanwhile; a state that changes while copied is
-    copied again. Raises UserError for a state that JSON cannot represent or would change, so that a
-    resumed run would have another one."""
-    while True:
-        try:
-            copied = copy.deepcopy(state)
-            break
-        except RuntimeError as err:
-            if "during iteration" not in str(err):
-                raise
-    for node, own in copied.items():
-        if node != AUDIT_STATE and (fault := _not_json(own)):
-            raise UserError(
-                f"node '{node}' has {fault[0]!r:.100} in its ctx.state, which no checkpoint can "
-                "hold: use str as keys, "
-                "lists instead of tuples and sets, and plain numbers instead of tensors and arrays"
-            )
-    return copied
-
-
-def _not_json(value: object) -> list[object]:
-    """The first value within it that is no JSON value, or a key that is not a str; empty if there
-    is none."""
-    if value is None or isinstance(value, str | int | float):
-        return []
-    if isinstance(value, dict):
-        odd = [key for key in value if not isinstance(key, str)]
-        return odd or next(filter(None, map(_not_json, value.values())), [])
-    return next(filter(None, map(_not_json, value)), []) if isinstance(value, list) else [value]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from distflow.planning.plan import RankPlan
-from distflow.runtime.engines_and_services import Resources, build_resources
+from distflow.runtime.resources import Resources, build_resources
 from distflow.training.engine import OneRank
 
 

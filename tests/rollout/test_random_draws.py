@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from distflow.rollout.engine import Stream
-from distflow.rollout.stops_and_draws import sample_key, uniforms
+from distflow.rollout.random_draws import sample_key, uniforms
 
 MASK = (1 << 64) - 1
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.cuda_decode_steps_and_graphs import AsyncSteps
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PromptCache
-from distflow.rollout.embedded.paged_kv_and_draw_states import Lease, PageCopy
+from distflow.rollout.embedded.decode_state import Lease
+from distflow.rollout.embedded.decode_steps import AsyncSteps
+from distflow.rollout.embedded.page_memory import PageCopy
+from distflow.rollout.embedded.prompt_cache import PromptCache
 from distflow.rollout.embedded.sampler import NOT_FINITE
 from distflow.rollout.embedded.scheduler import Move, Prefill, Scheduler, Sequence, StepTokens, Work
 

@@ -3,7 +3,7 @@ trains on."""
 
 from pathlib import Path
 
-from distflow.runtime.worker_place_and_dp_groups import DpGroupShares, queue_dp_group
+from distflow.runtime.dp_groups import DpGroupShares, queue_dp_group
 from tests.e2e.runs import Playground
 
 RAY = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.seed=3")

@@ -1,9 +1,9 @@
-"""The engines and services of one worker, built by the factories that its part of the plan needs,
-and the offloading of idle engines to host memory."""
+"""The engines and services of one worker, built by the factories that its part of the plan
+needs."""
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.engine_weights import stripe_hashes
-from distflow.runtime.spec import Factory, Get, Offloads
+from distflow.runtime.spec import Factory, Get
 from distflow.training.engine import Collective, OneRank, Scorer, TrainEngine
 from distflow.training.multi_policy_engine import MultiPolicyTrainer
 from distflow.training.torch_engine import FrozenWeights
@@ -122,32 +122,3 @@ def _fingerprint(model: nn.Module) -> str:
     weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
     hashes = sorted(stripe_hashes(weights).items())
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-
-
-class Offload:
-    """Moves engines to the device as needed. Engines without offloading are left alone."""
-
-    def __init__(
-        self, engines: Mapping[str, TrainEngine | FrozenWeights], offloads: Mapping[str, Offloads]
-    ) -> None:
-        """engines: by role, all on the device. offloads: by role."""
-        self._moving = {
-            role: (engine, offloads[role]) for role, engine in engines.items() if role in offloads
-        }
-        self._here = set(self._moving)
-
-    def only(self, roles: Collection[str]) -> None:
-        """Only the engines of these roles are used next."""
-        for role, (engine, what) in self._moving.items():
-            if role not in roles and role in self._here:
-                engine.offload(weights=what.weights, moments=what.moments)
-                self._here.remove(role)
-        for role, (engine, what) in self._moving.items():
-            if role in roles and role not in self._here:
-                if what.weights:
-                    engine.onload()
-                self._here.add(role)
-
-    def all(self) -> None:
-        """Any engine may be used next."""
-        self.only(self._moving)

@@ -1,31 +1,21 @@
-"""The device state of decode steps: paged key-value memory, and each sequence's state with its
-random numbers.
+"""The state of each sequence on the device, with its random numbers.
 
-The uniform numbers are those of `rollout/stops_and_draws.py`, bit for bit. A slot keeps the state
+The uniform numbers are those of `rollout/random_draws.py`, bit for bit. A slot keeps the state
 of SplitMix64 at its next draw, computed from key and position, as an int64 with the bits of the
 uint64, because torch has few operations on uint64: two's-complement sums and products wrap
 identically, and a mask removes the sign bits from a shift.
 """
 
-from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from distflow.device_transfer import send
-from distflow.models.cached_decoder import DecoderView, PromptKV
+from distflow.rollout.embedded.page_memory import TRASH
 from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
-
-TRASH = 0
-"""The page that rows without a sequence write to."""
-
-PageCopy = tuple[int, int, int, Rows[int]]
-"""Row of a prefill, first and end of the positions to copy, and the sequence's pages from its first
-token on."""
 
 _BITS = 1 << 64
 _WEYL = 0x9E3779B97F4A7C15
@@ -33,88 +23,6 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - _BITS
 _MIX_2 = 0x94D049BB133111EB - _BITS
 NEXT = _WEYL - _BITS
 """Added to a state to get that of the next draw."""
-
-
-def pages_for(num_tokens: int, page_tokens: int) -> int:
-    return -(-num_tokens // page_tokens)
-
-
-class PagePool:
-    """Tracks free pages. A shared page is free when its last sequence returned it. A kept page
-    holds its content until it is needed for something else, and counts as free when no sequence
-    uses it."""
-
-    def __init__(self, num_pages: int, oldest_kept: Callable[[], int]) -> None:
-        """num_pages: including `TRASH`. oldest_kept: forgets a kept page and returns it."""
-        self._free = list(range(num_pages - 1, TRASH, -1))
-        self._holders = [0] * num_pages
-        self._kept: set[int] = set()
-        self._oldest_kept = oldest_kept
-        self.num_free = len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """Take `count` pages; that many must be free."""
-        assert count <= self.num_free, f"{count} pages wanted, {self.num_free} are free"
-        while len(self._free) < count:
-            self._forget(self._oldest_kept())
-        pages = [self._free.pop() for _ in range(count)]
-        self.share(pages)
-        return pages
-
-    def share(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self.num_free -= not self._holders[page]
-            self._holders[page] += 1
-
-    def give_back(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._holders[page] -= 1
-            self.num_free += not self._holders[page]
-            if not self._holders[page] and page not in self._kept:
-                self._free.append(page)
-
-    def keep(self, page: int) -> int:
-        """Keep the content of a page that a sequence uses."""
-        self._kept.add(page)
-        return page
-
-    def forget_kept(self) -> None:
-        for page in sorted(self._kept):
-            self._forget(page)
-
-    def _forget(self, page: int) -> None:
-        self._kept.discard(page)
-        if not self._holders[page]:
-            self._free.append(page)
-
-
-class PageMemory:
-    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, initially zero:
-    attention masks unwritten memory, but a NaN in it would still spread."""
-
-    def __init__(self, decoder: DecoderView, num_pages: int, page_tokens: int) -> None:
-        shape = (decoder.num_layers, num_pages, decoder.num_kv_heads, page_tokens, decoder.head_dim)
-        self.keys = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self.values = torch.zeros_like(self.keys)
-        self.page_tokens = page_tokens
-
-    def fill(self, prompts: PromptKV, parts: Iterable[PageCopy]) -> None:
-        """Copy tokens of prefilled prompts to pages."""
-        rows = []
-        positions = []
-        pages = []
-        for row, first, end, own in parts:
-            position = np.arange(first, end)
-            rows.append(np.full(len(position), row))
-            positions.append(position)
-            pages.append(np.asarray(own, dtype=np.int64)[position // self.page_tokens])
-        stacked = torch.from_numpy(
-            np.stack([np.concatenate(each) for each in (rows, positions, pages)])
-        )
-        row, position, page = send(stacked, self.keys.device)
-        offset = position % self.page_tokens
-        self.keys[:, page, :, offset] = prompts.keys[:, row, :, position]
-        self.values[:, page, :, offset] = prompts.values[:, row, :, position]
 
 
 def state_of(key: int, position: int) -> int:

@@ -12,18 +12,16 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-from distflow.runtime.checkpoint.save_and_restore import (
+from distflow.runtime.checkpoint.restore import (
     changed_lengths,
     check_same_facts,
-    copy_of_state,
     load_queued,
-    merge_node_states,
     restore,
-    saved_parts,
     set_generators,
 )
-from distflow.runtime.engines_and_services import build_resources
-from distflow.runtime.rollout_loop.group_samples_and_columns import finished_group
+from distflow.runtime.checkpoint.saved_parts import copy_of_state, merge_node_states, saved_parts
+from distflow.runtime.resources import build_resources
+from distflow.runtime.rollout_loop.group import finished_group
 from distflow.runtime.sample_queue.protocol import ResumePoint
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.group_states import GroupState, PromptGroup

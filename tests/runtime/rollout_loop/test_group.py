@@ -9,7 +9,7 @@ from distflow.data.encoded_prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
-from distflow.runtime.rollout_loop.group_samples_and_columns import Group, finished_group
+from distflow.runtime.rollout_loop.group import Group, finished_group
 from distflow.scheduling.group_states import PromptGroup
 from tests.runtime.groups import PARAMS, group_with_responses, prompt_group, waiting_group
 

@@ -1,10 +1,8 @@
 """Asynchronous decode steps: each reads its input from the device, where the previous step left it,
-so the host need not wait. A CUDA graph records a step of some shape the second time it runs, and
-then replays it with one launch.
+so the host need not wait.
 """
 
-import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import partial
@@ -16,89 +14,12 @@ from torch import Tensor, nn
 from distflow.device_transfer import free_bytes, send
 from distflow.errors import UserError
 from distflow.models.cached_decoder import DecoderView, PromptKV
-from distflow.rollout.embedded.kv_slots_prompt_and_prefix_cache import PrefixCache
-from distflow.rollout.embedded.paged_kv_and_draw_states import (
-    DecodeState,
-    Laws,
-    Lease,
-    PageCopy,
-    PageMemory,
-    PagePool,
-    pages_for,
-)
+from distflow.rollout.embedded.decode_graphs import CudaGraphs
+from distflow.rollout.embedded.decode_state import DecodeState, Laws, Lease
+from distflow.rollout.embedded.page_memory import PageCopy, PageMemory, PagePool, pages_for
+from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.sampler import rows_by_law
 from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
-
-_log = logging.getLogger(__name__)
-
-
-class CudaGraphs:
-    """Records and replays steps, which must read and write tensors at fixed addresses, and not wait
-    for the host.
-
-    The first step of a shape runs unrecorded, so that libraries initialise outside of a recording.
-    If a recording fails, this and all later steps run unrecorded, with a warning that says why.
-    """
-
-    def __init__(self, model: nn.Module, enabled: bool) -> None:
-        self.enabled = enabled
-        self.num_recorded = 0  # since the start, including dropped ones
-        self._model = model
-        self._addresses = self._weights()
-        self._seen: set[Hashable] = set()
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-
-    def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """Run a step; a replayed step returns the same tensor each time, so read it before the next
-        step."""
-        if not self.enabled:
-            return step()
-        if shape not in self._seen:
-            self._seen.add(shape)
-            return step()
-        if shape not in self._recorded and not self._record(shape, step):
-            return step()
-        graph, result = self._recorded[shape]
-        graph.replay()
-        return result
-
-    def drop_if_moved(self) -> None:
-        """Drop all recordings if weights have new addresses (after the trainer moved them to the
-        host and back)."""
-        if self.enabled and (addresses := self._weights()) != self._addresses:
-            self._addresses = addresses
-            self.clear()
-
-    def clear(self) -> None:
-        if self._recorded:
-            torch.cuda.synchronize()  # a recording may still run
-        self._recorded.clear()
-
-    def _weights(self) -> list[int]:
-        return (
-            [parameter.data_ptr() for parameter in self._model.parameters()] if self.enabled else []
-        )
-
-    def _record(self, shape: Hashable, step: Callable[[], Tensor]) -> bool:
-        """Record without computing. The trainer's thread may allocate meanwhile, hence the mode."""
-        try:
-            graph = torch.cuda.CUDAGraph()
-            # recordings share memory
-            pool = next((other.pool() for other, _ in self._recorded.values()), None)
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                result = step()
-        except RuntimeError as error:
-            _log.warning(
-                "CUDA graphs are off, so each kernel of a decode step is launched separately: %s",
-                error,
-            )
-            self.enabled = False
-            self.clear()
-            return False
-        self._recorded[shape] = (graph, result)
-        self.num_recorded += 1
-        return True
-
 
 MEMORY_SHARE = 0.5
 """The share used of the device memory that is free when keys and values are first needed; the rest
