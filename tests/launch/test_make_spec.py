@@ -356,8 +356,7 @@ def test_what_hangs_on_the_dtype_of_the_model(
     """An engine with a copy of the weights needs each version's tensors; a copy is compared less
     strictly."""
     exact = dtype == "float32"
-    # On shared weights it is compared at the start only.
-    often = () if exact else ("trust.canary_freq=3", "actor_rollout_ref.rollout.enforce_eager=true")
+    often = () if exact else ("actor_rollout_ref.rollout.enforce_eager=true",)
     _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", f"{MODEL}.lora_rank={rank}", *often)
     assert (spec.weight_dtype, spec.shares_weights) == (
         torch.float32 if exact else torch.bfloat16,
@@ -365,9 +364,6 @@ def test_what_hangs_on_the_dtype_of_the_model(
     )
     assert spec.sends_weights == (not exact or rank == 0)
     assert (spec.tolerance, spec.ratio_limit) == (Tolerance.of(exact), 1e-4 if exact else 0.05)
-    assert spec.options.canary_freq == (1 if exact else 3)
-    _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", "trust.canary_freq=0")
-    assert spec.options.canary_freq == 0
 
 
 SHARDED = (
@@ -422,7 +418,7 @@ def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a
     # where the plan is made; nothing runs
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("ppo", *ways, *keys, "trainer.device=auto")
-    assert spec.options.offloads == offloads
+    assert spec.offloads == offloads
     assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
 
 
@@ -454,7 +450,7 @@ def test_a_model_that_scores_waits_in_the_hosts_memory_unless_its_shards_do(
         playground.spec("grpo", *keys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     _, spec = playground.spec("grpo", *keys, "trainer.device=auto")
-    assert spec.options.offloads == dict.fromkeys(moves, Offloads(weights=True, moments=False))
+    assert spec.offloads == dict.fromkeys(moves, Offloads(weights=True, moments=False))
 
 
 @pytest.mark.parametrize(
@@ -511,7 +507,7 @@ def test_weights_that_another_engine_computes_with_stay(
     ):
         playground.spec("grpo", moves, *lora, f"{kl}true")
     _, spec = playground.spec("grpo", moves, *lora, f"{kl}false")
-    assert spec.options.offloads == {"actor": Offloads(weights=True, moments=False)}
+    assert spec.offloads == {"actor": Offloads(weights=True, moments=False)}
 
 
 def test_workers_with_an_engine_have_needs_of_their_own(playground: Playground) -> None:
@@ -526,7 +522,7 @@ def test_workers_with_an_engine_have_needs_of_their_own(playground: Playground) 
         critic,
     )
     _, spec = playground.spec("ppo", *keys, "trainer.worker_env={B: 2}")
-    needs = [(rank.engines, spec.options.worker.of(rank)) for rank in spec.plan.ranks]
+    needs = [(rank.engines, spec.needs.of(rank)) for rank in spec.plan.ranks]
     assert [(own.cpus, own.memory_mb) for engines, own in needs if engines == ("rollout",)] == [
         (2, None)
     ] * 2

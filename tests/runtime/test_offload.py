@@ -102,7 +102,7 @@ def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none
         "ppo",
         *keys,
         name="moved",
-        spoil=lambda spec: replace(spec, options=replace(spec.options, offloads=offloads)),
+        spoil=lambda spec: replace(spec, offloads=offloads),
     )
     for role in ("actor", "critic"):
         ours, theirs = (

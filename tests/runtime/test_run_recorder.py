@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from distflow.config.keys.schema import with_values
 from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
 from distflow.observe.crash_safe_files import read_object
@@ -29,13 +30,14 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
     return Playground(tmp_path_factory.mktemp("ground")).spec("grpo")[1]
 
 
-def record(spec: Spec, folder: Path, **options: Any) -> Recorder:
-    return Recorder(
-        replace(spec, options=replace(spec.options, run_dir=folder, logger=(), **options)),
-        5,
-        0,
-        None,
-    )
+def silent(spec: Spec, folder: Path, **trainer: Any) -> Spec:
+    """The spec of a run in the folder, without trackers. trainer: keys of `trainer`."""
+    values = {f"trainer.{name}": value for name, value in {"logger": (), **trainer}.items()}
+    return replace(spec, run_dir=folder, config=with_values(spec.config, values))
+
+
+def record(spec: Spec, folder: Path, **trainer: Any) -> Recorder:
+    return Recorder(silent(spec, folder, **trainer), 5, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_groups_are_kept_as_asked(
 def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(
     spec: Spec, tmp_path: Path
 ) -> None:
-    spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
+    spec = silent(spec, tmp_path / "run")
     for part, name in enumerate(("training.jsonl", "training-1.jsonl")):
         recorder = Recorder(spec, 5, 0, None, process=ReportingProcess(part))
         with recorder.waits("training", "step 0", on="rollout"):
@@ -77,7 +79,7 @@ def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(
 
 
 def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_path: Path) -> None:
-    spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
+    spec = silent(spec, tmp_path / "run")
     with Recorder(spec, 5, 1, 3) as recorder:
         with recorder.phases("train_step"):
             recorder.note("warning", "before the first step has ended")
@@ -88,11 +90,12 @@ def test_what_a_resumed_run_records_has_its_step_from_the_start(spec: Spec, tmp_
 
 
 def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Path) -> None:
-    with listening(refused=0) as (address, got):
-        options = replace(spec.options, run_dir=tmp_path / "run", logger=(), webhook=address)
-        with Recorder(replace(spec, options=options), 50, 0, None) as recorder:
-            for step in range(1, 15):
-                recorder.training_step(step, {"actor/skipped": 1.0}, group())
+    with (
+        listening(refused=0) as (address, got),
+        Recorder(silent(spec, tmp_path / "run", webhook=address), 50, 0, None) as recorder,
+    ):
+        for step in range(1, 15):
+            recorder.training_step(step, {"actor/skipped": 1.0}, group())
     (found,) = (event for event in read_events(tmp_path / "run") if event.kind == "finding")
     (posted,) = got
     assert (
@@ -105,9 +108,9 @@ def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Pa
 
 
 def test_audits_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: Path) -> None:
-    options = replace(spec.options, run_dir=tmp_path / "run", logger=())
+    spec = silent(spec, tmp_path / "run")
     for restart, resumed_at in ((0, None), (1, 1)):
-        with Recorder(replace(spec, options=options), 5, restart, resumed_at) as recorder:
+        with Recorder(spec, 5, restart, resumed_at) as recorder:
             for step in range(1 + (resumed_at or 0), 4):
                 recorder._step = step - 1
                 recorder.audited(f"audit of step {step}", ["groups"], {})

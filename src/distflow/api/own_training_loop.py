@@ -446,7 +446,7 @@ class Rollouts:
             spec = replace(
                 spec, description={**spec.description, "data": "prompts submitted by the loop"}
             )
-        spec = replace(spec, options=replace(spec.options, audit_freq=0))
+        spec = replace(spec, audits=False)
         self.config = spec.config
         return replace(
             spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline())
@@ -505,7 +505,7 @@ class Rollouts:
                 "its own"
             )
         self._num_requests += 1
-        stream = Stream(spec.options.seed, "own", worker.step, self._num_requests)
+        stream = Stream(spec.config.trainer.seed, "own", worker.step, self._num_requests)
         return GenerateRequest(
             tuple(prompt_ids), tuple(range(n)), replace(spec.sampling, **sampling), stream
         )

@@ -85,7 +85,7 @@ class Auditor:
         self.groups = GroupRecords(None if training_steps else self._group_kept)
         self._ranks = ranks
         self._first_step = inputs.version.step
-        if resources.reward_fn is not None and spec.options.audit_freq > 0:
+        if resources.reward_fn is not None and spec.audit_freq > 0:
             resources.reward_fn.pools.set_on_result(self.groups.add_score)
         state = inputs.state.setdefault(AUDIT_STATE, {})
         self._memory = Memory(inputs, resources)
@@ -95,7 +95,7 @@ class Auditor:
         staleness = spec.data.max_staleness
         last_step = spec.data.total_steps - 1
         self._schedule = AuditSchedule(
-            spec.options.audit_freq, self._first_step, staleness, (trains_policy,), last_step
+            spec.audit_freq, self._first_step, staleness, (trains_policy,), last_step
         )
         self._updates: dict[str, int] = state.setdefault("updates", {})
         """Optimizer steps by role since the run's start."""
@@ -175,7 +175,7 @@ class Auditor:
         records = self.groups.take(group_ids)
         self._run.older_weights.forget(step - self._run.spec.data.max_staleness - 1)
         with self._schedule.timed(step, Depth.AUDIT if self._due else self._looks):
-            expected = max(self._first_step, step - step % self._run.spec.options.update_frequency)
+            expected = max(self._first_step, step - step % self._run.spec.update_frequency)
             if (
                 self._schedule.frequency > 0
                 and synced_version is not None
@@ -344,7 +344,7 @@ class Auditor:
     def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
         self._validated = step
         if self._schedule.frequency > 0:
-            version = max(self._first_step, step - step % self._run.spec.options.update_frequency)
+            version = max(self._first_step, step - step % self._run.spec.update_frequency)
             what = f"the validation after step {step}"
             found = self._check(
                 all_checks.OF_VALIDATION, Validated(self._run, version, rows, metrics, step), what

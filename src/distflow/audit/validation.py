@@ -237,7 +237,7 @@ def _check_kept(seen: Validated) -> None:
     """Check that each checkpoint has the metric of its step's validation, and that the best of them
     still exists."""
     run = seen.run
-    name = seen.run.spec.options.keep_best
+    name = seen.run.spec.keep_best
     if name is None or run.inputs.ports.everyone.rank:
         return
     known = run.validated
@@ -342,7 +342,7 @@ def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
         and not run.spec.config.dag.policies
     )
     # else the weights may have moved since
-    if not is_known or run.spec.options.update_frequency > 1 or not ids:
+    if not is_known or run.spec.update_frequency > 1 or not ids:
         return
     assert isinstance(actor, OpenEngine)
     if (len(prompt) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:

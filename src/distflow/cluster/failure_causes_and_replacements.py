@@ -95,7 +95,10 @@ class Blame:
             calls = {rank: future_of(ref) for ref, rank in training.items()}
             workers = {rank: self._workers[rank] for rank in running.values()}
             return hanging(
-                calls, workers, self._spec.run_dir / STACKS, self._spec.options.peers_timeout_s
+                calls,
+                workers,
+                self._spec.run_dir / STACKS,
+                self._spec.config.trainer.peers_timeout_s,
             )
         for number, actor in self._services.items():
             try:
@@ -193,7 +196,7 @@ def start_again(
     """Where the run restarts after a loss, once its actors have ended and its bundles are in place.
     number: of the restart, from 1. Raises WorkerDied if there is no room any more."""
     message = (
-        f"{died.__cause__ or died} Restart {number} of {spec.options.max_restarts} "
+        f"{died.__cause__ or died} Restart {number} of {spec.config.trainer.max_restarts} "
         "(trainer.max_restarts)"
     )
     say(message)

@@ -184,7 +184,7 @@ class LocalRun(AbstractContextManager["LocalRun"]):
             )
         stacks = self._spec.run_dir / STACKS
         if isinstance(error, PeersLate):
-            limit_s = self._spec.options.peers_timeout_s
+            limit_s = self._spec.config.trainer.peers_timeout_s
             raise hanging(dict(enumerate(calls)), self._calls, stacks, limit_s) or error from error
         if error is not None:
             raise error

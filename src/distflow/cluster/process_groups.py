@@ -201,7 +201,7 @@ class Collectives:
         device = torch.device(spec.plan.ranks[place.rank].device).type
         # A file, not a port: only those who can read the run's folder can join.
         store = dist.FileStore(str(meeting), len(trainers))
-        timeout = timedelta(seconds=spec.options.peers_timeout_s)
+        timeout = timedelta(seconds=spec.config.trainer.peers_timeout_s)
         dist.init_process_group(
             backend_of(spec.plan),
             timeout=timeout,

@@ -279,8 +279,8 @@ def _counted(resources: Mapping[str, float]) -> str:
 def bound_of(spec: Spec) -> int:
     """Bytes that may wait in shared memory. All groups may be on one machine, so the smallest
     object store counts. A concurrent run gets its devices' share of it."""
-    if spec.options.max_held_mb is not None:
-        return spec.options.max_held_mb * _MB
+    if spec.config.trainer.max_held_mb is not None:
+        return spec.config.trainer.max_held_mb * _MB
     stores = [
         node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]
     ]

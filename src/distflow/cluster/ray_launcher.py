@@ -67,7 +67,7 @@ def _starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[tuple[Spec,
     if not is_installed():
         raise UserError(f"trainer.launcher=ray {NEEDED}")
     # actors start elsewhere
-    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))
+    spec = replace(spec, run_dir=spec.run_dir.absolute())
     with starting(spec, allow_change) as start, _private_ray(spec.run_dir):
         yield spec, start
 
@@ -78,7 +78,7 @@ def _bundles(spec: Spec, start: Start, say: Callable[[str], None]) -> "Iterator[
     from distflow.cluster.ray_cluster import bundles_of, connect_ray
 
     start.set_aside(spec, say)
-    needs = spec.options.worker
+    needs = spec.needs
     with (
         connect_ray(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
         bundles_of(spec.plan, needs, say, ends) as bundles,

@@ -191,7 +191,7 @@ def _why(lived: "ray.ObjectRef[Any]") -> str:
 def start_reward_actors(spec: Spec) -> list[Any]:
     """The actors that the config requires. One that dies is restarted, and its calls are retried.
     Raises UserError if the cluster has no room for them."""
-    needs = spec.options.worker
+    needs = spec.needs
     reward_actors = [  # Ray's handles have no types
         cast(Any, RewardActor)
         .options(

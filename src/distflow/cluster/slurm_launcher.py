@@ -62,7 +62,7 @@ def _options(spec: Spec) -> list[str]:
     """Options of sbatch, the user's last. Raises UserError for an option that contains a line
     break."""
     trainer = spec.config.trainer
-    slurm = spec.options.slurm
+    slurm = spec.config.trainer.slurm
     output = f"{spec.run_dir.absolute()}/slurm-".replace("%", "%%") + "%j.out"
     options = [
         *(

@@ -259,7 +259,7 @@ class RayRun(AbstractContextManager["RayRun"]):
         spec = self._spec
         start = self._start
         rank = spec.plan.ranks[place.rank]
-        needs = spec.options.worker.of(rank)
+        needs = spec.needs.of(rank)
         return (
             cast(Any, ray.remote)(
                 concurrency_groups={_GENERATE: _NUM_REQUESTS if self._own_loop else 1}
@@ -359,7 +359,7 @@ def supervise(
     """Run to the end. If a process is lost, the run restarts from its last checkpoint in the same
     bundles, at most `trainer.max_restarts` times, unless a signal has asked it to end, or Ray
     itself has failed."""
-    for number in range(1, spec.options.max_restarts + 2):
+    for number in range(1, spec.config.trainer.max_restarts + 2):
         run = RayRun(spec, start, bundles)
         try:
             with run:
@@ -367,7 +367,7 @@ def supervise(
             break
         except WorkerDied as died:
             if (
-                number > spec.options.max_restarts
+                number > spec.config.trainer.max_restarts
                 or run.stop.wanted
                 or failed_process(or_stopped=True)
             ):

@@ -181,7 +181,7 @@ class WorkerActor:
                     )
                 )
             with worker:
-                set_generators(checkpoint, spec.options.seed, place.part)
+                set_generators(checkpoint, spec.config.trainer.seed, place.part)
                 self._worker.set_result(worker)
                 with self._ports.short_errors(are_reported=True):
                     trains = (

@@ -58,14 +58,14 @@ class WorkerPorts:
         elif "rollout" in self._spec.plan.ranks[place.rank].engines:
             ready = self.incoming_weights.ready
         if rollout_workers is not None:
-            options = self._spec.options
+            settings = self._spec.config.actor_rollout_ref
             run_dir = self._spec.run_dir
-            timeout_s = options.engine_timeout_s
+            timeout_s = settings.rollout.timeout_s
             carry: Carry = put_in_store
             device = "cpu"
-            if options.weight_update_mode == "disk":
+            if settings.actor.weight_update_mode == "disk":
                 carry = partial(write_bucket, run_dir)
-            elif options.weight_update_mode == "collective":
+            elif settings.actor.weight_update_mode == "collective":
                 device = self._spec.plan.ranks[place.rank].device.partition(":")[0]
                 carry = Pairs(run_dir, device, timeout_s, rollout_workers.note)
             assert weights is not None, "the leading worker trains"

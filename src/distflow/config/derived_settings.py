@@ -4,7 +4,7 @@ sizes, step counts."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from distflow.builtin_names import (
     CUSTOM_REWARD,
@@ -397,6 +397,12 @@ def data_files(config: Config, name: str) -> Files:
         for domain, settings in domains.items()
     }
     return own | ({f"data.{name}": common} if common or not own else {})
+
+
+def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
+    """The domain's setting of that name, or that of the group `common` if the domain has none."""
+    value = getattr(config.data.domains.get(domain), name, None)
+    return getattr(common, name) if value is None else value
 
 
 def chooses_by_tags(config: Config, domain: str, name: str) -> bool:

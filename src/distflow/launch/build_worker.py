@@ -40,7 +40,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     resources = services.resources
     if resources.reward_fn is not None:
         resources.reward_fn.has_scored = inputs.version.step > 0
-    offload = Offload({**resources.trained(), **resources.scoring_models}, spec.options.offloads)
+    offload = Offload({**resources.trained(), **resources.scoring_models}, spec.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
     training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)
     checks = LiveChecks.of(spec, resources, recorder.note)
@@ -71,11 +71,14 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     )
     rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
     validator = Validator(
-        spec.validation, contexts, rollout_loop, resources.stop_token_ids, spec.options.seed, warn
+        spec.validation,
+        contexts,
+        rollout_loop,
+        resources.stop_token_ids,
+        spec.config.trainer.seed,
+        warn,
     )
-    export = (
-        partial(write_hf_models, spec.run_dir, warn) if spec.options.save_hf_model else lambda: None
-    )
+    export = partial(write_hf_models, spec.run_dir, warn) if spec.saves_hf_model else lambda: None
     saver = partial(Saver, waits=recorder.waits, warn=warn, after_commit=export)
     canary = (
         make_canary(spec, resources)
@@ -97,7 +100,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             WeightSync(inputs, services, updates, offload, canary),
             offload,
             saver(inputs.store, ports.everyone, recorder.checkpoint_saved),
-            ErrorShare(spec.options.max_error_rate, warn, recorder.view.reward_failed),
+            ErrorShare(spec.config.reward.max_error_rate, warn, recorder.view.reward_failed),
             reward_counts,
         )
     )

@@ -18,11 +18,11 @@ _EXPORTED_BYTES = 2  # at least, of a weight in a Hugging Face folder
 def check_disk(spec: Spec) -> None:
     """Raises UserError if the disk of the run's folder has no room for the checkpoints that are
     there at once."""
-    keep_last = spec.options.keep_last
+    keep_last = spec.keep_last
     if keep_last is None:  # the run saves none
         return
     size = checkpoint_bytes(spec.config, spec.pipeline().engines)
-    kept = keep_last + (spec.options.keep_best is not None)
+    kept = keep_last + (spec.keep_best is not None)
     at_once = min(kept + 1, _most_saves(spec))  # a new one is complete before an old one goes
     free = _free_bytes(spec.run_dir)
     if at_once * size <= free:

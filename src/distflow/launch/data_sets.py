@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import accumulate, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,7 @@ from distflow.config.derived_settings import (
     domain_of_tag,
     find_pipeline,
     is_rl,
+    own_setting,
     reads_pairs,
     reward_functions,
     validates,
@@ -499,12 +500,6 @@ def as_read_by_model(sources: Sequence[DataSource], config: Config) -> list[Data
             "model whose folder has a processor of images"
         )
     return [replace(source, columns=replace(source.columns, images=None)) for source in sources]
-
-
-def own_setting(config: Config, domain: str, common: object, name: str) -> Any:
-    """The domain's setting of that name, or that of the group `common` if the domain has none."""
-    value = getattr(config.data.domains.get(domain), name, None)
-    return getattr(common, name) if value is None else value
 
 
 def encode_row(

@@ -152,7 +152,7 @@ def _running(
                 )
             )
         with worker:
-            set_generators(checkpoint, spec.options.seed)
+            set_generators(checkpoint, spec.config.trainer.seed)
             yield Running(worker, ports, recorder, stop)
         counts = coordinator.checked_counts()
         planned = coordinator.plan.total_steps

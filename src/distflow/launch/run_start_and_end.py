@@ -81,11 +81,11 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
     spec.check_can_train()
     check_disk(spec)
     with writing_to(spec.run_dir), claimed(spec.run_dir) as owner, survivors_ended():
-        yield find_start(spec, spec.options.resume, allow_change, owner)
+        yield find_start(spec, spec.config.trainer.resume_mode, allow_change, owner)
 
 
 def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str) -> Start:
-    """Where the run begins, for the owner of its folder. mode: as `spec.options.resume`. Raises
+    """Where the run begins, for the owner of its folder. mode: as `trainer.resume_mode`. Raises
     UserError."""
     store = open_store(spec)
     store.remove_leftovers()
@@ -104,9 +104,9 @@ def find_start(spec: Spec, mode: str, allow_change: tuple[str, ...], owner: str)
 
 
 def open_store(spec: Spec) -> CheckpointStore:
-    keep_best = int(spec.options.keep_best is not None)
+    keep_best = int(spec.keep_best is not None)
     return CheckpointStore(
-        spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best, on_point=_reach_in_checkpoint
+        spec.run_dir / CHECKPOINTS, spec.keep_last, keep_best, on_point=_reach_in_checkpoint
     )
 
 
@@ -130,7 +130,7 @@ def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome
             f"It was trained with different code than the call gives now ({', '.join(other)}), "
             "which is not used."
         )
-    if spec.options.save_hf_model:
+    if spec.saves_hf_model:
         write_hf_models(spec.run_dir, say)
     return outcome_of(spec, start.checkpoint.step)
 

@@ -16,6 +16,7 @@ from distflow.config.derived_settings import (
     is_one_process,
     is_rl,
     is_sharded,
+    own_setting,
     response_limit,
     validates,
 )
@@ -23,7 +24,7 @@ from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.configured_models import check_layouts, compute_dtype, model_sizes, prediction
-from distflow.launch.data_sets import data_plan, own_setting
+from distflow.launch.data_sets import data_plan
 from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
 from distflow.launch.engines import make_factories
 from distflow.launch.rollout_engines import engine_dtype, shares_weights
@@ -32,7 +33,7 @@ from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_te
 from distflow.planning.assign_ranks import plan_devices
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.spec import Offloads, RunOptions, Spec, WorkerNeeds
+from distflow.runtime.spec import Offloads, Spec, WorkerNeeds
 
 
 def spec_settings(
@@ -54,10 +55,13 @@ def spec_settings(
             "remove the key, so "
             "that each starts its own"
         )
+    is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
     return partial(
         Spec,
         config=config,
-        options=run_options(config, pipeline, plan, bool(data.saves)),
+        run_dir=config.trainer.run_dir,
+        needs=_worker_needs(config, is_scored, plan.ranks),
+        offloads=_offloads(config, pipeline, plan),
         plan=plan,
         predicted=prediction(config, pipeline, plan, sum(num_rows.values())),
         data=data,
@@ -119,60 +123,6 @@ def validation_params(
     own = (settings.temperature, settings.top_p, settings.top_k) if settings.n else None
     sampled = SamplingParams(sampling.max_tokens, *own, stop=sampling.stop) if own else None
     return greedy, sampled, settings.n
-
-
-def run_options(config: Config, pipeline: BoundPipeline, plan: Plan, saves: bool) -> RunOptions:
-    trainer = config.trainer
-    trust = config.trust
-    has_engine = "rollout" in pipeline.engines
-    is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
-    goes_elsewhere = any(
-        "rollout" in rank.engines and not rank.training_nodes for rank in plan.ranks
-    )
-    takes_turns = has_engine and not goes_elsewhere and config.async_.max_staleness == 0
-    run_startup_checks = trust.check_rewards if "reward_fn" in pipeline.services else False
-    own = partial(own_setting, config)
-    data = config.data
-    checked = ("", *data.domains) if run_startup_checks else ()
-    return RunOptions(
-        seed=trainer.seed,
-        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if has_engine else 1,
-        weight_update_mode=config.actor_rollout_ref.actor.weight_update_mode,
-        val_before_train=trainer.val_before_train,
-        keep_last=trainer.keep_last if saves else None,
-        save_hf_model=trainer.save_hf_model if saves and "actor" in pipeline.engines else False,
-        keep_best=trainer.keep_best_metric if trainer.keep_best else None,
-        save_groups=trainer.save_groups,
-        save_groups_last=trainer.save_groups_last,
-        logger=trainer.logger,
-        webhook=trainer.webhook,
-        resume=trainer.resume_mode,
-        run_dir=trainer.run_dir,
-        project=trainer.project_name,
-        experiment=trainer.experiment_name,
-        enable_perf=config.dag.enable_perf,
-        worker=_worker_needs(config, is_scored, plan.ranks),
-        max_restarts=config.trainer.max_restarts,
-        slurm=trainer.slurm,
-        max_held_mb=config.trainer.max_held_mb,
-        peers_timeout_s=config.trainer.peers_timeout_s,
-        timeout_s=config.reward.timeout_s,
-        engine_timeout_s=config.actor_rollout_ref.rollout.timeout_s,
-        canary_freq=_canary_freq(config, pipeline),
-        audit_freq=trust.audit_freq,
-        profiled_steps=config.profiler.steps if config.profiler.enable else (),
-        on_mismatch=trust.on_mismatch if has_engine else "warn",
-        run_startup_checks=run_startup_checks,
-        solution_columns={
-            name: (own(name, data, "solution_key"), own(name, data, "answer_key"))
-            for name in checked
-        },
-        max_error_rate=config.reward.max_error_rate,
-        max_skipped=trust.max_skipped_updates,
-        unmoved_after=trust.unmoved_after,
-        offloads=_offloads(config, pipeline, plan),
-        free_cache_engine=takes_turns and config.actor_rollout_ref.rollout.free_cache_engine,
-    )
 
 
 def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) -> WorkerNeeds:
@@ -259,12 +209,3 @@ def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, 
             f"actor_rollout_ref.actor.fsdp_config.param_offload=true: {why}; or remove it"
         )
     return found
-
-
-def _canary_freq(config: Config, pipeline: BoundPipeline) -> int:
-    """With shared weights the engine is compared only at the start, so the number only means on or
-    off."""
-    if "rollout" not in pipeline.engines:
-        return 0
-    canary_freq = config.trust.canary_freq
-    return 1 if canary_freq > 0 and shares_weights(config) else canary_freq

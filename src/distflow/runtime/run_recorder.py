@@ -220,7 +220,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         view: TerminalLines | None = None,
     ):
         """view: None makes one here."""
-        self._options = options = spec.options
+        self._spec = spec
+        trainer = spec.config.trainer
         self._process = process
         self.folder = RunFolder(spec.run_dir, restart, resumed_at, process.part)
         self.view = view or make_view(spec, total_steps)
@@ -228,17 +229,17 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._total_steps = total_steps
         self._rules = StepRules(config)  # type: ignore[arg-type]  # plain values, as in config.yaml
         self._trackers = open_trackers(
-            options.logger if self._process.leads else (),
+            trainer.logger if self._process.leads else (),
             TrackedRun(
                 spec.run_dir,
-                options.project,
-                options.experiment,
+                trainer.project_name,
+                trainer.experiment_name,
                 config,
                 partial(self.note, "info"),
             ),
             local={"console": self.view},
             on_failure=self.note,
-            webhook=options.webhook if self._process.leads else None,
+            webhook=trainer.webhook if self._process.leads else None,
         )
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(
@@ -263,10 +264,11 @@ class Recorder(AbstractContextManager["Recorder"]):
     def profiled(self, step: int) -> Iterator[None]:
         """Record the operators of this thread and the kernels of its device if the step is one of
         `profiler.steps`."""
-        if step not in self._options.profiled_steps:
+        profiler = self._spec.config.profiler
+        if not profiler.enable or step not in profiler.steps:
             yield
             return
-        folder = self._options.run_dir / "profiles"
+        folder = self._spec.run_dir / "profiles"
         folder.mkdir(exist_ok=True)
         worker = "" if self._process.leads else f"-{self._process.part}"
         file = folder / f"step-{step:06d}{worker}.json.gz"
@@ -411,15 +413,15 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def keep_groups(self, step: int, batch: Batch, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Write all columns of this worker's share of a step, if `trainer.save_groups` says so."""
-        options = self._options
+        trainer = self._spec.config.trainer
         run_dir = self.folder.path
-        if options.save_groups == "none" or self._process.share is None:
+        if trainer.save_groups == "none" or self._process.share is None:
             return
         keep_groups(run_dir, step, batch, *self._process.share)
         if self._process.leads:
             keep_token_texts(run_dir, tokenizer)
-        if options.save_groups == "last_k" and self._process.leads:
-            forget_groups(run_dir, options.save_groups_last)
+        if trainer.save_groups == "last_k" and self._process.leads:
+            forget_groups(run_dir, trainer.save_groups_last)
 
     def _waited(self, wait: Wait, ended: float) -> None:
         """Write a wait. Many are for each row or each parameter, and short: they would be most of

@@ -12,7 +12,6 @@ from distflow.algorithms.mismatch_check import Tolerance
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import agent_sampling
-from distflow.config.keys.trainer import SlurmConfig
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
@@ -94,54 +93,6 @@ class Offloads:
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """The keys of `trainer`, `trust` etc. that control a run. A frequency of 0 or less means never.
-
-    update_frequency: of weight syncs, in steps. canary_freq: in weight syncs. audit_freq: in steps.
-    keep_last: checkpoints, None for all. keep_best: the metric by which the best one is also kept.
-    max_held_mb: in total; None for half of the smallest store. timeout_s: of a sync node function
-    of the rollout loop, per sample. engine_timeout_s: None for no limit. solution_columns: by
-    domain, "" for all others: the columns of reference solutions (None if the rewards know it) and
-    ground truths. offloads: by role of the engine.
-    """
-
-    seed: int
-    update_frequency: int
-    weight_update_mode: str
-    val_before_train: bool
-    keep_last: int | None
-    keep_best: str | None
-    save_hf_model: bool
-    save_groups: str
-    save_groups_last: int
-    logger: tuple[str, ...]
-    webhook: str | None
-    resume: str
-    run_dir: Path
-    project: str
-    experiment: str
-    enable_perf: bool
-    worker: WorkerNeeds
-    max_restarts: int
-    slurm: SlurmConfig
-    max_held_mb: int | None
-    peers_timeout_s: float
-    timeout_s: float
-    engine_timeout_s: float | None
-    canary_freq: int
-    audit_freq: int
-    profiled_steps: tuple[int, ...]
-    on_mismatch: str
-    run_startup_checks: bool
-    solution_columns: Mapping[str, tuple[str | None, str]]
-    max_error_rate: float
-    max_skipped: int
-    unmoved_after: int
-    offloads: Mapping[str, Offloads]
-    free_cache_engine: bool
-
-
-@dataclass(frozen=True)
 class Outcome:
     """steps: consumed in total. signal: the number of the signal that asked the run to end, or
     None. stopped: whether it stopped early. report: the run's report. judgements: its first ones.
@@ -171,57 +122,107 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Spec:
-    """A run, ready to be sent to its workers.
-
-    text: the resolved config as YAML. pipeline: builds and binds the pipeline. factories: of
-    engines and services, by name; a worker calls those that its part of the plan needs. plan: which
-    rank runs which nodes with which engines. rows, validation: encoded in the run's folder, read
-    when used. sampling: without the stop tokens, which the worker's model and tokenizer define.
-    sampling_of: the same by domain. weight_dtype: of the rollout engine's weights. shares_weights:
-    an engine on the trainer's worker may compute on its storage. sends_weights: False if it then
-    needs no tensors (an adapter is applied unmerged). tolerance: how far engine and trainer may
-    differ in log-probs. ratio_limit: mean |log ratio| allowed before a step's first update.
-    loss_terms: metrics of the contribution of each active loss term. facts: must be the same in a
-    resumed run and its checkpoint. description: the head of the report. predicted: what a plan says
-    of the run, as in plan.json. num_left_out: unused rows of "train" and "val DOMAIN". warnings:
-    found before the start, e.g. about validation rows that are trained on.
-    """
+    """A run, ready to be sent to its workers: its frozen config, and what was found from it, the
+    data and the model before the start."""
 
     config: Config
     text: str
-    options: RunOptions
+    """The resolved config as YAML."""
+    run_dir: Path
     pipeline: Callable[[], BoundPipeline]
+    """Builds and binds the pipeline."""
     factories: Mapping[str, Factory]
+    """Of engines and services, by name; a worker calls those that its part of the plan needs."""
     plan: Plan
+    """Which rank runs which nodes with which engines."""
     data: DataPlan
     rows: Sequence[PromptRow]
+    """Training rows, encoded in the run's folder and read when used."""
     validation: tuple[ValidationSet, ...]
     sampling: SamplingParams
+    """Without the stop tokens, which the worker's model and tokenizer define."""
     weight_dtype: torch.dtype
+    """Of the rollout engine's weights."""
     sends_weights: bool
+    """False if an engine on the trainer's storage needs no tensors (an adapter is applied
+    unmerged)."""
     shares_weights: bool
+    """Whether an engine on the trainer's worker may compute on its storage."""
     tolerance: Tolerance
+    """How far engine and trainer may differ in log-probs."""
     ratio_limit: float
+    """Mean |log ratio| allowed before a step's first update."""
     loss_terms: tuple[str, ...]
+    """Metrics of the contribution of each active loss term."""
     facts: Mapping[str, object]
+    """What must be the same in a resumed run and its checkpoint."""
     description: Mapping[str, object]
+    """The head of the report."""
+    needs: WorkerNeeds = WorkerNeeds()
+    offloads: Mapping[str, Offloads] = field(default_factory=dict)
+    """By role of the engine."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    """What a plan says of the run, as in plan.json."""
     sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
+    """As `sampling`, by domain."""
     num_left_out: Mapping[str, int] = field(default_factory=dict)
+    """Unused rows of "train" and "val DOMAIN"."""
+    audits: bool = True
+    """False for a user's own loop, whose steps no pipeline describes."""
     warnings: tuple[str, ...] = ()
+    """Found before the start, e.g. about validation rows that are trained on."""
+
+    @property
+    def update_frequency(self) -> int:
+        """Steps between weight syncs."""
+        frequency = self.config.actor_rollout_ref.actor.model_update_frequency
+        return frequency if self.plan.generates else 1
+
+    @property
+    def audit_freq(self) -> int:
+        """Steps between audits; 0 for none."""
+        return self.config.trust.audit_freq if self.audits else 0
+
+    @property
+    def keep_last(self) -> int | None:
+        """The number of recent checkpoints that are kept; None for a run that saves none."""
+        return self.config.trainer.keep_last if self.data.saves else None
+
+    @property
+    def keep_best(self) -> str | None:
+        """The metric by which the best checkpoint is also kept."""
+        trainer = self.config.trainer
+        return trainer.keep_best_metric if trainer.keep_best else None
+
+    @property
+    def saves_hf_model(self) -> bool:
+        trains = any("actor" in rank.engines for rank in self.plan.ranks)
+        return self.config.trainer.save_hf_model and bool(self.data.saves) and trains
+
+    @property
+    def tests_rewards(self) -> bool:
+        """Whether the run has reward functions that are tested before it starts."""
+        has_rewards = any("reward_fn" in rank.services for rank in self.plan.ranks)
+        return self.config.trust.check_rewards and has_rewards
+
+    @property
+    def frees_engine(self) -> bool:
+        """Whether the engine frees its memory while its worker trains."""
+        elsewhere = any(
+            "rollout" in rank.engines and not rank.training_nodes for rank in self.plan.ranks
+        )
+        settings = self.config.actor_rollout_ref.rollout
+        takes_turns = self.config.async_.max_staleness == 0 and not elsewhere
+        return settings.free_cache_engine and takes_turns and self.plan.generates
 
     def temperature_of_agent(self, agent: str) -> float:
         """In training. agent: its name, empty for the first one."""
         return agent_sampling(self.config, agent).get("temperature", self.sampling.temperature)
 
-    @property
-    def run_dir(self) -> Path:
-        return self.options.run_dir
-
     def check_can_train(self) -> None:
         """Raises UserError if the rollout engine cannot load weights, a tracker is not installed,
         or the webhook is no address."""
-        check_trackers(self.options.logger, self.options.webhook)
+        check_trackers(self.config.trainer.logger, self.config.trainer.webhook)
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
             can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]
@@ -251,7 +252,7 @@ class Launch(Protocol):
     def __call__(self, spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome | None:
         """Run to the end, or to the first signal; None if a job elsewhere runs it.
 
-        `spec.options.resume` says where it starts. Raises UserError for a checkpoint that does not
+        `trainer.resume_mode` says where it starts. Raises UserError for a checkpoint that does not
         fit, or a folder that is unwritable or in use by another run; TrustError if a check fails;
         NoProgress, NodeError.
         """

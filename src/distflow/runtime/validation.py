@@ -242,8 +242,8 @@ class ValidationRunner:
                 return {}
         with self._recorder.phases("audit"):
             self._auditor.validated(step, rows, metrics)
-        if self._spec.options.keep_best is not None:
-            score(self._spec.options.keep_best, metrics)
+        if self._spec.keep_best is not None:
+            score(self._spec.keep_best, metrics)
         with self._recorder.phases("record"):
             self._recorder.validation(step, metrics, ())
         return metrics

@@ -77,7 +77,7 @@ class Worker:
                 stack.callback(self._ports.engine.attach(receiver))
             if self._parts.training_nodes:
                 self._recorder.started(self._version.step, self._parts.weight_sync.begin())
-                if self._spec.options.val_before_train and self._version.step == 0:
+                if self._spec.config.trainer.val_before_train and self._version.step == 0:
                     self.validation.validate(0)
             if self._parts.rollout_loop.steps:
                 self._generating = self._parts.services.start(
@@ -112,7 +112,7 @@ class Worker:
                 if step is None:
                     validated = self._end(self.step)
                     break
-                if self._spec.options.free_cache_engine:
+                if self._spec.frees_engine:
                     self._parts.services.release_engine()
                 for node, ctx in self._nodes(step):
                     step.batch, measured = node(step.batch, ctx)
@@ -251,7 +251,7 @@ class Worker:
         with self._recorder.phases("audit"):
             self._parts.auditor.step_trained(metrics)
         sent = False
-        if (step + 1) % self._spec.options.update_frequency == 0:
+        if (step + 1) % self._spec.update_frequency == 0:
             with self._recorder.phases(
                 "update_weights" if self._spec.plan.generates else "release"
             ):
@@ -283,7 +283,7 @@ class Worker:
             if self._parts.reshard.sends(name):
                 with self._recorder.phases("exchange"):
                     self._parts.reshard.send(name, before, step.batch, self.step)
-            if self._spec.options.enable_perf:
+            if self._spec.config.dag.enable_perf:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
     def _measured(self, step: TrainingStep[Batch]) -> dict[str, float]:
@@ -310,7 +310,7 @@ class Worker:
         """
         step = released.version.step
         due = released.due
-        compares = self._spec.options.keep_best is not None and "save" in due
+        compares = self._spec.keep_best is not None and "save" in due
         validated = self.validation.validate(step) if "validate" in due or compares else {}
         with self._recorder.phases("record"):
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
@@ -382,7 +382,7 @@ class Worker:
             with self._recorder.phases("save_wait"):
                 self._parts.saver.finish()
         step = released.version.step
-        best = self._spec.options.keep_best
+        best = self._spec.keep_best
         self._saved_at = step
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone

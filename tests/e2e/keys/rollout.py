@@ -103,10 +103,8 @@ def stops_end(before: Run, after: Run) -> None:
 
 def deadline_of(timeout_s: float) -> Callable[[Spec, Spec], None]:
     def check(before: Spec, after: Spec) -> None:
-        assert (before.options.engine_timeout_s, after.options.engine_timeout_s) == (
-            1800.0,
-            timeout_s,
-        )
+        found = [spec.config.actor_rollout_ref.rollout.timeout_s for spec in (before, after)]
+        assert found == [1800.0, timeout_s]
 
     return check
 

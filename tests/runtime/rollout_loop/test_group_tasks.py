@@ -351,8 +351,8 @@ def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
 def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at_the_model_s_tokens(
     tmp_path: Path,
 ) -> None:
-    _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
-    spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
+    given = ("trainer.seed=11", "data.seed=22", "reward.timeout_s=7.0")
+    _, spec = Playground(tmp_path).spec("grpo", *given)
     client = RolloutClient(OrderedEngine())  # type: ignore[arg-type]
     parts = Resources(None, (3, 7), {}, 0, rollout=client)  # type: ignore[arg-type]
     contexts = Contexts(spec.config, parts, {}, None)

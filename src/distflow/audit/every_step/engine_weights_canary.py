@@ -130,7 +130,7 @@ def make_canary(spec: Spec, resources: Resources) -> Canary:
         [_prompt(row, longest) for row in spec.rows[: Canary.NUM_PROMPTS]],
         replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
         spec.tolerance,
-        spec.options.canary_freq,
+        spec.config.trust.canary_freq,
         spec.shares_weights,
         spec.temperature_of_agent,
         resources.actor.agents if isinstance(resources.actor, MultiPolicyTrainer) else {},

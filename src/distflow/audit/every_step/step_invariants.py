@@ -200,7 +200,7 @@ class LiveChecks:
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
         """The checks of a worker."""
-        options = spec.options
+        trust = spec.config.trust
         trained = resources.updated()
         start = {
             role: magnitudes(engine.state().trained_weights().items())
@@ -210,11 +210,11 @@ class LiveChecks:
             note,
             spec.tolerance,
             spec.ratio_limit,
-            NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text, start),
-            {role: Movement(options.unmoved_after) for role in trained},
+            NonFinite(spec.run_dir / "bundles", trust.max_skipped_updates, spec.text, start),
+            {role: Movement(trust.unmoved_after) for role in trained},
             LossTerms(spec.loss_terms),
             spec.data.max_staleness,
-            options.on_mismatch == "stop",
+            trust.on_mismatch == "stop",
             spec.config.actor_rollout_ref.rollout.kv_on_update == "keep",
             any("rollout_log_probs" in node.contract.writes for node in spec.pipeline().nodes),
             spec.config.actor_rollout_ref.rollout.workflow is None,

@@ -67,7 +67,13 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> Evaluation:
     stop_ids = resources.stop_token_ids
     done = list[int]()
     validator = Validator(
-        spec.validation, contexts, rollout_loop, stop_ids, spec.options.seed, say, done.append
+        spec.validation,
+        contexts,
+        rollout_loop,
+        stop_ids,
+        spec.config.trainer.seed,
+        say,
+        done.append,
     )
     with (
         session,

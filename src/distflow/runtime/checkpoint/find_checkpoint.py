@@ -26,7 +26,7 @@ _WANTED = (
 
 
 def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
-    """The checkpoint to resume from. store: of the run's folder. mode: `spec.options.resume`.
+    """The checkpoint to resume from. store: of the run's folder. mode: `trainer.resume_mode`.
     Raises CheckpointError."""
     if mode == "never":
         return None

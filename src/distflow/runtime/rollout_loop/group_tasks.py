@@ -137,7 +137,7 @@ class RolloutLoop:
         def make_group(prompt_group: PromptGroup) -> Group:
             row = spec.rows[prompt_group.row]
             return Group(
-                prompt_group, row, sampling_of.get(row.domain, sampling), spec.options.seed
+                prompt_group, row, sampling_of.get(row.domain, sampling), spec.config.trainer.seed
             )
 
         return RolloutLoop(
@@ -145,7 +145,7 @@ class RolloutLoop:
             make_group,
             contexts.for_rollout,
             client,
-            spec.options.timeout_s,
+            spec.config.reward.timeout_s,
             events,
             group_recorder,
             in_batches=spec.data.max_staleness == 0,

@@ -19,6 +19,7 @@ from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from typing import TypeVar
 
+from distflow.config.derived_settings import own_setting
 from distflow.data.encoded_prompts import PromptRow
 from distflow.data.messages import prompt_of
 from distflow.rewards.adversarial_responses import NUM_ROWS, notes_of
@@ -211,12 +212,11 @@ class RolloutServices:
         failing reference solutions of the data, and for trivial responses that score; None tries
         neither.
         """
-        options = spec.options
-        check_rewards = partial(_check_rewards, spec, note) if options.run_startup_checks else None
-        timeout_s = options.engine_timeout_s
+        check_rewards = partial(_check_rewards, spec, note) if spec.tests_rewards else None
+        timeout_s = spec.config.actor_rollout_ref.rollout.timeout_s
         stacks = spec.run_dir / STACKS if writes_stacks else None
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
-        blocked_after_s = options.timeout_s * max(
+        blocked_after_s = spec.config.reward.timeout_s * max(
             each.group_size or spec.data.group_size for each in spec.data.sources
         )
         # From the config: the selftest has the engine of a run with staleness, and a sample queue
@@ -322,7 +322,7 @@ def try_rewards(spec: Spec) -> list[str]:
     Raises UserError if one gives no score; returns notes. Skipped if workers have their own
     environment variables, which the functions may read."""
     trainer = spec.config.trainer
-    if not spec.options.run_startup_checks or trainer.worker_env or trainer.worker_roles:
+    if not spec.tests_rewards or trainer.worker_env or trainer.worker_roles:
         return []
     return call_first(
         RewardSettings.of(spec.config), map(_checked_row, _first_rows(spec, NUM_CHECKED_ROWS))
@@ -347,11 +347,12 @@ def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
 
 def _first_solutions(spec: Spec, reward_fn: RewardRouter) -> list[Solution]:
     found = list[Solution]()
+    data = spec.config.data
     for row in _first_rows(spec, NUM_SOLUTIONS):
         names = [part.name for part in reward_fn.functions_of(row.domain)]
-        known = spec.options.solution_columns
         columns = row.extra_info or {}
-        key, answer_key = known.get(row.domain, known[""])
+        key = own_setting(spec.config, row.domain, data, "solution_key")
+        answer_key = own_setting(spec.config, row.domain, data, "answer_key")
         solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)
         if solution is not None:
             found.append(Solution(row.origin, row.domain, *solution, row.ground_truth, columns))

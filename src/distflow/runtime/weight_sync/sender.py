@@ -153,7 +153,7 @@ class WeightSync:
         self._offload = offload
         self._engine = resources.rollout
         self._sender: WeightSender | None = None
-        self._frees = spec.options.free_cache_engine
+        self._frees = spec.frees_engine
         if resources.actor is not None and spec.plan.generates:
             assert ports.weights is not None, "a worker that trains sends weights"
             self._sender = WeightSender(
