@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "clip_ratio_c": st.sampled_from((3.0, 1.4, None)),
         "behav_imp_weight_cap": st.sampled_from((5.0, 1.2, None)),
         "behav_imp_weight_mode": st.sampled_from(("mask", "clamp", "disabled")),
-        "rejection_sampling": st.sampled_from(REJECTIONS),
+        "rejection_sampling": st.sampled_from(REJECTIONS[:4]),
     },
     "gspo": CLIP,
     "gmpo": CLIP,
@@ -146,6 +146,14 @@ def test_a_loss_is_its_formula(name: str, data: Any) -> None:
     )
     options = data.draw(choose(strategies))
     check_loss(name, batch, options, run(name, batch, options))
+
+
+@pytest.mark.parametrize("rule", REJECTIONS[1:], ids=str)
+@settings(max_examples=15)
+@given(batch=batches())
+def test_rejection_by_the_gap_to_the_sampling_policy(rule: dict[str, Any], batch: Drawn) -> None:
+    options = {"rejection_sampling": rule, "behav_imp_weight_cap": 1.01}
+    check_loss("decoupled", batch, options, run("decoupled", batch, options))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Normalised rewards and advantages, and running moments, against the reference."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,11 +20,15 @@ BEFORE = [2.0, 4.0, 9.0]
 
 
 def values_of(batch: Drawn, name: str, group_size: int | None) -> list[Value]:
-    found = []
+    groups = {}
     for row in batch.rows():
         run = row // group_size if group_size else 0
+        groups[row] = (int(batch.group[row]), run)
+    sizes = Counter(groups.values())
+    found = []
+    for row, group in groups.items():
         for number in batch.of_tokens(row, name).tolist():
-            found.append(Value(number, row, (int(batch.group[row]), run)))
+            found.append(Value(number, group, sizes[group]))
     return found
 
 

@@ -1,8 +1,9 @@
 """Two ranks in one process: threads that add and compare their tensors."""
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,24 +12,35 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A `Reduce` of as many threads as there are ranks."""
+    """A `Collective` of as many threads as there are ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
-        self.values: list[Tensor | None] = [None] * size
-        self.rank = threading.local()
+        self.values: list[Any] = [None] * size
+        self.thread = threading.local()
 
-    def sum(self, value: Tensor) -> Tensor:
-        return torch.stack(self._gather(value)).sum(dim=0)
+    @property
+    def rank(self) -> int:
+        number: int = self.thread.number
+        return number
 
-    def max(self, value: Tensor) -> Tensor:
-        return torch.stack(self._gather(value)).amax(dim=0)
+    def sum(self, value: Any) -> Any:
+        found = self.gather(value)
+        if isinstance(value, Tensor):
+            return torch.stack(found).sum(dim=0)
+        return sum(found)
 
-    def _gather(self, value: Tensor) -> list[Tensor]:
-        self.values[self.rank.number] = value.detach().clone()
+    def max(self, value: Any) -> Any:
+        found = self.gather(value)
+        if isinstance(value, Tensor):
+            return torch.stack(found).amax(dim=0)
+        return max(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = copy.deepcopy(value)
         self.barrier.wait(timeout=60)
-        found = [each for each in self.values if each is not None]
+        found = [*self.values]
         # nobody writes before all have read
         self.barrier.wait(timeout=60)
         return found
@@ -41,7 +53,7 @@ def run_on_ranks(calls: Sequence[Callable[[Ranks], T]]) -> list[T]:
     errors = list[BaseException]()
 
     def run(number: int) -> None:
-        ranks.rank.number = number
+        ranks.thread.number = number
         try:
             results[number] = calls[number](ranks)
         except threading.BrokenBarrierError:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.references import numbers
 
@@ -12,20 +12,16 @@ class Value:
     """A number that counts, of a sample with a score."""
 
     number: float
-    sample: int
     group: object
     """Values with the same one are normalised together at the level group."""
+    num_samples: int
+    """Samples of the group with a score, those without a value included."""
 
 
 def pool_of(own: Value, values: Sequence[Value], level: str) -> list[Value]:
     if level == "batch":
         return list(values)
     return [other for other in values if other.group == own.group]
-
-
-def is_alone(own: Value, values: Sequence[Value], level: str | None) -> bool:
-    """Whether its group has no other sample."""
-    return level == "group" and len({v.sample for v in pool_of(own, values, "group")}) == 1
 
 
 def above_middle(
@@ -44,7 +40,7 @@ def above_middle(
     above = numbers.above_mean(own.number, pool)
     if not leave_one_out:
         return above
-    if is_alone(own, values, level):
+    if level == "group" and own.num_samples == 1:
         return 0.0
     if len(pool) == 1:
         return own.number
@@ -64,7 +60,7 @@ def normalise(
     centred = []
     for own in values:
         above = above_middle(own, values, so_far, mean_level, mean_leave1out)
-        centred.append(Value(above, own.sample, own.group))
+        centred.append(replace(own, number=above))
     found = []
     for own in centred:
         scale = 1.0
@@ -74,7 +70,8 @@ def normalise(
             pool = pool_of(own, centred, std_level)
             freedom = len(pool) - std_unbiased
             deviation = 1.0
-            if freedom > 0 and not (std_unbiased and is_alone(own, centred, std_level)):
+            is_alone = std_level == "group" and own.num_samples == 1
+            if freedom > 0 and not (std_unbiased and is_alone):
                 deviation = math.sqrt(math.fsum(v.number**2 for v in pool) / freedom)
             scale = deviation + eps
         found.append(own.number / scale)

@@ -1,5 +1,6 @@
 """Keys of `algorithm` that scale rewards and advantages."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ def by_loops(batch: Batch, values: Tensor, mask: Tensor, norm: Normalization) ->
     if norm.group_size is not None:
         groups = groups * 100 + batch["episode_index"] // norm.group_size
     places = ((mask > 0) & batch["valid"].bool()[:, None]).nonzero().tolist()
-    numbers = [Value(float(values[row, t]), row, int(groups[row])) for row, t in places]
+    sizes = Counter(groups[batch["valid"].bool()].tolist())
+    numbers = []
+    for row, token in places:
+        group = int(groups[row])
+        numbers.append(Value(float(values[row, token]), group, sizes[group]))
     options = {**vars(norm)}
     del options["group_size"]
     found = torch.zeros(values.shape, dtype=torch.float64)
