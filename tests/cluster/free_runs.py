@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distflow.observe.run_reader import JSON, read_samples, sample_steps
+from distflow.observe.crash_safe_files import JSON
+from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.runs import Run
 from tests.tiny_models import tiny_tokenizer

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from distflow.observe.run_reader import groups_of
+from distflow.observe.ledger_groups import groups_of
 from distflow.scheduling.group_states import CountsError, GroupCounts
 from distflow.scheduling.ledger import Ledger, LedgerCounts, LedgerError, counts_until, timeline
 from tests.ledger_audit import verify

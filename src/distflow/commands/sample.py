@@ -10,15 +10,9 @@ from distflow.commands.printing import as_json
 from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import ledger_groups
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.run_reader import (
-    GROUP_COLUMNS,
-    Group,
-    in_short,
-    read_samples,
-    read_timeline,
-    sample_splits,
-    sample_steps,
-)
+from distflow.observe.ledger_groups import GROUP_COLUMNS, Group
+from distflow.observe.reward_remarks import in_short
+from distflow.observe.run_reader import read_samples, read_timeline, sample_splits, sample_steps
 from distflow.observe.sample_files import DROPPED
 from distflow.observe.sanitized_output import escape_control
 

@@ -16,12 +16,12 @@ from distflow.commands.sample import print_sample
 from distflow.errors import UserError, count_of
 from distflow.launch.run_folders.groups_of_step import StepLineage, step_lineage
 from distflow.observe.crash_safe_files import to_number
-from distflow.observe.run_reader import Group
+from distflow.observe.ledger_groups import Group
 from distflow.observe.sanitized_output import escape_control
 
 if TYPE_CHECKING:
     from distflow.observe.crash_safe_files import JSON
-    from distflow.observe.run_reader import Attempt
+    from distflow.observe.ledger_groups import Attempt
 
     Responses = Sequence[Mapping[str, JSON]]
 
@@ -264,7 +264,7 @@ def _restarts(groups: Sequence[Group]) -> list[str]:
 
 def _shown(groups: Sequence[Group], responses: Mapping[int, "Responses"]) -> "Responses":
     """A response of each group: one with a reward error, else the first wrong one."""
-    from distflow.observe.run_reader import failure, is_right
+    from distflow.observe.reward_remarks import failure, is_right
 
     return [
         min(own, key=lambda response: (failure(response) is None, is_right(response) is True))
@@ -275,7 +275,7 @@ def _shown(groups: Sequence[Group], responses: Mapping[int, "Responses"]) -> "Re
 
 def _remarks(shown: "Responses") -> list[str]:
     """The remarks of reward functions on them."""
-    from distflow.observe.run_reader import failure, in_short, is_right
+    from distflow.observe.reward_remarks import failure, in_short, is_right
 
     lines = []
     for own in shown:

@@ -115,6 +115,10 @@ MAX_DEPTH = 100
 MAX_NUMBER = 1e300
 """Numbers beyond it are infinite to `to_number`, so that sums of the others are finite."""
 
+LATEST_TIME = 1e11
+"""Seconds since the epoch; a later time is none."""
+
+_MAX_WHOLE = 2**63
 _MAX_OBJECT_BYTES = 8 * 2**20
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -144,6 +148,17 @@ def to_number(value: object) -> float | None:
             return math.inf if value > 0 else -math.inf
         return float(value)
     return NON_FINITE.get(value) if isinstance(value, str) else None
+
+
+def whole(value: object) -> int | None:
+    """The whole number of a record; None if it is none, or too large."""
+    return value if type(value) is int and -_MAX_WHOLE < value < _MAX_WHOLE else None  # no bool
+
+
+def time_of(record: Mapping[str, JSON]) -> float:
+    """The record's time in seconds since the epoch; 0 if it has no valid one."""
+    t = to_number(record.get("t")) or 0.0
+    return t if 0 <= t <= LATEST_TIME else 0.0
 
 
 def is_deep(value: object) -> bool:

@@ -9,16 +9,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
 from math import hypot
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import yaml
 
 from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import (
     JSON,
+    LATEST_TIME,
     MAX_NUMBER,
     bytes_left_out,
     encode,
@@ -27,10 +27,12 @@ from distflow.observe.crash_safe_files import (
     parse_object,
     read_records,
     start_within_memory,
+    time_of,
     to_number,
     unreadable,
+    whole,
 )
-from distflow.observe.metrics import TIMED_OUT, flatten
+from distflow.observe.metrics import flatten
 from distflow.observe.sample_files import (
     DROPPED,
     SAMPLES,
@@ -40,11 +42,9 @@ from distflow.observe.sample_files import (
     read_sample_file,
     sample_file_name,
 )
-from distflow.observe.sanitized_output import escape_control
 from distflow.observe.writing.run_folder import Span
 from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, open_file, read_file
 
-RIGHT = 1.0 - 1e-6
 VALIDATION_ROWS = "validation_rows"
 """The event of each start, and its field, with a hash of the rows that it validates on."""
 MAX_BYTES = 64 * 2**20
@@ -61,12 +61,9 @@ _MAX_NAME = 200
 _MAX_SPAN_FILES = 100
 _MAX_SPAN_BYTES = 40 * 2**20
 _MAX_SPLITS = 20
-_MAX_REMARKS = 500
+_MAX_SENTENCES = 500
 _ZIPPED = 16
 """Files of samples are rarely smaller by more."""
-_LATEST_TIME = 1e11
-_MAX_WHOLE = 2**63
-_MAX_SHORT = 160
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
@@ -158,175 +155,6 @@ def config_sources(run: Mapping[str, JSON]) -> dict[str, str]:
     return {str(change.get("key")): str(change.get("where", "")) for change in changes}
 
 
-class Attempt(NamedTuple):
-    """A start of a group. version: of the engine's weights then. worker: None if there is only one.
-    aborted: because its step was full."""
-
-    t: float
-    version: int | None
-    restart: int | None
-    worker: str | None = None
-    aborted: bool = False
-
-
-@dataclass(slots=True)
-class Group:
-    """A prompt group in the ledger. state: the last one. step: that trained on it. epoch, row: of
-    the data. version: the lowest of its tokens. ended: when a step took it, or it was dropped for
-    `reason`. None: not in the ledger."""
-
-    group_id: int
-    state: str = ""
-    step: int | None = None
-    epoch: int | None = None
-    row: int | None = None
-    domain: str | None = None
-    version: int | None = None
-    tokens: int | None = None
-    attempts: list[Attempt] = field(default_factory=list)
-    completed: float | None = None
-    ended: float | None = None
-    reason: str | None = None
-
-    @property
-    def started(self) -> float | None:
-        return self.attempts[-1].t if self.attempts else None
-
-    @property
-    def worker(self) -> str | None:
-        return self.attempts[-1].worker if self.attempts else None
-
-    def values(self) -> tuple[object, ...]:
-        """Those of `GROUP_COLUMNS`."""
-        data = (
-            self.group_id,
-            self.state,
-            self.step,
-            self.epoch,
-            self.row,
-            self.domain,
-            self.version,
-            self.tokens,
-        )
-        return (
-            *data,
-            len(self.attempts),
-            self.worker,
-            self.started,
-            self.completed,
-            self.ended,
-            self.reason,
-        )
-
-    def apply(self, record: Mapping[str, Any]) -> None:
-        match record["kind"]:
-            case "issued":
-                self.epoch = whole(record.get("epoch"))
-                self.row = whole(record.get("row"))
-                self.domain = None if record.get("domain") is None else str(record["domain"])
-                restart = whole(record.get("restart"))
-                self.attempts.append(Attempt(_time(record), whole(record.get("version")), restart))
-            case "assigned" if self.attempts:
-                self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
-            case "complete":
-                self.tokens = whole(record.get("tokens"))
-                self.version = whole(record.get("version"))
-                self.completed = _time(record)
-            case "lost" | "aborted":
-                self.tokens = self.version = self.completed = None
-                if record["kind"] == "aborted" and self.attempts:
-                    self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
-            case "consumed":
-                self.step = whole(record.get("step"))
-                self.ended = _time(record)
-            case "dropped":
-                self.reason = str(record.get("reason"))
-                self.ended = _time(record)
-        self.state = _STATE_AFTER[record["kind"]] or self.state
-
-
-GROUP_COLUMNS = (
-    *(
-        "group_id",
-        "state",
-        "step",
-        "epoch",
-        "row",
-        "domain",
-        "version",
-        "tokens",
-        "attempts",
-        "worker",
-    ),
-    *("started", "completed", "ended", "reason"),
-)
-
-_STATE_AFTER = {
-    **{
-        "issued": "generating",
-        "assigned": "",
-        "complete": "queued",
-        "lost": "waiting",
-        "aborted": "waiting",
-    },
-    **{"consumed": "trained", "dropped": "dropped"},
-}
-"""The state of a group after each kind of record."""
-
-
-def by_group(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A record of a ledger as one of each of its groups, if it is of several: a list has a value
-    for each of them."""
-    numbers = record.get("group_id")
-    if not isinstance(numbers, list):
-        return [record]
-    lists = {
-        name: value
-        for name, value in record.items()
-        if isinstance(value, list) and len(value) == len(numbers)
-    }
-    return [
-        {**record, **dict(zip(lists, values, strict=True))}
-        for values in zip(*lists.values(), strict=True)
-    ]
-
-
-def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
-    groups = dict[int, Group]()
-    for record in records:
-        fold_groups(groups, record)
-    return groups
-
-
-def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
-    """Apply the next record of a ledger. One that is none changes nothing."""
-    kind = record.get("kind")
-    if kind == "inherited":  # from the run that this one resumes
-        live = record.get("live")
-        for each in live if isinstance(live, list) else ():
-            if isinstance(each, dict) and (number := whole(each.get("group_id"))) is not None:
-                domain = each.get("domain")
-                version = whole(each.get("version")) if each.get("complete") else None
-                state = "queued" if each.get("complete") else "waiting"
-                groups[number] = Group(
-                    number, state, domain=domain and str(domain), version=version
-                )
-    elif isinstance(kind, str) and kind in _STATE_AFTER:
-        if "group_ids" in record:
-            listed = record["group_ids"]
-            found = [
-                (group_id, record)
-                for group_id in (listed if isinstance(listed, list | tuple) else ())
-            ]
-        else:
-            found = [(each.get("group_id"), each) for each in by_group(record)]
-        for group_id, own in found:
-            if (number := whole(group_id)) is not None:
-                if number not in groups:
-                    groups[number] = Group(number)
-                groups[number].apply(own)
-
-
 def span_files(run_dir: Path, max_bytes: int) -> tuple[list[Path], int]:
     """The files of spans, and how much of the end of each is read: at most `max_bytes`, and 40 MB
     of all."""
@@ -412,7 +240,7 @@ def read_damage(run_dir: Path, metrics: MetricsDamage | None = None) -> list[str
         found += filter(
             None, [_damage_of_samples(file, run_dir, (stamp.st_size, stamp.st_mtime_ns))]
         )
-        if len(found) >= _MAX_REMARKS:
+        if len(found) >= _MAX_SENTENCES:
             break
     return found
 
@@ -594,7 +422,7 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
         values = {name: number for name, number in named.items() if number is not None}
     return MetricsRecord(
         step,
-        _time(record),
+        time_of(record),
         whole(record.get("restart")) or 0,
         str(record.get("kind", "train")),
         values,
@@ -616,7 +444,7 @@ def _span(record: dict[str, JSON] | None) -> Span | None:
         return None
     start = to_number(record.get("t0"))
     end = to_number(record.get("t1"))
-    if start is None or end is None or not 0 <= start <= end <= _LATEST_TIME:
+    if start is None or end is None or not 0 <= start <= end <= LATEST_TIME:
         return None
     step, group_id, version, restart = map(
         whole, map(record.get, ("step", "group_id", "version", "restart"))
@@ -641,7 +469,7 @@ def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
     restart = whole(record.get("restart")) or 0
     step = whole(record.get("step"))
     return Event(
-        t=_time(record),
+        t=time_of(record),
         restart=restart,
         kind=str(record.get("kind", "info")),
         message=str(record.get("message", "")),
@@ -659,78 +487,3 @@ def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
             name: value if (n := to_number(value)) is None else n for name, value in parts.items()
         }
     return row
-
-
-def _time(record: Mapping[str, JSON]) -> float:
-    """The record's time in seconds since the epoch; 0 if it has no valid one."""
-    t = to_number(record.get("t")) or 0.0
-    return t if 0 <= t <= _LATEST_TIME else 0.0
-
-
-def whole(value: object) -> int | None:
-    """The whole number of a record; None if it is none, or too large."""
-    return value if type(value) is int and -_MAX_WHOLE < value < _MAX_WHOLE else None  # no bool
-
-
-def remarks(row: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The row's `extra` by part of the reward: its keys are PART/KEY, and a part may be a path."""
-    extra = row.get("extra")
-    scored = row.get("reward_parts")
-    parts = (
-        sorted(map(str, scored), key=len, reverse=True)[:_MAX_REMARKS]
-        if isinstance(scored, Mapping)
-        else []
-    )
-    found: dict[str, dict[str, object]] = {}
-    for name, value in islice(extra.items(), _MAX_REMARKS) if isinstance(extra, Mapping) else ():
-        part = next(
-            (part for part in parts if str(name).startswith(f"{part}/")),
-            str(name).partition("/")[0],
-        )
-        key = str(name).removeprefix(part).removeprefix("/")
-        if key != "acc":  # `acc` is a field of the row already
-            found.setdefault(part, {})[key] = value
-    return found
-
-
-def failure(row: Mapping[str, object]) -> Literal["error", "timeout"] | None:
-    """Why the row has no score; None if it has one."""
-    errors = row.get("errors")
-    if not errors:
-        return None
-    texts = errors if isinstance(errors, list) else [errors]
-    return "timeout" if any(str(text).startswith(TIMED_OUT) for text in texts) else "error"
-
-
-def is_right(row: Mapping[str, object]) -> bool | None:
-    """Whether the response counts as correct; None if that is unknown."""
-    accuracy = row.get("acc") if row.get("acc") is not None else row.get("score")
-    return (
-        accuracy >= RIGHT if isinstance(accuracy, int | float) and not row.get("errors") else None
-    )
-
-
-def in_short(row: Mapping[str, object]) -> str:
-    """The most important remark, as one line for the terminal; empty if the reward functions
-    reported only a score."""
-    if errors := row.get("errors"):
-        text = str(errors[0] if isinstance(errors, list) else errors)
-    else:
-        text = "; ".join(
-            f"{part}: {remark}" for part, own in remarks(row).items() if (remark := _short(own))
-        )
-    return escape_control(text, _MAX_SHORT, one_line=True)
-
-
-def _short(remark: Mapping[str, object]) -> str:
-    failed = remark.get("failed")
-    followed = remark.get("followed")
-    if isinstance(failed, list) and failed and isinstance(failed[0], Mapping):
-        return f"{failed[0].get('case')}: {failed[0].get('why')}"
-    if isinstance(followed, Mapping):
-        broken = [str(name) for name, kept in followed.items() if not kept]
-        return f"not followed: {', '.join(broken)}" if broken else f"all {len(followed)} followed"
-    if "extracted" in remark:
-        found = remark["extracted"]
-        return f"{'no answer' if found is None else found}, wanted {remark.get('wanted')}"
-    return str(remark["reason"]) if remark.get("reason") else ""

@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distflow.errors import UserError
-from distflow.observe.run_reader import by_group
+from distflow.observe.ledger_groups import by_group
 from distflow.scheduling.group_states import (
     CountsError,
     DomainCounts,

@@ -10,7 +10,8 @@ from distflow.observe.report.build import report_data
 from distflow.observe.report.chart_data import choose_charts
 from distflow.observe.report.domains import domain_charts, domain_docs, domain_table
 from distflow.observe.report.samples import thin_samples
-from distflow.observe.run_reader import Timeline, failure, in_short, is_right, remarks
+from distflow.observe.reward_remarks import failure, in_short, is_right, remarks
+from distflow.observe.run_reader import Timeline
 from distflow.observe.writing.run_folder import RunFolder
 
 # The domain `math` is called like a part; `lab/calc` lies below no domain of its own.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.observe.run_reader import Group, fold_groups, groups_of
+from distflow.observe.ledger_groups import Group, fold_groups, groups_of
 from distflow.scheduling.ledger import LedgerError, Record, surviving_records
 from distflow.untrusted_files import check_file
 

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_steps, saved_tokens, token_texts
 from distflow.observe import run_reader
-from distflow.observe.crash_safe_files import bytes_left_out, read_object, replacing, to_number
+from distflow.observe.crash_safe_files import (
+    bytes_left_out,
+    read_object,
+    replacing,
+    to_number,
+    whole,
+)
 from distflow.observe.findings.doctor import examine
 from distflow.observe.findings.summary import PROBLEM_KINDS
+from distflow.observe.ledger_groups import groups_of
 from distflow.observe.report.activity import read_activity
 from distflow.observe.report.step_times import step_times
 from distflow.observe.run_records import RunRecords
@@ -213,16 +220,14 @@ def _times(run_dir: Path) -> Iterator[Row]:
 
 
 def _groups(run_dir: Path) -> Iterator[Row]:
-    for group in run_reader.groups_of(surviving_records(run_dir / LEDGER)).values():
+    for group in groups_of(surviving_records(run_dir / LEDGER)).values():
         yield group.values()
 
 
 def _versions(run_dir: Path) -> Iterator[Row]:
     for record in surviving_records(run_dir / LEDGER):
         if record["kind"] == "version":
-            step, weights, restart = map(
-                run_reader.whole, map(record.get, ("step", "weights", "restart"))
-            )
+            step, weights, restart = map(whole, map(record.get, ("step", "weights", "restart")))
             yield step, weights, to_number(record.get("t")), restart
 
 

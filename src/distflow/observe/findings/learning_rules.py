@@ -18,7 +18,7 @@ from distflow.observe.findings.finding import (
     since_step,
     steps_with,
 )
-from distflow.observe.run_reader import RIGHT
+from distflow.observe.reward_remarks import RIGHT
 
 MANY_CUT = 0.1
 """The share of responses that are truncated from which it is reported."""

@@ -14,7 +14,8 @@ from distflow.observe.findings.finding import (
     known_values,
     setting,
 )
-from distflow.observe.run_reader import Group, sample_splits
+from distflow.observe.ledger_groups import Group
+from distflow.observe.run_reader import sample_splits
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.timing import DATA, ENGINE, RANKS, REWARDS
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.observe.crash_safe_files import bytes_left_out, read_records
-from distflow.observe.run_reader import Group, groups_of, read_spans, span_files
+from distflow.observe.ledger_groups import Group, groups_of
+from distflow.observe.run_reader import read_spans, span_files
 from distflow.observe.writing.run_folder import Span
 
 TRAINING = "train"

@@ -13,6 +13,7 @@ from typing import Any
 from distflow.errors import UserError
 from distflow.observe import run_reader
 from distflow.observe.crash_safe_files import JSON, encode, to_number
+from distflow.observe.reward_remarks import failure, remarks
 from distflow.observe.sample_files import DROPPED
 from distflow.untrusted_files import load_image, read_file
 
@@ -53,12 +54,12 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
 
     The score of a reward error and empty values are omitted.
     """
-    shown = {
-        key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200)
-        for key in (*_TEXT_KEYS, *_KEYS)
-    }
-    remarks = {name: value for name, value in run_reader.remarks(row).items() if name != "frames"}
-    shown |= {"remarks": cut(remarks, max_text), "failure": run_reader.failure(row)}
+    shown = {key: cut(row.get(key), max_text) for key in _TEXT_KEYS}
+    shown |= {key: cut(row.get(key), 200) for key in _KEYS}
+    said = remarks(row)
+    said.pop("frames", None)
+    shown["remarks"] = cut(said, max_text)
+    shown["failure"] = failure(row)
     if isinstance(versions := row.get("versions"), list):
         known = [v for v in versions if isinstance(v, int) and v >= 0]
         shown["versions"] = sorted({min(known), max(known)}) if known else []
@@ -71,11 +72,7 @@ def cut_response(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[st
             shown[key] = float(f"{value:.5g}")
     if not shown["masked"]:
         shown["masked"] = None
-    return {
-        key: value
-        for key, value in shown.items()
-        if value is not None and value != [] and value != {}
-    }
+    return {key: value for key, value in shown.items() if value not in (None, [], {})}
 
 
 def embedded_size(value: object) -> int:

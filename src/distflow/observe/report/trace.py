@@ -10,6 +10,7 @@ from typing import Any
 from distflow.errors import UserError
 from distflow.observe import run_reader as reader
 from distflow.observe.crash_safe_files import encode, read_records, to_number, write_atomically
+from distflow.observe.ledger_groups import by_group
 from distflow.observe.report.timelines import by_lane
 from distflow.observe.writing.run_folder import Span
 
@@ -136,5 +137,5 @@ def _counters(
     for record in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
         t = to_number(record.get("t")) or 0.0
         if record.get("kind") == "complete" and begin <= t <= end:
-            tokens += sum(to_number(each.get("tokens")) or 0.0 for each in reader.by_group(record))
+            tokens += sum(to_number(each.get("tokens")) or 0.0 for each in by_group(record))
             yield _event("C", "tokens of completed groups", t, args={"tokens": tokens})

@@ -1,0 +1,188 @@
+"""The prompt groups of a run, as its ledger tells of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from distflow.observe.crash_safe_files import time_of, whole
+
+_STATE_AFTER = {
+    "issued": "generating",
+    "assigned": "",
+    "complete": "queued",
+    "lost": "waiting",
+    "aborted": "waiting",
+    "consumed": "trained",
+    "dropped": "dropped",
+}
+"""The state of a group after each kind of record; empty if it stays."""
+
+GROUP_COLUMNS = (
+    "group_id",
+    "state",
+    "step",
+    "epoch",
+    "row",
+    "domain",
+    "version",
+    "tokens",
+    "attempts",
+    "worker",
+    "started",
+    "completed",
+    "ended",
+    "reason",
+)
+
+
+class Attempt(NamedTuple):
+    """A start of a group."""
+
+    t: float
+    """In seconds since the epoch, as all times here."""
+
+    version: int | None
+    """Of the engine's weights then."""
+
+    restart: int | None
+
+    worker: str | None = None
+    """None if there is only one."""
+
+    aborted: bool = False
+    """Because its step was full."""
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt group. What is None is not in the ledger."""
+
+    group_id: int
+
+    state: str = ""
+    """The last one."""
+
+    step: int | None = None
+    """The step that trained on it."""
+
+    epoch: int | None = None
+    row: int | None = None
+    domain: str | None = None
+
+    version: int | None = None
+    """The lowest weight version of its tokens."""
+
+    tokens: int | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+    completed: float | None = None
+
+    ended: float | None = None
+    """When a step took it, or it was dropped."""
+
+    reason: str | None = None
+    """Why it was dropped."""
+
+    @property
+    def started(self) -> float | None:
+        return self.attempts[-1].t if self.attempts else None
+
+    @property
+    def worker(self) -> str | None:
+        return self.attempts[-1].worker if self.attempts else None
+
+    def values(self) -> tuple[object, ...]:
+        """Those of `GROUP_COLUMNS`."""
+        found = {name: getattr(self, name) for name in GROUP_COLUMNS}
+        found["attempts"] = len(self.attempts)
+        return tuple(found.values())
+
+    def apply(self, record: Mapping[str, Any]) -> None:
+        """Change as a record of the group says."""
+        match record["kind"]:
+            case "issued":
+                self.epoch = whole(record.get("epoch"))
+                self.row = whole(record.get("row"))
+                self.domain = None if record.get("domain") is None else str(record["domain"])
+                version = whole(record.get("version"))
+                restart = whole(record.get("restart"))
+                self.attempts.append(Attempt(time_of(record), version, restart))
+            case "assigned" if self.attempts:
+                self.attempts[-1] = self.attempts[-1]._replace(worker=str(record.get("worker")))
+            case "complete":
+                self.tokens = whole(record.get("tokens"))
+                self.version = whole(record.get("version"))
+                self.completed = time_of(record)
+            case "lost" | "aborted":
+                self.tokens = None
+                self.version = None
+                self.completed = None
+                if record["kind"] == "aborted" and self.attempts:
+                    self.attempts[-1] = self.attempts[-1]._replace(aborted=True)
+            case "consumed":
+                self.step = whole(record.get("step"))
+                self.ended = time_of(record)
+            case "dropped":
+                self.reason = str(record.get("reason"))
+                self.ended = time_of(record)
+        self.state = _STATE_AFTER[record["kind"]] or self.state
+
+
+def by_group(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A record of a ledger as one of each of its groups, if it is of several: a list has a value
+    for each of them."""
+    numbers = record.get("group_id")
+    if not isinstance(numbers, list):
+        return [record]
+    lists = {}
+    for name, value in record.items():
+        if isinstance(value, list) and len(value) == len(numbers):
+            lists[name] = value
+    found = list[Mapping[str, Any]]()
+    for values in zip(*lists.values(), strict=True):
+        found.append({**record, **dict(zip(lists, values, strict=True))})
+    return found
+
+
+def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[int, Group]:
+    groups = dict[int, Group]()
+    for record in records:
+        fold_groups(groups, record)
+    return groups
+
+
+def fold_groups(groups: dict[int, Group], record: Mapping[str, Any]) -> None:
+    """Apply the next record of a ledger. One that is none changes nothing."""
+    kind = record.get("kind")
+    if kind == "inherited":  # from the run that this one resumes
+        _inherit(groups, record.get("live"))
+        return
+    if not isinstance(kind, str) or kind not in _STATE_AFTER:
+        return
+    if "group_ids" in record:
+        listed = record["group_ids"]
+        numbers = listed if isinstance(listed, list | tuple) else ()
+        found = [(number, record) for number in numbers]
+    else:
+        found = [(each.get("group_id"), each) for each in by_group(record)]
+    for group_id, own in found:
+        number = whole(group_id)
+        if number is None:
+            continue
+        if number not in groups:
+            groups[number] = Group(number)
+        groups[number].apply(own)
+
+
+def _inherit(groups: dict[int, Group], live: object) -> None:
+    for each in live if isinstance(live, list) else ():
+        if not isinstance(each, dict):
+            continue
+        number = whole(each.get("group_id"))
+        if number is None:
+            continue
+        domain = each.get("domain")
+        group = Group(number, "waiting", domain=domain and str(domain))
+        if each.get("complete"):
+            group.state = "queued"
+            group.version = whole(each.get("version"))
+        groups[number] = group
