@@ -1,7 +1,7 @@
 """What a plan says of runs on up to 4,096 devices, by simulation with the scheduler of a run, and
 what the code of the coordinator takes there.
 
-    python benchmarks/plan_scale.py [scaling asynchrony failures coordinator command]
+    python benchmarks/plan_scale.py [scaling asynchrony prediction failures coordinator command]
 
 The model is Qwen2.5-7B on H100s (`planning/devices.toml` and `planning/model_shapes.toml` name the
 sources of their figures; the shares of the peak are those of `planning/step_times.py`). Nothing
@@ -15,6 +15,7 @@ here was measured on such devices.
     asynchrony   64 devices: the best of three splits at each staleness against the synchronous run
     on shared devices,
                  by the width of lognormal responses
+    prediction   the step that a plan predicts beside the simulated one, for 64 devices
     failures     time lost to failures and checkpoints by the interval between checkpoints, with the
     intervals of Young
                  (1974) and Daly (2006). A device fails every 50,700 hours: Llama 3
@@ -152,6 +153,18 @@ def asynchrony() -> Iterator[str]:
     yield "\nspeed against the synchronous run; in brackets the devices of 64 that generate"
 
 
+def prediction() -> Iterator[str]:
+    yield "\n| width | devices that generate | staleness | predicted, s | simulated, s | |"
+    yield "|---|---|---|---|---|---|"
+    for width in (0, 0.8, 1.5):
+        for split, age in ((0, 0), (32, 0), (32, 1), (32, 2), (32, 4), (48, 2), (16, 1)):
+            run = predicted(64, 128, split, age, width, 16384)
+            found = simulated(run, 6 + 2 * age).step_seconds
+            miss = run.step_seconds / found - 1
+            setting = f"{width} | {split or 'all 64'} | {age}"
+            yield f"| {setting} | {run.step_seconds:.1f} | {found:.1f} | {miss:+.0%} |"
+
+
 def failures() -> Iterator[str]:
     step = 60.0
     save = 60.0
@@ -243,7 +256,10 @@ def command() -> Iterator[str]:
         yield f"{name}: {spent:.1f} s of processor time"
 
 
-PARTS = {part.__name__: part for part in (scaling, asynchrony, failures, coordinator, command)}
+PARTS = {
+    part.__name__: part
+    for part in (scaling, asynchrony, prediction, failures, coordinator, command)
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

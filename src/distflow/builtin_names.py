@@ -159,6 +159,7 @@ TRACKERS = _entries("TRACKERS", Tracker)
 LAUNCHERS = _entries("LAUNCHERS", Entry)
 CURRICULA = _entries("CURRICULA", Entry)
 MODELS = _entries("MODELS", Entry)
+NUMBER_HEADS = _entries("NUMBER_HEADS", Entry)
 WORKFLOWS = _entries("WORKFLOWS", WorkflowEntry)
 
 REGISTERED: set[str] = set()

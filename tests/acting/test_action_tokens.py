@@ -99,6 +99,7 @@ def test_values_are_on_the_scale_of_the_bounds_and_clipped_only_where_they_are_e
 def test_actions_of_a_flow_are_the_values_of_the_last_step() -> None:
     codec = ContinuousActions((-2.0,), (2.0,), first=0, chunk=2, steps=2, bins=4, noise=0.5)
     assert codec.num_tokens == 6 and codec.head == {
+        "name": "actions",
         "first": 0,
         "dim": 1,
         "steps": 2,

@@ -157,7 +157,14 @@ def test_a_flow_executes_what_its_last_denoising_step_gives(tmp_path: Path, ends
     values = [each for action in actions for each in (9.0, 9.0, 7.0, 7.0, *action)]
     prompt = {"env_kwargs": {"ends_at": ends_at}, "prompt": "{state}"}
     _, chat = play(tmp_path, values, actions=FLOW, response=24, **prompt)
-    assert chat.head == {"first": 10, "dim": 2, "steps": 2, "bins": 3, "noise": 0.5}
+    assert chat.head == {
+        "name": "actions",
+        "first": 10,
+        "dim": 2,
+        "steps": 2,
+        "bins": 3,
+        "noise": 0.5,
+    }
     talks = sorted(chat.conversations, key=lambda talk: talk.name)
     for number, talk in enumerate(talks):
         policy, *unused = talk.segments[1:]

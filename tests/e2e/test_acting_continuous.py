@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.acting.action_head import ActionHead
 from distflow.acting.action_tokens import ContinuousActions
 from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import TrustError
 from distflow.models import log_probs
-from distflow.models.log_probs import ActionHead
+from distflow.models.number_head import make_head
 from distflow.observe.run_reader import read_samples
 from distflow.rollout import hf_engine as hf
 from distflow.runtime.error_limits import TooManyErrors
@@ -223,16 +224,16 @@ FAULTS = {
 def with_more_noise_in_the_trainer(patch: Patch) -> None:
     patch.setattr(
         torch_engine,
-        "ActionHead",
-        lambda **own: ActionHead(**own | {"noise": 1.1 * own.get("noise", 0.0)}),
+        "make_head",
+        lambda own: make_head({**own, "noise": 1.1 * own["noise"]}),
     )
 
 
 def with_more_steps_in_the_trainer(patch: Patch) -> None:
     patch.setattr(
         torch_engine,
-        "ActionHead",
-        lambda **own: ActionHead(**own | {"steps": own.get("steps", 2) + 1}),
+        "make_head",
+        lambda own: make_head({**own, "steps": own["steps"] + 1}),
     )
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.models.log_probs import ActionHead, ActionTargets, token_log_probs
+from distflow.acting.action_head import ActionHead
+from distflow.models.log_probs import token_log_probs
+from distflow.models.number_head import NumberTargets
 
 ROWS = 23
 WIDTH = 8
@@ -197,7 +199,7 @@ def test_numbers_of_actions_have_the_density_of_their_normal_distribution(
     found = token_log_probs(
         head,
         hidden,
-        ActionTargets(targets, values, is_action, ActionHead(0).normals(targets, values)),
+        NumberTargets(targets, values, is_action, ActionHead(0).normals(targets, values)),
         vocabulary=VOCABULARY,
         chunk_elements=rows_in_chunk * VOCABULARY,
     )

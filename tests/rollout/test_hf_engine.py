@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.acting.action_head import ActionHead
 from distflow.errors import UserError
-from distflow.models.log_probs import ActionHead
 from distflow.rollout.hf_engine import HFEngine
 from distflow.rollout.random_draws import sample_key, uniforms
 from tests.rollout.drive import (

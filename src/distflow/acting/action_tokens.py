@@ -117,9 +117,10 @@ class ContinuousActions:
         return self.dim * (1 + self.steps) * self.chunk
 
     @property
-    def head(self) -> dict[str, float]:
-        """The fields of the `ActionHead`."""
-        return {name: getattr(self, name) for name in ("first", "dim", "steps", "bins", "noise")}
+    def head(self) -> dict[str, Any]:
+        """The name and the fields of the `ActionHead`."""
+        fields = ("first", "dim", "steps", "bins", "noise")
+        return {"name": "actions", **{name: getattr(self, name) for name in fields}}
 
     def decode(self, values: Sequence[float]) -> NDArray[np.float64]:
         """The actions `(steps, dim)`, clipped to the bounds. Raises ValueError for a value that is

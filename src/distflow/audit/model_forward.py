@@ -46,7 +46,7 @@ RunOfTokens = tuple[int, SamplingParams, Sequence[int]]
 
 class Numbers(NamedTuple):
     """Of continuous actions. values: float64 `(tokens,)`, NaN on tokens that the policy did not
-    draw. head: the fields of the `ActionHead` that drew them."""
+    draw. head: the fields of the head that drew them."""
 
     values: Tensor
     head: Mapping[str, float]

@@ -116,7 +116,7 @@ class Batch:
             batch._columns[name] = _flat_tensor(parts, np.dtype(field.dtype))
             batch._fields[name] = field
         if any(s.head for s in samples):
-            batch["action_head"] = [s.head and dict(s.head) for s in samples]
+            batch["number_head"] = [s.head and dict(s.head) for s in samples]
             batch["action_values"] = _flat_tensor(
                 [seg.values or [0.0] * len(seg.token_ids) for seg in segments], np.float32
             )

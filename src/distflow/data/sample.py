@@ -36,7 +36,7 @@ class Segment:
     images: tuple[str, ...] = ()
     """Paths of a prompt's images, in the order of their placeholders (see `data/images.py`)."""
     values: tuple[float, ...] = ()
-    """Of continuous actions, one per token, unclipped; empty for other tokens."""
+    """Numbers that the tokens stand for, unclipped; empty for other tokens."""
     sample: int = 0
     """The index of the requested sample."""
     finish_reason: FinishReason | None = None
@@ -125,7 +125,7 @@ class Sample:
     rejected: bool = False
     """The workflow wants it dropped."""
     head: Mapping[str, float] | None = None
-    """The fields of the `ActionHead` that drew its values."""
+    """The name and the fields of the head that drew its values."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

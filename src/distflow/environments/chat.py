@@ -129,8 +129,8 @@ class Chat:
     image_store: Path = Path()
     """The folder of the images that it shows."""
     head: Mapping[str, Any] | None = None
-    """The fields of an `ActionHead`, which draws the replies as continuous actions, whose values
-    the last segment then has."""
+    """The name and the fields of a head (`models/number_head.py`), which draws the replies as
+    numbers, whose values the last segment then has."""
     conversations: list["Chat"] = field(default_factory=list, repr=False)
     """All of the episode, including this one; the one with the last reply is the last."""
     waiting: bool = field(default=False, init=False)

@@ -6,19 +6,20 @@ intermediate results are computed for a few rows at a time, which stay in the pr
 other devices, where many small operations cost more than they save, for all rows at once.
 
 Token log-probs and entropy straight from hidden states, in chunks of rows: full logits never exist.
-Tokens that stand for numbers of continuous actions have a normal density in place of a probability.
+Tokens that stand for numbers (`number_head.py`) have a normal density in place of a probability.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from distflow.models.number_head import Normals, NumberTargets, normal_log_probs, normal_of
 
 BLOCK_ELEMENTS = 2**19
 # lower values are clamped to this: exp of it is 0 in any precision, and 0 times it is 0
@@ -77,102 +78,6 @@ def _blocks(matrix: Tensor) -> Iterator[slice]:
     return (slice(start, start + num_rows) for start in range(0, len(matrix), num_rows))
 
 
-LOG_STD = (-3.0, 1.0)
-"""Bounds of the logarithm of a standard deviation of continuous actions. A smaller one would
-magnify the rounding of the mean, so that engine and trainer differ."""
-
-
-WIDEST = 2.0
-"""The bins of a flow's numbers lie between -WIDEST and WIDEST."""
-
-
-@dataclass(frozen=True)
-class ActionHead:
-    """Draws the numbers of continuous actions, each as a token with a value beside it: number
-    `place` of a generation has the `bins` tokens from `first + bins * place` on.
-
-    Without `steps` (gaussian) its token is the first of them. With `steps` (flow SDE) an action has
-    `1 + steps` times `dim` numbers: noise, and all numbers after each denoising step; the token is
-    that of the value's bin. noise: the standard deviation that the SDE adds from the time 0 to 1.
-    """
-
-    first: int
-    dim: int = 1
-    steps: int = 0
-    bins: int = 2
-    noise: float = 0.0
-
-    def tokens_of(self, place: int, values: Tensor) -> Tensor:
-        """The tokens `(n,)` of number `place` of several generations, which has these values."""
-        bins = (
-            ((values.double().nan_to_num() + WIDEST) / (2 * WIDEST) * self.bins)
-            .floor()
-            .clamp(0, self.bins - 1)
-        )
-        return (
-            self.first
-            + self.bins * place
-            + (bins.long() if self.steps else torch.zeros_like(bins).long())
-        )
-
-    def normals(self, tokens: Tensor, before: Tensor) -> "Normals":
-        """Of the numbers that tokens `(n,)` stand for. before: the values `(n,)`, `dim` numbers
-        earlier, that denoising steps start from.
-
-        In a step from the time t the logit is the action `a` that the model expects; the velocity
-        from the noisy number `x` to it is `v = (a - x) / (1 - t)`. Over the time `d` the SDE gives
-        a normal distribution with the mean
-        `x + v * d` and the standard deviation `noise * sqrt(d)` (Euler-Maruyama).
-        """
-        zeros = torch.zeros_like(before)
-        if not self.steps:
-            return Normals(tokens, zeros, zeros + 1, zeros + math.nan)
-        place = (tokens - self.first).div(self.bins, rounding_mode="floor")
-        bin_ = (tokens - self.first) % self.bins
-        step = place % (self.dim * (1 + self.steps)) // self.dim  # 0: noise
-        gain = (step > 0) / (1 + self.steps - step)
-        offset = torch.where(step > 0, before * (1 - gain), zeros)
-        log_std = (step > 0) * math.log(self.noise / math.sqrt(self.steps))
-        return Normals((tokens - bin_).clamp(min=0), offset, gain.to(zeros), log_std.to(zeros))
-
-
-class Normals(NamedTuple):
-    """Normal distributions of numbers, all `(n,)`: the mean is offset + gain times the logit of
-    `tokens`. log_std: NaN where tanh of the next token's logit spans the bounds `LOG_STD`."""
-
-    tokens: Tensor
-    offset: Tensor
-    gain: Tensor
-    log_std: Tensor
-
-
-class ActionTargets(NamedTuple):
-    """Targets with values. tokens: int64 `(n,)`. values: float `(n,)`, the numbers of continuous
-    actions. is_action: bool `(n,)`, False on other tokens. normals: of the numbers."""
-
-    tokens: Tensor
-    values: Tensor
-    is_action: Tensor
-    normals: Normals
-
-
-def normal_of(logits: Tensor, normals: Normals) -> tuple[Tensor, Tensor]:
-    """Mean and log standard deviation, `(n,)`, by logits `(n, vocabulary)`."""
-    tokens, offset, gain, log_std = normals
-    rows, (low, high) = torch.arange(len(tokens), device=tokens.device), LOG_STD
-    # unlike `gather` it keeps no logits for backward
-    raw = logits[rows, (tokens + 1).clamp(max=logits.shape[-1] - 1)]
-    learned = low + (high - low) / 2 * (raw.tanh() + 1)
-    return offset + gain * logits[rows, tokens], torch.where(
-        log_std.isnan(), learned, log_std.to(learned)
-    )
-
-
-def normal_log_probs(values: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """The log-density of values, all `(n,)`."""
-    return -((values - mean) * (-log_std).exp()).square() / 2 - log_std - math.log(2 * math.pi) / 2
-
-
 # Logits held at a time, on a CPU and on a device, where each chunk adds to the whole head's
 # gradient. Chunks are recomputed in the backward pass, unless there is only one.
 CHUNK_ELEMENTS = 2**25
@@ -184,7 +89,7 @@ Head = Callable[[Tensor], Tensor]
 def token_log_probs(
     head: Head,
     hidden: Tensor,
-    targets: Tensor | ActionTargets,
+    targets: Tensor | NumberTargets,
     *,
     temperature: float | Tensor = 1.0,
     vocabulary: int,
@@ -197,7 +102,7 @@ def token_log_probs(
     hidden: `(n, width)`, the states that predict `targets` `(n,)`. temperature: of all rows, or
     float `(n,)`. vocabulary: logits per row. The softmax is in float32 (float64 for such models),
     whatever the head's precision. A logit of −inf adds 0 to the entropy, which is None unless
-    requested. Numbers of continuous actions have the log-density and the entropy of their normal
+    requested. Numbers have the log-density and the entropy of their normal
     distribution, which the temperature does not change. Raises ValueError for a temperature that is
     not above 0; those already on a device are not checked.
     """
@@ -207,7 +112,7 @@ def token_log_probs(
         CHUNK_ELEMENTS if hidden.device.type == "cpu" else CHUNK_ON_DEVICE
     )
     num_rows = max(1, elements // vocabulary)
-    given = (*targets[:3], *targets.normals) if isinstance(targets, ActionTargets) else (targets,)
+    given = (*targets[:3], *targets.normals) if isinstance(targets, NumberTargets) else (targets,)
     if hidden.shape[0] <= num_rows:
         return _chunk(head, hidden, given, temperature, with_entropy)
     states = hidden.split(num_rows)
@@ -253,10 +158,10 @@ def _chunk(
     log_probs, entropy = _LogProbs.apply(logits, targets, with_entropy)
     if normal is None:
         return log_probs, entropy
-    (values, is_action), (mean, log_std) = numbers[:2], normal
+    (values, is_number), (mean, log_std) = numbers[:2], normal
     log_probs = torch.where(
-        is_action, normal_log_probs(values.to(mean.dtype), mean, log_std), log_probs
+        is_number, normal_log_probs(values.to(mean.dtype), mean, log_std), log_probs
     )
     if entropy is not None:
-        entropy = torch.where(is_action, log_std + (1 + math.log(2 * math.pi)) / 2, entropy)
+        entropy = torch.where(is_number, log_std + (1 + math.log(2 * math.pi)) / 2, entropy)
     return log_probs, entropy

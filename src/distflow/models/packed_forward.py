@@ -46,8 +46,9 @@ from distflow.models.image_inputs import (
     states_in_own_passes,
     text_decoder,
 )
-from distflow.models.log_probs import ActionTargets, token_log_probs
+from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
+from distflow.models.number_head import NumberTargets
 from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
 from distflow.models.sharding import is_spread
 from distflow.models.shared_prefixes_and_buckets import Packing, Sharing, shared_prefixes
@@ -464,7 +465,7 @@ class ModelInputs:
     input_ids: Tensor
     lengths: Tensor
     predicting: Tensor
-    targets: Tensor | ActionTargets
+    targets: Tensor | NumberTargets
     sharing: Sharing | None = None
     images: ImageInputs | None = None
 

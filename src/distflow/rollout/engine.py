@@ -12,7 +12,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from distflow.data.sample import Segment
-from distflow.models.log_probs import ActionHead as ActionHead
+from distflow.models.number_head import NumberHead
 from distflow.scheduling.group_states import TRAIN, Version
 
 _LONGEST_LOG: Final = 10_000  # unless it is read
@@ -44,8 +44,8 @@ class SamplingParams:
     """Tokens that end a response, such as the model's end of a sequence; they are kept too."""
     greedy: bool = False
     """Take the most likely token; log-probs are still those at `temperature`."""
-    head: ActionHead | None = None
-    """Draws a chunk of continuous actions instead of tokens."""
+    head: NumberHead | None = None
+    """Draws numbers instead of tokens."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from distflow.data.sample import FinishReason, Segment
 from distflow.models.image_inputs import own_inputs
-from distflow.models.log_probs import ActionHead, normal_log_probs, normal_of
 from distflow.models.lora import unwrapped
+from distflow.models.number_head import NumberHead, normal_log_probs, normal_of
 from distflow.rollout.embedded.engine_thread import outcome_of, settle
 from distflow.rollout.engine import GenerateRequest, SamplingParams, WeightReceipt
 from distflow.rollout.engine_weights import EngineWeights
@@ -46,7 +46,7 @@ class HFEngine(AbstractAsyncContextManager["HFEngine"]):
     """A `RolloutEngine` with transformers' forward, cache, penalties and truncations.
 
     Requests run one after another, each as one call of `generate`; those with images or for
-    continuous actions that arrive together, and have prompts of one length, share a call. Only the
+    drawn numbers that arrive together, and have prompts of one length, share a call. Only the
     draw is ours, as the last logits processor: one counter-based uniform number per token, the same
     as in the embedded engine, so both draw the same tokens up to rounding. New weights are loaded
     between two tokens; keys and values of old ones are kept.
@@ -297,7 +297,7 @@ class _Draw(transformers.LogitsProcessor):
             scores.device
         )
         if self.params.head is not None:
-            return self._act(scores, uniform, self.params.head)
+            return self._draw_numbers(scores, uniform, self.params.head)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
         target = torch.minimum(
@@ -312,7 +312,7 @@ class _Draw(transformers.LogitsProcessor):
         self.versions.append(self.engine.version.step)
         return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
 
-    def _act(self, scores: Tensor, uniform: Tensor, head: ActionHead) -> Tensor:
+    def _draw_numbers(self, scores: Tensor, uniform: Tensor, head: NumberHead) -> Tensor:
         """Draw the next number, float32, by the inverse of the normal distribution; greedy takes
         the mean."""
         place = len(self.values)

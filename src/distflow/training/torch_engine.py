@@ -21,8 +21,9 @@ from distflow.data.preference_pairs import encode_text, messages_of
 from distflow.device_transfer import read_numbers, send
 from distflow.errors import UserError
 from distflow.models.image_inputs import ImageInputs, ImageProcessor, images_of
-from distflow.models.log_probs import ActionHead, ActionTargets, check_temperature
+from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
+from distflow.models.number_head import NumberTargets, make_head
 from distflow.models.packed_forward import ModelInputs
 from distflow.models.sharding import device_of, fill, whole
 from distflow.models.shared_prefixes_and_buckets import shared_prefixes
@@ -290,12 +291,15 @@ def model_inputs(
     ids, predicting, targets = (
         send(each, device) for each in (ids, positions - before, ids[positions])
     )
+    fields = None
     if "action_values" in micro:
-        head = ActionHead(**next((own for own in micro.flat("action_head") if own), {"first": 0}))
+        fields = next((own for own in micro.flat("number_head") if own), None)
+    if fields is not None:
+        head = make_head(fields)
         values, drawn = (
             send(micro.flat(name), device) for name in ("action_values", "response_mask")
         )
-        numbers = ActionTargets(
+        numbers = NumberTargets(
             targets, values, drawn > 0, head.normals(targets, values.roll(head.dim))
         )
         return ModelInputs(ids, lengths, predicting, numbers, sharing, images)

@@ -245,10 +245,10 @@ def ids_of(sample: Sample) -> model_forward.Ids:
 
 def numbers_of(sample: Sample) -> model_forward.Numbers | None:
     """The numbers of continuous actions; None if the policy draws tokens."""
-    if sample.get("action_head") is None:
+    if sample.get("number_head") is None:
         return None
     values = torch.where(sample["response_mask"] > 0, doubles(sample["action_values"]), torch.nan)
-    return model_forward.Numbers(values, sample["action_head"])
+    return model_forward.Numbers(values, sample["number_head"])
 
 
 def sequences_of(sample: Sample) -> list[model_forward.Ids]:

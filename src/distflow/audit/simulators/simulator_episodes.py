@@ -31,9 +31,9 @@ def check_simulator(recorded: RecordedStep, sample: Sample, turns: Sequence[Any]
     options: dict[str, Any] = dict(recorded.config.actor_rollout_ref.rollout.workflow_kwargs)
     size = tokens_of_action(options["actions"])
     head = _head(recorded, options["actions"])
-    if sample.get("action_head", head) != head:
+    if sample.get("number_head", head) != head:
         raise Wrong(
-            f"sample {sample['uid']} is scored as drawn by {sample['action_head']}, but the config "
+            f"sample {sample['uid']} is scored as drawn by {sample['number_head']}, but the config "
             f"sets {head}"
         )
     for number, turn in enumerate(turns):
@@ -70,15 +70,15 @@ def tokens_of_action(options: Mapping[str, Any]) -> int:
     return len(bounds_of(options)) * (1 + steps)
 
 
-def _head(recorded: RecordedStep, options: Mapping[str, Any]) -> dict[str, float]:
-    """The fields of the `ActionHead` of `actions`."""
+def _head(recorded: RecordedStep, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The name and the fields of the head of `actions`."""
     dim = len(bounds_of(options))
-    first = _first_token(recorded, options)
+    fields = {"name": "actions", "first": _first_token(recorded, options), "dim": dim}
     if (steps := tokens_of_action(options) // dim - 1) == 0:
-        return {"first": first, "dim": dim, "steps": 0, "bins": 2, "noise": 0.0}
+        return {**fields, "steps": 0, "bins": 2, "noise": 0.0}
     bins = options.get("bins", 32)
     noise = options.get("noise", 0.5)
-    return {"first": first, "dim": dim, "steps": steps, "bins": bins, "noise": noise}
+    return {**fields, "steps": steps, "bins": bins, "noise": noise}
 
 
 def _first_token(recorded: RecordedStep, options: Mapping[str, Any]) -> int:

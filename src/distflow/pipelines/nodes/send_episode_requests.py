@@ -9,7 +9,8 @@ from functools import partial
 
 from distflow.data.sample import Segment, on_token
 from distflow.environments.chat import Chat, ChatError
-from distflow.rollout.engine import ActionHead, GenerateRequest, RolloutEngine, SamplingParams
+from distflow.models.number_head import make_head
+from distflow.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.rollout_loop.user_calls import deadline_paused
 
@@ -97,7 +98,7 @@ class EpisodeRequests:
             stop_token_ids=tuple(dict.fromkeys(tokens)),
         )
         if chat.head is not None:  # its tokens may be special ones
-            params = replace(params, stop_token_ids=(), head=ActionHead(**chat.head))
+            params = replace(params, stop_token_ids=(), head=make_head(chat.head))
         future: asyncio.Future[Segment] = asyncio.get_running_loop().create_future()
         with deadline_paused():
             waiting = self._asked.setdefault((fork, prompt, params, num_drawn, images), {})

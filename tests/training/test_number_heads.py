@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.acting.action_head import ActionHead
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model
-from distflow.models.log_probs import ActionHead
 from distflow.rollout.hf_engine import HFEngine
 from distflow.training.torch_engine import TorchScorer
 from tests.rollout.drive import FIRST, prompt_of, request_of, run_all
@@ -66,7 +66,14 @@ def acted(model: Any, head: ActionHead, actions: tuple[int, ...] = (3, 2, 1, 0))
             *left,
         ]
         samples.append(
-            Sample(f"0-{n}", 0, segments, episode=n, forks=(("1", whole),), head=vars(head))
+            Sample(
+                f"0-{n}",
+                0,
+                segments,
+                episode=n,
+                forks=(("1", whole),),
+                head={"name": "actions", **vars(head)},
+            )
         )
     batch = Batch.from_samples(samples)
     turns = [
