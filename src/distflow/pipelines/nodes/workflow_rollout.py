@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -59,20 +60,17 @@ Outcome = RewardOutcome | None
 def run_workflow(config: Config) -> Callable[..., object]:
     """The node for `rollout.workflow`. Raises UserError for an unusable one."""
     settings = config.actor_rollout_ref.rollout
-    workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs).check_agents(
-        settings.agents
-    )
+    workflow = load_workflow(str(settings.workflow), settings.workflow_kwargs)
+    workflow.check_agents(settings.agents)
     if settings.n % workflow.num_rows:
-        rows = (
-            f"each episode of '{workflow.name}' returns {workflow.num_rows} samples "
-            "(gconfig.n_samples)"
+        raise UserError(
+            f"actor_rollout_ref.rollout.n={settings.n}: each episode of '{workflow.name}' returns "
+            f"{workflow.num_rows} samples (gconfig.n_samples): set a multiple of that"
         )
-        raise UserError(f"actor_rollout_ref.rollout.n={settings.n}: {rows}: set a multiple of that")
-    node = run_scored_episodes if workflow.scores else run_episodes
     is_tried = config.trust.check_rewards and settings.workflow not in WORKFLOWS
-    return partial(
-        node, workflow=replace(workflow, is_tried=is_tried), timeout_s=config.reward.timeout_s
-    )
+    workflow = replace(workflow, is_tried=is_tried)
+    node = run_scored_episodes if workflow.scores else run_episodes
+    return partial(node, workflow=workflow, timeout_s=config.reward.timeout_s)
 
 
 def workflow_of_call(workflow: object, config: Config, has_rewards: bool) -> Workflow:
@@ -149,8 +147,16 @@ class _Episodes:
         in_rounds = config.async_.max_staleness == 0 and not self.ctx.validating
         take_turn = partial(self.ctx.call_user, partial(asyncio.sleep, 0), _LONGEST_TURN_S)
         may_continue = self.workflow.name != _SINGLE_TURN
-        more = may_continue, self._policy_of, self._params_of, self.workflow.num_rows
-        self.requests = EpisodeRequests(group, self.rollout, in_rounds, take_turn, *more)
+        self.requests = EpisodeRequests(
+            group,
+            self.rollout,
+            in_rounds,
+            take_turn,
+            may_continue,
+            self._policy_of,
+            self._params_of,
+            self.workflow.num_rows,
+        )
         kwargs = template_kwargs(config, group.row.domain)
         self.tokens = TurnTokens(self.tokenizer, group.params.stop_token_ids, kwargs)
         # samples are made for each call of a reward function too
@@ -160,62 +166,67 @@ class _Episodes:
 
     def _policy_of(self, conversation: str) -> str:
         """The policy of the conversation's agent if agents have several policies; else ""."""
-        owners = {each.policy for each in self.agents.values()}
+        policies = {each.policy for each in self.agents.values()}
         agent = self._agent_of(conversation)
-        return "" if agent is None or len(owners) < 2 else str(agent.policy)
+        if agent is None or len(policies) < 2:
+            return ""
+        return str(agent.policy)
 
     def _agent_of(self, conversation: str) -> Any:
         """The `AgentConfig` of the conversation's agent; None without agents."""
-        return self.agents.get(
-            conversation.partition(".")[0], next(iter(self.agents.values()), None)
-        )
+        first_agent = next(iter(self.agents.values()), None)
+        return self.agents.get(conversation.partition(".")[0], first_agent)
 
     def _params_of(self, conversation: str) -> SamplingParams:
         """The sampling of the conversation's agent. In validation all agents have that of
         `rollout.val_kwargs`."""
         agent = self._agent_of(conversation)
-        own = {} if agent is None or self.ctx.validating else agent.sampling
-        return replace(self.group.params, **own) if own else self.group.params
+        if agent is None or self.ctx.validating or not agent.sampling:
+            return self.group.params
+        return replace(self.group.params, **agent.sampling)
 
     async def run(self) -> NodeOutput:
         """The samples of the episodes, in order."""
         rows = self.workflow.num_rows
         firsts = dict.fromkeys(index - index % rows for index in self.group.wanted)
-        episodes = [
-            asyncio.ensure_future(self._episode(range(first, first + rows))) for first in firsts
-        ]
+        episodes = list[asyncio.Task[list[Sample]]]()
+        for first in firsts:
+            episodes.append(asyncio.create_task(self._episode(range(first, first + rows))))
+        samples = list[Sample]()
         try:
-            samples = [sample for own in await asyncio.gather(*episodes) for sample in own]
+            for own in await asyncio.gather(*episodes):
+                samples += own
         finally:
             self.requests.close()
-            if left := [episode for episode in episodes if not episode.done()]:
-                for episode in left:
-                    if not episode.cancelling():  # a second time would cut its end short
-                        episode.cancel()
-                await asyncio.wait(left)
+            await _end(episodes)
         if self.requests.failure is not None:
             raise self.requests.failure
-        ended = [sample for sample in samples if len(sample.segments) > 1]
-        turns = sum(segment.owner == "policy" for sample in ended for segment in sample.segments)
-        owners = Counter[bool]()
-        for segment in (each for sample in ended for each in sample.response_segments):
-            owners[segment.owner == "policy"] += len(segment.token_ids)
-        reasons = Counter(sample.finish_reason for sample in samples)
-        metrics = {
-            "episodes/turns": turns / len(samples),
-            "episodes/drawn_tokens": owners[True] / len(samples),
-            "episodes/given_tokens": owners[False] / len(samples),
-            "episodes/branches": sum(len(sample.forks) for sample in samples) / len(samples),
-            "episodes/rejected": sum(sample.rejected for sample in samples) / len(samples),
-            **{
-                f"episodes/ended/{reason}": reasons[reason] / len(samples)
-                for reason in LIMIT_REASONS
-            },
-            **self.counts,
-        }
-        if prompted := self.requests.num_prompt_tokens:
-            metrics["episodes/prefix_cache_hit_rate"] = self.requests.num_cached_tokens / prompted
-        return NodeOutput(list(samples), metrics)
+        return NodeOutput(list(samples), self._metrics(samples))
+
+    def _metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Means over the samples."""
+        totals = Counter[str]()
+        for sample in samples:
+            totals["episodes/branches"] += len(sample.forks)
+            totals["episodes/rejected"] += sample.rejected
+            totals[f"episodes/ended/{sample.finish_reason}"] += 1
+            if len(sample.segments) < 2:  # It has no response.
+                continue
+            totals["episodes/turns"] += sum(part.owner == "policy" for part in sample.segments)
+            for segment in sample.response_segments:
+                who = "drawn" if segment.owner == "policy" else "given"
+                totals[f"episodes/{who}_tokens"] += len(segment.token_ids)
+        names = ["turns", "drawn_tokens", "given_tokens", "branches", "rejected"]
+        names += [f"ended/{reason}" for reason in LIMIT_REASONS]
+        metrics: dict[str, float] = {}
+        for name in names:
+            metrics[f"episodes/{name}"] = totals[f"episodes/{name}"] / len(samples)
+        metrics |= self.counts
+        num_prompt_tokens = self.requests.num_prompt_tokens
+        if num_prompt_tokens:
+            hit_rate = self.requests.num_cached_tokens / num_prompt_tokens
+            metrics["episodes/prefix_cache_hit_rate"] = hit_rate
+        return metrics
 
     async def _episode(self, indices: Sequence[int]) -> list[Sample]:
         """indices: of its samples, which in validation may not all be wanted."""
@@ -236,9 +247,9 @@ class _Episodes:
                 called = {each.agent for each in chat.conversations if each.turns}
                 chat.counts["episodes/idle_agents"] += len(self.agents) - len(called)
             if index in self.group.wanted:
-                chat.counts.update(
-                    f"episodes/branched/{each.why}" for each in self._trained(chat) if each.why
-                )
+                for each in self._trained(chat):
+                    if each.why:
+                        chat.counts[f"episodes/branched/{each.why}"] += 1
                 self.counts.update(chat.counts)
                 samples.append(self._sample(index, chat, self._penalised(chat, outcome)))
         return samples
@@ -252,9 +263,12 @@ class _Episodes:
         chat.clock_stopped = lambda on="environment": deadline_paused(on)
         chat.version = group.prompt_group.version
         if not self.ctx.validating:
+            params = group.params
             chat.sampling = {
-                name: getattr(group.params, name)
-                for name in ("temperature", "top_p", "top_k", "greedy")
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "greedy": params.greedy,
             }
         self.requests.connect(index, chat)
         return chat
@@ -262,17 +276,17 @@ class _Episodes:
     def _penalised(self, chat: Chat, outcome: Outcome) -> Outcome:
         """The outcome with the part `limit`, the penalty of the limit that ended the episode."""
         penalties = vars(self.ctx.config.reward.limit_penalty)
-        if (
-            outcome is None
-            or not isinstance(outcome.reward_result, Score)
-            or not any(penalties.values())
-        ):
+        if outcome is None or not any(penalties.values()):
             return outcome
-        reason = (self._trained(chat) or chat.conversations)[-1].finish_reason
-        added = -float(penalties.get(reason, 0.0))
-        result = with_value(outcome.reward_result, outcome.reward_result.value + added)
+        result = outcome.reward_result
+        if not isinstance(result, Score):
+            return outcome
+        last = (self._trained(chat) or chat.conversations)[-1]
+        added = -float(penalties.get(last.finish_reason, 0.0))
         return replace(
-            outcome, reward_result=result, parts={**outcome.parts, "limit": Score(added)}
+            outcome,
+            reward_result=with_value(result, result.value + added),
+            parts={**outcome.parts, "limit": Score(added)},
         )
 
     async def _outcomes(
@@ -281,21 +295,23 @@ class _Episodes:
         """The workflow's outcome for each sample. Its own error, by name, gives no score. Raises
         what the engine raised, and what is no fault of the episode. work: receives the run's reward
         functions."""
-        reward = partial(self._reward, chats[0], first) if self.reward_fn is not None else None
+        reward = None
+        if self.reward_fn is not None:
+            reward = partial(self._reward, chats[0], first)
         try:
-            returned = self.workflow.results(
-                await self.ctx.call_user(partial(work, reward), self.timeout_s, first)
-            )
-            return [
-                self._outcome(chat, result, first + number)
-                for number, (chat, result) in enumerate(zip(chats, returned, strict=True))
-            ]
+            returned = await self.ctx.call_user(partial(work, reward), self.timeout_s, first)
+            results = self.workflow.results(returned)
+            outcomes = list[Outcome]()
+            for number, (chat, result) in enumerate(zip(chats, results, strict=True)):
+                outcomes.append(self._outcome(chat, result, first + number))
+            return outcomes
         except DeadlinePassed as late:
             error = self._error(
                 f"an episode did not end within {self.timeout_s:g} s (reward.timeout_s){late}"
             )
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is None or task.cancelling():
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
                 raise
             if self.requests.failure is not None:
                 raise self.requests.failure from None
@@ -303,22 +319,22 @@ class _Episodes:
         except (GivenUp, ServerLost, ServerGivenUp):
             raise
         except BaseException as err:  # the boundary to user code
-            place = f" (at {found})" if (found := users_place(err)) else ""
-            hint = ": is `await` missing?" if "coroutine" in str(err) else ""
-            error = self._error(f"{type(err).__name__}: {err}{hint}{place}"[:1000])
+            what = f"{type(err).__name__}: {err}"
+            if "coroutine" in str(err):
+                what += ": is `await` missing?"
+            place = users_place(err)
+            if place:
+                what += f" (at {place})"
+            error = self._error(what[:1000])
         return [error for _ in chats]
 
     def _outcome(self, chat: Chat, returned: object, index: int) -> Outcome:
         if self.own_scores:
             returned = self._by_agent(chat, returned)
-        segments, _ = self._laid_out(chat)
         if self.note is not None:
-            self.note(
-                index,
-                "returned",
-                tuple(token for each in segments for token in each.token_ids),
-                returned,
-            )
+            segments, _ = self._laid_out(chat)
+            tokens = tuple(chain.from_iterable(each.token_ids for each in segments))
+            self.note(index, "returned", tokens, returned)
         outcome = read_outcome(returned)
         if outcome is not None and not self._trained(chat):
             who = " of an agent that is trained" if self.agents else ""
@@ -343,18 +359,17 @@ class _Episodes:
         last = {each.agent: each for each in sorted(talks, key=_DRAWN_AT)}
         if not isinstance(returned, Mapping) or not {*last} <= {*returned} <= {*self.agents, ACC}:
             names = ", ".join(f"{name!r}: ..." for name in self.agents)
-            rule = (
+            raise ValueError(
                 f"algorithm.agent_rewards={self.ctx.config.algorithm.agent_rewards} needs a score "
-                "of each agent"
+                f"of each agent: return {{{names}}}, without other parts"
             )
-            raise ValueError(f"{rule}: return {{{names}}}, without other parts")
-        own = {agent: read_score(returned[agent]).value for agent in last}
+        scores = {agent: read_score(returned[agent]).value for agent in last}
+        earned: dict[str, list[float]] = {}
+        for talk in talks:
+            earned.setdefault(talk.agent, []).extend(part.reward for part in talk.segments)
         for agent, talk in last.items():
-            earned = [
-                segment.reward for each in talks if each.agent == agent for segment in each.segments
-            ]
-            talk.reward(own[agent] - math.fsum(earned))
-        return {**returned, "score": math.fsum(own.values())}
+            talk.reward(scores[agent] - math.fsum(earned[agent]))
+        return {**returned, "score": math.fsum(scores.values())}
 
     def _error(self, what: str) -> RewardOutcome:
         return RewardOutcome(Error(f"{OF_WORKFLOW}{self.workflow.name}: {what}"))
@@ -366,123 +381,144 @@ class _Episodes:
         default) or text."""
         assert self.reward_fn is not None
         in_episode.set(True)
-        note_event("judged", reply.text if isinstance(reply, Reply) else reply)
+        text = reply.text if isinstance(reply, Reply) else reply
+        note_event("judged", text)
         sample = self._sample(index, chat, None)
-        text = (
-            reply.text if isinstance(reply, Reply) else sample.response if reply is None else reply
-        )
+        if text is not None:
+            sample = replace(sample, response=text)
         with self.requests.scoring(index):
-            (outcome,) = await self.reward_fn([replace(sample, response=text)])
+            (outcome,) = await self.reward_fn([sample])
         return outcome
 
     def _laid_out(self, chat: Chat) -> tuple[list[Segment], list[tuple[str, int]]]:
         """All conversations of the episode with tokens to train on, end to end, the first one
         first; and the name and the start of each other one."""
-        is_first = not self.agents or self.agents[chat.agent].trainable
-        segments = [
-            *(is_first and chat.segments or [Segment("prompt", tuple(self.group.row.prompt_ids))])
-        ]
+        segments = list[Segment]()
+        if not self.agents or self.agents[chat.agent].trainable:
+            segments += chat.segments
+        if not segments:
+            segments.append(Segment("prompt", tuple(self.group.row.prompt_ids)))
         forks = list[tuple[str, int]]()
-        for fork in sorted((each for each in self._trained(chat) if each.name), key=self._place):
-            forks.append((fork.name, sum(len(segment.token_ids) for segment in segments[1:])))
+        others = [each for each in self._trained(chat) if each.name]
+        for fork in sorted(others, key=self._place):
+            start = sum(len(segment.token_ids) for segment in segments[1:])
+            forks.append((fork.name, start))
             segments += fork.segments
         return segments, forks
 
     def _sample(self, index: int, chat: Chat, outcome: Outcome) -> Sample:
         talks = self._trained(chat)
-        last = (talks or chat.conversations)[-1]
-        in_time = sorted(talks, key=_DRAWN_AT)
-        drawn = []
-        for each in in_time:
-            for s in each.segments:
-                if s.owner == "policy" and s.token_ids:
-                    drawn.append(s)
-        text = (
-            self.tokens.decode(drawn[-1].token_ids)
-            if drawn
-            else last.last.text
-            if last.last is not None
-            else ""
-        )
-        sample = self.group.sample(index, None, text, last.finish_reason)
+        last_talk = (talks or chat.conversations)[-1]
+        last_drawn: Segment | None = None
+        for talk in sorted(talks, key=_DRAWN_AT):
+            for segment in talk.segments:
+                if segment.owner == "policy" and segment.token_ids:
+                    last_drawn = segment
+        text = ""
+        if last_drawn is not None:
+            text = self.tokens.decode(last_drawn.token_ids)
+        elif last_talk.last is not None:
+            text = last_talk.last.text
         segments, forks = self._laid_out(chat)
-        has_score = outcome is not None and isinstance(outcome.reward_result, Score)
-        turns = [segment for segment in segments if segment.owner == "policy" and segment.token_ids]
+        last_turn = -1
+        turns = [each for each in segments if each.owner == "policy" and each.token_ids]
+        for number, turn in enumerate(turns):
+            if turn is last_drawn:
+                last_turn = number
         return replace(
-            sample,
-            last_turn=next((i for i, segment in enumerate(turns) if segment is drawn[-1]), -1),
+            self.group.sample(index, None, text, last_talk.finish_reason),
+            last_turn=last_turn,
             segments=segments,
             forks=tuple(forks),
             conversation=tuple(self._said(chat)),
             outcome=outcome,
-            valid=has_score,
+            valid=outcome is not None and isinstance(outcome.reward_result, Score),
             rejected=outcome is None,
             head=chat.head,
         )
 
     def _place(self, chat: Chat) -> tuple[int, list[int]]:
         """Sort key of conversations: by agent, then by the numbers of the forks."""
-        agent = [*self.agents].index(chat.agent) if self.agents else 0
-        return agent, [int(number) for number in chat.name.split(".") if number.isdecimal()]
+        agent = list(self.agents).index(chat.agent) if self.agents else 0
+        forks = [int(number) for number in chat.name.split(".") if number.isdecimal()]
+        return agent, forks
 
     def _said(self, chat: Chat) -> list[dict[str, str]]:
         """The messages for display: one conversation after another; several agents' in the order in
         which they speak."""
-        said = list[tuple[int, dict[str, str]]]()
-        for talk in sorted(
-            (each for each in chat.conversations if each.num_drawn or each is chat), key=self._place
-        ):
-            fork = talk.name.removeprefix(talk.agent).removeprefix(".")
+        said = list[tuple[int, dict[str, str]]]()  # with the turn to which it belongs
+        talks = [each for each in chat.conversations if each.num_drawn or each is chat]
+        for talk in sorted(talks, key=self._place):
             names = {
-                name: value
-                for name, value in (("agent", talk.agent), ("fork", fork), ("why", talk.why))
-                if value
+                "agent": talk.agent,
+                "fork": talk.name.removeprefix(talk.agent).removeprefix("."),
+                "why": talk.why,
             }
-            for place, own in enumerate(talk.segments):
-                turn = next(
-                    (later.turn for later in talk.segments[place:] if later.owner == "policy"), 0
-                )
-                said.append(
-                    (turn, {"owner": own.owner, "text": self.written(own.token_ids), **names})
-                )
-        return [
-            turn for _, turn in (sorted(said, key=lambda each: each[0]) if self.agents else said)
-        ]
+            names = {name: value for name, value in names.items() if value}
+            messages = list[tuple[int, dict[str, str]]]()
+            turn = 0
+            for segment in reversed(talk.segments):
+                if segment.owner == "policy":
+                    turn = segment.turn
+                text = self.written(segment.token_ids)
+                messages.append((turn, {"owner": segment.owner, "text": text, **names}))
+            said += reversed(messages)
+        if self.agents:
+            said.sort(key=lambda each: each[0])
+        return [message for _, message in said]
+
+
+async def _end(episodes: Sequence[asyncio.Task[list[Sample]]]) -> None:
+    """Cancel the episodes that have not ended, and wait for their end."""
+    left = [episode for episode in episodes if not episode.done()]
+    for episode in left:
+        if not episode.cancelling():  # a second time would cut its end short
+            episode.cancel()
+    if left:
+        await asyncio.wait(left)
 
 
 def read_outcome(returned: object) -> Outcome:
     """The outcome of an episode's result: a number, a mapping of parts by name (their sum is the
     score, unless one is called `score`; `extra` is only shown), the result of `reward_fn`, or None,
     which rejects it. Raises ValueError for anything else."""
+    if returned is None:
+        return None
     if isinstance(returned, RewardOutcome):
-        numbers = {ACC: returned.accuracy, **returned.scores()}
-        for name, value in numbers.items() if isinstance(returned.reward_result, Score) else ():
-            finite_number(value, where=f" as '{name}'")
-        if isinstance(returned.reward_result, Score):
-            finite_number(returned.reward_result.value)
-    if returned is None or isinstance(returned, RewardOutcome):
+        _check_finite(returned)
         return returned
     if not isinstance(returned, Mapping):
         score = read_score(returned)
         return RewardOutcome(score, {}, score.value)
-    named = {
-        str(name): part for name, part in returned.items() if name not in ("score", ACC, "extra")
-    }
-    parts = {name: finite_number(part, where=f" as '{name}'") for name, part in named.items()}
+    parts = dict[str, float]()
+    for name, part in returned.items():
+        if name not in ("score", ACC, "extra"):
+            parts[str(name)] = finite_number(part, where=f" as '{name}'")
     if not parts and "score" not in returned:
         raise ValueError("it returned a mapping without a part")
-    value = finite_number(returned["score"] if "score" in returned else math.fsum(parts.values()))
-    accuracy = finite_number(returned[ACC], where=f" as '{ACC}'") if ACC in returned else value
+    total = returned["score"] if "score" in returned else math.fsum(parts.values())
+    value = finite_number(total)
+    accuracy = value
+    if ACC in returned:
+        accuracy = finite_number(returned[ACC], where=f" as '{ACC}'")
     score = Score(value, *read_extra(returned.get("extra", {})))
     return RewardOutcome(score, {name: Score(part) for name, part in parts.items()}, accuracy)
 
 
+def _check_finite(outcome: RewardOutcome) -> None:
+    """Raises ValueError: a workflow may have changed the outcome."""
+    if not isinstance(outcome.reward_result, Score):
+        return
+    finite_number(outcome.accuracy, where=f" as '{ACC}'")
+    for name, value in outcome.scores().items():
+        finite_number(value, where=f" as '{name}'")
+    finite_number(outcome.reward_result.value)
+
+
 def template_kwargs(config: Config, domain: str) -> dict[str, object]:
     """Further arguments of the chat template, the same as for the data set's prompts."""
+    thinks = config.data.enable_thinking
     own = config.data.domains.get(domain)
-    thinks = (
-        own.enable_thinking
-        if own is not None and own.enable_thinking is not None
-        else config.data.enable_thinking
-    )
+    if own is not None and own.enable_thinking is not None:
+        thinks = own.enable_thinking
     return {"enable_thinking": thinks, **config.data.apply_chat_template_kwargs}
