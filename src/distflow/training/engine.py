@@ -81,7 +81,19 @@ class Scorer(Protocol):
         """The wanted per-token outputs as response columns, without gradient."""
 
 
-class TrainEngine(Scorer, Protocol):
+class Offloadable(Protocol):
+    """Weights that may leave the device while they are not in use."""
+
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
+        """Move the weights, the optimizer's moments or both to host memory. Until `onload`, an
+        engine without its weights is asked only for `weights` and `state`. Both are restored bit
+        for bit."""
+
+    def onload(self) -> None:
+        """Restore the weights; moments return with the next optimizer step."""
+
+
+class TrainEngine(Scorer, Offloadable, Protocol):
     """Computes log-probs and values, and takes optimizer steps."""
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
@@ -93,14 +105,6 @@ class TrainEngine(Scorer, Protocol):
     def state(self) -> TrainState: ...
 
     def load_state(self, state: TrainState) -> None: ...
-
-    def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """Move the weights, the optimizer's moments or both to host memory. Until `onload`, an
-        engine without its weights is asked only for `weights` and `state`. Both are restored bit
-        for bit."""
-
-    def onload(self) -> None:
-        """Restore the weights; moments return with the next optimizer step."""
 
 
 Named = dict[str, float]

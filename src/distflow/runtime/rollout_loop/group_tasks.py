@@ -48,6 +48,7 @@ from distflow.runtime.sample_queue.protocol import (
     AbortedGroups,
     DroppedGroup,
     ForeseenGroups,
+    RolloutQueue,
     SampleQueuePort,
 )
 from distflow.runtime.spec import Spec
@@ -279,9 +280,7 @@ class RolloutLoop:
             self.group_recorder.keep_loaded(loaded.groups)
             queue.put_loaded(loaded.groups)
 
-    async def _run_batch(
-        self, prompt_groups: Sequence[PromptGroup], queue: SampleQueuePort
-    ) -> None:
+    async def _run_batch(self, prompt_groups: Sequence[PromptGroup], queue: RolloutQueue) -> None:
         """With `stops_early` there are more groups than the step may need."""
         client = self.client
         stop = EarlyStop(prompt_groups) if self.stops_early else None
@@ -322,7 +321,7 @@ class RolloutLoop:
                 task.cancel()
 
     async def _run_group(
-        self, prompt_group: PromptGroup, queue: SampleQueuePort, stop: EarlyStop | None = None
+        self, prompt_group: PromptGroup, queue: RolloutQueue, stop: EarlyStop | None = None
     ) -> None:
         """A failing node loses only its own group, and is recorded. stop: cancels the group if it
         is not needed."""

@@ -180,8 +180,8 @@ class Released:
     due: frozenset[str] = frozenset()
 
 
-class SampleQueuePort(Protocol):
-    """The queue between the workers that fill it and those that train from it."""
+class RolloutQueue(Protocol):
+    """The queue as the rollout loop sees it, which fills it with groups."""
 
     def prompt_groups(
         self, engine_version: Callable[[], int | None]
@@ -198,12 +198,6 @@ class SampleQueuePort(Protocol):
     def put(self, finished: FinishedGroup[Batch]) -> None:
         """A group has completed the rollout loop."""
 
-    def store_ahead(self, batch: Batch) -> None:
-        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
-
-    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
-        """Groups that were loaded together have completed the rollout loop."""
-
     def drop(self, dropped: DroppedGroup) -> None:
         """Drop a group; another may start in its place."""
 
@@ -213,6 +207,20 @@ class SampleQueuePort(Protocol):
     def count(self, reward_counts: RewardCounts) -> None:
         """For workers that do not train, before they put or drop the group; the next step reports
         the counts."""
+
+
+class LoadingQueue(Protocol):
+    """The queue for groups whose samples are rows of the data set."""
+
+    def store_ahead(self, batch: Batch) -> None:
+        """Store the batch of groups that will probably be put as `LoadedGroups` next."""
+
+    def put_loaded(self, loaded: LoadedGroups[Batch]) -> None:
+        """Groups that were loaded together have completed the rollout loop."""
+
+
+class TrainingQueue(Protocol):
+    """The queue as the training loop sees it, which takes steps from it."""
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
@@ -244,6 +252,10 @@ class SampleQueuePort(Protocol):
     def resume_point(self) -> ResumePoint[Batch]:
         """The state to save in a checkpoint of the step released last, or that the run starts from.
         For the leading rank, before it takes the next step."""
+
+
+class SampleQueuePort(RolloutQueue, LoadingQueue, TrainingQueue, Protocol):
+    """The queue between the workers that fill it and those that train from it."""
 
 
 class NothingToWaitFor(UserError):
