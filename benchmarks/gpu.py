@@ -65,7 +65,7 @@ from workload import make_tokenizer, run_peer, write_work
 
 from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
-from distflow.launch.device_and_threads import avoid_cudnn_attention
+from distflow.launch.threads import avoid_cudnn_attention
 from distflow.models.loading import ready
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream

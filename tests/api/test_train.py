@@ -18,7 +18,7 @@ from distflow.api.train import claimed_for_a_run
 from distflow.cli import main
 from distflow.config import load_config
 from distflow.errors import ConfigError, UserError
-from distflow.launch.device_and_threads import make_process_ready
+from distflow.launch.threads import make_process_ready
 from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from distflow.data import encode_rows, sources
 from distflow.data.dataset_columns import RawRow
 from distflow.errors import TrustError, UserError
-from distflow.launch import one_process_launcher, run_start_and_end
+from distflow.launch import one_process_launcher, run_start
 from distflow.launch.one_process_launcher import launch_local
 from distflow.observe.run_reader import read_events
 from distflow.rewards import router
@@ -186,13 +186,13 @@ def generators_not_set(patch: Patch) -> None:
 
 def snapshot(change: Callable[[dict[str, Any]], object]) -> Plant:
     def plant(patch: Patch) -> None:
-        original = run_start_and_end.Coordinator
+        original = run_start.Coordinator
 
         def planted(plan: Any, ledger: Any, start: Any) -> Any:
             change(start)
             return original(plan, ledger, start)
 
-        patch.setattr(run_start_and_end, "Coordinator", planted)
+        patch.setattr(run_start, "Coordinator", planted)
 
     return plant
 

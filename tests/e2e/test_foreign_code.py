@@ -15,7 +15,7 @@ import pytest
 from distflow import cli
 from distflow.config import load_config
 from distflow.launch.run_folders.export_checkpoint import write_config_of
-from distflow.launch.user_code_trust_and_importability import named_code
+from distflow.launch.user_code import named_code
 from distflow.runtime.checkpoint.files import describe, read_manifest, write_manifest, write_part
 from tests.e2e.runs import Playground
 from tests.launch.run_folders.test_replay_nonfinite_update import make_bundle

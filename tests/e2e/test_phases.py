@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.launch import run_start_and_end
+from distflow.launch import run_start
 from distflow.launch.one_process_launcher import launch_local
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
 from distflow.runtime.rollout_loop.user_calls import Callbacks
@@ -107,13 +107,13 @@ def test_named_phases_add_up_to_the_clock(
 def test_what_comes_before_the_first_step_is_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_facts = run_start_and_end.write_facts
+    write_facts = run_start.write_facts
 
     def slowly(*args: Any) -> None:
         time.sleep(SLOW_S)
         write_facts(*args)
 
-    monkeypatch.setattr(run_start_and_end, "write_facts", slowly)
+    monkeypatch.setattr(run_start, "write_facts", slowly)
     run = Playground(tmp_path).run("grpo", "trainer.total_training_steps=1", "trust.audit_freq=0")
     (step,) = run.metrics()
     assert step["timing_s/start"] >= SLOW_S > step["timing_s/other"]

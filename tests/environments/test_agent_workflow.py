@@ -17,7 +17,7 @@ from distflow.environments.agent_workflow import AgentWorkflow
 from distflow.environments.chat import Prompt
 from distflow.environments.workflows import Row
 from distflow.errors import UserError
-from distflow.launch.user_code_trust_and_importability import pipeline_code
+from distflow.launch.user_code import pipeline_code
 from tests.e2e.runs import Run
 from tests.environments.test_chat import FAMILIES, Engine, chat_of
 from tests.environments.test_training import WORKFLOW, Games, saved

@@ -5,7 +5,7 @@ import torch
 
 from distflow.config import load_config
 from distflow.errors import UserError
-from distflow.launch.device_and_threads import follow_machines
+from distflow.launch.devices import follow_machines
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="wants a machine without a GPU"

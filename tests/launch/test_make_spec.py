@@ -21,8 +21,8 @@ from distflow.data.encoded_rows_file import EncodedRows
 from distflow.errors import ConfigError, UserError
 from distflow.graph import PipelineError
 from distflow.launch.data_sets import data_plan
+from distflow.launch.importable_code import check_importable
 from distflow.launch.one_process_launcher import launch_local
-from distflow.launch.user_code_trust_and_importability import check_importable
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.spec import Offloads, Spec
 from tests.e2e.runs import Playground

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch import device_and_threads
-from distflow.launch.device_and_threads import own_cores, share_threads, usable_cores
+from distflow.launch import threads
+from distflow.launch.threads import own_cores, share_threads, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_a_container_grants_a_share_of_time(
     root = group(tmp_path / "cgroup", limits)
     file = tmp_path / "own"
     file.write_text(own + "\n")
-    assert sorted(device_and_threads._quotas(root, file)) == granted
-    monkeypatch.setattr(device_and_threads, "_quotas", lambda *where: iter(granted))
+    assert sorted(threads._quotas(root, file)) == granted
+    monkeypatch.setattr(threads, "_quotas", lambda *where: iter(granted))
     assert own_cores() == min([len(os.sched_getaffinity(0)), *granted])
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
-    assert list(device_and_threads._quotas(tmp_path, tmp_path / "none")) == []
+    assert list(threads._quotas(tmp_path, tmp_path / "none")) == []

@@ -257,7 +257,7 @@ class PythonInputs:
     def _functions(self, config: Config) -> Iterator[tuple[str, Path, str, Any]]:
         """(key, file, name, what is pickled) of each function except the reward: those passed, and
         the estimator and loss that the script registered."""
-        from distflow.launch.user_code_trust_and_importability import entry_to_send
+        from distflow.launch.importable_code import entry_to_send
         from distflow.rewards.load_and_call_reward_functions import name_of
 
         values = flatten(config)

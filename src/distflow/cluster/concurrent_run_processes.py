@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 from signal import SIGTERM
 
 from distflow.cluster.remote_calls import WorkerDied
-from distflow.launch.device_and_threads import usable_cores
 from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
+from distflow.launch.threads import usable_cores
 from distflow.processes.child import Child, environment
 from distflow.runtime.stop_signals import SIGNALS, StopRequest, exit_status
 

@@ -9,7 +9,7 @@ from typing import Any
 from distflow.cluster.remote_sample_queue import GroupRef, RowsOfGroup, to_group
 from distflow.cluster.reports_to_driver import Message, MessageQueue
 from distflow.data.encoded_prompts import PromptRow
-from distflow.launch.run_start_and_end import Start, begin_ledger
+from distflow.launch.run_start import Start, begin_ledger
 from distflow.observe.writing.timing import Waits
 from distflow.planning.plan import dp_groups_of
 from distflow.rewards.reward_results import RewardCounts

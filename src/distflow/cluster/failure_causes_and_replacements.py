@@ -33,7 +33,8 @@ from distflow.cluster.remote_calls import (
     reply_of,
 )
 from distflow.errors import UserError
-from distflow.launch.run_start_and_end import DRIVER, Start, find_start, resume_hint
+from distflow.launch.run_end import DRIVER, resume_hint
+from distflow.launch.run_start import Start, find_start
 from distflow.observe.run_reader import read_events
 from distflow.observe.writing.run_folder import RunFolder, claim_again
 from distflow.runtime.rollout_loop.engine_watch import STACKS

@@ -20,15 +20,9 @@ from distflow.cluster.remote_calls import STARVED_S, Heartbeat, Peer, PeersLate,
 from distflow.cluster.reports_to_driver import shown
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import TrustError, UserError, count_of
-from distflow.launch.device_and_threads import places_of
-from distflow.launch.run_start_and_end import (
-    Start,
-    done_before,
-    note_failure,
-    outcome_of,
-    resume_hint,
-    starting,
-)
+from distflow.launch.run_end import done_before, note_failure, outcome_of, resume_hint
+from distflow.launch.run_start import Start, starting
+from distflow.launch.threads import places_of
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.processes.child import Child, environment, how_it_ended, python_command
 from distflow.runtime.rollout_loop.engine_watch import STACKS

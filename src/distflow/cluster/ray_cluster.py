@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as B
 
 from distflow.cluster.remote_calls import ENDS_WITHIN_S, state_of
 from distflow.errors import RayNotStarted, UserError, count_of
-from distflow.launch.device_and_threads import check_cores, usable_cores
+from distflow.launch.threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting
 from distflow.planning.plan import Plan, RankPlan
 from distflow.processes.descendants import descendants, kill_those

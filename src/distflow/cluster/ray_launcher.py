@@ -17,7 +17,8 @@ import torch
 
 from distflow.errors import UserError
 from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
-from distflow.launch.run_start_and_end import Start, done_before, starting
+from distflow.launch.run_end import done_before
+from distflow.launch.run_start import Start, starting
 from distflow.observe.report.build import write_report
 from distflow.planning.plan import Plan
 from distflow.processes.survivors import survivors_ended

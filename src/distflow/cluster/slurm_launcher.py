@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.run_start_and_end import done_before, starting
+from distflow.launch.run_end import done_before
+from distflow.launch.run_start import starting
 from distflow.observe.crash_safe_files import write_atomically
 from distflow.processes.survivors import without_mark
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec

@@ -28,8 +28,9 @@ from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import UserError, count_of
-from distflow.launch.device_and_threads import places_of
-from distflow.launch.run_start_and_end import Start, done_before, note_failure, outcome_of
+from distflow.launch.run_end import done_before, note_failure, outcome_of
+from distflow.launch.run_start import Start
+from distflow.launch.threads import places_of
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
 from distflow.observe.writing.timing import lasting
 from distflow.runtime.rollout_loop.engine_watch import STACKS

@@ -20,14 +20,8 @@ from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote
 from distflow.cluster.weights_to_workers import WeightReceivers
 from distflow.cluster.worker_connections import WorkerPorts
 from distflow.launch.build_worker import build_worker
-from distflow.launch.run_start_and_end import (
-    Start,
-    model_lines,
-    note_end,
-    note_resume,
-    open_store,
-    write_facts,
-)
+from distflow.launch.run_end import note_end
+from distflow.launch.run_start import Start, model_lines, note_resume, open_store, write_facts
 from distflow.rewards.pool.domain_pools import StartPool, take_pool
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.restore import check_same_facts, restore, set_generators

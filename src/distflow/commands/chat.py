@@ -50,7 +50,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     note = partial(print, file=sys.stderr, flush=True)
     note(f"distflow {__version__} · {arguments.model}")
     with importing():
-        from distflow.launch.without_run.chat_serve_and_check_engine import ChatOptions, load_chat
+        from distflow.launch.without_run.chat import ChatOptions, load_chat
 
     options = ChatOptions(
         arguments.max_tokens, arguments.temperature, arguments.plain, arguments.trust_code

@@ -40,7 +40,7 @@ def run_config(arguments: argparse.Namespace) -> int:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
         from distflow.launch.select_pipeline import bind, import_user_modules
-        from distflow.launch.user_code_trust_and_importability import only_if_trusted, pipeline_code
+        from distflow.launch.user_code import only_if_trusted, pipeline_code
 
         only_if_trusted(pipeline_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
@@ -78,7 +78,7 @@ def why_not_from_files(config: "Config", trusted: bool) -> str:
     from distflow.config.compose.check_paths import is_local_data
     from distflow.config.derived_settings import data_files
     from distflow.hub_id_or_local_path import is_local_model
-    from distflow.launch.user_code_trust_and_importability import data_code, pipeline_code
+    from distflow.launch.user_code import data_code, pipeline_code
     from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
 
     files = (data_files(config, "train_files") | data_files(config, "val_files")).values()

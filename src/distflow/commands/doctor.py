@@ -78,7 +78,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.run_dir is not None:
         return _examine(find_run(arguments.run_dir), arguments.json, arguments.trust_code)
-    from distflow.launch.device_and_threads import find_thread_faults
+    from distflow.launch.threads import find_thread_faults
 
     versions = {name: _version(name) for name in NEEDED}
     packages = [f"{name} {version or 'missing'}" for name, version in versions.items()]
@@ -189,13 +189,9 @@ def _check_device(words: list[str], trusted: bool) -> int:
     print(f"distflow {__version__} · device", flush=True)
     with importing():
         from distflow.commands.selftest.compared_runs import check_all
-        from distflow.launch.device_and_threads import make_process_ready
         from distflow.launch.select_pipeline import import_user_modules
-        from distflow.launch.user_code_trust_and_importability import (
-            model_code,
-            only_if_trusted,
-            pipeline_code,
-        )
+        from distflow.launch.threads import make_process_ready
+        from distflow.launch.user_code import model_code, only_if_trusted, pipeline_code
 
     only_if_trusted([*pipeline_code(config), *model_code(config)], trusted, say=print)
     import_user_modules(config)
@@ -212,7 +208,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
 
 
 def _machine() -> list[str]:
-    from distflow.launch.device_and_threads import describe_hardware
+    from distflow.launch.devices import describe_hardware
     from distflow.sandbox.local_sandbox import probe
 
     return [

@@ -43,7 +43,7 @@ def run_rollout(arguments: argparse.Namespace) -> int:
 
 
 async def _check(config: "Config") -> int:
-    from distflow.launch.without_run.chat_serve_and_check_engine import check_rollout
+    from distflow.launch.without_run.serve import check_rollout
 
     settings = config.actor_rollout_ref
     failed = 0

@@ -56,7 +56,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     say(f"distflow {__version__} · {arguments.model}")
     listening = listen(arguments.host, arguments.port)
     with importing():
-        from distflow.launch.without_run.chat_serve_and_check_engine import load_config_of, serve
+        from distflow.launch.without_run.chat import load_config_of
+        from distflow.launch.without_run.serve import serve
 
     chosen = arguments.api_key or os.environ.get(_KEY)
     key = chosen or secrets.token_urlsafe(24)

@@ -17,7 +17,7 @@ from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
 from distflow.graph.node_decorator_and_roles import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
-from distflow.launch.device_and_threads import accelerator, choose_device, choose_dtype
+from distflow.launch.devices import accelerator, choose_device, choose_dtype
 from distflow.launch.plans.measured_run import as_predicted, facts_of, measured_run
 from distflow.models.cached_decoder import why_not_embedded
 from distflow.models.loading import (

@@ -21,7 +21,8 @@ from distflow.launch.data_sets import (
     train_sources,
     validation_sources,
 )
-from distflow.launch.device_and_threads import follow_device, make_process_ready
+from distflow.launch.devices import follow_device
+from distflow.launch.importable_code import check_importable
 from distflow.launch.select_pipeline import (
     bind,
     generates,
@@ -31,7 +32,7 @@ from distflow.launch.select_pipeline import (
 )
 from distflow.launch.spec_fields_from_config import spec_settings
 from distflow.launch.taken_keys import TakenKeys, refuse_inert_keys
-from distflow.launch.user_code_trust_and_importability import check_importable
+from distflow.launch.threads import make_process_ready
 from distflow.planning.allocation_expression import follow_allocation
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, WINDOW
 

@@ -11,7 +11,7 @@ from distflow.data.sources import forget_rows
 from distflow.errors import blaming
 from distflow.graph import BoundPipeline
 from distflow.launch.data_sets import LazyRows, num_rows_of
-from distflow.launch.device_and_threads import follow_machines
+from distflow.launch.devices import follow_machines
 from distflow.launch.dry_run_of_user_code import try_algorithms
 from distflow.launch.fit_config_to_files import (
     Data,
@@ -20,7 +20,9 @@ from distflow.launch.fit_config_to_files import (
     follow_pipeline,
     read_config,
 )
-from distflow.launch.run_fingerprint_and_report_head import description, facts
+from distflow.launch.importable_code import check_pickles
+from distflow.launch.report_head import description
+from distflow.launch.run_facts import facts
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
 from distflow.launch.select_pipeline import rebuild
 from distflow.launch.spec_fields_from_config import (
@@ -29,7 +31,7 @@ from distflow.launch.spec_fields_from_config import (
     validation_params,
 )
 from distflow.launch.startup_messages import startup_lines
-from distflow.launch.user_code_trust_and_importability import check_pickles, named_code
+from distflow.launch.user_code import named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
 from distflow.runtime.run_errors import writing_to

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from distflow.data.batch import Batch
-from distflow.launch import run_start_and_end
+from distflow.launch import run_end, run_start
 from distflow.launch.build_worker import build_worker
 from distflow.launch.select_pipeline import for_own_loop
 from distflow.observe.report.build import write_report
@@ -35,9 +35,9 @@ LASTING_S = 5.0
 
 def launch_local(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcome:
     """See `Launch`."""
-    with run_start_and_end.starting(spec, options.allow_change) as start:
+    with run_start.starting(spec, options.allow_change) as start:
         built = _build(spec, start, options.say)
-        if done := run_start_and_end.done_before(spec, start, options.say):
+        if done := run_end.done_before(spec, start, options.say):
             return done
 
         def make_stop(recorder: Recorder) -> StopRequest:
@@ -47,7 +47,7 @@ def launch_local(spec: Spec, options: LaunchOptions = LAUNCH_DEFAULTS) -> Outcom
 
         with _running(built, options.callbacks, make_stop) as running:
             steps = running.worker.training_loop()
-        return run_start_and_end.outcome_of(
+        return run_end.outcome_of(
             spec, steps, running.stop.signal, running.recorder.status == "stopped"
         )
 
@@ -59,7 +59,7 @@ def open_local(
     """The run, driven by the caller instead of `Worker.training_loop`. Signals are left to the
     caller."""
     never = nullcontext(StopRequest(lambda name: None))
-    with run_start_and_end.starting(spec, allow_change) as start:
+    with run_start.starting(spec, allow_change) as start:
         with _running(
             _build(spec, start, say), Callbacks(), lambda recorder: never, own_loop=True
         ) as running:
@@ -85,17 +85,17 @@ class _Built:
     """A run with its engines and services. differences: harmless ones from the checkpoint."""
 
     spec: Spec
-    start: run_start_and_end.Start
+    start: run_start.Start
     resources: Resources
     differences: list[str]
     say: Callable[[str], None]
 
 
-def _build(spec: Spec, start: run_start_and_end.Start, say: Callable[[str], None]) -> _Built:
+def _build(spec: Spec, start: run_start.Start, say: Callable[[str], None]) -> _Built:
     """Raises UserError if the checkpoint is of another model, tokenizer or data."""
     fault_injection.arm(0)
     resources = build_resources(spec.factories, spec.plan.ranks[0], say=say)
-    for line in run_start_and_end.model_lines(spec, resources.sizes):
+    for line in run_start.model_lines(spec, resources.sizes):
         say(line)
     facts = {**spec.facts, **resources.facts}
     differences = check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else []
@@ -119,7 +119,7 @@ def _running(
     state, queued = (
         (restore(checkpoint, resources), load_queued(checkpoint)) if checkpoint else ({}, {})
     )
-    coordinator, ledger = run_start_and_end.begin_ledger(spec, start)
+    coordinator, ledger = run_start.begin_ledger(spec, start)
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, built.say),
@@ -128,9 +128,9 @@ def _running(
         make_stop(recorder) as stop,
     ):
         with recorder.phases("start"):
-            run_start_and_end.write_facts(spec, resources.facts, recorder, total_steps)
+            run_start.write_facts(spec, resources.facts, recorder, total_steps)
             if checkpoint:
-                run_start_and_end.note_resume(recorder, checkpoint, built.differences, spec)
+                run_start.note_resume(recorder, checkpoint, built.differences, spec)
             ports = local_ports(coordinator, recorder.waits, queued)
             if own_loop:
                 assert isinstance(ports.queue, LocalSampleQueue), "the queue is of this process"
@@ -156,9 +156,7 @@ def _running(
             yield Running(worker, ports, recorder, stop)
         counts = coordinator.checked_counts()
         planned = coordinator.plan.total_steps
-        run_start_and_end.note_end(
-            recorder, stop, coordinator.finished, counts, coordinator.step, planned
-        )
+        run_end.note_end(recorder, stop, coordinator.finished, counts, coordinator.step, planned)
 
 
 def local_ports(

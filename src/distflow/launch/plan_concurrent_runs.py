@@ -14,7 +14,7 @@ from distflow.config.derived_settings import with_own_policies
 from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch.configured_models import model_sizes
-from distflow.launch.device_and_threads import follow_machines
+from distflow.launch.devices import follow_machines
 from distflow.launch.fit_config_to_files import follow_pipeline, read_config
 from distflow.launch.select_pipeline import bind
 from distflow.launch.spec_fields_from_config import spec_settings

@@ -17,7 +17,8 @@ from distflow.config.derived_settings import is_sharded
 from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch.configured_models import compute_dtype, policy_adapter, policy_source
-from distflow.launch.device_and_threads import choose_device, choose_dtype, threads_of
+from distflow.launch.devices import choose_device, choose_dtype
+from distflow.launch.threads import threads_of
 from distflow.models.cpu_kernels import build as native
 from distflow.models.loading import ModelSource, load_model
 from distflow.models.sharding import empty_model

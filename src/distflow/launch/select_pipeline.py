@@ -37,7 +37,7 @@ from distflow.import_target import (
     required_parameters,
     users_code,
 )
-from distflow.launch.device_and_threads import make_process_ready
+from distflow.launch.threads import make_process_ready
 from distflow.pipelines.nodes.log_probs_and_values import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift

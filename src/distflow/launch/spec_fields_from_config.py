@@ -25,10 +25,11 @@ from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.configured_models import check_layouts, compute_dtype, model_sizes, prediction
 from distflow.launch.data_sets import data_plan
-from distflow.launch.device_and_threads import check_cores, choose_device, refuse_offload_here
+from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engines import make_factories
 from distflow.launch.rollout_engines import engine_dtype, shares_weights
 from distflow.launch.select_pipeline import takes_policy_loss
+from distflow.launch.threads import check_cores
 from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.assign_ranks import plan_devices
 from distflow.planning.plan import Plan, RankPlan

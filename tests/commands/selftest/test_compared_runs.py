@@ -32,7 +32,7 @@ def restore(checkpoint, resources):
 local.restore = restore
 """
 BEGUN_ANEW = """
-import distflow.launch.run_start_and_end as begin
+import distflow.launch.run_start as begin
 begin.find_checkpoint = lambda store, mode: None
 """
 

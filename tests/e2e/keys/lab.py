@@ -19,7 +19,7 @@ from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptSet
 from distflow.launch.configured_models import load_policy
 from distflow.launch.data_sets import train_sources, validation_sources
-from distflow.launch.device_and_threads import choose_device
+from distflow.launch.devices import choose_device
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import load_tokenizer

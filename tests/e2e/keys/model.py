@@ -20,7 +20,7 @@ COMMITS = ("a" * 40, "b" * 40)
 _SHOW_NORM = """
 import sys
 from distflow.config import load_config
-from distflow.launch.device_and_threads import choose_device
+from distflow.launch.devices import choose_device
 from distflow.launch.configured_models import load_policy
 config = load_config("grpo", sys.argv[1:]).config
 model = load_policy(config, choose_device(config))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.launch.run_start_and_end import starting
+from distflow.launch.run_start import starting
 from distflow.observe.crash_safe_files import ASIDE
 from distflow.runtime.weight_sync import bucket_files
 from distflow.runtime.weight_sync.bucket_files import (

@@ -26,7 +26,7 @@ from distflow.commands.selftest.runs import (
 )
 from distflow.config import Config
 from distflow.errors import RayNotStarted
-from distflow.launch.device_and_threads import accelerator
+from distflow.launch.devices import accelerator
 from distflow.launch.without_run import device_checks
 from distflow.launch.without_run.device_checks import (
     EXACT,

@@ -28,7 +28,7 @@ def bind_unloaded(config: Config) -> BoundPipeline:
     if it names Python code of the user, with torch. Its functions must not be called."""
     with placeholders(*_UNLOADED):
         from distflow.launch.select_pipeline import bind
-        from distflow.launch.user_code_trust_and_importability import pipeline_code
+        from distflow.launch.user_code import pipeline_code
 
         if not pipeline_code(config):
             return bind(config)
@@ -49,7 +49,7 @@ def optional_reference(loaded: Loaded) -> Sequence[tuple[str, object, str]]:
 def code_of(config: Config) -> list[str]:
     """The Python code that a plan would import."""
     with placeholders(*_UNLOADED):
-        from distflow.launch.user_code_trust_and_importability import data_code, pipeline_code
+        from distflow.launch.user_code import data_code, pipeline_code
     return [*pipeline_code(config), *data_code(config)]
 
 

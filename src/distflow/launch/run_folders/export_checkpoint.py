@@ -28,14 +28,9 @@ from distflow.config.keys.dag import FIRST_POLICY
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.launch.configured_models import copy_weights, load_policy, tokenizer_loader
-from distflow.launch.run_fingerprint_and_report_head import PROMPT_FORMAT
+from distflow.launch.run_facts import PROMPT_FORMAT
 from distflow.launch.run_folders.run_seal import is_own_run
-from distflow.launch.user_code_trust_and_importability import (
-    code_of_run,
-    model_code,
-    only_if_trusted,
-    without_model_code,
-)
+from distflow.launch.user_code import code_of_run, model_code, only_if_trusted, without_model_code
 from distflow.models.image_inputs import images_of
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights, unwrapped

@@ -22,7 +22,7 @@ from distflow.graph.fields import Axis
 from distflow.import_target import load_modules
 from distflow.launch.configured_models import copy_weights
 from distflow.launch.engines import make_factories
-from distflow.launch.user_code_trust_and_importability import (
+from distflow.launch.user_code import (
     algorithm_code,
     model_code,
     only_if_trusted,

@@ -17,7 +17,7 @@ from typing import Any
 from distflow.config import Config, config_of_run
 from distflow.config.keys.schema import to_dict
 from distflow.import_target import is_pickled, module_files, split_name
-from distflow.launch.user_code_trust_and_importability import code_of_run
+from distflow.launch.user_code import code_of_run
 from distflow.observe.crash_safe_files import read_object, to_json
 from distflow.untrusted_files import own_cache
 

@@ -32,7 +32,7 @@ from distflow.launch.configured_models import (
     policy_source,
     scoring_source,
 )
-from distflow.launch.device_and_threads import accelerator
+from distflow.launch.devices import accelerator
 from distflow.launch.rollout_engines import engine_dtype, shares_weights
 from distflow.launch.select_pipeline import bind
 from distflow.models.loading import ModelSource, load_model, load_tokenizer

@@ -1,16 +1,8 @@
-"""Python code that a config names: what it is, whether it may run, and whether a worker in another
-process can import it.
+"""The user's code that a run would execute: of a config by somebody else only with consent."""
 
-Commands that run the user's config report its code; those that read a run's folder, which may be
-another person's, run it only when asked to."""
+from collections.abc import Callable
+from dataclasses import replace
 
-import importlib.util
-import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from typing import Any
-
-from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
 from distflow.config import Config
 from distflow.config.derived_settings import (
     WORKFLOW,
@@ -22,9 +14,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.data.sources import is_function
 from distflow.errors import UserError
-from distflow.import_target import innermost, is_pickled, load
 from distflow.models.model_paths_and_folder_checks import code_of
-from distflow.runtime.spec import Spec
 
 TRUST_CODE = "--trust-code"
 
@@ -142,87 +132,3 @@ def without_model_code(config: Config) -> Config:
     settings = config.actor_rollout_ref
     model = replace(settings.model, trust_remote_code=False)
     return replace(config, actor_rollout_ref=replace(settings, model=model))
-
-
-_ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_code.py, and set "
-
-
-def check_importable(config: Config) -> None:
-    """Raises UserError with a module or function that a worker cannot import."""
-    for name in config.trainer.imports:
-        if not _can_be_imported(name):
-            raise UserError(
-                f"trainer.imports: a worker in another process cannot import '{name}': it is not "
-                "in a file that "
-                f"Python can find. {_ADVICE}trainer.imports=[my_code]"
-            )
-    for key, fn in _users_functions(config):
-        plain = innermost(fn)
-        if not _can_be_imported(plain.__module__):
-            name = getattr(plain, "__qualname__", repr(fn))
-            named = (
-                f"my_code:{name} instead" if key == "dag.pipeline" else "trainer.imports=[my_code]"
-            )
-            raise UserError(
-                f"{key}: the function {name} is in '{plain.__module__}', which a worker in another "
-                "process cannot "
-                f"import. {_ADVICE}{named}"
-            )
-
-
-def check_pickles(spec: Spec) -> None:
-    """Raises UserError with the part of the spec that cannot be pickled."""
-    for item in fields(spec):
-        try:
-            pickle.dumps(getattr(spec, item.name))
-        except (pickle.PicklingError, TypeError, AttributeError) as err:
-            raise UserError(
-                f"the run cannot be sent to a worker: its '{item.name}' does not pickle ({err})"
-            ) from err
-
-
-def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
-    """(key that names it, function) for all functions that are looked up by name."""
-    named = [("dag.pipeline", name) for name in functions_of_pipeline(config)] + named_algorithms(
-        config
-    )
-    workflow = config.actor_rollout_ref.rollout.workflow
-    named += [(WORKFLOW, workflow)] if workflow and ":" in workflow else []
-    for key, name in named:
-        if not is_pickled(name):  # pickled ones are sent unchanged
-            found: Any = (
-                load(name) if key in ("dag.pipeline", WORKFLOW) else _registry(key).find(name).fn
-            )
-            yield key, found
-
-
-def _registry(key: str) -> Registry[Any]:
-    return POLICY_LOSSES if key.endswith("policy_loss") else ADV_ESTIMATORS
-
-
-def entry_to_send(key: str, name: str, config: Config, given: Callable[..., object] | None) -> Any:
-    """The estimator or loss to pickle for a key: the function passed from Python as `name`, else
-    the one that the calling script or cell registered as `name`; None if workers find it by name.
-    Raises UserError for a function that cannot be called."""
-    if given is None:
-        entry = None if ":" in name else _registry(key).own(name)
-        is_found = (
-            entry is not None
-            and config.trainer.imports
-            and _can_be_imported(innermost(entry.fn).__module__)
-        )
-        return None if is_found else entry
-    try:
-        return _registry(key).read(name, given)
-    except ValueError as error:
-        raise UserError(f"{key}: {error}") from error
-
-
-def _can_be_imported(module: str) -> bool:
-    if module == "__main__":
-        return False
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a module without a spec was created at run time
-        return False
-    return found is not None and found.origin is not None

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from distflow.config import load_config
-from distflow.launch.device_and_threads import follow_device
+from distflow.launch.devices import follow_device
 
 DTYPE = "actor_rollout_ref.model.dtype"
 
@@ -32,7 +32,7 @@ TWICE = """
 import resource
 import sys
 
-from distflow.launch.device_and_threads import keep_freed_memory
+from distflow.launch.threads import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.config import load_config, preset_config
 from distflow.config.compose.setting_origins import preset_names
-from distflow.launch.run_fingerprint_and_report_head import changes
+from distflow.launch.report_head import changes
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -1,48 +1,31 @@
-"""Uses a config's model without a run: chats with it, with prompts tokenised like the data
-(`distflow chat`), serves it (`distflow serve`), or tests whether its rollout engine does all that a
-run needs (`distflow rollout check`)."""
+"""`distflow chat`: chats with a model, with prompts that are tokenised like the data."""
 
-import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import torch
 import yaml
 from transformers import TextStreamer
 
-from distflow.algorithms.mismatch_check import Tolerance
 from distflow.config import Config, load_config
-from distflow.config.keys.schema import with_values
 from distflow.data.dataset_columns import BadRows, RawRow
 from distflow.data.encode_rows import encode_rows
 from distflow.data.encoded_prompts import PromptOptions
 from distflow.errors import UserError
-from distflow.launch.check_extensions import check_extensions
 from distflow.launch.configured_models import load_policy, policy_limits, tokenizer_loader
-from distflow.launch.device_and_threads import choose_device, make_process_ready
-from distflow.launch.engines import make_factories
-from distflow.launch.rollout_engines import engine_dtype
-from distflow.launch.run_fingerprint_and_report_head import PROMPT_FORMAT
+from distflow.launch.devices import choose_device
+from distflow.launch.run_facts import PROMPT_FORMAT
 from distflow.launch.run_folders.export_checkpoint import NOTE, with_models_of_runs, write_config_of
-from distflow.launch.spec_fields_from_config import sampling_params
 from distflow.models.loading import stop_token_ids
 from distflow.observe.crash_safe_files import read_object
-from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
-from distflow.planning.plan import RankPlan
-from distflow.rollout.conformance import Bench, Finding, check_engine
 from distflow.runtime.checkpoint.find_checkpoint import is_of_a_run
-from distflow.runtime.spec import Get
 
 Messages = list[dict[str, Any]]
 MAX_TOKENS = 512
-LONGEST = 4096
-NUM_PROMPTS = 200
-EXACT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -163,44 +146,3 @@ def _reads_messages(path: str, tokenizer: Any) -> bool:
     """Whether a model's folder or id has a chat template, and was not trained without it."""
     trained_on = read_object(Path(path) / NOTE).get(PROMPT_FORMAT, "chat")
     return trained_on == "chat" and bool(tokenizer.chat_template)
-
-
-async def serve(
-    config: Config, name: str, key: str, listening: socket, say: Callable[[str], None]
-) -> None:
-    """Serve until cancelled. name: of the model, for clients. say: called with the URL. Raises
-    UserError."""
-    get = _resources(config)
-    stop_ids = tuple(get("stop_token_ids"))
-    context = policy_limits(config).context or LONGEST
-    async with get("rollout") as engine:
-        policy = ServedPolicy(
-            engine, get("tokenizer"), stop_ids, config, sampling_params(config), context
-        )
-        with serve_policy(policy, name, key, listening) as url:
-            say(url)
-            await asyncio.Event().wait()
-
-
-async def check_rollout(config: Config) -> AsyncIterator[Finding]:
-    """Check the engine as a run builds it, with its own weights."""
-    get = _resources(config)
-    dtype = engine_dtype(config)
-    room = config.data.max_prompt_length + config.data.max_response_length
-    limit = EXACT if dtype is torch.float32 else Tolerance.of(exact=False).hold
-    longest = min(room, policy_limits(config).context or room)
-    async with get("rollout") as engine:
-        bench = Bench(
-            engine, get("policy").eval(), get("tokenizer"), longest, limit, dtype, NUM_PROMPTS
-        )
-        async for found in check_engine(bench):
-            yield found
-
-
-def _resources(config: Config) -> Get:
-    """The parts, without a configured adapter."""
-    check_extensions(config)
-    make_process_ready(config)
-    whole = with_values(config, {"actor_rollout_ref.model.lora_rank": 0})
-    factories = make_factories(whole, ("rollout",), (), steps=1)
-    return Get(factories, RankPlan(0, str(choose_device(config)), (), (), ("rollout",), ()), {})

@@ -7,7 +7,7 @@ import pytest
 from distflow import cli
 from distflow.config import load_config
 from distflow.config.derived_settings import code_of_workflow
-from distflow.launch.user_code_trust_and_importability import named_code, pipeline_code
+from distflow.launch.user_code import named_code, pipeline_code
 
 CODE = """
 from pathlib import Path

@@ -1,21 +1,17 @@
-"""The common work of launchers around a run: where it resumes, what it writes to the folder, and
-its outcome."""
+"""Where a run begins: its folder, the checkpoint that it resumes from, and the files that describe
+it."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from distflow import __version__
 from distflow.launch.check_disk import check_disk
-from distflow.launch.run_folders.export_checkpoint import write_hf_models
 from distflow.launch.run_folders.run_seal import SEAL, seal_run
 from distflow.observe.crash_safe_files import remove_asides, sync
-from distflow.observe.findings.summary import accuracies
-from distflow.observe.report.build import report_data, write_report
-from distflow.observe.run_reader import VALIDATION_ROWS, read_damage, read_events, read_metrics
-from distflow.observe.writing.run_folder import RunFolder, claimed, finish_moving, join, set_aside
+from distflow.observe.run_reader import VALIDATION_ROWS, read_damage
+from distflow.observe.writing.run_folder import claimed, finish_moving, join, set_aside
 from distflow.processes.survivors import survivors_ended
 from distflow.runtime import fault_injection
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint, CheckpointStore
@@ -23,10 +19,7 @@ from distflow.runtime.checkpoint.find_checkpoint import (
     CHECKPOINTS,
     LEDGER,
     before_damage,
-    done_message,
     find_checkpoint,
-    is_done,
-    newest_checkpoint,
     remaining_plan,
     resumes_here,
 )
@@ -34,17 +27,13 @@ from distflow.runtime.checkpoint.restore import changed_lengths, check_same_conf
 from distflow.runtime.resources import ModelSizes
 from distflow.runtime.run_errors import writing_to
 from distflow.runtime.run_recorder import Recorder
-from distflow.runtime.spec import Outcome, Spec
-from distflow.runtime.stop_signals import Stop
+from distflow.runtime.spec import Spec
 from distflow.runtime.weight_sync.bucket_files import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.group_states import GroupCounts
 from distflow.scheduling.ledger import Ledger
 from distflow.scheduling.scheduler_snapshot import Snapshot
 
 FROM_THE_START = -1
-DRIVER = -1
-"""The process that starts the workers, in place of a rank among the parts of a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -114,36 +103,6 @@ def _reach_in_checkpoint(point: str) -> None:
     fault_injection.reach(f"checkpoint.{point}")
 
 
-def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
-    """The outcome of a run without steps left; None if there are some. Raises UserError if it is
-    another run."""
-    if start.checkpoint is None or not is_done(start.checkpoint, spec):
-        return None
-    say(done_message(start.checkpoint, spec, start.resumes))
-    notes = check_same_facts(start.checkpoint, spec, spec.facts) if start.resumes else []
-    if other := [
-        note.partition(" ")[0].removeprefix("code_of_")
-        for note in notes
-        if note.startswith("code_of_")
-    ]:
-        say(
-            f"It was trained with different code than the call gives now ({', '.join(other)}), "
-            "which is not used."
-        )
-    if spec.saves_hf_model:
-        write_hf_models(spec.run_dir, say)
-    return outcome_of(spec, start.checkpoint.step)
-
-
-def outcome_of(spec: Spec, steps: int, signal: int | None = None, stopped: bool = False) -> Outcome:
-    """The outcome of a run that has ended; writes its report, which says how it ended."""
-    data = report_data(spec.run_dir)
-    found = accuracies(read_metrics(spec.run_dir), read_events(spec.run_dir))
-    report = write_report(spec.run_dir, data)
-    saved = newest_checkpoint(spec.run_dir)
-    return Outcome(steps, signal, stopped, report, *found, tuple(data["judgements"]), saved)
-
-
 def model_lines(spec: Spec, sizes: ModelSizes) -> list[str]:
     """Lines on the run's models, and which parts of them are trained."""
     config = spec.config
@@ -178,43 +137,6 @@ def note_resume(
         None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]
     ):
         recorder.note("warning", warning)
-
-
-def note_end(
-    recorder: Recorder,
-    stop: Stop,
-    finished: bool,
-    group_counts: GroupCounts,
-    done: int,
-    planned: int,
-) -> None:
-    """Record how the run ended. Dropped groups are replaced by later ones, so it may have fewer
-    steps than planned."""
-    recorder.status = "stopped" if stop.wanted and not finished else "finished"
-    if finished and not stop.wanted and done < planned:
-        dropped = ", ".join(f"{n} {reason}" for reason, n in group_counts.dropped.items())
-        recorder.note(
-            "info",
-            f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})",
-        )
-
-
-def resume_hint(spec: Spec) -> str:
-    """For the error of a death that ends the run: text on where the next start resumes."""
-    store = open_store(spec)
-    where = "the beginning: there is no checkpoint yet (trainer.save_freq)"
-    if store.exists():
-        where = store.load().path.name
-    return f"The same command resumes from {where}"
-
-
-def note_failure(run_dir: Path, error: BaseException) -> None:
-    """Record how the run ended, for workers that were killed before they could."""
-    events = read_events(run_dir)
-    if events and events[-1].kind != "end":
-        with RunFolder(run_dir, events[-1].restart, part=DRIVER) as folder:
-            folder.event("error", f"{type(error).__name__}: {error}", raised=type(error).__name__)
-            folder.event("end", "the run failed", status="failed")
 
 
 def begin_ledger(spec: Spec, start: Start) -> tuple[Coordinator, Ledger]:

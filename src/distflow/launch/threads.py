@@ -1,132 +1,20 @@
-"""The hardware that a run computes on: its device, its cores for training and generation, memory
-and threads of its process, and their description."""
+"""The cores of a run: its threads for training and generation, and the heap of its process."""
 
 import ctypes
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import torch
 
-from distflow.builtin_names import GPUS_OF_CLUSTER
-from distflow.config import Config, Loaded
-from distflow.config.compose.load_config import with_changes
-from distflow.config.derived_settings import is_one_process, is_rl, offload_keys
+from distflow.config import Config
+from distflow.config.derived_settings import is_rl
 from distflow.errors import UserError, count_of
-from distflow.import_target import load
-from distflow.models.cpu_kernels.build import NotNative, outcome
-from distflow.observe.sanitized_output import escape_control
-from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.plan import Plan, dp_groups_of
 from distflow.runtime.spec import Spec
 from distflow.runtime.worker_place import Home, Place
-
-
-def follow_machines(loaded: Loaded) -> Loaded:
-    """The config with the settings that its allocation implies. With several workers or a cluster,
-    `trainer.device` is resolved too: `auto` becomes torch's accelerator (cuda over Ray), or, for a
-    single worker without one, the CPU. Raises UserError for devices that are not there."""
-    loaded = follow_allocation(loaded)
-    trainer = loaded.config.trainer
-    is_local = trainer.launcher == "local"
-    size = trainer.n_gpus_per_node
-    if is_one_process(loaded.config) or trainer.launcher == "slurm" or trainer.device == "cpu":
-        return loaded
-    counted = (
-        [torch.accelerator.device_count()]
-        if is_local
-        else cast(Callable[[], list[int]], load(GPUS_OF_CLUSTER))()
-    )
-    gpus = Counter(counted)
-    has_enough = (
-        sum(machines for number, machines in gpus.items() if number >= size) >= trainer.nnodes
-    )
-    has = ", ".join(
-        f"{number} GPU(s) on {gpus[number]} machine(s)"
-        for number in sorted(gpus, reverse=True)
-        if number
-    )
-    who = "torch" if is_local else "Ray"
-    joined = "and" if has_enough else "but"
-    why = (
-        f"the workers need {size} GPU(s) on {trainer.nnodes} machine(s), {joined} {who} has "
-        f"{has or 'no GPU'}"
-    )
-    if not has_enough and (trainer.device != "auto" or trainer.nnodes * size > 1):
-        raise UserError(
-            f"trainer.device={trainer.device}: {why}: lower trainer.nnodes, "
-            "trainer.n_gpus_per_node or "
-            "trainer.allocation, or set trainer.device=cpu for workers that compute on the CPU"
-        )
-    if trainer.device == "auto":
-        found = accelerator() if is_local else "cuda"
-        return with_changes(
-            loaded, [("trainer.device", found if found and has_enough else "cpu", why)]
-        )
-    return loaded
-
-
-def choose_device(config: Config) -> torch.device:
-    """The device of `trainer.device` on this machine, or on those of the workers
-    (`follow_machines`); a Slurm job gets GPUs unless it is cpu. Raises UserError if this machine
-    must compute but lacks it."""
-    wanted = config.trainer.device
-    if config.trainer.launcher == "slurm":
-        return torch.device("cpu" if wanted == "cpu" else "cuda")
-    found = accelerator()
-    if wanted not in ("auto", "cpu", found) and (
-        wanted != "cuda" or config.trainer.launcher == "local"
-    ):
-        known = f"{found}, and " if found else ""
-        more = " (torch calls the GPUs of NVIDIA and AMD cuda)" if wanted == "gpu" else ""
-        raise UserError(
-            f"trainer.device={wanted}, but torch finds {known}no {wanted} device here: set "
-            "trainer.device=auto or "
-            f"{found or 'cpu'}{more}"
-        )
-    return torch.device(found or "cpu" if wanted == "auto" else wanted)
-
-
-def accelerator() -> str | None:
-    """The type of torch's accelerator here, e.g. cuda; None if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
-
-
-def choose_dtype(config: Config) -> str:
-    """The dtype of `model.dtype` on the run's device: most CPUs are slow in bfloat16."""
-    wanted = config.actor_rollout_ref.model.dtype
-    return (
-        wanted
-        if wanted != "auto"
-        else "float32"
-        if choose_device(config).type == "cpu"
-        else "bfloat16"
-    )
-
-
-def follow_device(loaded: Loaded) -> Loaded:
-    """The config with `auto` replaced by the dtype of `choose_dtype`."""
-    dtype = choose_dtype(loaded.config)
-    device = choose_device(loaded.config).type
-    if dtype == loaded.config.actor_rollout_ref.model.dtype:
-        return loaded
-    why = f"the run is on a {'CPU' if device == 'cpu' else 'GPU'}"
-    return with_changes(loaded, [("actor_rollout_ref.model.dtype", dtype, why)])
-
-
-def refuse_offload_here(config: Config, device: torch.device) -> None:
-    """Raises UserError for a key that offloads to host memory if the device is the host."""
-    if device.type == "cpu" and (keys := offload_keys(config)):
-        raise UserError(
-            f"{', '.join(keys)}: on a CPU all data is in host memory already (trainer.device="
-            f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} "
-            "out"
-        )
 
 
 def threads_of(config: Config) -> tuple[int | None, int | None]:
@@ -219,38 +107,6 @@ def avoid_cudnn_attention() -> None:
     """Have torch choose among its own kernels. cuDNN plans each shape of a batch, in each thread,
     which takes 50 ms; in reinforcement learning shapes rarely repeat."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def describe_hardware() -> list[str]:
-    """Cores, threads, native code and accelerators of this machine, one line each."""
-    trainer, rollout = share_threads(usable_cores(), None, None)
-    turns = (
-        torch.get_num_threads()
-        if "OMP_NUM_THREADS" in os.environ
-        else min(torch.get_num_threads(), own_cores())
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    native = outcome()
-    by_native = (
-        f"no, and torch is several times slower: {native}"
-        if isinstance(native, NotNative)
-        else "yes"
-    )
-    names = torch.get_device_module()
-    devices = [names.get_device_name(i) for i in range(torch.accelerator.device_count())]
-    return [
-        (
-            f"{os.cpu_count()} cores, {own_cores()} of them for this process, "
-            f"{memory / 1024**3:.0f} GiB memory"
-        ),
-        f"threads if training and generation take turns (async.max_staleness=0): {turns}",
-        (
-            f"threads if they run concurrently (async.max_staleness=1 or more): {trainer} to "
-            f"train, {rollout} to generate"
-        ),
-        f"native code for generation on the CPU: {escape_control(by_native, one_line=True)}",
-        f"accelerators: {', '.join(devices) or 'none'}",
-    ]
 
 
 def find_thread_faults() -> list[str]:
