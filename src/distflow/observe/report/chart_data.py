@@ -56,19 +56,16 @@ def choose_charts(
     A metric is in the first chart that accepts it; a chart has at most 8 lines (a stack has all).
     by_domain: charts already chosen; they come after those of accuracy and reward.
     """
-    in_domain_charts = {name for chart in by_domain for name in chart["names"]}
-    remaining = sorted(set(names) - in_domain_charts)
+    by_domain_names = {name for chart in by_domain for name in chart["names"]}
+    remaining = sorted(set(names) - by_domain_names)
     charts: list[ChosenChart] = []
     for position, chart in enumerate(read_table("charts.toml")["charts"]):
         if position == _NUM_FIRST:
             charts += by_domain
-        fitting = (
-            name
-            for pattern in chart["patterns"]
-            for name in remaining
-            if re.fullmatch(pattern, name)
-        )
-        matching = list(dict.fromkeys(fitting))
+        matching: list[str] = []
+        for pattern in chart["patterns"]:
+            fits = re.compile(pattern).fullmatch
+            matching += [name for name in remaining if fits(name) and name not in matching]
         if chart["kind"] == "line":
             matching = matching[:_MAX_LINES]
         if matching:
@@ -88,27 +85,28 @@ def set_constants_apart(
     """
     still = {name for name, column in columns.items() if _is_constant(column)}
     moving: list[ChosenChart] = []
+    drawn = set[str]()
     for chart in charts:
-        names = (
-            chart["names"]
-            if chart["kind"] == "stack"
-            else [name for name in chart["names"] if name not in still]
-        )
+        names = chart["names"]
+        if chart["kind"] == "line":
+            names = [name for name in names if name not in still]
         if not still.issuperset(names):
             moving.append({**chart, "names": names})
-    drawn = {name for chart in moving for name in chart["names"]}
-    constants: list[dict[str, object]] = [
-        {"name": name, "value": known[0], "unit": unit_of(name)}
-        for name in sorted(still - drawn)
-        if (known := _known(columns[name]))
-    ]
+            drawn.update(names)
+    constants: list[dict[str, object]] = []
+    for name in sorted(still - drawn):
+        known = _known(columns[name])
+        if known:
+            constants.append({"name": name, "value": known[0], "unit": unit_of(name)})
     return moving, [name for name in others if name not in still], constants
 
 
 def unit_of(name: str) -> str:
     """The unit in which the report shows the metric."""
     metric = find_metric(name)
-    return "" if metric is None else "GiB" if metric.unit == "bytes" else metric.unit
+    if metric is None:
+        return ""
+    return "GiB" if metric.unit == "bytes" else metric.unit
 
 
 def _is_constant(column: Sequence[float | str | None]) -> bool:
@@ -117,9 +115,10 @@ def _is_constant(column: Sequence[float | str | None]) -> bool:
     numbers = [value for value in known if isinstance(value, float)]
     if len(numbers) < len(known):
         return len(set(known)) == 1
-    return not numbers or max(numbers) - min(numbers) <= 1e-9 * max(
-        abs(max(numbers)), abs(min(numbers))
-    )
+    if not numbers:
+        return True
+    largest = max(abs(max(numbers)), abs(min(numbers)))
+    return max(numbers) - min(numbers) <= 1e-9 * largest
 
 
 def _known(column: Sequence[float | str | None]) -> list[float | str]:
@@ -132,9 +131,12 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     for record in records:
         steps.setdefault(record.step, {}).update(record.values)
-    in_bytes = [name for name in set[str]().union(*steps.values()) if unit_of(name) == "GiB"]
+    names = set[str]().union(*steps.values())
+    in_bytes = [name for name in names if unit_of(name) == "GiB"]
     for values in steps.values():
-        values.update({name: values[name] / 2**30 for name in in_bytes if name in values})
+        for name in in_bytes:
+            if name in values:
+                values[name] /= 2**30
     return steps
 
 
@@ -266,22 +268,21 @@ def histograms(run_dir: Path, timeline: Timeline) -> list[dict[str, Any]]:
     """Histograms of lengths and rewards in training, and of staleness if any response is stale,
     over the first and the last tenth of the steps, at most 5 each."""
     ends = _ends(run_dir, timeline)
-    lengths = {name: _numbers(rows, "response_length") for name, rows in ends.items()}
-    scored = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
-    rewards = {name: _numbers(rows, "score") for name, rows in scored.items()}
-    stale = {name: _numbers(rows, _STALENESS) for name, rows in ends.items()}
-    questions = (
-        ("How long are the responses?", "tokens", lengths),
-        ("Which rewards do they get?", "reward", rewards),
-        (
-            "How stale are they when trained on?",
-            "steps",
-            stale if any(map(any, stale.values())) else {},
-        ),
-    )
-    return [
-        histogram(title, unit, values) for title, unit, values in questions if any(values.values())
-    ]
+    lengths = {}
+    rewards = {}
+    stale = {}
+    for name, rows in ends.items():
+        lengths[name] = _numbers(rows, "response_length")
+        rewards[name] = _numbers([row for row in rows if not row.get("errors")], "score")
+        stale[name] = _numbers(rows, _STALENESS)
+    found = []
+    if any(lengths.values()):
+        found.append(histogram("How long are the responses?", "tokens", lengths))
+    if any(rewards.values()):
+        found.append(histogram("Which rewards do they get?", "reward", rewards))
+    if any(map(any, stale.values())):
+        found.append(histogram("How stale are they when trained on?", "steps", stale))
+    return found
 
 
 def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -353,13 +354,14 @@ def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
 
 
 def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
-    return [
-        float(value)
-        for row in rows
-        if isinstance(value := row.get(key), int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= MAX_NUMBER
-    ]
+    found = []
+    for row in rows:
+        value = row.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if abs(value) <= MAX_NUMBER:
+            found.append(float(value))
+    return found
 
 
 def wilson(share: float, number: float) -> tuple[float, float]:
@@ -386,12 +388,13 @@ def error_bars(
     bars: dict[str, list[list[float] | None]] = {}
     for name, values in columns.items():
         group, _, rest = name.partition("/")
-        number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
-        if number:
-            bars[name] = [
-                [float(f"{end:.4g}") for end in wilson(value, number)]
-                if isinstance(value, float) and 0 <= value <= 1
-                else None
-                for value in values
-            ]
+        number = trials.get(rest.rpartition("/")[0], 0)
+        if group != "val_correct" or not number:
+            continue
+        bars[name] = []
+        for value in values:
+            interval = None
+            if isinstance(value, float) and 0 <= value <= 1:
+                interval = [float(f"{end:.4g}") for end in wilson(value, number)]
+            bars[name].append(interval)
     return bars

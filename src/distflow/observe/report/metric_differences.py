@@ -24,18 +24,19 @@ def compared_metrics(a: Sequence[Steps], b: Sequence[Steps]) -> list[dict[str, A
     unknown."""
     runs = [*a, *b]
     steps = sorted(set.intersection(*map(set, runs)))
+    names = [{name for values in run.values() for name in values} for run in runs]
     found = []
-    for name in sorted(
-        set.intersection(*({name for values in run.values() for name in values} for run in runs))
-    ):
-        values = [_last([run[s][name] for s in steps if name in run[s]]) for run in runs]
-        if all(values):
-            first = values[: len(a)]
-            second = values[len(a) :]
-            compared = (
-                _over_steps(first[0], second[0]) if len(runs) == 2 else _over_seeds(first, second)
-            )
-            found.append({"metric": name, **compared})
+    for name in sorted(set.intersection(*names)):
+        values = []
+        for run in runs:
+            values.append(_last([run[step][name] for step in steps if name in run[step]]))
+        if not all(values):
+            continue
+        if len(runs) == 2:
+            compared = _over_steps(values[0], values[1])
+        else:
+            compared = _over_seeds(values[: len(a)], values[len(a) :])
+        found.append({"metric": name, **compared})
     return found
 
 
@@ -48,37 +49,38 @@ def _over_steps(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     import numpy as np
 
     sides = [np.array(values) for values in (a, b)]
-    moved = float(sides[1].mean() - sides[0].mean())
-    found = {"a": float(sides[0].mean()), "b": float(sides[1].mean()), "difference": moved}
-    found["values"] = min(len(a), len(b))
+    means = [float(side.mean()) for side in sides]
+    moved = means[1] - means[0]
+    found = {"a": means[0], "b": means[1], "difference": moved, "values": min(len(a), len(b))}
     if found["values"] < 3 * _BLOCKS:
         return {**found, **_interval(moved, None)}
-    means = []
+    drawn = []
     draw = np.random.default_rng(0)
     for values in sides:
         block = -(-len(values) // _BLOCKS)
         starts = draw.integers(0, len(values), (_DRAWS, _BLOCKS, 1))
-        means.append(values[(starts + np.arange(block)) % len(values)].mean((1, 2)))
-    return {**found, **_interval(moved, _WIDTH * float((means[1] - means[0]).std()))}
+        places = (starts + np.arange(block)) % len(values)
+        drawn.append(values[places].mean((1, 2)))
+    spread = float((drawn[1] - drawn[0]).std())
+    return {**found, **_interval(moved, _WIDTH * spread)}
 
 
 def _over_seeds(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> dict[str, Any]:
     """By the spread of the runs' means, which is taken to be the same on both sides."""
-    sides = [[math.fsum(values) / len(values) for values in side] for side in (a, b)]
-    means = [math.fsum(side) / len(side) for side in sides]
+    sides = []
+    squares = 0.0
+    for side in (a, b):
+        means = [math.fsum(values) / len(values) for values in side]
+        middle = math.fsum(means) / len(means)
+        squares += math.fsum((mean - middle) ** 2 for mean in means)
+        sides.append(middle)
+    moved = sides[1] - sides[0]
     freedom = len(a) + len(b) - 2
-    squares = math.fsum(
-        (value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side
-    )
     error = math.sqrt(squares / freedom * (1 / len(a) + 1 / len(b)))
     t = _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.72 / freedom
-    found = {
-        "a": means[0],
-        "b": means[1],
-        "difference": means[1] - means[0],
-        "values": min(map(len, (*a, *b))),
-    }
-    return {**found, **_interval(found["difference"], t * error)}
+    number = min(map(len, (*a, *b)))
+    found = {"a": sides[0], "b": sides[1], "difference": moved, "values": number}
+    return {**found, **_interval(moved, t * error)}
 
 
 def _interval(moved: float, half: float | None) -> dict[str, Any]:
