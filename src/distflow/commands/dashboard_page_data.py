@@ -221,36 +221,39 @@ def _lower_config(path: Path, stamp: tuple[int, int]) -> list[tuple[str, str]]:
 
 def _run_row(path: Path) -> dict[str, Any]:
     """A run in one line, from the ends of its files."""
-    row: dict[str, Any] = dict.fromkeys(("step", "total", "speed", *_HEADLINES))
-    row |= {
+    row: dict[str, Any] = {
         "state": "unreadable",
+        "step": None,
+        "total": None,
+        "speed": None,
         "rewards": [],
         "problems": 0,
         "written": _stamp(path / "metrics.jsonl")[1] / 1e9,
+        **dict.fromkeys(_HEADLINES),
     }
     try:
         records = read_records(path / "metrics.jsonl", _TAIL_BYTES, path)[0]
         events = read_events(path, None, _TAIL_BYTES)
-        total = read_object(path / "run.json", path).get("total_steps")
+        row["total"] = read_object(path / "run.json", path).get("total_steps")
     except UserError as error:
-        return row | {"state": str(error)[:200]}
-    values = [flatten(nested) for record in records if isinstance(nested := record.get("m"), dict)]
-    for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
-        row[name] = next(
-            (to_number(each[metric]) for each in reversed(values) if metric in each), None
-        )
-    steps = [step for record in records if isinstance(step := record.get("step"), int)]
-    problems = sum(event.kind in PROBLEM_KINDS and not event.rolled_back for event in events)
-    row |= {
-        "step": max(steps, default=0),
-        "total": total,
-        "state": status(events)["word"],
-        "problems": problems,
-    }
-    rewards = [to_number(each[REWARD]) for each in values if REWARD in each]
-    return row | {
-        "rewards": [value for value in rewards if value is not None and math.isfinite(value)]
-    }
+        row["state"] = str(error)[:200]
+        return row
+    row["state"] = status(events)["word"]
+    row["step"] = 0
+    for record in records:
+        step = record.get("step")
+        row["step"] = max(row["step"], step if isinstance(step, int) else 0)
+        nested = record.get("m")
+        values = flatten(nested) if isinstance(nested, dict) else {}
+        for name, metric in {**_HEADLINES, "speed": "throughput/tokens_per_s"}.items():
+            if metric in values:
+                row[name] = to_number(values[metric])
+        reward = to_number(values.get(REWARD))
+        if reward is not None and math.isfinite(reward):
+            row["rewards"].append(reward)
+    for event in events:
+        row["problems"] += event.kind in PROBLEM_KINDS and not event.rolled_back
+    return row
 
 
 def _state_of(run_dir: Path, found: dict[str, str]) -> dict[str, str]:

@@ -68,21 +68,21 @@ def timelines_of(
 
 
 def _timed(activity: RunActivity, records: Sequence[MetricsRecord]) -> list[_Step]:
-    earliest = min(
-        (span.start for part in activity.spans.values() for span in part), default=float("inf")
-    )
-    timed = [
-        (record, seconds)
-        for record in records
-        if (seconds := record.values.get("timing_s/step", 0.0)) > 0
-    ]
-    return [
-        _Step(record.step, record.t - seconds, record.t, record.restart)
-        for i, (record, seconds) in enumerate(timed)
+    starts = [span.start for part in activity.spans.values() for span in part]
+    earliest = min(starts, default=inf)
+    steps: list[_Step] = []
+    is_first = True
+    for record in records:
+        seconds = record.values.get("timing_s/step", 0.0)
+        if seconds <= 0:
+            continue
         # There is nothing to draw for a step whose spans were lost; the first one begins with a
         # start that has none.
-        if record.t - (seconds / 2 if i else 0.0) >= earliest
-    ]
+        least = record.t - (0.0 if is_first else seconds / 2)
+        is_first = False
+        if least >= earliest:
+            steps.append(_Step(record.step, record.t - seconds, record.t, record.restart))
+    return steps
 
 
 def _last(activity: RunActivity, steps: Sequence[_Step]) -> list[_Step]:
@@ -144,44 +144,41 @@ def _lanes(
     lanes = []
     left_out = 0
     notes = []
-    is_given = any(
-        span.what == "data" and span.kind == "phase" for span in activity.spans.get("training", ())
-    )
+    training = activity.spans.get("training", ())
+    is_given = any(span.what == "data" and span.kind == "phase" for span in training)
     for actor, spans in activity.spans.items():
-        for (kind, name), own in by_lane(
-            "data" if is_given and actor == "rollout" else actor, spans
-        ).items():
+        shown = "data" if is_given and actor == "rollout" else actor
+        for (kind, name), own in by_lane(shown, spans).items():
             inside = [span for span in own if _until(activity, span) > start and span.start < end]
             if kind == "wait":
                 inside = _idle(inside, spans)
             if kind == "group":
                 drawn, every = _sampled(inside)
-                notes += [f"One group of {every} is drawn."] if every > 1 else []
+                if every > 1:
+                    notes.append(f"One group of {every} is drawn.")
             else:
                 drawn = _longest(inside, _LEAST_SHARE * (end - start))
                 left_out += len(inside) - len(drawn)
             bars = [_bar(activity, span, start, end) for span in drawn]
             if bars:
                 lanes.append({"name": name, "kind": kind, "spans": bars})
-    order = ("phase", "group", "decode", "wait")
-    lanes.sort(key=lambda lane: order.index(lane["kind"]) if lane["kind"] in order else 1)
+    order = {"phase": 0, "group": 1, "decode": 2, "wait": 3}
+    lanes.sort(key=lambda lane: order.get(str(lane["kind"]), 1))
     if left_out:
-        notes.append(
-            f"{left_out} {'spans are' if left_out > 1 else 'span is'} not shown (too short or too "
-            "many)."
-        )
+        spans_are = "spans are" if left_out > 1 else "span is"
+        notes.append(f"{left_out} {spans_are} not shown (too short or too many).")
     return lanes, notes
 
 
 def by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
+    names = {"phase": actor, "wait": f"{actor} waits for"}
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
-        name = {
-            "phase": actor,
-            "wait": f"{actor} waits for",
-            "decode": f"{actor} decodes: {span.what}",
-        }.get(span.kind)
-        lanes.setdefault((span.kind, name or f"{actor}: {span.kind}s"), []).append(span)
+        if span.kind == "decode":
+            name = f"{actor} decodes: {span.what}"
+        else:
+            name = names.get(span.kind, f"{actor}: {span.kind}s")
+        lanes.setdefault((span.kind, name), []).append(span)
     return lanes
 
 
@@ -220,8 +217,13 @@ def _until(activity: RunActivity, span: Span) -> float:
 
 
 def _bar(activity: RunActivity, span: Span, start: float, end: float) -> Bar:
-    level = {"group": activity.staleness(span), "decode": span.version}.get(span.kind)
-    until = round(min(_until(activity, span), end) - start, 4) if span.kind == "group" else None
     begin = max(span.start, start)
     finish = max(min(span.end, end), start)
+    level = None
+    until = None
+    if span.kind == "group":
+        level = activity.staleness(span)
+        until = round(min(_until(activity, span), end) - start, 4)
+    elif span.kind == "decode":
+        level = span.version
     return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)

@@ -35,31 +35,36 @@ def trace(run_dir: Path, steps: str | None) -> tuple[dict[str, list[_Json]], _Wi
     timeline = reader.read_timeline(run_dir)
     happened = reader.read_events(run_dir, timeline)
     metrics = reader.read_metrics(run_dir, timeline)
-    spans = {
-        actor: [span for span in own if timeline.survives(span.restart, span.step or 0)]
-        for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES).items()
-    }
-    is_over = bool(happened) and happened[-1].fields.get("status") in ("finished", "stopped")
-    last_step = max((record.step for record in metrics), default=0) if is_over else None
+    spans = {}
+    for actor, own in reader.read_spans(run_dir, reader.MAX_BYTES).items():
+        spans[actor] = [s for s in own if timeline.survives(s.restart, s.step or 0)]
+    last_step = None
+    if happened and happened[-1].fields.get("status") in ("finished", "stopped"):
+        last_step = max((record.step for record in metrics), default=0)
     windows = _windows(spans.get("training", ()), last_step, steps, run_dir)
     begin = min(first for first, _ in windows.values())
     end = max(last for _, last in windows.values())
-    tracks: dict[tuple[int, str], int] = {(0, "steps"): 0}
     events = [_event("X", f"step {step}", *window) for step, window in windows.items()]
+    tracks: dict[tuple[int, str], int] = {(0, "steps"): 0}
     for actor, found in spans.items():
-        for worker, title, span in _titled(
-            actor, [s for s in found if s.start <= end and s.end >= begin]
-        ):
-            facts = {"step": span.step, "group": span.group_id, "version": span.version}
-            place = {"pid": worker, "tid": tracks.setdefault((worker, title), len(tracks))}
+        inside = [span for span in found if span.start <= end and span.end >= begin]
+        for worker, title, span in _titled(actor, inside):
+            track = tracks.setdefault((worker, title), len(tracks))
             name = f"{span.what}, on {span.on}" if span.on else span.what
+            facts = {"step": span.step, "group": span.group_id, "version": span.version}
+            place = {"pid": worker, "tid": track}
             events.append(_event("X", name, span.start, span.end, **place, args=facts))
     for (worker, title), track in tracks.items():
-        for kind, name in (("process_name", f"worker {worker}"), ("thread_name", title)):
-            events.append(_event("M", kind, begin, pid=worker, tid=track, args={"name": name}))
-    for event in (event for event in happened if begin <= event.t <= end and not event.rolled_back):
-        events.append(_event("i", event.kind, event.t, s="g", args={"message": event.message}))
-    return {"traceEvents": [*events, *_counters(run_dir, metrics, windows)]}, windows
+        place = {"pid": worker, "tid": track}
+        names = {"name": f"worker {worker}"}
+        events.append(_event("M", "process_name", begin, **place, args=names))
+        events.append(_event("M", "thread_name", begin, **place, args={"name": title}))
+    for event in happened:
+        if begin <= event.t <= end and not event.rolled_back:
+            args = {"message": event.message}
+            events.append(_event("i", event.kind, event.t, s="g", args=args))
+    events += _counters(run_dir, metrics, windows)
+    return {"traceEvents": events}, windows
 
 
 def _event(phase: str, name: str, start: float, end: float | None = None, **fields: Any) -> _Json:
@@ -80,8 +85,9 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
     """The windows of the wanted steps. spans: of the leading trainer. last: the run's last step;
     None if it failed."""
     known = dict[int, tuple[float, float]]()
-    for step, span in ((span.step or 0, span) for span in spans if span.kind == "phase"):
-        if 0 < step <= (last or step):
+    for span in spans:
+        step = span.step or 0
+        if span.kind == "phase" and 0 < step <= (last or step):
             begin, end = known.get(step, (span.start, span.end))
             known[step] = min(begin, span.start), max(end, span.end)
     if not known:
@@ -89,18 +95,20 @@ def _windows(spans: Sequence[Span], last: int | None, steps: str | None, run_dir
             f"{run_dir} has no spans of a training step in spans/training.jsonl: there is nothing "
             "to trace"
         )
-    wanted = re.fullmatch(
-        r"(\d{1,12})(?:-(\d{1,12}))?", steps or f"{max(max(known) - _NUM_LAST + 1, 0)}-{max(known)}"
-    )
-    if wanted is None or int(wanted[1]) > int(wanted[2] or wanted[1]):
-        raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, not '{steps}'")
-    first_step = int(wanted[1])
-    last_step = int(wanted[2] or wanted[1])
-    if not (
-        windows := {
-            step: window for step, window in known.items() if first_step <= step <= last_step
-        }
-    ):
+    if steps is None:
+        last_step = max(known)
+        first_step = max(last_step - _NUM_LAST + 1, 0)
+    else:
+        wanted = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps)
+        if wanted is None or int(wanted[1]) > int(wanted[2] or wanted[1]):
+            raise UserError(f"STEPS is a step such as 12, or steps such as 10-14, not '{steps}'")
+        first_step = int(wanted[1])
+        last_step = int(wanted[2] or wanted[1])
+    windows = {}
+    for step, window in known.items():
+        if first_step <= step <= last_step:
+            windows[step] = window
+    if not windows:
         raise UserError(
             f"{run_dir} has the spans of steps {min(known)} to {max(known)}, but none of {steps}"
         )
@@ -124,18 +132,18 @@ def _counters(
     run_dir: Path, metrics: Sequence[reader.MetricsRecord], windows: _Windows
 ) -> Iterator[_Json]:
     """The speeds of each step from its start on, and the tokens of all groups completed so far."""
-    for step, values in (
-        (each.step, each.values)
-        for each in metrics
-        if each.kind == "train" and each.step in windows
-    ):
-        for name in (name for name in values if name.startswith("throughput/")):
-            yield _event("C", name, windows[step][0], args={name: values[name]})
+    for record in metrics:
+        if record.kind != "train" or record.step not in windows:
+            continue
+        for name, value in record.values.items():
+            if name.startswith("throughput/"):
+                yield _event("C", name, windows[record.step][0], args={name: value})
     tokens = 0.0
     begin = min(windows.values())[0]
     end = max(last for _, last in windows.values())
-    for record in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
-        t = to_number(record.get("t")) or 0.0
-        if record.get("kind") == "complete" and begin <= t <= end:
-            tokens += sum(to_number(each.get("tokens")) or 0.0 for each in by_group(record))
+    for change in read_records(run_dir / "ledger.jsonl", reader.MAX_BYTES, run_dir)[0]:
+        t = to_number(change.get("t")) or 0.0
+        if change.get("kind") == "complete" and begin <= t <= end:
+            for group in by_group(change):
+                tokens += to_number(group.get("tokens")) or 0.0
             yield _event("C", "tokens of completed groups", t, args={"tokens": tokens})
