@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.source_trees import SOURCE, modules, tree_of
 
 CALLED_FROM_OUTSIDE = {
-    "cluster/remote_calls.py": ("_Pickler.reducer_override",),  # pickle
+    "cluster/peer.py": ("_Pickler.reducer_override",),  # pickle
     # workflows of users
     "environments/areal_workflows.py": ("ModelResponse.*", "Engine.get_version"),
     # users, for demonstrations (examples/acting.py)

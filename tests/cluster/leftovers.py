@@ -49,11 +49,12 @@ def named(name: str, root: int) -> list[int]:
         ["ps", "-ww", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True
     ).stdout
     below = _descendants(root)
-    return [
-        int(line.split()[0])
-        for line in listed.splitlines()
-        if name in line and "/keeper.py" not in line and int(line.split()[0]) in below
-    ]
+    found = []
+    for line in listed.splitlines():
+        pid = line.split()[0]
+        if name in line and "distflow.processes.keeper" not in line and pid.isdigit():
+            found.append(int(pid))
+    return [pid for pid in found if pid in below]
 
 
 def _descendants(root: int) -> set[int]:

@@ -195,7 +195,7 @@ def process_of(command: CliRun, ground: Playground) -> int:
     for pid in children_of(command.pid):
         words = Path(f"/proc/{pid}/cmdline")
         said = words.read_text() if words.exists() else ""
-        if f"{ground.folder.name}.yaml" in said and "/keeper.py" not in said:
+        if f"{ground.folder.name}.yaml" in said and "processes.keeper" not in said:
             return pid
     raise AssertionError(f"{ground.folder.name} has ended: {command.said()}")
 

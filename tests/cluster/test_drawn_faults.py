@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import failure_causes_and_replacements, remote_calls
+from distflow.cluster import remote_calls, worker_replacements
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime import fault_injection
@@ -84,7 +84,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
 ) -> None:
     monkeypatch.setattr(remote_calls, "REPLIES_WITHIN_S", 15.0)
     monkeypatch.setattr(remote_calls, "STARTS_WITHIN_S", 90.0)
-    monkeypatch.setattr(failure_causes_and_replacements, "STARTS_WITHIN_S", 90.0)
+    monkeypatch.setattr(worker_replacements, "STARTS_WITHIN_S", 90.0)
     allocation, fault = draw(seed)
     keys = (*STEPS, *validating(ground), f"trainer.allocation='{allocation}'")
     goes_on = fault.rank < LAYOUTS[allocation][0] and fault.point != "build"

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distflow.cluster import remote_calls
-from distflow.cluster.remote_calls import Heartbeat, process_here
+from distflow.cluster.heartbeat import Heartbeat, process_here
 
 
 class Late:
@@ -41,7 +40,7 @@ def state_of(pid: int) -> str:
 def test_a_process_that_is_stopped_is_silent_and_one_that_is_late_is_not(
     sleeper: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_calls, "STOPPED_S", 0.0)
+    monkeypatch.setattr("distflow.cluster.heartbeat.STOPPED_S", 0.0)
     machine = process_here()[0]
     late, elsewhere, unknown = (
         Late(said) for said in ((machine, sleeper), ("another machine", sleeper), None)
@@ -62,7 +61,7 @@ def test_a_process_that_is_stopped_is_silent_and_one_that_is_late_is_not(
 
 def test_a_short_stop_is_none(sleeper: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one without end counts: what it was before starts the time anew."""
-    monkeypatch.setattr(remote_calls, "STOPPED_S", 1e9)
+    monkeypatch.setattr("distflow.cluster.heartbeat.STOPPED_S", 1e9)
     heartbeat = Heartbeat({0: Late((process_here()[0], sleeper))})
     os.kill(sleeper, signal.SIGSTOP)
     while state_of(sleeper) != "T":

@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from distflow.cluster.remote_calls import Peer, PeerGone, reply
+from distflow.cluster.peer import Peer, PeerGone
+from distflow.cluster.remote_calls import reply
 from distflow.errors import UserError
 
 

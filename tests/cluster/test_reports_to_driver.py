@@ -24,7 +24,7 @@ def test_at_the_end_all_reports_are_shown(monkeypatch: pytest.MonkeyPatch, is_as
 
     queued, told = MessageQueue(), list[int]()
     for step in range(200):
-        queued.append_in_order("worker", step, "on_step", step, {"text": "a" * 1000})
+        queued.append("on_step", step, {"text": "a" * 1000})
     coordinator = SimpleNamespace(
         messages=SimpleNamespace(remote=lambda timeout_s: settled(queued.fetch(timeout_s)))
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import failure_causes_and_replacements
+from distflow.cluster import worker_replacements
 from distflow.cluster.ray_launcher import launch_ray
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.runtime import fault_injection
@@ -167,7 +167,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
     """No process of torch is ready within a second."""
     plan(Fault("queue.put", rank=0, call=7))
     # for those that come later
-    monkeypatch.setattr(failure_causes_and_replacements, "STARTS_WITHIN_S", 1.0)
+    monkeypatch.setattr(worker_replacements, "STARTS_WITHIN_S", 1.0)
     told = "no other process could be started as worker 0 within 1 s: .*no rollout worker is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")

@@ -139,7 +139,7 @@ def children_of(pid: int) -> list[int]:
 
 def _ends_survivors(pid: int) -> bool:
     try:
-        return b"survivors.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"distflow.processes.survivors" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

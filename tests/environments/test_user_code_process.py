@@ -22,7 +22,7 @@ from distflow.environments.user_code_process import (
     UserProcess,
 )
 from distflow.processes.channel import encode
-from distflow.processes.keeper import parent_of
+from distflow.processes.descendants import stat_fields
 from distflow.runtime.rollout_loop.user_calls import deadline_paused, run_async
 from tests.patience import is_running, wait_until
 
@@ -172,8 +172,7 @@ def test_a_killed_server_is_started_anew_and_nothing_of_it_lives_on(
         waiting = asyncio.ensure_future(process.call("wait", None))
         await asyncio.sleep(0.1)
         assert all(map(is_running, pids))
-        keeper = parent_of(server.pid)
-        assert keeper is not None
+        keeper = int(stat_fields(server.pid)[1])
         struck = {"keeper": keeper, "server": server.pid}
         for name in victims.split(" and "):
             os.kill(struck[name], signal.SIGKILL)

@@ -81,3 +81,51 @@ def test_signals_to_its_group_do_not_end_the_keeper(tmp_path: Path) -> None:
         os.killpg(child.pid, number)
     assert child.wait(0.2) is None
     child.end()
+
+
+def test_memory_is_limited() -> None:
+    command = [sys.executable, "-c", "bytearray(2**30)"]
+    child = Child(command, memory_bytes=2**29)
+    assert child.wait(60) == 1
+    child.end()
+
+
+def test_what_ends_by_itself_has_a_moment(tmp_path: Path) -> None:
+    """As what a process of the run started under a keeper of its own."""
+    said = tmp_path / "said"
+    waits = "while kill -0 $$ 2>/dev/null; do sleep 0.02; done"
+    script = f"({waits}; echo well >{said}) & echo $$ >{tmp_path}/pid; sleep 600"
+    for leaves_s in (0.0, 20.0):
+        child = Child(["/bin/sh", "-c", script], leaves_s=leaves_s)
+        pid_in(tmp_path / "pid")
+        child.end()
+        assert said.exists() == bool(leaves_s)
+        (tmp_path / "pid").unlink()
+
+
+def test_folders_of_an_owner_that_is_killed_are_removed(tmp_path: Path) -> None:
+    code = OWNER.replace("os.environ)", "removed=[sys.argv[2]])")
+    for name in ("mine-1", "mine-2", "others"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", code, "sleep 600", f"{tmp_path}/mine-*"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        owner.kill()
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 1, "its folders are removed")
+    assert (tmp_path / "others").is_dir()
+
+
+def test_it_is_asked_to_end() -> None:
+    child = Child(["/bin/sh", "-c", "trap 'exit 5' TERM; echo ready; while :; do sleep 0.1; done"])
+    while child.wait(0.2) is None:
+        child.ask_to_end()
+    assert child.status() == 5
+    child.end()
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_a_stop_lasts_unless_it_is_to_go_on(continued: bool) -> None:
+    child = Child(["/bin/sh", "-c", "kill -STOP $$; exit 6"], continued=continued)
+    assert child.wait(60 if continued else 1.5) == (6 if continued else None)
+    child.end()

@@ -70,7 +70,10 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
             b"PWD=/",
             b"OLDPWD=/",
         }
-        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+        likely = Path(f"/proc/{pid}/oom_score_adj").read_text()
+        assert likely == "1000\n" or pid == sandbox._server.pid, (
+            "memory that runs short ends it first"
+        )
         links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
         allowed = r"/dev/null|pipe:.*|socket:.*|anon_inode:\[?(pidfd|landlock-ruleset|signalfd)\]?|/memfd:.*|pidfd:.*|/"  # noqa: E501
         assert all(re.fullmatch(allowed, link) for link in links), links
@@ -96,7 +99,7 @@ def test_it_ends_with_its_owner(name: LevelName) -> None:
         assert owner.stdout
         server = int(owner.stdout.readline())
         pids = {server, *family(server)}
-        assert len(pids) == (3 if name == "namespaces" else 2)
+        assert len(pids) == (4 if name == "namespaces" else 3), "with the keeper"
         owner.kill()
     assert gone(pids)
 

@@ -12,7 +12,8 @@ from signal import SIGTERM
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.launch.plan_concurrent_runs import Ended, PlannedRun, SeveralOptions
 from distflow.launch.threads import usable_cores
-from distflow.processes.child import Child, environment
+from distflow.processes.child import Child
+from distflow.processes.interpreters import environment
 from distflow.runtime.stop_signals import SIGNALS, StopRequest, exit_status
 
 _LOOKS_EVERY_S = 0.5

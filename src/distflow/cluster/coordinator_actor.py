@@ -154,8 +154,8 @@ class CoordinatorActor(SharedSampleQueue[GroupRef]):
         self.fail(RunEnded("the run has ended"))
         self._ledger.close()
 
-    def add_message(self, sender: str, number: int, method: str, *arguments: Any) -> None:
-        self._messages.append_in_order(sender, number, method, *arguments)
+    def add_message(self, method: str, *arguments: Any) -> None:
+        self._messages.append(method, *arguments)
 
     def messages(self, timeout_s: float) -> list[Message]:
         return self._messages.fetch(timeout_s)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from distflow.cluster.coordinator_actor import CoordinatorActor
+from distflow.cluster.heartbeat import Heartbeat, hanging
+from distflow.cluster.peer import Peer
 from distflow.cluster.process_groups import new_meeting, remove_meetings
-from distflow.cluster.remote_calls import STARVED_S, Heartbeat, Peer, PeersLate, WorkerDied, hanging
+from distflow.cluster.remote_calls import STARVED_S, PeersLate, WorkerDied
 from distflow.cluster.reports_to_driver import shown
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
 from distflow.errors import TrustError, UserError, count_of
@@ -24,7 +26,8 @@ from distflow.launch.run_end import done_before, note_failure, outcome_of, resum
 from distflow.launch.run_start import Start, starting
 from distflow.launch.threads import places_of
 from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
-from distflow.processes.child import Child, environment, how_it_ended, python_command
+from distflow.processes.child import Child, how_it_ended
+from distflow.processes.interpreters import environment, python_command
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.run_recorder import reported
 from distflow.runtime.spec import LAUNCH_DEFAULTS, LaunchOptions, Outcome, Spec

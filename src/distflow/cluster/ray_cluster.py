@@ -17,7 +17,8 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
-from distflow.cluster.remote_calls import ENDS_WITHIN_S, state_of
+from distflow.cluster.heartbeat import state_of
+from distflow.cluster.remote_calls import ENDS_WITHIN_S
 from distflow.errors import RayNotStarted, UserError, count_of
 from distflow.launch.threads import check_cores, usable_cores
 from distflow.observe.writing.timing import lasting

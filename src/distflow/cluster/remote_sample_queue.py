@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.cluster.remote_calls import Peer, future_of, reply, shortened
+from distflow.cluster.peer import Peer
+from distflow.cluster.remote_calls import future_of, reply, shortened
 from distflow.data.batch import Batch
 from distflow.data.batch_bytes import Buffers, gather, to_buffers
 from distflow.observe.writing.timing import RANKS, Waits

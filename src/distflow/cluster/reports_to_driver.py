@@ -2,17 +2,16 @@
 side, the queue in the coordinator, and the driver's side."""
 
 import pickle
-import secrets
 import threading
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from distflow.cluster.remote_calls import COORDINATOR, future_of, reply_of, shortened
+from distflow.cluster.remote_calls import COORDINATOR, future_of, reply, reply_of, shortened
 from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.run_recorder import make_view
@@ -30,32 +29,21 @@ _MAX_BYTES = 32_768
 
 
 class MessageSender:
-    """Sends messages to the driver through the coordinator, numbered, since calls run on many
-    threads."""
+    """Sends messages to the driver through the coordinator, each once those before have arrived."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
-        self._sender = secrets.token_hex(8)
-        self._lock = threading.Lock()
-        self._num_messages = 0
-        self._under_way = set[Future[Any]]()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="messages")
 
     def __call__(self, method: str, *arguments: Any) -> None:
-        with self._lock:
-            self._wait(timeout_s=0.0)
-            call = self._coordinator.add_message.remote(
-                self._sender, self._num_messages, method, *arguments
-            )
-            self._under_way.add(future_of(call))
-            self._num_messages += 1
+        self._thread.submit(self._send, method, *arguments)
 
     def flush(self) -> None:
         """Wait until all messages have arrived, or the coordinator's process is gone."""
-        with self._lock:
-            self._wait()
+        self._thread.submit(lambda: None).result()
 
-    def _wait(self, timeout_s: float | None = None) -> None:
-        self._under_way = wait(self._under_way, timeout_s).not_done
+    def _send(self, method: str, *arguments: Any) -> None:
+        reply(self._coordinator.add_message.remote(method, *arguments))
 
 
 def remote_callbacks(send: MessageSender, place: Place) -> Callbacks:
@@ -89,19 +77,11 @@ class MessageQueue:
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
-        # before an earlier one of the same sender
-        self._early: dict[str, dict[int, Message]] = defaultdict(dict)
-        self._num_queued = Counter[str]()
         self._changed = threading.Condition()
 
-    def append_in_order(self, sender: str, number: int, method: str, *arguments: Any) -> None:
-        """Queue a message after all earlier ones of the sender. number: of the message, from 0."""
+    def append(self, method: str, *arguments: Any) -> None:
         with self._changed:
-            early = self._early[sender]
-            early[number] = method, arguments
-            while (due := early.pop(self._num_queued[sender], None)) is not None:
-                self._messages.append(due)
-                self._num_queued[sender] += 1
+            self._messages.append((method, arguments))
             self._changed.notify_all()
 
     def fetch(self, timeout_s: float) -> list[Message]:

@@ -3,7 +3,7 @@ restarts them."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -14,24 +14,33 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from distflow import __version__
 from distflow.cluster import remote_calls
 from distflow.cluster.coordinator_actor import CoordinatorActor, Progress
-from distflow.cluster.failure_causes_and_replacements import (
-    Blame,
-    Replacements,
-    start_again,
-    with_resume_hint,
-)
+from distflow.cluster.failure_causes import Blame, with_resume_hint
+from distflow.cluster.heartbeat import Heartbeat
 from distflow.cluster.process_groups import new_meeting, remove_meetings
-from distflow.cluster.ray_cluster import Bundle, bound_of, failed_process
+from distflow.cluster.ray_cluster import (
+    PLACED_WITHIN_S,
+    Bundle,
+    bound_of,
+    failed_process,
+    wait_for_room,
+)
 from distflow.cluster.remote_calls import WorkerDied
 from distflow.cluster.reports_to_driver import DriverOutput, shown
 from distflow.cluster.reshard_through_object_store import ReshardActor
 from distflow.cluster.reward_actors import DeathWatch, start_reward_actors
 from distflow.cluster.worker_actor import BuildReport, WorkerActor, check_reports
+from distflow.cluster.worker_replacements import Replacements
 from distflow.errors import UserError, count_of
-from distflow.launch.run_end import done_before, note_failure, outcome_of
-from distflow.launch.run_start import Start
+from distflow.launch.run_end import DRIVER, done_before, note_failure, outcome_of
+from distflow.launch.run_start import Start, find_start
 from distflow.launch.threads import places_of
-from distflow.observe.writing.run_folder import RunFolderError, wait_for_joined
+from distflow.observe.run_reader import read_events
+from distflow.observe.writing.run_folder import (
+    RunFolder,
+    RunFolderError,
+    claim_again,
+    wait_for_joined,
+)
 from distflow.observe.writing.timing import lasting
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.rollout_loop.user_calls import Callbacks
@@ -91,7 +100,7 @@ class RayRun(AbstractContextManager["RayRun"]):
             remote_calls.FIRST_REWARD_ACTOR - number: actor
             for number, actor in enumerate(self._reward_actors)
         }
-        self._heartbeat = remote_calls.Heartbeat(
+        self._heartbeat = Heartbeat(
             {**dict(enumerate(self._workers)), **self._services, **numbered}
         )
         self.finished = False
@@ -352,6 +361,31 @@ class RayRun(AbstractContextManager["RayRun"]):
                 except RayActorError as err:
                     raise self._blame.died(ranks[ref], "while its engines were built", err) from err
         return ray.get(list(refs))
+
+
+def start_again(
+    spec: Spec,
+    start: Start,
+    bundles: Collection[Bundle],
+    number: int,
+    died: WorkerDied,
+    say: Callable[[str], None],
+) -> Start:
+    """Where the run restarts after a loss, once its actors have ended and its bundles are in place.
+    number: of the restart, from 1. Raises WorkerDied if there is no room any more."""
+    message = (
+        f"{died.__cause__ or died} Restart {number} of {spec.config.trainer.max_restarts} "
+        "(trainer.max_restarts)"
+    )
+    say(message)
+    events = read_events(spec.run_dir)
+    with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=DRIVER) as folder:
+        folder.event("warning", message)
+    try:
+        wait_for_room(bundles, PLACED_WITHIN_S, say)
+    except UserError as err:
+        raise type(died)(f"{died}. It cannot restart in place: {err}") from died
+    return find_start(spec, "auto", start.allowed, claim_again(spec.run_dir, number))
 
 
 def supervise(

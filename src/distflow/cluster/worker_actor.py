@@ -13,9 +13,10 @@ import torch
 
 from distflow import __version__
 from distflow.cluster.coordinator_actor import Progress
+from distflow.cluster.heartbeat import process_here
 from distflow.cluster.own_loop_worker import RankCalls, with_submissions
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.remote_calls import process_here, reply
+from distflow.cluster.remote_calls import reply
 from distflow.cluster.reports_to_driver import MessageSender, RemoteView, remote_callbacks
 from distflow.cluster.weights_to_workers import WeightReceivers
 from distflow.cluster.worker_connections import WorkerPorts

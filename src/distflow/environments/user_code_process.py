@@ -36,7 +36,8 @@ from distflow.data.sample import note_event
 from distflow.errors import UserError, users_place
 from distflow.import_target import load
 from distflow.processes.channel import Channel, PeerGone, encode, framed, receive
-from distflow.processes.child import Child, environment, how_it_ended, python_command
+from distflow.processes.child import Child, how_it_ended
+from distflow.processes.interpreters import environment, python_command
 from distflow.processes.keeper import (
     adopt_orphans,
     children,

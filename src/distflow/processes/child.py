@@ -4,16 +4,14 @@ that it started."""
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
 from distflow.processes.descendants import ending_by_themselves
+from distflow.processes.interpreters import bare_command, environment
 from distflow.processes.survivors import without_mark
 
-_KEEPER = str(Path(__file__).with_name("keeper.py"))
 _ENDS_WITHIN_S = 10.0
 """What a keeper takes to kill and reap, beside busy processes."""
 
@@ -31,6 +29,7 @@ class Child:
         stdout: int | IO[Any] | None = subprocess.DEVNULL,
         stderr: int | IO[Any] | None = subprocess.DEVNULL,
         *,
+        cwd: str | None = None,
         memory_bytes: int = 0,
         continued: bool = False,
         leaves_s: float = 0.0,
@@ -41,12 +40,14 @@ class Child:
         what it started gets so many seconds to end by itself. removed: patterns of folders to
         remove if this process ends first. Raises OSError if it cannot be started."""
         options = (os.getpid(), memory_bytes, continued, leaves_s, "\n".join(removed))
+        keeper = bare_command("distflow.processes.keeper", *options, *command)
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", _KEEPER, *map(str, options), *command],
+            keeper,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             pass_fds=pass_fds,
+            cwd=cwd,
             env=without_mark(environment() if env is None else env),  # the keeper ends what it has
             start_new_session=True,  # Ctrl-C reaches only this process
         )
@@ -84,12 +85,6 @@ class Child:
         ending_by_themselves.discard(self.pid)
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """That of this process, for a `python_command`. variables: further ones."""
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": path, **variables}
-
-
 def how_it_ended(status: int | None) -> str:
     """A status in words; None if it is unknown."""
     if status is None:
@@ -97,9 +92,3 @@ def how_it_ended(status: int | None) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"exited with status {status}"
-
-
-def python_command(module: str, *arguments: object) -> list[str]:
-    """The command that calls `main` of a module of ours in a new interpreter. The module is not
-    Python's main module, which processes that are spawned below would import again."""
-    return [sys.executable, "-P", "-c", f"from {module} import main; main()", *map(str, arguments)]

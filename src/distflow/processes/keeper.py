@@ -5,9 +5,8 @@ The kernel makes each descendant whose parent ended a child of this process, eve
 of its own, so that none can leave. Other signals have no effect. The exit status, or the signal
 that ended this process, is the command's.
 
-Run as a file, `python -I -S keeper.py ARGUMENTS`, by `child.py`. Imports only the
-standard library: nothing here allocates much, so that the kernel, when memory runs out, ends the
-command and not the keeper.
+Run by `child.py` in a bare interpreter. Imports only the standard library: nothing here allocates
+much, so that the kernel, when memory runs out, ends the command and not the keeper.
 """
 
 import ctypes
@@ -15,11 +14,12 @@ import os
 import resource
 import select
 import signal
-import sys
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from typing import NoReturn
+
+from distflow.processes.descendants import descendants, kill_those, running
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -49,18 +49,7 @@ def children() -> set[int]:
         with open(f"/proc/self/task/{own}/children") as file:
             return {int(pid) for pid in file.read().split()}
     except FileNotFoundError:  # a kernel that does not list them
-        return {
-            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and parent_of(int(pid)) == own
-        }
-
-
-def parent_of(pid: int) -> int | None:
-    """None if the process has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return None
+        return {pid for (pid, _), parent in running().items() if parent == own}
 
 
 def end_children(kept: Collection[int] = ()) -> None:
@@ -83,7 +72,11 @@ def main(
     *command: str,
 ) -> NoReturn:
     """See `Child`."""
-    owner = _watched(int(owner_pid))
+    with suppress(ProcessLookupError):
+        owner = os.pidfd_open(int(owner_pid))
+    if os.getppid() != int(owner_pid):  # it has ended already
+        _remove(removed)
+        os._exit(_LOST_OWNER)
     asked, ask = os.pipe()
     for number in signal.valid_signals():
         if number not in _KEPT and number < signal.SIGRTMIN:
@@ -98,8 +91,8 @@ def main(
     status = wait_and_end(
         child, (owner, asked), continued=continued == "True", leaves_s=float(leaves_s)
     )
-    if removed and select.select([owner], [], [], 0)[0]:
-        _remove(removed.split("\n"))
+    if select.select([owner], [], [], 0)[0]:
+        _remove(removed)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -135,10 +128,9 @@ def wait_and_end(
         while children() and time.monotonic() < due:
             _reap(child, continued)
             time.sleep(_LOOKS_EVERY_S)
-    # one that is killed before what it watches would leave that to nobody, if we die now
-    for pid in _lowest_first():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    # the last first: one that is killed before what it watches would leave that to nobody, if we
+    # die now
+    kill_those(descendants(os.getpid()))
     if status is None:
         status = _kill(child)
     end_children()
@@ -168,36 +160,15 @@ def _reap(child: int, continued: bool) -> int | None:
             found = status
 
 
-def _remove(patterns: list[str]) -> None:
+def _remove(removed: str) -> None:
+    if not removed:
+        return
     import glob
-    import shutil
+    import shutil  # both take as long as all the rest here
 
-    for pattern in patterns:
+    for pattern in removed.split("\n"):
         for path in glob.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _watched(owner: int) -> int:
-    """A descriptor that becomes readable when the owner ends."""
-    try:
-        handle = os.pidfd_open(owner)
-    except ProcessLookupError:
-        os._exit(_LOST_OWNER)
-    if os.getppid() != owner:
-        os._exit(_LOST_OWNER)
-    return handle
-
-
-def _lowest_first() -> list[int]:
-    """All descendants of this process, each before its parent."""
-    below: dict[int | None, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            below.setdefault(parent_of(int(name)), []).append(int(name))
-    found = [os.getpid()]
-    for pid in found:
-        found += below.get(pid, [])
-    return found[:0:-1]
 
 
 def _close_all_but(*kept: int) -> None:
@@ -217,9 +188,12 @@ def _start(command: tuple[str, ...], memory_bytes: int) -> int:
         if memory_bytes:
             # heap and private mappings: a limit of the address space would count reserved memory
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, _environment())
     return pid
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def _environment() -> dict[bytes, bytes]:
+    """What this process was given: Python adds to it where the locale is C."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = [entry.partition(b"=") for entry in file.read().split(b"\0") if entry]
+    return {name: value for name, _, value in pairs}

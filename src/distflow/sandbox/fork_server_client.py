@@ -1,9 +1,10 @@
 """The fork server's process, and a running program that it forked, seen from the caller's process.
 
-The server inherits nothing of its owner's environment, and ends with its owner. At the level
-"namespaces" bubblewrap (`bwrap`) starts it in namespaces for users, processes, network, mounts and
-others. The fork server is process 1 there, and there is no /proc, since bubblewrap's own process 1
-would show its command line. Programs are not process 1, which resource limits cannot kill.
+The server inherits nothing of its owner's environment, and ends with its owner, by a keeper. At the
+level "namespaces" bubblewrap (`bwrap`) starts it in namespaces for users, processes, network,
+mounts and others. The fork server is process 1 there, and there is no /proc, since bubblewrap's own
+process 1 would show its command line. Programs are not process 1, which resource limits cannot
+kill.
 """
 
 import fcntl
@@ -14,7 +15,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import distflow
+from distflow.processes.child import Child, how_it_ended
 from distflow.sandbox.inside.fork_server import END, FAILED, MAX_MESSAGE_BYTES, READY
 from distflow.sandbox.inside.forked_program import EXIT_OUT_OF_MEMORY, REQUEST, Request
 from distflow.sandbox.inside.isolation import (
@@ -37,20 +38,26 @@ from distflow.sandbox.interface import Broken, Cause, Limits, SandboxFault
 
 LevelName = Literal["namespaces", "floor"]
 START_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 10.0
 _BOUND_SOURCE = "/distflow-source"  # the folder of distflow's source inside the namespaces
 _PACKAGE = Path(distflow.__file__).parent
 _CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from distflow.sandbox.inside.fork_server import main
-main(int(sys.argv[2]), int(sys.argv[3]))
+main(int(sys.argv[2]))
 """
+_OPTIONS = ("-P", "-s", "-S", "-B", "-X", "utf8")
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
 """A fixed order of sets makes programs deterministic; LD_BIND_NOW resolves library functions once,
 instead of in each program. Programs themselves have no environment."""
 # When memory runs short, the kernel kills these processes first.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
+
+
+_NAMESPACES = (
+    "--unshare-user --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try "
+    "--as-pid-1 --uid 65534 --gid 65534 --hostname sandbox --cap-drop ALL --chdir /"
+)
 
 
 class ServerGone(Exception):
@@ -63,15 +70,17 @@ class ForkServer:
     def __init__(self, level: LevelName) -> None:
         """Raises SandboxFault if it does not start."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        owner = os.pidfd_open(os.getpid())
+        reading, writing = os.pipe()
+        self._stderr = open(reading, "rb")  # noqa: SIM115  closed by `close`
         try:
-            self._popen = self._start(level, theirs.fileno(), owner)
-        except OSError as error:
+            self._child = self._start(level, theirs.fileno(), writing)
+        except (OSError, SandboxFault) as error:
             self.control.close()
+            self._stderr.close()
             raise SandboxFault(str(error)) from None
         finally:
             theirs.close()
-            os.close(owner)
+            os.close(writing)
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._wait_until_ready()
@@ -79,7 +88,8 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        """Of its keeper."""
+        return self._child.pid
 
     def ask(self, request: Request, descriptors: list[int]) -> None:
         """Fork a process for the request; descriptors: see `server.DESCRIPTORS`. Raises
@@ -92,44 +102,23 @@ class ForkServer:
     def close(self) -> None:
         """End the server and all its programs. Idempotent."""
         self.control.close()
-        try:
-            self._popen.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        if self._popen.stderr:
-            self._popen.stderr.close()
+        self._child.end()
+        self._stderr.close()
 
-    def _start(self, level: LevelName, control: int, owner: int) -> "subprocess.Popen[bytes]":
+    def _start(self, level: LevelName, control: int, stderr: int) -> Child:
         source = str(_PACKAGE.parent)
         launch = list[str]()
         if level == "namespaces":
             source = _BOUND_SOURCE
             launch = _bubblewrap()
         python = os.path.realpath(sys.executable)
-        launch += [
-            python,
-            "-P",
-            "-s",
-            "-S",
-            "-B",
-            "-X",
-            "utf8",
-            "-c",
-            _CODE,
-            source,
-            str(control),
-            str(owner),
-        ]
-        return subprocess.Popen(
+        launch += [python, *_OPTIONS, "-c", _CODE, source, str(control)]
+        return Child(
             ["/bin/sh", "-c", _SHELL, "sh", *launch],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(control, owner),
-            env=_ENVIRONMENT,
+            _ENVIRONMENT,
+            pass_fds=(control,),
+            stderr=stderr,
             cwd="/",
-            start_new_session=True,
         )
 
     def _wait_until_ready(self) -> None:
@@ -142,11 +131,9 @@ class ForkServer:
             raise SandboxFault(f"it did not start: {error}") from None
         self.control.settimeout(None)
         if not message:
-            assert self._popen.stderr
-            lines = self._popen.stderr.read().decode(errors="replace").strip().splitlines()
-            raise SandboxFault(
-                lines[-1] if lines else f"it ended with exit status {self._popen.wait()}"
-            )
+            status = self._child.wait(START_TIMEOUT_S)
+            lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+            raise SandboxFault(lines[-1] if lines else f"it {how_it_ended(status)}")
         if message != READY:
             raise SandboxFault(message.decode())
 
@@ -156,25 +143,7 @@ def _bubblewrap() -> list[str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
-    words = [
-        bwrap,
-        "--unshare-user",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-    ]
-    words += [
-        "--unshare-cgroup-try",
-        "--as-pid-1",
-        "--uid",
-        "65534",
-        "--gid",
-        "65534",
-        "--hostname",
-        "sandbox",
-    ]
-    words += ["--cap-drop", "ALL", "--chdir", "/"]
+    words = [bwrap, *_NAMESPACES.split()]
     for path in SYSTEM:
         is_link = os.path.islink(path) and not path.startswith("/etc")
         words += (

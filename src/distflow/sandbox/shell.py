@@ -22,12 +22,16 @@ from distflow.sandbox.interface import SandboxFault
 
 MEMORY_MB = 4096
 _FILE_BLOCKS = 2**21  # blocks of 512 bytes: a file has at most 1 GiB
-_SHARED_BYTES = 64 * 2**20
 _READ_BYTES = 64 * 2**10
 _SHELL = (
     'echo 1000 2>/dev/null >/proc/self/oom_score_adj; ulimit -c 0; ulimit -f "$1"; ulimit -d "$2"; '
     'shift 2; exec "$@"'
 )
+_NAMESPACES = (
+    "--unshare-all --die-with-parent --new-session --cap-drop ALL --clearenv --hostname sandbox "
+    "--ro-bind /usr /usr"
+)
+_DEVICES = f"--proc /proc --dev /dev --size {64 * 2**20} --tmpfs /dev/shm --remount-ro /dev"
 _SYSTEM = (
     "/bin",
     "/sbin",
@@ -173,16 +177,7 @@ def _bubblewrap(status: int) -> list[str]:
     command ended."""
     if (bwrap := shutil.which("bwrap")) is None:
         raise SandboxFault("bubblewrap is not installed (its program is 'bwrap')")
-    words = [
-        bwrap,
-        "--unshare-all",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-        "--clearenv",
-    ]
-    words += ["--json-status-fd", str(status), "--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
+    words = [bwrap, *_NAMESPACES.split(), "--json-status-fd", str(status)]
     for path in _SYSTEM:
         words += (
             ["--symlink", os.readlink(path), path]
@@ -195,24 +190,5 @@ def _bubblewrap(status: int) -> list[str]:
     for prefix in pythons:
         words += ["--ro-bind", prefix, prefix]
     paths = (f"{sys.prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")
-    words += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--size",
-        str(_SHARED_BYTES),
-        "--tmpfs",
-        "/dev/shm",
-    ]
-    words += [
-        "--remount-ro",
-        "/dev",
-        "--setenv",
-        "PATH",
-        ":".join(paths),
-        "--setenv",
-        "HOME",
-        "/tmp",
-    ]
-    return [*words, "--setenv", "LANG", "C.UTF-8"]
+    words += [*_DEVICES.split(), "--setenv", "PATH", ":".join(paths)]
+    return [*words, "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"]

@@ -24,7 +24,8 @@ from distflow.environments.workflows import KEY, Workflow, row_of
 from distflow.errors import UserError, users_place
 from distflow.pipelines.nodes.workflow_rollout import read_outcome, template_kwargs
 from distflow.processes.channel import Channel, PeerGone, encode
-from distflow.processes.child import Child, python_command
+from distflow.processes.child import Child
+from distflow.processes.interpreters import python_command
 from distflow.rewards.reward_results import Score
 from distflow.rewards.router import RewardOutcome
 from distflow.runtime.spec import Spec

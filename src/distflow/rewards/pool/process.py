@@ -12,7 +12,8 @@ from typing import cast
 
 from distflow.observe.crash_safe_files import JSON
 from distflow.processes.channel import Channel, PeerGone, encode
-from distflow.processes.child import Child, environment, how_it_ended, python_command
+from distflow.processes.child import Child, how_it_ended
+from distflow.processes.interpreters import environment, python_command
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 
 EXIT_OUT_OF_MEMORY = 86

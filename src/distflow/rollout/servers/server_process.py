@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from distflow.processes.child import Child, how_it_ended
-from distflow.processes.descendants import descendants
+from distflow.processes.descendants import descendants, stat_fields
 from distflow.scheduling.group_states import Version
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -119,8 +119,7 @@ class ServerProcess:
         ticks = 0
         for pid, _ in descendants(self._child.pid):
             with suppress(OSError):  # the process has ended
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[_TIME_FIELDS]))
+                ticks += sum(map(int, stat_fields(pid)[_TIME_FIELDS]))
         return ticks
 
     def last_lines(self) -> str:

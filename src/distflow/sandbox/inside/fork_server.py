@@ -3,8 +3,8 @@ program.
 
 It runs no program itself and keeps nothing of them: code and input pass through as descriptors,
 unread. For each process the caller holds the other end of a socket, `report`. Anything written to
-it, or closing it, kills the process, and the server reports its end there. The server ends with its
-owner, and all programs with it.
+it, or closing it, kills the process, and the server reports its end there. The server ends when its
+owner closes the socket for requests, or ends, and all programs with it.
 """
 
 import gc
@@ -41,44 +41,38 @@ FAILED = b"f"
 END = struct.Struct("=id")
 """Exit code, as in `subprocess`, and CPU seconds."""
 _IMPORTED = (
-    *(
-        "abc",
-        "array",
-        "bisect",
-        "cmath",
-        "collections",
-        "collections.abc",
-        "contextlib",
-        "copy",
-        "ctypes",
-        "datetime",
-    ),
-    *(
-        "enum",
-        "functools",
-        "heapq",
-        "io",
-        "itertools",
-        "json",
-        "math",
-        "numbers",
-        "operator",
-        "os",
-        "random",
-        "re",
-    ),
-    *(
-        "string",
-        "struct",
-        "sys",
-        "textwrap",
-        "threading",
-        "time",
-        "traceback",
-        "types",
-        "typing",
-        "warnings",
-    ),
+    "abc",
+    "array",
+    "bisect",
+    "cmath",
+    "collections",
+    "collections.abc",
+    "contextlib",
+    "copy",
+    "ctypes",
+    "datetime",
+    "enum",
+    "functools",
+    "heapq",
+    "io",
+    "itertools",
+    "json",
+    "math",
+    "numbers",
+    "operator",
+    "os",
+    "random",
+    "re",
+    "string",
+    "struct",
+    "sys",
+    "textwrap",
+    "threading",
+    "time",
+    "traceback",
+    "types",
+    "typing",
+    "warnings",
 )
 """Modules that programs often import. Each makes every process larger, and slower to start and to
 end."""
@@ -131,9 +125,8 @@ class _Child(NamedTuple):
     report: int
 
 
-def main(control_at: int, owner: int) -> None:
-    """control_at: the descriptor of a socket for requests. owner: that of a pidfd of the owner's
-    process."""
+def main(control_at: int) -> None:
+    """control_at: the descriptor of a socket for requests."""
     if os.getpid() == 1:  # in a namespace, where bubblewrap is the parent
         die_with(0)
     # signals that the owner ignores or blocks are inherited
@@ -155,7 +148,7 @@ def main(control_at: int, owner: int) -> None:
     gc.disable()
     gc.freeze()
     server = os.getpid()
-    request, descriptors = _Server(control, owner).serve()
+    request, descriptors = _Server(control).serve()
     run_program(request, descriptors, isolation, server)
 
 
@@ -183,12 +176,10 @@ class _Server:
     """Does little for each program: every page that it writes to, even just a reference count, is
     copied while a child shares it."""
 
-    def __init__(self, control: socket.socket, owner: int) -> None:
+    def __init__(self, control: socket.socket) -> None:
         self.control = control
-        self.owner = owner
         self.poll = select.poll()
-        for descriptor in (control.fileno(), owner):
-            self.poll.register(descriptor, select.POLLIN)
+        self.poll.register(control.fileno(), select.POLLIN)
         self.by_handle: dict[int, _Child] = {}
         self.by_report: dict[int, _Child] = {}
 
@@ -206,8 +197,6 @@ class _Server:
                     request = self._fork()
                     if request is not None:
                         return request
-                elif descriptor == self.owner:
-                    self._end()
 
     def _fork(self) -> tuple[Request, list[int]] | None:
         message, sent, _, _ = self.control.recvmsg(

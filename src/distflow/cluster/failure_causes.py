@@ -1,48 +1,31 @@
-"""Handles workers that fail or die: finds the cause, reports where the next start resumes, replaces
-rollout workers.
-
-If a rollout worker dies, the groups that it was generating are lost, and its finished ones that no
-step has taken: all are issued again.
-"""
+"""Finds the cause if a worker fails or dies, and says where the next start resumes."""
 
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from distflow.cluster.coordinator_actor import Progress
-from distflow.cluster.ray_cluster import PLACED_WITHIN_S, Bundle, failed_process, wait_for_room
+from distflow.cluster.heartbeat import hanging
+from distflow.cluster.ray_cluster import failed_process
 from distflow.cluster.remote_calls import (
     COORDINATOR,
-    STARTS_WITHIN_S,
     STARVED_S,
     PeersLate,
     WorkerDied,
     WorkerFailed,
     future_of,
-    hanging,
-    kill,
     name_of,
-    reply,
-    reply_of,
 )
 from distflow.errors import UserError
-from distflow.launch.run_end import DRIVER, resume_hint
-from distflow.launch.run_start import Start, find_start
-from distflow.observe.run_reader import read_events
-from distflow.observe.writing.run_folder import RunFolder, claim_again
+from distflow.launch.run_end import resume_hint
 from distflow.runtime.rollout_loop.engine_watch import STACKS
 from distflow.runtime.spec import Spec
-from distflow.runtime.worker_place import MissingDevice, Place
-
-MOST_DEATHS = 3
-WITHIN_S = 3600.0
+from distflow.runtime.worker_place import MissingDevice
 
 _DEATH_IS_REPORTED_WITHIN_S = 2.0
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
@@ -184,130 +167,3 @@ def with_resume_hint(spec: Spec) -> Iterator[None]:
         process = failed_process(or_stopped=True)
         message = f"{process}, and the workers with it: {_CAUSES}" if process else str(died)
         raise type(died)(f"{message} {resume_hint(spec)}") from died
-
-
-def start_again(
-    spec: Spec,
-    start: Start,
-    bundles: Collection[Bundle],
-    number: int,
-    died: WorkerDied,
-    say: Callable[[str], None],
-) -> Start:
-    """Where the run restarts after a loss, once its actors have ended and its bundles are in place.
-    number: of the restart, from 1. Raises WorkerDied if there is no room any more."""
-    message = (
-        f"{died.__cause__ or died} Restart {number} of {spec.config.trainer.max_restarts} "
-        "(trainer.max_restarts)"
-    )
-    say(message)
-    events = read_events(spec.run_dir)
-    with RunFolder(spec.run_dir, events[-1].restart if events else 0, part=DRIVER) as folder:
-        folder.event("warning", message)
-    try:
-        wait_for_room(bundles, PLACED_WITHIN_S, say)
-    except UserError as err:
-        raise type(died)(f"{died}. It cannot restart in place: {err}") from died
-    return find_start(spec, "auto", start.allowed, claim_again(spec.run_dir, number))
-
-
-@dataclass(frozen=True)
-class _Starting:
-    rank: int
-    worker: Any
-    deadline: float
-
-
-class Replacements:
-    """Replaces rollout workers that die. A worker that dies for the fourth time within an hour ends
-    the run; so does one that cannot be started when no other is left."""
-
-    def __init__(
-        self,
-        places: Mapping[int, Place],
-        start: Callable[[Place], Any],
-        coordinator: Any,
-        leader: Any,
-    ) -> None:
-        """places: of the replaceable workers, by rank. start: creates a worker's actor. leader: the
-        worker that sends weights. `starting` has the workers being started, by the reply to
-        `build`."""
-        self.places = dict(places)
-        self._start = start
-        self._coordinator = coordinator
-        self._leader = leader
-        self._deaths: dict[int, deque[float]] = {rank: deque() for rank in places}
-        self.starting: dict[Any, _Starting] = {}
-        self._given_up = set[int]()
-
-    def begin(self, rank: int, why: str) -> None:
-        """Start a replacement for a worker that is gone or treated as gone; its groups go to
-        others. Raises WorkerDied."""
-        num_groups = reply_of(
-            self._coordinator.lose_worker.remote(self.places[rank].generator), COORDINATOR
-        )
-        self._check(rank, why)
-        number = reply_of(self._coordinator.add_worker.remote(str(rank)), COORDINATOR)
-        self.places[rank] = replace(self.places[rank], generator=number)
-        worker = self._start(self.places[rank])
-        self.starting[worker.build.remote()] = _Starting(
-            rank, worker, time.monotonic() + STARTS_WITHIN_S
-        )
-        self._say(
-            f"{why} Its {num_groups} prompt groups are issued again, and a replacement is started"
-        )
-
-    def ready(self) -> dict[int, Any]:
-        """Workers that are ready to run, by rank. Raises WorkerDied, or what one raised while
-        building."""
-        ready = {}
-        for ref in [ref for ref in self.starting if ray.wait([ref], timeout=0)[0]]:
-            starting = self.starting.pop(ref)
-            try:
-                reply(ref)
-            except RayActorError:
-                self.begin(
-                    starting.rank,
-                    f"The worker that was started as worker {starting.rank} has died at once.",
-                )
-            else:
-                ready[starting.rank] = starting.worker
-        for ref, starting in list(self.starting.items()):
-            if time.monotonic() > starting.deadline:
-                del self.starting[ref]
-                self._give_up(starting)
-        return ready
-
-    def connect(self, rank: int, worker: Any) -> None:
-        """Connect a running worker: the leader sends it weights, and then it gets groups."""
-        self._leader.join.remote(rank, worker)
-        self._say(f"worker {rank} runs again")
-
-    def _check(self, rank: int, why: str) -> None:
-        deaths = self._deaths[rank]
-        now = time.monotonic()
-        deaths.append(now)
-        while now - deaths[0] > WITHIN_S:
-            deaths.popleft()
-        if len(deaths) > MOST_DEATHS:
-            raise WorkerDied(
-                f"worker {rank} has died {len(deaths)} times within {WITHIN_S / 60:g} minutes and "
-                "is not replaced "
-                "again: find the cause (memory, a device, a prompt that crashes the engine). The "
-                f"last death: {why}"
-            )
-
-    def _give_up(self, starting: _Starting) -> None:
-        kill(starting.worker)
-        self._given_up.add(starting.rank)
-        message = (
-            f"no other process could be started as worker {starting.rank} within "
-            f"{STARTS_WITHIN_S:g} s: its "
-            "machine or its device may be gone"
-        )
-        if self._given_up == set(self.places[starting.rank].generators):
-            raise WorkerDied(f"{message}, and no rollout worker is left")
-        self._say(f"{message}; the run continues without it")
-
-    def _say(self, message: str) -> None:
-        self._leader.note.remote("warning", message)
