@@ -27,17 +27,15 @@ _SPECIAL = (*RESERVED, *ENGINES, *SERVICES)
 
 
 class Form(StrEnum):
-    """How a function is called.
-
-    WIRED: fields, options, engines, services and reserved names by parameter.
-    BATCH_REWARD: `(batch, config, **kwargs)`, called by keyword; options are the kwargs.
-    SAMPLE_REWARD: `compute_score(data_source, solution_str, ground_truth[, extra_info])`, called
-    for each sample.
-    """
+    """How a function is called."""
 
     WIRED = "wired"
+    """Fields, options, engines, services and reserved names by parameter."""
     BATCH_REWARD = "batch_reward"
+    """`(batch, config, **kwargs)`, called by keyword; options are the kwargs."""
     SAMPLE_REWARD = "sample_reward"
+    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`, called for each
+    sample."""
 
 
 _SAMPLE_REWARD = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -53,14 +51,13 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class FieldsRead:
-    """Fields that a function reads: required ones, and those that may be missing.
-
-    by_keyword, by_position: the fields among them that are passed, and how; the others come in
-    `batch`.
-    """
+    """Fields that a function reads. Those that are passed neither by keyword nor by position come
+    in `batch`."""
 
     reads: tuple[str, ...] = ()
+    """Required fields."""
     optional: tuple[str, ...] = ()
+    """Fields that may be missing."""
     by_keyword: tuple[str, ...] = ()
     by_position: tuple[str, ...] = ()
 
@@ -68,21 +65,22 @@ class FieldsRead:
 @dataclass(frozen=True, kw_only=True)
 class Contract(FieldsRead):
     """What a function takes and returns. Field names are spelled as in the function; see
-    `canonical`.
-
-    writes: the fields that it returns. engines, services: the parameters that receive one.
-    reserved: its parameters in `RESERVED`. options: the default of each option, or REQUIRED.
-    open_options: whether it also takes options that it does not name.
-    """
+    `canonical`."""
 
     form: Form
     writes: tuple[str, ...]
+    """The fields that it returns."""
     scope: Scope
     engines: tuple[str, ...]
+    """The parameters that receive an engine."""
     services: tuple[str, ...]
+    """The parameters that receive a service."""
     reserved: tuple[str, ...]
+    """Its parameters in `RESERVED`."""
     options: Mapping[str, object]
+    """The default of each option, or REQUIRED."""
     open_options: bool
+    """Whether it also takes options that it does not name."""
     is_async: bool
 
 
@@ -93,19 +91,20 @@ def canonical(name: str) -> str:
 
 @dataclass(frozen=True)
 class Declared:
-    """Declarations about a function outside its signature.
-
-    spec: of `@node`, overridden by `add_node`. scope: of the graph's node, which takes precedence.
-    is_field: whether a field of that name is known. is_option: whether an option of that name has a
-    value, which settles positional parameters that are not known fields.
-    """
+    """Declarations about a function outside its signature."""
 
     where: str
+    """The node, for messages."""
     spec: NodeSpec
+    """Of `@node`, overridden by `add_node`."""
     role: NodeRole
     scope: Scope | None
+    """Of the graph's node, which takes precedence."""
     is_field: Callable[[str], bool]
+    """Whether a field of that name is known."""
     is_option: Callable[[str], bool]
+    """Whether an option of that name has a value, which settles positional parameters that are not
+    known fields."""
 
 
 def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contract:
@@ -114,10 +113,14 @@ def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contr
 
     Raises PipelineError if the signature does not say what the function reads.
     """
-    found = None if fn is None else _parameters(fn, declared.where)
-    form = form_of(found)
-    fields = FieldsRead() if fn is None else _fields(form, found, declared)
-    parameters = found or []
+    fields = FieldsRead()
+    parameters = list[Parameter]()
+    form = Form.WIRED
+    if fn is not None:
+        found = _parameters(fn, declared.where)
+        form = form_of(found)
+        fields = _fields(form, found, declared)
+        parameters = found or []
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
     return Contract(
@@ -136,42 +139,53 @@ def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contr
 
 def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None:
     """None if the callable cannot be inspected (some builtins)."""
-    if isinstance(fn, functools.partial) and (inner := _parameters(fn.func, where)) is not None:
-        names = [p.name for p in inner]
-        unknown = [name for name in fn.keywords if name not in names]
-        if unknown and not any(p.kind is Parameter.VAR_KEYWORD for p in inner):
-            raise PipelineError(
-                f"{where}: its function takes no option '{unknown[0]}'{hint(unknown[0], names)}"
-            )
+    if isinstance(fn, functools.partial):
+        _check_keywords(fn, _parameters(fn.func, where), where)
     try:
         return list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):
         return None
 
 
+def _check_keywords(
+    fn: functools.partial[object], parameters: list[Parameter] | None, where: str
+) -> None:
+    """parameters: of the function inside; None if they are not known. Raises PipelineError for an
+    option that it does not take."""
+    if parameters is None or any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        return
+    names = [p.name for p in parameters]
+    for keyword in fn.keywords:
+        if keyword not in names:
+            raise PipelineError(
+                f"{where}: its function takes no option '{keyword}'{hint(keyword, names)}"
+            )
+
+
 def form_of(parameters: list[Parameter] | None) -> Form:
     """The form, recognised by the exact names of the parameters."""
-    names = [p.name for p in parameters or ()]
-    if names[:2] == ["batch", "config"] and [p.kind for p in parameters or ()][2:] == [
-        Parameter.VAR_KEYWORD
-    ]:
+    known = parameters or []
+    names = tuple(p.name for p in known)
+    rest = [p.kind for p in known[2:]]
+    if names[:2] == ("batch", "config") and rest == [Parameter.VAR_KEYWORD]:
         return Form.BATCH_REWARD
-    return Form.SAMPLE_REWARD if tuple(names[:3]) == _SAMPLE_REWARD[:3] else Form.WIRED
+    if names[:3] == _SAMPLE_REWARD[:3]:
+        return Form.SAMPLE_REWARD
+    return Form.WIRED
 
 
 def _fields(form: Form, parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
     if form is Form.BATCH_REWARD:
         return FieldsRead(*_explicit(declared))
     if form is Form.SAMPLE_REWARD:
-        optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters or ()) else ()
         required = ("data_source", "responses", "ground_truth")
+        optional: tuple[str, ...] = ()
+        if any(p.name == "extra_info" for p in parameters or ()):
+            optional = ("extra_info",)
         return FieldsRead(required, optional, by_keyword=(*required, *optional))
-    explicit = declared.spec.reads is not None
-    return (
-        _explicit_fields(parameters, declared)
-        if explicit
-        else _signature_fields(parameters, declared)
-    )
+    if declared.spec.reads is not None:
+        return _explicit_fields(parameters, declared)
+    return _signature_fields(parameters, declared)
 
 
 def _role_of(
@@ -189,7 +203,9 @@ def _role_of(
         return "option"
     if parameter.default is Parameter.empty:
         return "field"
-    return "optional" if is_field or parameter.default is None else "option"
+    if is_field or parameter.default is None:
+        return "optional"
+    return "option"
 
 
 def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
@@ -200,34 +216,38 @@ def _signature_fields(parameters: list[Parameter] | None, declared: Declared) ->
         )
     # estimators receive only their named parameters
     named_only = declared.role is NodeRole.ADVANTAGE
+    required = list[str]()
+    optional = list[str]()
+    by_keyword = list[str]()
+    by_position = list[str]()
     for p in parameters:
-        if p.kind is Parameter.VAR_POSITIONAL or (
-            p.kind is Parameter.VAR_KEYWORD and not named_only
-        ):
+        is_open_keyword = p.kind is Parameter.VAR_KEYWORD and not named_only
+        if p.kind is Parameter.VAR_POSITIONAL or is_open_keyword:
             raise PipelineError(
                 f"{declared.where}: '{p}' does not say what it reads; declare it with "
                 "@node(reads=...)"
             )
-    roles = {p.name: _role_of(p, declared) for p in parameters}
-    passed = [p for p in parameters if roles[p.name] in ("field", "optional")]
-    for p in parameters:
-        # calls pass only fields by position
-        if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:
+        role = _role_of(p, declared)
+        is_passed = role in ("field", "optional")
+        if p.kind is Parameter.POSITIONAL_ONLY and not is_passed:
+            # calls pass only fields by position
             raise PipelineError(
                 f"{declared.where}: '{p.name}' is positional-only, which is allowed only for fields"
             )
-    return FieldsRead(
-        reads=tuple(p.name for p in passed if roles[p.name] == "field"),
-        optional=tuple(p.name for p in passed if roles[p.name] == "optional"),
-        by_keyword=tuple(p.name for p in passed if p.kind is not Parameter.POSITIONAL_ONLY),
-        by_position=tuple(p.name for p in passed if p.kind is Parameter.POSITIONAL_ONLY),
-    )
+        if not is_passed:
+            continue
+        (required if role == "field" else optional).append(p.name)
+        is_by_position = p.kind is Parameter.POSITIONAL_ONLY
+        (by_position if is_by_position else by_keyword).append(p.name)
+    return FieldsRead(tuple(required), tuple(optional), tuple(by_keyword), tuple(by_position))
 
 
 def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(required, optional) of `@node(reads=...)`."""
     names = declared.spec.reads or ()
-    return tuple(n for n in names if n[0] != "?"), tuple(n[1:] for n in names if n[0] == "?")
+    required = tuple(name for name in names if name[0] != "?")
+    optional = tuple(name[1:] for name in names if name[0] == "?")
+    return required, optional
 
 
 def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
@@ -235,11 +255,8 @@ def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> 
     named = tuple(n.removeprefix("?") for n in declared.spec.reads or ())
     if parameters is None:
         return FieldsRead(required, optional, by_position=named)
-    leading = [
-        p
-        for p in parameters
-        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    by_position_kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    leading = [p for p in parameters if p.kind in by_position_kinds]
     ordinary = [p for p in leading if p.name not in _SPECIAL]
     for p in ordinary:
         if p.name not in named and _role_of(p, declared) == "field":
@@ -247,7 +264,8 @@ def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> 
                 f"{declared.where}: @node(reads=...) leaves out its parameter "
                 f"'{p.name}'{hint(p.name, named)}"
             )
-    if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
+    kinds = {p.kind for p in parameters}
+    if Parameter.VAR_POSITIONAL in kinds:
         first = tuple(p.name for p in leading)
         if first != named[: len(first)]:
             raise PipelineError(
@@ -255,25 +273,20 @@ def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> 
                 "must begin so"
             )
         return FieldsRead(required, optional, by_position=named)
-    names = {p.name for p in ordinary} | {
-        p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY
-    }
-    unnamed = [n for n in named if n not in names]
-    open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    if (
-        unnamed
-        and not open_kwargs
-        and not any(p.name in ("batch", "samples", "group") for p in parameters)
-    ):
-        raise PipelineError(
-            f"{declared.where}: it reads '{unnamed[0]}' but has no parameter for "
-            f"it{hint(unnamed[0], names)}; "
-            "name one, or take `batch` or `samples`"
-        )
-    by_position = tuple(
-        p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY and p.name in named
-    )
-    by_keyword = tuple(n for n in named if n not in by_position and (n in names or open_kwargs))
+    names = {p.name for p in ordinary}
+    names |= {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+    takes_any = Parameter.VAR_KEYWORD in kinds
+    takes_columns = any(p.name in ("batch", "samples", "group") for p in parameters)
+    for name in named:
+        if name not in names and not takes_any and not takes_columns:
+            raise PipelineError(
+                f"{declared.where}: it reads '{name}' but has no parameter for "
+                f"it{hint(name, names)}; name one, or take `batch` or `samples`"
+            )
+    positional_only = [p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY]
+    by_position = tuple(name for name in positional_only if name in named)
+    passed = named if takes_any else tuple(name for name in named if name in names)
+    by_keyword = tuple(name for name in passed if name not in by_position)
     return FieldsRead(required, optional, by_keyword, by_position)
 
 
@@ -282,32 +295,35 @@ def _writes(form: Form, declared: Declared) -> tuple[str, ...]:
         return declared.spec.writes
     if form is Form.SAMPLE_REWARD:
         return ("scores",)
-    return SCORE_FIELDS if form is Form.BATCH_REWARD else ROLE_DEFAULTS[declared.role].writes
+    if form is Form.BATCH_REWARD:
+        return SCORE_FIELDS
+    return ROLE_DEFAULTS[declared.role].writes
 
 
 def _scope(fields: FieldsRead, reserved: tuple[str, ...], declared: Declared) -> Scope:
     if "reduce" in reserved:
         return "global"
-    if scope := declared.scope or declared.spec.scope:
+    scope = declared.scope or declared.spec.scope
+    if scope:
         return scope
-    reads_groups = any(
-        canonical(name) == "group_index" for name in (*fields.reads, *fields.optional)
-    )
-    return "group" if reads_groups else ROLE_DEFAULTS[declared.role].scope or "sample"
+    for name in (*fields.reads, *fields.optional):
+        if canonical(name) == "group_index":
+            return "group"
+    return ROLE_DEFAULTS[declared.role].scope or "sample"
 
 
 def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dict[str, object]:
+    options: dict[str, object] = {}
     if form is Form.BATCH_REWARD:
-        return {}
-    if form is Form.SAMPLE_REWARD:
-        found = [
-            p
-            for p in parameters
-            if p.name not in _SAMPLE_REWARD and p.kind is not Parameter.VAR_KEYWORD
-        ]
-    else:
-        fields = {name for names in _explicit(declared) for name in names}
-        found = [
-            p for p in parameters if p.name not in fields and _role_of(p, declared) == "option"
-        ]
-    return {p.name: REQUIRED if p.default is Parameter.empty else p.default for p in found}
+        return options
+    required, optional = _explicit(declared)
+    for p in parameters:
+        if form is Form.SAMPLE_REWARD:
+            is_option = p.name not in _SAMPLE_REWARD and p.kind is not Parameter.VAR_KEYWORD
+        elif p.name in required or p.name in optional:
+            is_option = False
+        else:
+            is_option = _role_of(p, declared) == "option"
+        if is_option:
+            options[p.name] = REQUIRED if p.default is Parameter.empty else p.default
+    return options
