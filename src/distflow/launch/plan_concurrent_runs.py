@@ -136,7 +136,7 @@ def _planned(
     trainer = loaded.config.trainer
     change_word = f"{change[0]}={json.dumps(change[1])}"
     planned = settings["plan"]
-    needs = settings["options"].worker
+    needs = settings["needs"]
     return PlannedRun(
         name, trainer.run_dir, (*words, change_word), trainer.launcher, own, planned, needs
     )
