@@ -87,17 +87,21 @@ class BuiltinPipeline(Entry):
 
 @dataclass(frozen=True)
 class WorkflowEntry(Entry):
-    """A workflow. Functions are written "module:function".
-
-    nodes: adds the nodes that its episodes need after their scores, called with the pipeline and
-    the config. unit_tokens: tells by the config how many tokens an action has; only replies of such
-    a workflow are divided into actions and chunks. rules: a tuple of rules (see `config/rules`) of
-    its options, which are read if the config has options of a workflow.
-    """
+    """A workflow. Functions are written "module:function"."""
 
     nodes: str = ""
+    """Adds the nodes that its episodes need after their scores, to a pipeline and by its config."""
     unit_tokens: str = ""
+    """Tells by the config how many tokens an action has. Only replies of such a workflow are
+    divided into actions and chunks."""
     rules: str = ""
+    """A tuple of rules (see `config/rules`) of its options, which are read if the config has
+    options of a workflow."""
+    draws_numbers: str = ""
+    """Tells by its options whether a head of `NUMBER_HEADS` draws the replies, whose entropy may be
+    below 0."""
+    ends_by_time: bool = False
+    """Whether truncated episodes ran out of time, and not of tokens."""
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,13 @@ def denoising_steps(options: Mapping[str, Any]) -> int:
     return int(options.get("denoising_steps", 4)) if options.get("head") == "flow_sde" else 0
 
 
+def draws_numbers(options: Mapping[str, Any]) -> bool:
+    """Whether a head draws the numbers of actions. options: of the workflow."""
+    actions = options.get("actions")
+    head = actions.get("head") if isinstance(actions, Mapping) else None
+    return head not in (None, "action_tokens")
+
+
 def tokens_of_action(config: Config) -> int:
     """By the options of the workflow. Raises UserError."""
     options: Any = config.actor_rollout_ref.rollout.workflow_kwargs["actions"]

@@ -19,6 +19,7 @@ from distflow.config.derived_settings import (
     algorithms,
     chooses_by_tags,
     config_of,
+    find_pipeline,
     is_one_process,
     is_rl,
     is_sharded,
@@ -138,6 +139,8 @@ class TakenKeys:
         several keys."""
         config = self._config
         scoring = scoring_models(config.reward_model)
+        pipeline = find_pipeline(config)
+        has_own_factor = pipeline is not None and bool(pipeline.oversample_factor)
         facts = {
             pipeline_name(config): True,
             "builtin_pipeline": pipeline_name(config) != CUSTOM,
@@ -151,7 +154,7 @@ class TakenKeys:
             "scoring_model": any(name in self._engines for name in scoring),
             REWARD_MODEL: REWARD_MODEL in self._engines and REWARD_MODEL in scoring,
             "judge": any(model.judge for model in scoring.values()),
-            "oversampling": is_rl(config) and pipeline_name(config) != "embodied_srpo",
+            "oversampling": is_rl(config) and not has_own_factor,
             "skipped_rows": any(self._skips()),
             **self._facts_of_losses(),
             **self._facts_of_placement(),

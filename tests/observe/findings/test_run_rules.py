@@ -170,6 +170,12 @@ def test_a_sound_run_is_told_nothing_and_a_still_one_why() -> None:
     assert len(said) == 1 and "Nothing was learned in all 8 steps: the gradient was 0." in said[0]
 
 
+def test_episodes_that_ran_out_of_time_are_not_truncated() -> None:
+    rollout = {"workflow": "simulator"}
+    late = steps(rollout__truncated=(0.9,) * 8)
+    assert truncation(late, {"actor_rollout_ref": {"rollout": rollout}}) is None
+
+
 def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
     found = truncation(steps(rollout__truncated=(1.0,)), {})
     assert found is not None and "Raise data.max_response_length, or" in found.advice

@@ -257,7 +257,8 @@ def test_an_entropy_of_numbers_passes_through_0(head: str, number: int) -> None:
     steps = dict(metrics_of(260, 0))
     for step, metrics in steps.items():
         metrics["actor/entropy"] = 0.3 - 0.002 * step
-    config = {"actor_rollout_ref": {"rollout": {"workflow_kwargs": {"actions": {"head": head}}}}}
+    rollout = {"workflow": "simulator", "workflow_kwargs": {"actions": {"head": head}}}
+    config = {"actor_rollout_ref": {"rollout": rollout}}
     found = [each.rule for each in rules_over(steps, config).findings()]
     assert found.count("entropy-collapse") == number, found
 

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from distflow.builtin_names import WORKFLOWS, WorkflowEntry
 from distflow.errors import count_of
+from distflow.import_target import load_function
 from distflow.observe.crash_safe_files import JSON
 
 Tone = Literal["good", "bad", "flat", "unknown"]
@@ -69,6 +71,23 @@ def setting(config: Config, key: str) -> JSON:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value if not isinstance(value, Mapping) else None
+
+
+def workflow_of(config: Config) -> WorkflowEntry | None:
+    """The run's built-in workflow, if it has one."""
+    return WORKFLOWS.get(str(setting(config, "actor_rollout_ref.rollout.workflow")))
+
+
+def draws_numbers(config: Config) -> bool:
+    """Whether the policy draws numbers. The entropy of their normal distribution passes through
+    0."""
+    workflow = workflow_of(config)
+    options: object = config
+    for name in ("actor_rollout_ref", "rollout", "workflow_kwargs"):
+        options = options.get(name) if isinstance(options, Mapping) else None
+    if workflow is None or not workflow.draws_numbers or not isinstance(options, Mapping):
+        return False
+    return bool(load_function(workflow.draws_numbers)(options))
 
 
 def known_values(steps: Steps, name: str) -> list[float]:

@@ -9,6 +9,7 @@ from distflow.observe.findings.finding import (
     Config,
     Finding,
     Steps,
+    draws_numbers,
     known_values,
     last_quarter,
     late_mean,
@@ -17,6 +18,7 @@ from distflow.observe.findings.finding import (
     setting,
     since_step,
     steps_with,
+    workflow_of,
 )
 from distflow.observe.reward_remarks import RIGHT
 
@@ -33,7 +35,6 @@ _SOME_ENTROPY = 0.05
 _RESPONSE_LENGTH = "data.max_response_length"
 _LR = "actor_rollout_ref.actor.optim.lr"
 _WORKFLOW = "actor_rollout_ref.rollout.workflow"
-_HEAD = "actor_rollout_ref.rollout.workflow_kwargs.actions.head"
 _ACCURACY_IN_TRAINING = "reward/accuracy"
 _EQUAL = "reward/frac_reward_zero_std"
 _ENTROPY = "actor/entropy"
@@ -42,8 +43,8 @@ _ENTROPY = "actor/entropy"
 def truncation(steps: Steps, config: Config) -> Finding | None:
     """Responses truncated at the length limit, over the run's last quarter."""
     shares = known_values(steps, "rollout/truncated")
-    # A simulator's episodes end by time, not by tokens.
-    if not shares or setting(config, _WORKFLOW) == "simulator":
+    workflow = workflow_of(config)
+    if not shares or (workflow is not None and workflow.ends_by_time):
         return None
     late = mean(last_quarter(shares))
     over = over_last_quarter(len(shares))
@@ -115,8 +116,8 @@ def broken_policy(steps: Steps, config: Config, abruptly: bool = True) -> Findin
     rewards = known_values(steps, REWARD)
     if len(entropies) < 2 or len(rewards) < 2:
         return None
-    if setting(config, _HEAD) not in (None, "action_tokens"):
-        return None  # the entropy of a normal distribution passes through 0
+    if draws_numbers(config):
+        return None
     first = next(iter(entropies.values()))
     last = late_mean(steps, _ENTROPY)
     gain = mean(last_quarter(rewards)) - rewards[0]

@@ -15,7 +15,7 @@ from typing import Literal
 from distflow.errors import UserError
 from distflow.import_target import is_ours, users_code
 from distflow.observe.crash_safe_files import JSON
-from distflow.observe.findings.finding import MANY_STEPS, REWARD, Finding, Tone
+from distflow.observe.findings.finding import MANY_STEPS, REWARD, Finding, Tone, draws_numbers
 from distflow.observe.findings.history import NEW, RECENT, History
 from distflow.observe.findings.learning_rules import LEARNING_RULES, LearningRule
 
@@ -341,11 +341,8 @@ def _hacking(h: History) -> str | None:
     enough=30,
 )
 def _collapse(h: History) -> str | None:
-    if h.setting("actor_rollout_ref.rollout.workflow_kwargs.actions.head") not in (
-        None,
-        "action_tokens",
-    ):
-        return None  # the entropy of a normal distribution passes through 0
+    if draws_numbers(h.config):
+        return None
     values = h.last("actor/entropy", 20)
     first = h.first("actor/entropy")
     falls = statistics.fmean(values[10:]) < statistics.fmean(values[:10])

@@ -206,7 +206,7 @@ def sample_groups(
 
 
 def _acted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The frames and the instruction of an episode in a simulator that succeeded, and of one that
+    """The frames and the instruction of an episode with frames that succeeded, and of one that
     did not."""
     found = dict[bool, dict[str, Any]]()
     for place, row in enumerate(rows):
@@ -416,7 +416,7 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
     problems: dict[tuple[str, ...], list[dict[str, JSON]]] = {}
     for row in rows:
         key = tuple(str(row.get(name, "")) for name in ("prompt", "ground_truth", "images"))
-        if not row.get("ground_truth"):  # as in a simulator, whose tasks differ by their seeds
+        if not row.get("ground_truth"):  # tasks without one may differ by their seeds alone
             key = (*key, str(row.get("uid")).rpartition("-")[0])
         problems.setdefault(key, []).append(row)
     return problems

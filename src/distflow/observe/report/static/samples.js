@@ -18,7 +18,7 @@ const turns = ({ conversation, response }) => Array.isArray(conversation) && con
     return el("div", { class: OWNERS.includes(owner) ? `turn by-${owner}` : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
   : [textBox(response)];
-// Episodes in a simulator as animations: one that succeeded, and one that did not.
+// Episodes with frames as animations: one that succeeded, and one that did not.
 const videos = (group) => {
   const shown = (group.videos ?? []).map(({ webp, instruction, response }) => {
     const { score, reward_parts: parts } = Object(group.responses[response]);
