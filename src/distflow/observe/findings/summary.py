@@ -20,6 +20,9 @@ from distflow.observe.findings.finding import (
 from distflow.observe.run_reader import Event, MetricsRecord, comparable_validations
 
 _MAX_GROUPS = 200
+_FEW_VALUES = 4
+_SMALL_CHANGE = 0.02
+"""Of an accuracy on an unknown number of problems."""
 _SMALL_SHARE = 0.01  # of the time: phases below it are summarised
 PROBLEM_KINDS = ("error", "warning", "finding")
 
@@ -75,24 +78,23 @@ def find_accuracy(
 ) -> Accuracy | None:
     """The overall accuracy on the last validation problems if the run measured it."""
     records, changed_at = comparable_validations(records, events)
-    names = [
-        name
-        for name in set[str]().union(*(record.values for record in records))
-        if name.startswith("val_correct/")
-    ]
+    names = set[str]()
+    for record in records:
+        names.update(name for name in record.values if name.startswith("val_correct/"))
     if not names:
         return None
-    name = (
-        ACCURACY
-        if ACCURACY in names
-        else min(names, key=lambda name: (not name.endswith("/mean"), name))
-    )
-    found = {record.step: record.values[name] for record in records if name in record.values}
+    means = sorted(name for name in names if name.endswith("/mean"))
+    name = ACCURACY if ACCURACY in names else (means or sorted(names))[0]
+    found: dict[int, float] = {}
+    for record in records:
+        if name in record.values:
+            found[record.step] = record.values[name]
     points = tuple((step, value) for step, value in sorted(found.items()) if math.isfinite(value))
     if not points:
         return None
     first_update = min((record.step for record in records if record.kind == "train"), default=None)
-    before = points[0][0] == 0 or (first_update is not None and points[0][0] < first_update)
+    first_step = points[0][0]
+    before = first_step == 0 or (first_update is not None and first_step < first_update)
     return Accuracy(name, points, before, num_problems, changed_at)
 
 
@@ -121,13 +123,13 @@ def describe_learning(accuracy: Accuracy | None, steps: Steps) -> Finding:
             f"{at}."
         )
         return Finding("unknown", f"{text}{_of_other_rows(accuracy)}")
-    for name, word, sign in (
-        (REWARD, "reward", 1),
-        *((name, "loss", -1) for name in ("sft/loss", "rm/loss", "loss")),
-    ):
-        values = known_values(steps, name)
-        if len(values) >= 4:
-            return _learned_by_curve(values, word, sign, steps)
+    rewards = known_values(steps, REWARD)
+    if len(rewards) >= _FEW_VALUES:
+        return _learned_by_curve(rewards, "reward", 1, steps)
+    for name in ("sft/loss", "rm/loss", "loss"):
+        losses = known_values(steps, name)
+        if len(losses) >= _FEW_VALUES:
+            return _learned_by_curve(losses, "loss", -1, steps)
     return Finding("unknown", "There are too few measurements to say whether it learned.")
 
 
@@ -143,18 +145,16 @@ def _of_other_rows(accuracy: Accuracy) -> str:
 
 def describe_accuracy(accuracy: Accuracy) -> Finding:
     """A finding on the accuracy before any training."""
-    problems = (
-        f"{accuracy.num_problems:,} validation problems"
-        if accuracy.num_problems
-        else "the validation problems"
-    )
-    return Finding(
-        "flat", f"{accuracy.points[-1][1]:.1%} of {problems} are solved; nothing was trained."
-    )
+    problems = "the validation problems"
+    if accuracy.num_problems:
+        problems = f"{accuracy.num_problems:,} validation problems"
+    share = accuracy.points[-1][1]
+    return Finding("flat", f"{share:.1%} of {problems} are solved; nothing was trained.")
 
 
 def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
-    (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
+    first_step, first = accuracy.points[0]
+    last_step, last = accuracy.points[-1]
     noise = accuracy.noise()
     problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
     start = "before RL" if accuracy.before_training else f"at step {first_step}"
@@ -162,19 +162,17 @@ def _learned_by_accuracy(accuracy: Accuracy) -> Finding:
         f"accuracy on validation problems{problems} was {first:.2f} {start} and is {last:.2f} at "
         f"step {last_step}"
     )
-    if abs(last - first) <= (0.02 if noise is None else noise):
-        text = f"No clear change: {moved}"
-        if noise is not None:
-            text += f": the change of {last - first:+.2f} is within chance (±{noise:.2f})"
-        return Finding("flat", f"{text}.")
+    if noise is None and abs(last - first) <= _SMALL_CHANGE:
+        return Finding("flat", f"No clear change: {moved}.")
+    if noise is not None and abs(last - first) <= noise:
+        change = f"the change of {last - first:+.2f} is within chance (±{noise:.2f})"
+        return Finding("flat", f"No clear change: {moved}: {change}.")
     if last < first:
         return Finding("bad", f"It got worse: {moved}.")
     best_step, best = accuracy.best
-    peak = (
-        f" It was best at step {best_step} with {best:.2f}."
-        if best - last > (noise or 0.02)
-        else ""
-    )
+    peak = ""
+    if best - last > (noise or _SMALL_CHANGE):
+        peak = f" It was best at step {best_step} with {best:.2f}."
     return Finding("good", f"It learned: {moved}.{peak}")
 
 
@@ -191,14 +189,10 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
         f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last "
         f"{size}"
     )
-    has_validation = any(
-        name.startswith("val_correct/") for name in set[str]().union(*steps.values())
-    )
-    caveat = (
-        " Nothing was measured on validation problems."
-        if word == "reward" and not has_validation
-        else ""
-    )
+    caveat = ""
+    names = set[str]().union(*steps.values())
+    if word == "reward" and not any(name.startswith("val_correct/") for name in names):
+        caveat = " Nothing was measured on validation problems."
     if abs(after - before) <= noise:
         return Finding("flat", f"No clear change: {moved}.{caveat}")
     if (after - before) * sign < 0:
@@ -208,28 +202,20 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Step
 
 def count_problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     """Counts of problems. groups: of `group_events`."""
-    numbers = {
-        kind: sum(group["count"] for group in groups if group["kind"] == kind)
-        for kind in PROBLEM_KINDS
-    }
+    numbers = dict.fromkeys(PROBLEM_KINDS, 0)
+    for group in groups:
+        numbers[group["kind"]] += group["count"]
     numbers["skipped update"] = round(sum(known_values(steps, "actor/skipped")))
     counts = [count_of(number, name) for name, number in numbers.items() if number]
-    bad = sorted(
-        {
-            name
-            for values in steps.values()
-            for name, value in values.items()
-            if not math.isfinite(value)
-        }
-    )
-    if bad:
-        counts.append(
-            f"non-finite values in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}"
-        )
+    odd = set[str]()
+    for values in steps.values():
+        odd.update(name for name, value in values.items() if not math.isfinite(value))
+    if odd:
+        others = " and others" if len(odd) > 3 else ""
+        counts.append(f"non-finite values in {', '.join(sorted(odd)[:3])}{others}")
     if not counts:
         return Finding("good", "The run recorded no warnings, errors or skipped updates.")
-    has_errors = any(group["kind"] == "error" for group in groups)
-    return Finding("bad" if has_errors else "flat", f"Worth a look: {joined(counts)}.")
+    return Finding("bad" if numbers["error"] else "flat", f"Worth a look: {joined(counts)}.")
 
 
 def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
@@ -279,21 +265,22 @@ def time_sentence(steps: Steps) -> str:
     phases: dict[str, float] = {}
     for values in steps.values():
         for name, seconds in values.items():
-            if name.startswith("timing_s/") and name != "timing_s/step" and math.isfinite(seconds):
-                phases[name.removeprefix("timing_s/")] = (
-                    phases.get(name.removeprefix("timing_s/"), 0.0) + seconds
-                )
+            phase = name.removeprefix("timing_s/")
+            if phase not in (name, "step") and math.isfinite(seconds):
+                phases[phase] = phases.get(phase, 0.0) + seconds
     if not total or not phases or not math.isfinite(total):
         return ""
-    shares = {
-        name: seconds / total
-        for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])
-    }
-    phrases = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
-    small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
+    phrases = []
+    small: dict[str, float] = {}
+    for phase, seconds in sorted(phases.items(), key=lambda item: -item[1]):
+        share = seconds / total
+        if share >= _SMALL_SHARE:
+            phrases.append(f"{phase} {share:.0%}")
+        elif share > 0:
+            small[phase] = share
     if small:
-        named = joined(small) if len(small) < 3 else f"{len(small)} others"
-        phrases.append(f"{named} {sum(shares[name] for name in small):.0%}")
+        named = joined([*small]) if len(small) < 3 else f"{len(small)} others"
+        phrases.append(f"{named} {sum(small.values()):.0%}")
     num_steps = sum("timing_s/step" in values for values in steps.values())
     took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
     return f"{took} {readable_s(total)}: {', '.join(phrases)}."
@@ -352,11 +339,9 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
     """
     done = max((step for step, values in steps.items() if "timing_s/step" in values), default=0)
     of = f" of {planned:,}" if isinstance(planned, int) else ""
-    after = (
-        f"after {done:,}{of} step{'s' if done > 1 or of else ''}"
-        if done
-        else "before its first step was done"
-    )
+    after = "before its first step was done"
+    if done:
+        after = f"after {done:,}{of} step{'s' if done > 1 or of else ''}"
     word = status(events)["word"]
     if failed := failure(events):
         is_check = failed.fields.get("raised") == "TrustError"
@@ -364,28 +349,29 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
     if word == "failed":
         return Finding("bad", f"It failed {after}.")
     if word == "stopped":
-        signals = [
-            found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))
-        ]
-        by = f" by {signals[-1]}" if signals else ""
-        saved = [
-            e.step
-            for e in events
-            if e.kind == "checkpoint" and e.step is not None and not e.rolled_back
-        ]
-        then = (
-            "the same command resumes from "
-            f"{'there' if done in saved else f'step {max(saved, default=0):,}'}"
-        )
-        then = (
-            then
-            if saved
-            else "no checkpoint was saved, so the same command starts from the beginning"
-        )
-        return Finding("flat", f"It was stopped{by} {after}; {then}.")
-    if word == "no end yet":
+        return _stopped(events, done, after)
+    if word == NO_END["word"]:
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         why = "it is still running, or it was killed"
         return Finding("flat", f"No end is recorded {after}: {why}. Its last record is of {last}.")
-    reason = [None, *(event.fields.get("why") for event in events if event.kind == "end")][-1]
-    return Finding("good", f"It ended {after}: {reason}." if reason else "")
+    reasons = [event.fields.get("why") for event in events if event.kind == "end"]
+    if not reasons or not reasons[-1]:
+        return Finding("good", "")
+    return Finding("good", f"It ended {after}: {reasons[-1]}.")
+
+
+def _stopped(events: Sequence[Event], done: int, after: str) -> Finding:
+    by = ""
+    saved: list[int] = []
+    for event in events:
+        if signal := re.match(r"(SIG[A-Z]+): ", event.message):
+            by = f" by {signal[1]}"
+        if event.kind == "checkpoint" and event.step is not None and not event.rolled_back:
+            saved.append(event.step)
+    if not saved:
+        then = "no checkpoint was saved, so the same command starts from the beginning"
+    elif done in saved:
+        then = "the same command resumes from there"
+    else:
+        then = f"the same command resumes from step {max(saved):,}"
+    return Finding("flat", f"It was stopped{by} {after}; {then}.")
