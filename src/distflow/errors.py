@@ -98,6 +98,12 @@ def allow_change_advice(keys: Sequence[str]) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def count_of(number: int, noun: str) -> str:
     """ "1 step", "2 steps", "3 processes"."""
     ending = "" if number == 1 else "es" if noun.endswith("s") else "s"

@@ -44,6 +44,7 @@ _DENIED_BEFORE = (
 _DENIED, _NOT_STATED = (
     re.compile(rf"{_DENIED_BEFORE}{other}", re.I) for other in ("", rf"|(?:{_COMPARISON})[\s$*]*$")
 )
+_DENIED_BY_COLON = re.compile(rf"(?:{_DENIAL})\s*:[\s$*]*$", re.I)
 _DENIED_AFTER = re.compile(
     rf"[\s$*)]*(?:{_THAN}(?:-?\d|(?-i:[b-z])\b)|\?|\((?:wrong|incorrect|false|not?\b(?!\s+\$?-?\d))"
     r"|(?:,?\s*(?:which|but\s+(?:that|this|it))\s*)?"
@@ -64,9 +65,13 @@ _LONGEST_DENIAL = 120
 def is_denied(text: str, start: int, end: int | None = None, is_answer: bool = False) -> bool:
     """Whether the words of the clause before `start` or after `end` deny or doubt what is there.
     is_answer: in the text of an answer, "at least 7" does not state 7."""
-    before = (_NOT_STATED if is_answer else _DENIED).search(clause_before(text, start))
-    if before or end is None:
-        return bool(before)
+    rule = _NOT_STATED if is_answer else _DENIED
+    if rule.search(clause_before(text, start)):
+        return True
+    if _DENIED_BY_COLON.search(text[max(0, start - _LONGEST_DENIAL) : start]):
+        return True
+    if end is None:
+        return False
     after = text[end : end + _LONGEST_DENIAL]
     is_compared = is_answer and _COMPARED_AFTER.match(after) is not None
     return is_compared or _DENIED_AFTER.match(after) is not None

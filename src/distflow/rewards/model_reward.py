@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.builtin_names import DTYPES
 from distflow.data.preference_pairs import encode_text, messages_of
-from distflow.errors import UserError
+from distflow.errors import UserError, first_line
 from distflow.models.loading import load_tokenizer
 from distflow.models.reward_model import HEAD, load_reward_model, longest_text, score_ids
 from distflow.rewards.reward_results import CUT, Case
@@ -112,8 +112,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
         raise UserError(
-            f"the reward 'model' has no device '{name}' ({reason}): write cpu, cuda or cuda:1"
+            f"the reward 'model' has no device '{name}' ({first_line(error)}): write cpu, cuda or "
+            "cuda:1"
         ) from error
     return device

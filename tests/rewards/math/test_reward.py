@@ -288,6 +288,7 @@ def test_what_was_compared_is_told(response, truth, reward_result):
     ("response", "answer"),
     [
         ("The answer is not 18", None),
+        ("The answer is not: 18", None),
         ("The answer isn't 18.", None),
         ("The answer isn’t 18.", None),
         ("It is neither 17 nor 18", None),

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from distflow.config.compose.composition import check_interpolations
 from distflow.config.compose.unknown_keys import is_known
 from distflow.config.migration.tables import all_tables
-from distflow.errors import UserError
+from distflow.errors import UserError, first_line
 
 # of a file's keys; with fewer it is another tool's, or of a version that the tables do not have
 _LEAST_KNOWN = 0.5
@@ -89,7 +89,7 @@ def identify(values: dict[str, object]) -> ForeignSettings:
         check_interpolations(plain)
         tree = OmegaConf.create(plain)
     except (ValueError, OmegaConfBaseException) as error:
-        raise UserError(str(error).splitlines()[0]) from error
+        raise UserError(first_line(error)) from error
     leaves = [leaf for name, value in plain.items() for leaf in _leaves(name, value, tree)]
     if len(leaves) > _MAX_KEYS:
         raise UserError(f"it has {len(leaves):,} keys; at most {_MAX_KEYS:,} are read")
@@ -157,7 +157,7 @@ def _resolved(tree: DictConfig, key: str) -> object:
         found = OmegaConf.select(tree, key)
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     except OmegaConfBaseException as error:
-        return Unread(str(error).splitlines()[0])
+        return Unread(first_line(error))
 
 
 def method_of(system: str, values: Mapping[str, object]) -> str:

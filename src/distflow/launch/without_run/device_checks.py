@@ -23,7 +23,7 @@ from distflow.config.derived_settings import is_sharded, offload_keys
 from distflow.config.keys.reward import scoring_models
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
-from distflow.errors import TrustError, UserError
+from distflow.errors import TrustError, UserError, first_line
 from distflow.launch.configured_models import (
     Source,
     critic_source,
@@ -110,7 +110,7 @@ def try_check(name: str, check: Check, subject: Subject) -> Finding:
         outcome, text = check.run(subject)
     except (RuntimeError, UserError, TrustError) as error:  # torch's errors are RuntimeErrors
         outcome = FAILED
-        text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        text = f"{type(error).__name__}: {first_line(error)}"
     return Finding(name, outcome, f"{text}: {check.advice}" if outcome == FAILED else text)
 
 
