@@ -80,24 +80,26 @@ def differences(a: "Sequence[RunRecords]", b: "Sequence[RunRecords]") -> dict[st
     from distflow.observe.findings.doctor import examine
     from distflow.observe.report.metric_differences import compared_metrics
 
-    facts = [
-        [read_object(run.run_dir / "run.json", run.run_dir) for run in side] for side in (a, b)
-    ]
-    own = {
-        name: [{encode(each.get(name)) for each in side} for side in facts]
-        for name in _FINGERPRINTS
-    }
-    same = [
-        name
-        for name, sides in own.items()
-        if len({*sides[0], *sides[1]} - {b"null"}) == 1 and sides[0] == sides[1]
-    ]
-    rules = [{found.rule for run in side for found in examine(run).problems()} for side in (a, b)]
+    sides = [a, b]
+    facts = []
+    rules = []
+    for side in sides:
+        facts.append([read_object(run.run_dir / "run.json", run.run_dir) for run in side])
+        rules.append({found.rule for run in side for found in examine(run).problems()})
+    same = []
+    different = []
+    for name in _FINGERPRINTS:
+        first, second = ({encode(each.get(name)) for each in side} for side in facts)
+        if first != second:
+            different.append(name)
+        elif len(first - {b"null"}) == 1:
+            same.append(name)
+    folders = [[run.run_dir for run in side] for side in sides]
     return {
         "num_runs": [len(a), len(b)],
-        "config": _config_changes([run.run_dir for run in a], [run.run_dir for run in b], facts),
+        "config": _config_changes(folders[0], folders[1], facts),
         "same": same,
-        "different": [name for name, (first, second) in own.items() if first != second],
+        "different": different,
         "first_difference": _first_difference(a[0], b[0]),
         "metrics": compared_metrics([run.steps for run in a], [run.steps for run in b]),
         "findings": {"only_a": sorted(rules[0] - rules[1]), "only_b": sorted(rules[1] - rules[0])},
@@ -113,25 +115,21 @@ def _config_changes(
     for paths, own in zip((a, b), facts, strict=True):
         values = list(map(flat_config, paths))
         sources = list(map(config_sources, own))
-        keys = {key for each in values for key in each}
-        sides.append(
-            {
-                key: (
-                    " | ".join(sorted({each.get(key, "missing") for each in values})),
-                    " | ".join(sorted({each.get(key, PRESET) for each in sources})),
-                )
-                for key in keys
-            }
-        )
+        side: dict[str, tuple[str, str]] = {}
+        for key in {key for each in values for key in each}:
+            shown = {each.get(key, "missing") for each in values}
+            origins = {each.get(key, PRESET) for each in sources}
+            side[key] = (" | ".join(sorted(shown)), " | ".join(sorted(origins)))
+        sides.append(side)
     missing = ("missing", PRESET)
-    pairs = {
-        key: [side.get(key, missing) for side in sides] for key in sorted({*sides[0], *sides[1]})
-    }
-    return [
-        {"key": key, "a": first, "b": second, "a_source": of_first, "b_source": of_second}
-        for key, ((first, of_first), (second, of_second)) in pairs.items()
-        if first != second
-    ]
+    changes = []
+    for key in sorted({*sides[0], *sides[1]}):
+        first, of_first = sides[0].get(key, missing)
+        second, of_second = sides[1].get(key, missing)
+        if first != second:
+            change = {"key": key, "a": first, "b": second}
+            changes.append({**change, "a_source": of_first, "b_source": of_second})
+    return changes
 
 
 def _first_difference(a: "RunRecords", b: "RunRecords") -> str:
@@ -206,47 +204,53 @@ def _first_tensor(a: Path, b: Path) -> str:
 def _diff_lines(
     a: "Sequence[RunRecords]", b: "Sequence[RunRecords]", content: Mapping[str, Any]
 ) -> list[str]:
-    lines = [
-        f"{name} {run.run_dir}: {count_of(max(run.steps, default=0), 'step')}"
-        for name, side in (("A", a), ("B", b))
-        for run in side
-    ]
+    lines = []
+    for name, side in (("A", a), ("B", b)):
+        for run in side:
+            lines.append(f"{name} {run.run_dir}: {count_of(max(run.steps, default=0), 'step')}")
     lines += ["", f"config, different: {count_of(len(content['config']), 'key')}"]
-    lines += [
-        f"  {c['key']}: {c['a']} ({c['a_source']}) -> {c['b']} ({c['b_source']})"
-        for c in content["config"]
-    ]
+    for c in content["config"]:
+        lines.append(f"  {c['key']}: {c['a']} ({c['a_source']}) -> {c['b']} ({c['b_source']})")
     for word in ("same", "different"):
         lines.append(f"{word}: {', '.join(content[word]) or 'nothing known'}")
     lines += [f"first difference: {content['first_difference']}", ""]
-    shown = headline_names()
     is_pair = content["num_runs"] == [1, 1]
+    lines += _metric_table(content["metrics"], is_pair)
+    if is_pair:
+        lines.append(
+            f"One run each, their last {LAST} common values: by block bootstrap. Other seeds may "
+            "differ by more."
+        )
+    else:
+        of_a, of_b = (count_of(number, "run") for number in content["num_runs"])
+        lines.append(
+            f"{of_a} of A, {of_b} of B: by the spread of their means over the last {LAST} common "
+            "values."
+        )
+    for name, key in (("A", "only_a"), ("B", "only_b")):
+        lines.append(f"findings only in {name}: {', '.join(content['findings'][key]) or 'none'}")
+    return lines
+
+
+def _metric_table(metrics: Sequence[Mapping[str, Any]], is_pair: bool) -> list[str]:
+    """The headline metrics."""
+    shown = headline_names()
     words = {True: "yes, in this pair" if is_pair else "yes", False: "no", None: "too few steps"}
     rows = [["metric", "A", "B", "B - A", "95 % interval", "can one tell?"]]
-    for found in (found for found in content["metrics"] if found["metric"] in shown):
-        interval = "" if found["low"] is None else f"{found['low']:+.4g} .. {found['high']:+.4g}"
-        numbers = [f"{found[name]:.4g}" for name in ("a", "b")]
+    for found in metrics:
+        if found["metric"] not in shown:
+            continue
+        interval = ""
+        if found["low"] is not None:
+            interval = f"{found['low']:+.4g} .. {found['high']:+.4g}"
         rows.append(
             [
                 found["metric"],
-                *numbers,
+                f"{found['a']:.4g}",
+                f"{found['b']:.4g}",
                 f"{found['difference']:+.4g}",
                 interval,
                 words[found["differs"]],
             ]
         )
-    lines += aligned(rows, set(range(1, 5)))
-    how = (
-        f"One run each, their last {LAST} common values: by block bootstrap. Other seeds may "
-        "differ by more."
-    )
-    if not is_pair:
-        numbers = [count_of(number, "run") for number in content["num_runs"]]
-        how = (
-            f"{numbers[0]} of A, {numbers[1]} of B: by the spread of their means over the last "
-            f"{LAST} common values."
-        )
-    lines.append(how)
-    for name, key in (("A", "only_a"), ("B", "only_b")):
-        lines.append(f"findings only in {name}: {', '.join(content['findings'][key]) or 'none'}")
-    return lines
+    return aligned(rows, set(range(1, 5)))

@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -212,22 +213,15 @@ def _acted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for place, row in enumerate(rows):
         extra = row.get("extra")
         parts = row.get("reward_parts")
-        if (
-            isinstance(extra, Mapping)
-            and isinstance(parts, Mapping)
-            and isinstance(extra.get("frames"), list)
-        ):
-            names = [
-                Path(path).name[:100]
-                for path in extra["frames"][:_MAX_FRAMES]
-                if isinstance(path, str)
-            ]
-            kept = {
-                "response": place,
-                "frames": names,
-                "instruction": cut(str(extra.get("instruction", "")), 200),
-            }
-            found.setdefault(parts.get("success") == 1.0, kept)
+        if not isinstance(extra, Mapping) or not isinstance(parts, Mapping):
+            continue
+        frames = extra.get("frames")
+        if not isinstance(frames, list):
+            continue
+        names = [Path(path).name[:100] for path in frames[:_MAX_FRAMES] if isinstance(path, str)]
+        instruction = cut(str(extra.get("instruction", "")), 200)
+        kept = {"response": place, "frames": names, "instruction": instruction}
+        found.setdefault(parts.get("success") == 1.0, kept)
     return [*found.values()]
 
 
@@ -298,14 +292,17 @@ def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int)
     """Positions of groups that fit together, ascending: first failures, which are rare, then evenly
     spaced ones."""
     by_domain = sorted(range(len(groups)), key=lambda i: str(groups[i]["domain"]))
-    failed = [
-        i for i in by_domain if any("failure" in response for response in groups[i]["responses"])
-    ][:_FAILED_FIRST]
+    failed = []
+    for i in by_domain:
+        if any("failure" in response for response in groups[i]["responses"]):
+            failed.append(i)
+    failed = failed[:_FAILED_FIRST]
     if sum(sizes[i] for i in failed) > max_bytes // 2:
         failed = []
     others = [i for i in by_domain if i not in failed]
     room = max_bytes - sum(sizes[i] for i in failed)
-    return sorted([*failed, *(others[i] for i in _fitting([sizes[i] for i in others], room))])
+    chosen = _fitting([sizes[i] for i in others], room)
+    return sorted([*failed, *(others[i] for i in chosen)])
 
 
 def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:
@@ -333,56 +330,73 @@ def before_and_after(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, 
     with several responses has the mean of their scores; one without a score at either time is
     neither better nor worse (`num_unscored`). Examples: improved ones first, then worse and
     unchanged ones, at least one of each if possible."""
-    splits = [split for split in run_reader.sample_splits(run_dir) if split.startswith("val")]
-    ends = [
-        (split, steps[0], steps[-1])
-        for split in splits
-        if len(steps := _end_steps(run_dir, split, timeline)) > 1
-    ]
-    if not ends:
-        return None
-    pairs: dict[str, list[dict[str, object]]] = {
-        "better": [],
-        "worse": [],
-        "same": [],
-        "unscored": [],
-    }
-    lengths: tuple[list[float], list[float]] = ([], [])
-    for split, first, last in ends:
-        old, new = (
-            _by_problem(run_reader.read_samples(run_dir, step, split, timeline))
-            for step in (first, last)
-        )
-        for key in [key for key in old if key in new]:
-            then = _mean_score(old[key])
-            now = _mean_score(new[key])
-            if then is None or now is None:
-                kind = "unscored"
-            else:
-                kind = "better" if now > then else "worse" if now < then else "same"
-            pair = {
-                "split": split,
-                "before": _response(old[key], then),
-                "after": _response(new[key], now),
-            }
-            asked = {
-                name: cut(old[key][0].get(name), 1200)
-                for name in ("prompt", "ground_truth", "domain")
-            }
-            pairs[kind].append(
-                pair | {name: value for name, value in asked.items() if value is not None}
-            )
-            for rows, kept in zip((old[key], new[key]), lengths, strict=True):
-                kept.extend(
-                    n for row in rows if (n := to_number(row.get("response_length"))) is not None
-                )
-    return {
-        "first": min(first for _, first, _ in ends),
-        "last": max(last for _, _, last in ends),
-        **{f"num_{kind}": len(found) for kind, found in pairs.items()},
-        "lengths": [sum(kept) / len(kept) for kept in lengths] if all(lengths) else None,
-        "examples": [*pairs["better"][:4], *pairs["worse"][:1], *pairs["same"][:1]],
-    }
+    compared = _Compared()
+    for split in run_reader.sample_splits(run_dir):
+        steps = _end_steps(run_dir, split, timeline) if split.startswith("val") else []
+        if len(steps) < 2:
+            continue
+        compared.first.append(steps[0])
+        compared.last.append(steps[-1])
+        old = _by_problem(run_reader.read_samples(run_dir, steps[0], split, timeline))
+        new = _by_problem(run_reader.read_samples(run_dir, steps[-1], split, timeline))
+        for key, rows in old.items():
+            if key in new:
+                compared.add(split, rows, new[key])
+    return compared.as_json() if compared.first else None
+
+
+@dataclass
+class _Compared:
+    """Validation problems at two validations."""
+
+    first: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    pairs: dict[str, list[dict[str, object]]] = field(
+        default_factory=lambda: {"better": [], "worse": [], "same": [], "unscored": []}
+    )
+    lengths: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Tokens of each response, at either."""
+
+    def add(
+        self, split: str, old: Sequence[dict[str, JSON]], new: Sequence[dict[str, JSON]]
+    ) -> None:
+        then = _mean_score(old)
+        now = _mean_score(new)
+        if then is None or now is None:
+            kind = "unscored"
+        elif now == then:
+            kind = "same"
+        else:
+            kind = "better" if now > then else "worse"
+        pair: dict[str, object] = {
+            "split": split,
+            "before": _response(old, then),
+            "after": _response(new, now),
+        }
+        for name in ("prompt", "ground_truth", "domain"):
+            value = cut(old[0].get(name), 1200)
+            if value is not None:
+                pair[name] = value
+        self.pairs[kind].append(pair)
+        for rows, kept in zip((old, new), self.lengths, strict=True):
+            for row in rows:
+                length = to_number(row.get("response_length"))
+                if length is not None:
+                    kept.append(length)
+
+    def as_json(self) -> dict[str, object]:
+        pairs = self.pairs
+        numbers = {f"num_{kind}": len(found) for kind, found in pairs.items()}
+        means = None
+        if all(self.lengths):
+            means = [sum(kept) / len(kept) for kept in self.lengths]
+        return {
+            "first": min(self.first),
+            "last": max(self.last),
+            **numbers,
+            "lengths": means,
+            "examples": [*pairs["better"][:4], *pairs["worse"][:1], *pairs["same"][:1]],
+        }
 
 
 def num_problems(run_dir: Path, timeline: run_reader.Timeline) -> dict[str, int]:
@@ -416,7 +430,7 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
     problems: dict[tuple[str, ...], list[dict[str, JSON]]] = {}
     for row in rows:
         key = tuple(str(row.get(name, "")) for name in ("prompt", "ground_truth", "images"))
-        if not row.get("ground_truth"):  # tasks without one may differ by their seeds alone
+        if not row.get("ground_truth"):  # as in a simulator, whose tasks differ by their seeds
             key = (*key, str(row.get("uid")).rpartition("-")[0])
         problems.setdefault(key, []).append(row)
     return problems
@@ -425,9 +439,11 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, ...], list[d
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
     """The mean correctness of the responses, without penalties (`acc`), else the mean score. None
     without a score."""
-    kept = [row for row in rows if not row.get("errors")]
-    known = [row.get("score") if row.get("acc") is None else row.get("acc") for row in kept]
-    scores = [score for score in known if isinstance(score, float)]
+    scores = []
+    for row in rows:
+        score = row.get("score") if row.get("acc") is None else row.get("acc")
+        if isinstance(score, float) and not row.get("errors"):
+            scores.append(score)
     return sum(scores) / len(scores) if scores else None
 
 
