@@ -399,37 +399,47 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
         )
     found = find_sample(run.run_dir, uid, whole(step) if step else None)
     group = found.group
-    row = found.row
-    facts = (
-        []
-        if group is None
-        else [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
-    )
-    if group is not None and group.started is not None and group.completed is not None:
-        facts.append(["generated and scored in", f"{group.completed - group.started:.3g} s"])
-    names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version", "text", "owner")
-    saved = saved_tokens(run.run_dir, found.step, token_texts(run.run_dir))
-    rows = (row[3:] for row in saved if row[1] == uid)
-    tokens = [dict(zip(names, values, strict=True)) for values in rows]
-    for token in tokens:
-        if token["trained"] is False:  # nobody drew it: it has no log-prob and no version
-            token |= dict.fromkeys(("log_prob", "old", "advantage", "version"))
-        both = [value for name in ("old", "log_prob") if isinstance(value := token[name], float)]
-        token["difference"] = both[0] - both[1] if len(both) == 2 else None
-        token["trained"] = None if token["trained"] is None else int(bool(token["trained"]))
-    shown = samples.sample_groups([row], found.step, found.split, _MAX_TEXT)
+    facts = []
+    if group is not None:
+        facts += [["row", f"{group.row} of epoch {group.epoch}"], ["state", group.state]]
+        if group.started is not None and group.completed is not None:
+            took = group.completed - group.started
+            facts.append(["generated and scored in", f"{took:.3g} s"])
+    shown = samples.sample_groups([found.row], found.step, found.split, _MAX_TEXT)
     shown[0]["pictures"] = samples.add_pictures(run.run_dir, shown, MAX_PICTURE_BYTES)
+    others = []
+    for each in found.rows:
+        others.append({"uid": each.get("uid"), "score": to_number(each.get("score"))})
     return {
         "uid": uid,
         "step": found.step,
         "split": found.split,
         "facts": facts,
         "group": shown[0],
-        "others": [
-            {"uid": each.get("uid"), "score": to_number(each.get("score"))} for each in found.rows
-        ],
-        "tokens": tokens,
+        "others": others,
+        "tokens": _tokens_of(run.run_dir, found.step, uid),
     }
+
+
+def _tokens_of(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
+    """What was saved of each token of a sample. difference: of its log-prob in training."""
+    names = ("id", "trained", "log_prob", "old", "ref", "advantage", "version", "text", "owner")
+    tokens = []
+    for row in saved_tokens(run_dir, step, token_texts(run_dir)):
+        if row[1] != uid:
+            continue
+        token = dict(zip(names, row[3:], strict=True))
+        if token["trained"] is False:  # nobody drew it: it has no log-prob and no version
+            token |= dict.fromkeys(("log_prob", "old", "advantage", "version"))
+        token["difference"] = None
+        old = token["old"]
+        log_prob = token["log_prob"]
+        if isinstance(old, float) and isinstance(log_prob, float):
+            token["difference"] = old - log_prob
+        if token["trained"] is not None:
+            token["trained"] = int(bool(token["trained"]))
+        tokens.append(token)
+    return tokens
 
 
 def _measured(run: OpenRun, query: Query) -> dict[str, Any]:
@@ -460,13 +470,9 @@ def _audited_part(fields: Mapping[str, object]) -> str:
     """`step 13`, or `validation after step 10`."""
     part = fields.get("of", "step")
     step = fields.get("step")
-    return (
-        str(part)
-        if step is None
-        else f"step {step}"
-        if part == "step"
-        else f"{part} after step {step}"
-    )
+    if step is None:
+        return str(part)
+    return f"step {step}" if part == "step" else f"{part} after step {step}"
 
 
 def _listed(value: object) -> str:
@@ -501,24 +507,25 @@ def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
     for run, opened in runs.items():
         for step, values in opened.pages().steps.items():
             for name in shown & values.keys():
-                steps.setdefault(step, {})[f"{name} · {run}"] = values[name]
-                labels.setdefault(name, {})[f"{name} · {run}"] = run
+                line = f"{name} · {run}"
+                steps.setdefault(step, {})[line] = values[name]
+                labels.setdefault(name, {})[line] = run
     order = list(runs)
-    charts = [
-        {
-            "question": name,
-            "kind": "line",
-            "unit": chart_data.unit_of(name),
-            "names": list(own),
-            "labels": own,
-            "colors": {line: order.index(run) for line, run in own.items()},
-        }
-        for name, own in sorted(labels.items())
-        if len(steps) > 1
-    ]
-    series = {**chart_data.series(steps, MAX_POINTS, MAX_VALUES), "axes": {}}
+    charts = []
+    for name, own in sorted(labels.items()):
+        if len(steps) > 1:
+            charts.append(
+                {
+                    "question": name,
+                    "kind": "line",
+                    "unit": chart_data.unit_of(name),
+                    "names": list(own),
+                    "labels": own,
+                    "colors": {line: order.index(run) for line, run in own.items()},
+                }
+            )
     return {
-        "series": series,
+        "series": {**chart_data.series(steps, MAX_POINTS, MAX_VALUES), "axes": {}},
         "charts": charts,
         "others": [],
         "constants": [],

@@ -185,13 +185,16 @@ def _last_done(lineage: StepLineage, responses: Mapping[int, "Responses"]) -> tu
     if len(timed) < 2:
         return [], ""
     last = max(timed, key=lambda group: group.completed or 0.0)
-    took = f"{(last.completed or 0.0) - last.attempts[-1].t:.3g} s after its start"
-    own = responses.get(last.group_id, ())
-    lengths = {str(each.get("uid")): to_number(each.get("response_length")) for each in own}
-    longest = max(lengths, key=lambda uid: lengths[uid] or 0.0, default="")
-    tokens = f" of {lengths[longest]:,.0f} tokens" if longest and lengths[longest] else ""
-    also = f"; its longest response is {_short(longest)}{tokens}" if longest else ""
-    return [f"the last group to be done was {last.group_id}, {took}{also}"], longest
+    took = (last.completed or 0.0) - last.attempts[-1].t
+    said = f"the last group to be done was {last.group_id}, {took:.3g} s after its start"
+    lengths: dict[str, float] = {}
+    for response in responses.get(last.group_id, ()):
+        lengths[str(response.get("uid"))] = to_number(response.get("response_length")) or 0.0
+    if not lengths:
+        return [said], ""
+    longest = max(lengths, key=lengths.__getitem__)
+    tokens = f" of {lengths[longest]:,.0f} tokens" if lengths[longest] else ""
+    return [f"{said}; its longest response is {_short(longest)}{tokens}"], longest
 
 
 def _outcome(lineage: StepLineage) -> str:
@@ -207,23 +210,27 @@ def _group_row(group: Group, lineage: StepLineage, own: "Responses") -> dict[str
     scored = [response for response in own if not response.get("errors")]
     last = group.attempts[-1] if group.attempts else None
     is_dropped = group.state == "dropped"
-    version = last and last.version if is_dropped else group.version
-    is_late = version is not None and lineage.consumed_at is not None and not is_dropped
+    version = group.version
+    tokens = "" if group.tokens is None else f"{group.tokens:,}"
+    if is_dropped:
+        version = last.version if last else None
+        tokens = ""
+    stale = None
+    if version is not None and lineage.consumed_at is not None and not is_dropped:
+        stale = lineage.step - 1 - version
     shown = {
         "group": group.group_id,
         "domain": group.domain and _short(group.domain),
-        **{
-            name: "?" if place is None else place
-            for name, place in (("epoch", group.epoch), ("row", group.row))
-        },
-        "state": None if group.state in ("trained", "dropped") else group.state,
+        "epoch": "?" if group.epoch is None else group.epoch,
+        "row": "?" if group.row is None else group.row,
+        "state": "" if group.state in ("trained", "dropped") else group.state,
         "version": version,
-        "stale": lineage.step - 1 - (version or 0) if is_late else None,
+        "stale": stale,
         "worker": last and last.worker and _short(last.worker),
-        "attempts": len(group.attempts) if len(group.attempts) > 1 else None,
-        "tokens": None if group.tokens is None or is_dropped else f"{group.tokens:,}",
-        "samples": len(own) or None,
-        "reward errors": len(own) - len(scored) or None,
+        "attempts": len(group.attempts) if len(group.attempts) > 1 else "",
+        "tokens": tokens,
+        "samples": len(own) or "",
+        "reward errors": len(own) - len(scored) or "",
         "score": _mean(response.get("score") for response in scored),
         "reward parts": _reward_parts(scored),
         "reason": _short(group.reason or ""),
@@ -290,20 +297,23 @@ def _conversations(shown: "Responses") -> list[str]:
     given."""
     lines = []
     for own in shown:
+        uid = _short(str(own.get("uid")))
         turns = own.get("conversation")
         for turn in turns[:_MAX_TURNS] if isinstance(turns, list) else ():
             if isinstance(turn, Mapping):
-                owner = _short(str(turn.get("owner")))
-                fork = _short(str(turn.get("fork") or ""))
-                agent, why = (_short(str(turn.get(name) or "")) for name in ("agent", "why"))
-                who = f"{agent}: " * bool(agent) + (
-                    "drawn" if owner == "policy" else f"given, {owner}"
-                )
-                who += f" (fork {', '.join(filter(None, (fork, why)))})" * bool(fork)
-                lines.append(
-                    f"  {_short(str(own.get('uid')))} {who:<18} {_short(str(turn.get('text')))}"
-                )
+                lines.append(f"  {uid} {_who(turn):<18} {_short(str(turn.get('text')))}")
     return ["", "an episode of each group", *lines] if lines else []
+
+
+def _who(turn: Mapping[str, "JSON"]) -> str:
+    owner = _short(str(turn.get("owner")))
+    who = "drawn" if owner == "policy" else f"given, {owner}"
+    if agent := _short(str(turn.get("agent") or "")):
+        who = f"{agent}: {who}"
+    if fork := _short(str(turn.get("fork") or "")):
+        why = _short(str(turn.get("why") or ""))
+        who += f" (fork {fork}, {why})" if why else f" (fork {fork})"
+    return who
 
 
 def _start(attempt: "Attempt") -> str:
