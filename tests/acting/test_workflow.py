@@ -34,16 +34,15 @@ def play(
     tokenizer = tiny_tokenizer()
     left = [*replies]
 
-    async def generate(
-        ids: Any, most: int, stop: Any, drawn: int, images: Any = ()
-    ) -> tuple[Segment, str]:
+    async def generate(ids: Any, most: int, stop: Any, drawn: int, images: Any = ()) -> Segment:
         ids = own = tuple((left.pop(0) if len(left) > 1 else left[0])[:most])
         if chat.head is not None:  # the replies are values
             ids = tuple(
                 int(chat.head["first"] + chat.head["bins"] * place) for place in range(len(own))
             )
         drew = Segment("policy", ids, (-0.5,) * len(ids), (-0.5,) * len(ids), (0,) * len(ids))
-        return replace(drew, values=own if chat.head is not None else ()), "length"
+        values = own if chat.head is not None else ()
+        return replace(drew, values=values, finish_reason="length")
 
     chat = Chat(
         TurnTokens(tokenizer, [2], {}), generate, Limits(response, response + 100), templated=False

@@ -34,13 +34,14 @@ class Drawn:
 
     async def __call__(
         self, prompt: tuple[int, ...], most: int, stop: tuple[str | int, ...], num_drawn: int
-    ) -> tuple[Segment, str]:
+    ) -> Segment:
         await asyncio.sleep(0)
         self.asked.append((prompt, most, stop, num_drawn))
         number = len(self.asked)
         tokens = (10 * number, 10 * number + 1)[:most]
         log_probs = tuple(-0.1 * token for token in tokens)
-        return Segment("policy", tokens, log_probs, log_probs, (number,) * len(tokens)), "stop"
+        versions = (number,) * len(tokens)
+        return Segment.drawn(0, tokens, log_probs, log_probs, versions, "stop")
 
 
 class Theirs:

@@ -60,7 +60,7 @@ class Engine:
 
     async def __call__(
         self, prompt: tuple[int, ...], max_tokens: int, stop: tuple[str | int, ...], num_drawn: int
-    ) -> tuple[Segment, str]:
+    ) -> Segment:
         ids = tuple(self.replies[len(self.asked)])
         self.asked.append((prompt, max_tokens, stop, num_drawn))
         reason = "stop" if len(ids) <= max_tokens else "length"
@@ -71,7 +71,7 @@ class Engine:
             if self.while_drawn is not None:
                 await self.while_drawn(number)
         numbers = tuple(-0.5 * i for i in range(len(ids)))
-        return Segment("policy", ids, numbers, numbers, (0,) * len(ids)), reason
+        return Segment.drawn(0, ids, numbers, numbers, (0,) * len(ids), reason)
 
 
 # immutable
@@ -535,7 +535,7 @@ def test_a_chat_asks_for_one_reply_at_a_time_and_goes_on_when_nobody_waits_for_i
         engine, answered = Engine([[5], [6]]), asyncio.Event()
         chat = chat_of(family, engine)
 
-        async def generate(*asked: Any) -> tuple[Segment, str]:
+        async def generate(*asked: Any) -> Segment:
             await answered.wait()
             return await engine(*asked)
 

@@ -39,10 +39,11 @@ def play(
 
     async def generate(
         ids: tuple[int, ...], most: int, stop: tuple[str | int, ...], drawn: int
-    ) -> tuple[Segment, str]:
+    ) -> Segment:
         text = left.pop(0) if len(left) > 1 else left[0]
         ids = (*tokenizer(text)["input_ids"], EOS)
-        return Segment("policy", ids, (0.0,) * len(ids), (0.0,) * len(ids), (0,) * len(ids)), "stop"
+        zeros = (0.0,) * len(ids)
+        return Segment.drawn(0, ids, zeros, zeros, (0,) * len(ids), "stop")
 
     chat = Chat(
         TurnTokens(tokenizer, [EOS], {}),

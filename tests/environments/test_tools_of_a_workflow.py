@@ -70,7 +70,7 @@ class Policy:
 
     async def __call__(
         self, ids: tuple[int, ...], most: int, stop: tuple[str | int, ...], drawn: int
-    ) -> tuple[Segment, str]:
+    ) -> Segment:
         assert drawn == sum(map(len, self.drawn))
         text = self.replies[min(len(self.drawn), len(self.replies) - 1)]
         made = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -78,9 +78,8 @@ class Policy:
         self.asked.append(ids)
         self.drawn.append(made)
         numbers = (-0.5,) * len(made)
-        return Segment(
-            "policy", made, numbers, numbers, (0,) * len(made)
-        ), "length" if self.cut else "stop"
+        reason = "length" if self.cut else "stop"
+        return Segment.drawn(0, made, numbers, numbers, (0,) * len(made), reason)
 
 
 async def scored(reply: object) -> Any:
@@ -172,7 +171,7 @@ def test_calls_end_with_max_turns_and_with_a_reply_that_is_cut_off() -> None:
 
 def test_calls_of_an_episode_that_raises_are_counted() -> None:
     class Ends(Policy):
-        async def __call__(self, *asked: Any) -> tuple[Segment, str]:
+        async def __call__(self, *asked: Any) -> Segment:
             if self.drawn:
                 raise RuntimeError("no second reply")
             return await super().__call__(*asked)

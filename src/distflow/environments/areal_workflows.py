@@ -132,9 +132,9 @@ async def _respond(
     stop_tokens = getattr(gconfig, "stop_token_ids", None) or ()
     stop = (*stop_texts, *map(int, stop_tokens))
     num_drawn = sum(len(call.drawn.token_ids) for call in calls)
-    drawn, reason = await chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
-    finish_reason = reason
-    if reason == "length" and most < room:
+    drawn = await chat.generate(tuple(prompt), min(most, room), stop, num_drawn)
+    finish_reason = drawn.finish_reason or "stop"
+    if finish_reason == "length" and most < room:
         finish_reason = "stop"  # cut by the workflow's own limit, not the episode's
     calls.append(_Call(prompt, drawn, finish_reason))
     return ModelResponse(
@@ -142,7 +142,7 @@ async def _respond(
         list(drawn.token_ids),
         list(drawn.rollout_log_probs),
         list(drawn.versions),
-        "stop" if reason == "stop" else "length",
+        "stop" if drawn.finish_reason == "stop" else "length",
     )
 
 

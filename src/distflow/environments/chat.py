@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # it imports torch, which the processes of tools and environm
 
 Message = Mapping[str, Any]
 Content = str | Message | Sequence[Message] | Sequence[int]
-Generate = Callable[..., Awaitable[tuple[Segment, str]]]
+Generate = Callable[..., Awaitable[Segment]]
 """(prompt ids, max_tokens, stop strings and tokens, number of tokens drawn before, images=paths) →
-the tokens that the policy drew, and why it stopped."""
+the tokens that the policy drew, with the reason why it stopped."""
 THOUGHT_TOKENS = 16
 """At the end of a prompt, which contain the beginning of the thinking."""
 
@@ -205,7 +205,8 @@ class Chat:
             return self._replied(Reply("", (), "length" if response_room < 1 else "context"))
         most = min(room, max_tokens or room, self.max_tokens or room)
         turn = self._next_turn()
-        drawn, reason = await self._drawn(given, most, stop, images)
+        drawn = await self._drawn(given, most, stop, images)
+        reason = drawn.finish_reason or "stop"
         if given:
             owner = self._owner_of(messages[0])
             self.segments.append(Segment(owner, given, images=tuple(images)))
@@ -223,7 +224,7 @@ class Chat:
 
     async def _drawn(
         self, given: Sequence[int], most: int, stop: Sequence[str], images: Sequence[str]
-    ) -> tuple[Segment, str]:
+    ) -> Segment:
         seen = {"images": tuple(images)} if images else {}
         prompt = (*self.token_ids, *given)
         self.waiting = True

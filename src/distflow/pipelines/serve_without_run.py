@@ -70,15 +70,15 @@ class ServedPolicy:
 
         async def generate(
             prompt: tuple[int, ...], most: int, stop: tuple[str | int, ...], num_drawn: int
-        ) -> tuple[Segment, str]:
+        ) -> Segment:
             texts = (text for text in stop if isinstance(text, str))
             own = replace(params, max_tokens=most, stop=(*params.stop, *texts))
             heard = None if (tell := on_token.get()) is None else lambda _, token: tell(token)
             request = GenerateRequest(
                 prompt, (0,), own, stream, num_drawn, may_continue=True, heard=heard
             )
-            (made,) = await generate_whole(self._engine.generate, request)
-            return made, str(made.finish_reason)
+            (drawn,) = await generate_whole(self._engine.generate, request)
+            return drawn
 
         chat = Chat(self._tokens, generate, self._limits, templated=True)
         return await Conversations(chat, None, max_calls=1).answer(call)

@@ -83,7 +83,7 @@ class EpisodeRequests:
         stop: tuple[str | int, ...],
         num_drawn: int,
         images: tuple[str, ...] = (),
-    ) -> tuple[Segment, str]:
+    ) -> Segment:
         """See `distflow.environments.chat.Generate`. index: of the episode's sample."""
         if self._episode_of(index) not in self._running:
             raise ChatError("ask: the episode of this chat has ended")
@@ -118,7 +118,7 @@ class EpisodeRequests:
                 self._heard.pop((fork, index), None)
                 self._withdraw()
                 self._look()
-        return drawn, str(drawn.finish_reason)
+        return drawn
 
     @contextmanager
     def scoring(self, index: int) -> Iterator[None]:

@@ -173,13 +173,11 @@ async def _episode(spec: Spec, workflow: Workflow, row: PromptRow, tokenizer: An
     longest = spec.sampling.max_tokens
     reply = tuple(tokenizer.encode(REPLY, add_special_tokens=False))
 
-    async def generate(
-        prompt: object, most: int, stop: object, num_drawn: int
-    ) -> tuple[Segment, str]:
+    async def generate(prompt: object, most: int, stop: object, num_drawn: int) -> Segment:
         await asyncio.sleep(0)
         ids = reply[:most]
-        nothing = (0.0,) * len(reply[:most])
-        return Segment("policy", ids, nothing, nothing, (0,) * len(ids)), "stop"
+        nothing = (0.0,) * len(ids)
+        return Segment.drawn(0, ids, nothing, nothing, (0,) * len(ids), "stop")
 
     told = row_of(row, config.data.prompt_key, config.data.answer_key)
     tokens = TurnTokens(
