@@ -8,7 +8,7 @@ import pytest
 from distflow.config import ConfigError, load_config
 from distflow.config.migration.tables import all_tables
 from distflow.errors import UserError
-from distflow.launch.fit_config_to_files import read_config
+from distflow.launch.read_config import read_config
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -14,7 +14,7 @@ from distflow.data import encode_rows, rows_on_demand
 from distflow.data.chat_template import ChatTemplate
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import TrustError
-from distflow.launch import data_sets, make_spec, spec_fields_from_config
+from distflow.launch import data_sets, make_spec, run_settings
 from distflow.observe.run_reader import read_events
 from distflow.rewards.pool import domain_pools
 from distflow.scheduling.data_plan import DataPlan
@@ -116,9 +116,7 @@ def plan(**changes: Any) -> Callable[[Patch], None]:
 
 
 def by_rule(change: Callable[[DataPlan], DataPlan]) -> Callable[[Patch], None]:
-    return wrapped(
-        spec_fields_from_config, "data_plan", lambda make: lambda *given: change(make(*given))
-    )
+    return wrapped(run_settings, "data_plan", lambda make: lambda *given: change(make(*given)))
 
 
 def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Patch], None]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from distflow.config import load_config
-from distflow.launch.fit_config_to_files import fitted_to_files, read_config
+from distflow.launch.read_config import fitted_to_files, read_config
 from distflow.launch.startup_messages import startup_lines
 
 

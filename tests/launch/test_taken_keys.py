@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.launch.fit_config_to_files import read_config
+from distflow.launch.read_config import read_config
 from distflow.launch.taken_keys import InertKeys
 from tests.tiny_models import write_tiny_model
 

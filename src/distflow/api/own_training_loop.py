@@ -433,8 +433,8 @@ class Rollouts:
 
     def _spec(self) -> Any:
         """The spec of the run, without audits, since how the user's loop trains is unknown."""
+        from distflow.launch.run_settings import make_plan
         from distflow.launch.select_pipeline import for_own_loop
-        from distflow.launch.spec_fields_from_config import make_plan
         from distflow.runtime.sample_queue.protocol import Submissions
 
         spec = make_spec_of(self._inputs, self._loaded, has_data=self._has_data)

@@ -42,7 +42,7 @@ def run_data(arguments: argparse.Namespace) -> int:
         overrides = [*arguments.overrides, f"trainer.default_local_dir={folder}"]
         loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
         with importing():
-            from distflow.launch.fit_config_to_files import (
+            from distflow.launch.read_config import (
                 fitted_to_files,
                 follow_pipeline,
                 read_config,

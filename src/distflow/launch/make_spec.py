@@ -1,39 +1,48 @@
 """Makes the spec of a run from its config. Everything that can be wrong with a run is checked,
 cheap things first."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
+from distflow.algorithms.mismatch_check import Tolerance
+from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Loaded, UserError, to_yaml
 from distflow.config.derived_settings import with_own_policies
+from distflow.data.encoded_prompts import PromptRow
 from distflow.data.encoded_rows_file import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
 from distflow.errors import blaming
 from distflow.graph import BoundPipeline
+from distflow.launch.configured_models import compute_dtype
 from distflow.launch.data_sets import LazyRows, num_rows_of
 from distflow.launch.devices import follow_machines
 from distflow.launch.dry_run_of_user_code import try_algorithms
-from distflow.launch.fit_config_to_files import (
+from distflow.launch.importable_code import check_pickles
+from distflow.launch.read_config import (
     Data,
     Reading,
     fitted_to_files,
     follow_pipeline,
     read_config,
 )
-from distflow.launch.importable_code import check_pickles
 from distflow.launch.report_head import description
+from distflow.launch.rollout_engines import engine_dtype, shares_weights
 from distflow.launch.run_facts import facts
 from distflow.launch.run_folders.export_checkpoint import with_models_of_runs
-from distflow.launch.select_pipeline import rebuild
-from distflow.launch.spec_fields_from_config import (
+from distflow.launch.run_settings import (
     sampling_params,
-    spec_settings,
+    settle_run,
     validation_params,
 )
+from distflow.launch.select_pipeline import rebuild, takes_policy_loss
 from distflow.launch.startup_messages import startup_lines
 from distflow.launch.user_code import named_code
 from distflow.observe.writing.run_folder import claimed
 from distflow.observe.writing.timing import lasting
+from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.runtime.run_errors import writing_to
 from distflow.runtime.spec import Spec, ValidationSet
 from distflow.training.optimizer import check_optimizer
@@ -108,35 +117,50 @@ def _check_files(loaded: Loaded, reading: Reading, say: Say) -> tuple[Loaded, Re
 
 def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config = loaded.config
-    run_dir = loaded.config.trainer.run_dir
+    run_dir = config.trainer.run_dir
+    rollout = config.actor_rollout_ref.rollout
+    train: Sequence[PromptRow] = data.train
+    left_out = {"train": 0}
+    if not isinstance(data.train, LazyRows):
+        left_out = {"train": data.train.report.num_left_out + len(data.broken)}
+        train = EncodedRows(write_encoded(data.train, run_dir, "train"))
     validation = []  # one set, or one for each domain with validation data, under its name
     for domain, prompts in data.validation.items():
         rows = EncodedRows(write_encoded(prompts, run_dir, f"val-{domain}" if domain else "val"))
         params = validation_params(config, sampling_params(config, domain))
         validation.append(ValidationSet(domain or "val", rows, *params))
+        left_out[f"val {domain}"] = prompts.report.num_left_out
     overlap = "" if config.data.allow_overlap else data.overlap()
-    train = (
-        data.train
-        if isinstance(data.train, LazyRows)
-        else EncodedRows(write_encoded(data.train, run_dir, "train"))
-    )
-    return spec_settings(config, pipeline, num_rows_of(config, data.train))(
+    settings = settle_run(config, pipeline, num_rows_of(config, data.train))
+    is_exact = compute_dtype(config) is torch.float32
+    shares = shares_weights(config)
+    has_losses = any(map(takes_policy_loss, pipeline.training_nodes))
+    ratio_limit = 1e-4 if is_exact else 0.05
+    return Spec(
+        config=config,
         text=to_yaml(config),
+        run_dir=run_dir,
         pipeline=partial(rebuild, config),
+        factories=settings.factories,
+        plan=settings.plan,
+        data=settings.data,
         rows=train,
         validation=tuple(validation),
         sampling=sampling_params(config),
-        sampling_of={name: sampling_params(config, name) for name in config.data.domains},
+        weight_dtype=engine_dtype(config),
+        # an adapter on shared storage is applied unmerged
+        sends_weights=ROLLOUT_ENGINES[rollout.name].takes_weights
+        and not (shares and config.actor_rollout_ref.model.lora_rank > 0),
+        shares_weights=shares,
+        tolerance=Tolerance.of(is_exact),
+        ratio_limit=ratio_limit if is_anchored(config) else math.inf,
+        loss_terms=loss_terms(config) if has_losses else (),
         facts=facts(config, data),
-        num_left_out={
-            "train": 0
-            if train is data.train
-            else data.looked_at.report.num_left_out + len(data.broken),
-            **{
-                f"val {domain}": prompts.report.num_left_out
-                for domain, prompts in data.validation.items()
-            },
-        },
-        warnings=tuple(filter(None, [overlap])),
         description=description(loaded, data),
+        needs=settings.needs,
+        offloads=settings.offloads,
+        predicted=settings.predicted,
+        sampling_of={name: sampling_params(config, name) for name in config.data.domains},
+        num_left_out=left_out,
+        warnings=(overlap,) if overlap else (),
     )

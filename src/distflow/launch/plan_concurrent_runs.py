@@ -15,9 +15,9 @@ from distflow.errors import UserError, blaming
 from distflow.import_target import load
 from distflow.launch.configured_models import model_sizes
 from distflow.launch.devices import follow_machines
-from distflow.launch.fit_config_to_files import follow_pipeline, read_config
+from distflow.launch.read_config import follow_pipeline, read_config
+from distflow.launch.run_settings import settle_run
 from distflow.launch.select_pipeline import bind
-from distflow.launch.spec_fields_from_config import spec_settings
 from distflow.planning.assign_ranks import share_devices
 from distflow.planning.independent_parts import Part, pipeline_parts
 from distflow.planning.plan import Plan
@@ -130,15 +130,18 @@ def _planned(
         change = ("trainer.n_gpus_per_node", len(own))
     loaded = with_changes(loaded, [(*change, "several runs share the devices")])
     reading = read_config(loaded)
-    settings = spec_settings(
-        loaded.config, reading.pipeline, {source.domain: 1 for source in reading.train}
-    ).keywords
+    rows = {source.domain: 1 for source in reading.train}
+    settings = settle_run(loaded.config, reading.pipeline, rows)
     trainer = loaded.config.trainer
     change_word = f"{change[0]}={json.dumps(change[1])}"
-    planned = settings["plan"]
-    needs = settings["needs"]
     return PlannedRun(
-        name, trainer.run_dir, (*words, change_word), trainer.launcher, own, planned, needs
+        name,
+        trainer.run_dir,
+        (*words, change_word),
+        trainer.launcher,
+        own,
+        settings.plan,
+        settings.needs,
     )
 
 

@@ -17,7 +17,7 @@ from distflow.config.derived_settings import (
     is_one_process,
 )
 from distflow.config.keys.schema import diff, schema_keys, show_value
-from distflow.launch.fit_config_to_files import Data
+from distflow.launch.read_config import Data
 from distflow.launch.threads import threads_of, worker_cores
 
 

@@ -18,7 +18,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.config.keys.reward import scoring_models
 from distflow.launch.devices import choose_device
-from distflow.launch.fit_config_to_files import Data
+from distflow.launch.read_config import Data
 from distflow.launch.report_head import cpu_name
 from distflow.launch.threads import threads_of
 from distflow.models.cpu_kernels import build as native

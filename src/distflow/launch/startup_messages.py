@@ -17,7 +17,7 @@ from distflow.launch.check_extensions import find_gaps
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.devices import choose_device
-from distflow.launch.fit_config_to_files import Data, Reading
+from distflow.launch.read_config import Data, Reading
 from distflow.launch.threads import find_thread_faults, own_cores, threads_of
 from distflow.models.loading import end_token_ids
 from distflow.pipelines.nodes.settings_by_domain import options_of

@@ -495,7 +495,7 @@ def _check_target(path: Path) -> None:
 def _without_unread_keys(draft: Conversion, loaded: Loaded) -> Loaded:
     """The config without keys that its pipeline does not take; what else a run would be refused for
     is said."""
-    from distflow.launch.fit_config_to_files import read_config
+    from distflow.launch.read_config import read_config
     from distflow.launch.taken_keys import InertKeys
 
     model = loaded.config.actor_rollout_ref.model.path

@@ -15,7 +15,7 @@ from distflow.launch.configured_models import policy_limits
 from distflow.launch.devices import choose_device
 from distflow.launch.engines import make_factories
 from distflow.launch.rollout_engines import engine_dtype
-from distflow.launch.spec_fields_from_config import sampling_params
+from distflow.launch.run_settings import sampling_params
 from distflow.launch.threads import make_process_ready
 from distflow.pipelines.serve_without_run import ServedPolicy, serve_policy
 from distflow.planning.plan import RankPlan

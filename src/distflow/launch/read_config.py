@@ -23,6 +23,7 @@ from distflow.launch.data_sets import (
 )
 from distflow.launch.devices import follow_device
 from distflow.launch.importable_code import check_importable
+from distflow.launch.run_settings import settle_run
 from distflow.launch.select_pipeline import (
     bind,
     generates,
@@ -30,7 +31,6 @@ from distflow.launch.select_pipeline import (
     keys_of_nodes,
     without_reference,
 )
-from distflow.launch.spec_fields_from_config import spec_settings
 from distflow.launch.taken_keys import TakenKeys, refuse_inert_keys
 from distflow.launch.threads import make_process_ready
 from distflow.planning.allocation_expression import follow_allocation
@@ -107,14 +107,8 @@ def read_config(loaded: Loaded) -> Reading:
     scored = "reward_fn" in pipeline.services
     train = train_sources(config, scored)
     validation = validation_sources(config, scored)
-    settings = spec_settings(config, pipeline, {source.domain: 1 for source in train})
-    taken = TakenKeys(
-        config,
-        pipeline,
-        [*train, *validation],
-        settings.keywords["plan"],
-        settings.keywords["data"],
-    )
+    settings = settle_run(config, pipeline, {source.domain: 1 for source in train})
+    taken = TakenKeys(config, pipeline, [*train, *validation], settings.plan, settings.data)
     unused = refuse_inert_keys(loaded, taken, pipeline)
     check_importable(config)
     return Reading(pipeline, unused, train, validation, config.data.lazy)

@@ -1,16 +1,11 @@
-"""Derives fields of the spec from the config: plan, factories and tolerances, sampling of training
-and validation prompts, and the options of the run."""
+"""Settles what follows from config and pipeline: the plan, the use of the data, what workers need,
+and sampling of training and validation prompts."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from distflow.algorithms.mismatch_check import Tolerance
-from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import (
     is_one_process,
@@ -23,27 +18,33 @@ from distflow.config.derived_settings import (
 from distflow.config.keys.reward import scoring_models
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
-from distflow.launch.configured_models import check_layouts, compute_dtype, model_sizes, prediction
+from distflow.launch.configured_models import check_layouts, model_sizes, prediction
 from distflow.launch.data_sets import data_plan
 from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engines import make_factories
-from distflow.launch.rollout_engines import engine_dtype, shares_weights
-from distflow.launch.select_pipeline import takes_policy_loss
+from distflow.launch.rollout_engines import shares_weights
 from distflow.launch.threads import check_cores
-from distflow.pipelines.nodes.objectives_from_config import is_anchored, loss_terms
 from distflow.planning.assign_ranks import plan_devices
 from distflow.planning.plan import Plan, RankPlan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.spec import Offloads, Spec, WorkerNeeds
+from distflow.runtime.spec import Factory, Offloads, WorkerNeeds
+from distflow.scheduling.data_plan import DataPlan
 
 
-def spec_settings(
-    config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]
-) -> "partial[Spec]":
-    """The spec without fields that need the data. num_rows: by domain, as for `data_plan`. Raises
-    UserError with the key."""
-    exact = compute_dtype(config) is torch.float32
-    shares = shares_weights(config)
+@dataclass(frozen=True)
+class RunSettings:
+    """What config and pipeline settle of a run; see `Spec`."""
+
+    plan: Plan
+    data: DataPlan
+    needs: WorkerNeeds
+    offloads: Mapping[str, Offloads]
+    factories: Mapping[str, Factory]
+    predicted: Mapping[str, Any]
+
+
+def settle_run(config: Config, pipeline: BoundPipeline, num_rows: Mapping[str, int]) -> RunSettings:
+    """num_rows: by domain, as for `data_plan`. Raises UserError with the key."""
     data = data_plan(config, num_rows)
     plan = make_plan(config, pipeline)
     url = config.actor_rollout_ref.rollout.url
@@ -51,31 +52,16 @@ def spec_settings(
     if url and num_rollout > 1:
         raise UserError(
             f"actor_rollout_ref.rollout.url={','.join(url)}: each of {num_rollout} rollout workers "
-            "would load weights "
-            "into that server: let one worker generate with all of them (trainer.allocation), or "
-            "remove the key, so "
-            "that each starts its own"
+            "would load weights into that server: let one worker generate with all of them "
+            "(trainer.allocation), or remove the key, so that each starts its own"
         )
-    is_scored = any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes)
-    return partial(
-        Spec,
-        config=config,
-        run_dir=config.trainer.run_dir,
-        needs=_worker_needs(config, is_scored, plan.ranks),
-        offloads=_offloads(config, pipeline, plan),
-        plan=plan,
-        predicted=prediction(config, pipeline, plan, sum(num_rows.values())),
-        data=data,
-        factories=make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
-        weight_dtype=engine_dtype(config),
-        shares_weights=shares,
-        sends_weights=ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].takes_weights
-        and not (shares and config.actor_rollout_ref.model.lora_rank > 0),
-        tolerance=Tolerance.of(exact),
-        ratio_limit=math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
-        loss_terms=loss_terms(config)
-        if any(map(takes_policy_loss, pipeline.training_nodes))
-        else (),
+    return RunSettings(
+        plan,
+        data,
+        _worker_needs(config, pipeline, plan.ranks),
+        _offloads(config, pipeline, plan),
+        make_factories(config, pipeline.engines, pipeline.services, data.total_steps),
+        prediction(config, pipeline, plan, sum(num_rows.values())),
     )
 
 
@@ -126,7 +112,9 @@ def validation_params(
     return greedy, sampled, settings.n
 
 
-def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) -> WorkerNeeds:
+def _worker_needs(
+    config: Config, pipeline: BoundPipeline, ranks: Sequence[RankPlan]
+) -> WorkerNeeds:
     """Raises UserError for a role that no workers of the plan have exclusively."""
     trainer = config.trainer
     reward = config.reward
@@ -143,7 +131,8 @@ def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) ->
                 "trainer.allocation, or set "
                 "trainer.worker_cpus, worker_memory_mb and worker_env for all"
             )
-    for shared in (roles & trainer.worker_roles.keys() - {"training"} for roles in of_ranks):
+    for own_roles in of_ranks:
+        shared = own_roles & trainer.worker_roles.keys() - {"training"}
         if len(shared) > 1:
             raise UserError(
                 f"trainer.worker_roles: {' and '.join(sorted(shared))} share a worker: name one of "
@@ -160,14 +149,11 @@ def _worker_needs(config: Config, is_scored: bool, ranks: Sequence[RankPlan]) ->
         )
         return WorkerNeeds(cpus, memory_mb, env)
 
-    needs = replace(
-        needs_of({}), roles={role: needs_of(own) for role, own in trainer.worker_roles.items()}
-    )
-    return (
-        replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus)
-        if is_scored
-        else needs
-    )
+    roles = {role: needs_of(own) for role, own in trainer.worker_roles.items()}
+    needs = replace(needs_of({}), roles=roles)
+    if any(node.node_role is NodeRole.REWARD for node in pipeline.rollout_nodes):
+        needs = replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus)
+    return needs
 
 
 def _offloads(config: Config, pipeline: BoundPipeline, plan: Plan) -> dict[str, Offloads]:

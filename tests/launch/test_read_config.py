@@ -12,9 +12,8 @@ import torch
 from distflow.config import load_config
 from distflow.errors import UserError
 from distflow.graph import PipelineError
-from distflow.launch import fit_config_to_files
-from distflow.launch.fit_config_to_files import follow_pipeline, read_config
 from distflow.launch.make_spec import check_run
+from distflow.launch.read_config import follow_pipeline, read_config
 from distflow.planning.allocation_expression import follow_allocation
 from tests.sparse_params import one_fast_in
 from tests.user_code import forgotten
@@ -337,10 +336,9 @@ def test_parts_that_are_chosen_by_name_are_checked_once_however_often_the_config
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read, checked = list[object](), list[object]()
-    monkeypatch.setattr(fit_config_to_files, "check_extensions", checked.append)
+    monkeypatch.setattr("distflow.launch.read_config.check_extensions", checked.append)
     monkeypatch.setattr(
-        fit_config_to_files,
-        "read_config",
+        "distflow.launch.read_config.read_config",
         lambda loaded: read.append(loaded) or read_config(loaded),
     )
     given = (
