@@ -112,8 +112,6 @@ class RewardPool(Pool):
         assert settings.num_workers > 0 and settings.timeout_s > 0 and settings.functions
         self.timeout_s = settings.timeout_s
         self._settings = settings
-        # Processes are started by these threads only: Linux kills a child when the thread that
-        # started it ends.
         self._threads = ThreadPoolExecutor(
             settings.num_workers, thread_name_prefix="distflow-reward"
         )
@@ -132,7 +130,7 @@ class RewardPool(Pool):
             self._idle.put(None)  # a slot; its process is started when it is first needed
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._threads.submit(self._start_first).result()
+            self._start_first()
             on_failure.pop_all()
 
     async def _score_group(
