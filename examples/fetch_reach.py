@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import distflow
 from distflow.acting.action_tokens import ActionTokens
-from distflow.acting.simulator import GymnasiumSimulator
+from distflow.acting.gymnasium_simulator import GymnasiumSimulator
 
 START = "runs/fetch_reach/start"
 TINY = Path(distflow.__file__).parent / "models/builtin/tiny-arithmetic"

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from distflow.acting.gridreach import GridReach
-from distflow.acting.simulator import (
-    GymnasiumSimulator,
-    Observation,
-    SimulatorHost,
-    from_json,
-    simulator_maker,
-    to_json,
-)
+from distflow.acting.gymnasium_simulator import GymnasiumSimulator
+from distflow.acting.simulator import Observation, from_json, to_json
+from distflow.acting.simulator_host import SimulatorHost, simulator_maker
 from distflow.acting.worker_pool import SimulatorPool
 from distflow.environments.user_code_process import CallFailed, ProcessEnded
 from distflow.errors import UserError

@@ -1,22 +1,15 @@
-"""Simulators that a policy acts in: their protocol, adapters, and the object in a worker process
-that holds those of several episodes. It does not import torch."""
+"""The protocol of simulators that a policy acts in, and what it demands of their answers."""
 
-import asyncio
 import base64
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.environments.environment_adapters import find_registered, is_registered
-from distflow.import_target import load
 from distflow.user_values import finite_number
 
-BUILTIN = {"gridreach": "distflow.acting.gridreach:GridReach"}
 Images = Mapping[str, NDArray[np.uint8]]
 
 
@@ -57,144 +50,6 @@ class Simulator(Protocol):
     async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
         """Execute actions `(steps, action_dim)` until the episode ends."""
         ...
-
-
-class GymnasiumSimulator:
-    """An environment of gymnasium with spaces of Box, Dict or Discrete. uint8 arrays `(H, W, 3)` of
-    an observation are images, all other numbers are its state, in the order of their names."""
-
-    def __init__(
-        self,
-        make: Callable[..., Any],
-        instruction: str = "",
-        render: bool = False,
-        state: Sequence[str] = (),
-        ends_at_success: bool = False,
-        seed_argument: str = "",
-        **options: Any,
-    ) -> None:
-        """instruction: what to do, since gymnasium has no word for it. render: also show the
-        picture of `render`. state: the entries of a Dict observation that the state has; all by
-        default. ends_at_success: a success ends the episode. seed_argument: each `reset` makes a
-        new environment, with the seed as this argument, for those whose own `reset` does not repeat
-        a state."""
-        self._make = partial(make, **options, **({"render_mode": "rgb_array"} if render else {}))
-        self._env: Any = None if seed_argument else self._make()
-        self._instruction = instruction
-        self._render = render
-        self._state = tuple(state)
-        self._ends_at_success = ends_at_success
-        self._seed_argument = seed_argument
-
-    async def reset(self, seed: int, options: Mapping[str, Any]) -> Observation:
-        if self._seed_argument:
-            self.close()
-            self._env = self._make(**{self._seed_argument: seed})
-        observation, _ = self._env.reset(seed=seed, options=dict(options))
-        return self._seen(observation)
-
-    async def step(self, chunk: NDArray[np.float64]) -> ChunkResult:
-        space = self._env.action_space
-        steps = list[tuple[float, bool, bool, bool]]()
-        for numbers in chunk:
-            if hasattr(space, "n"):
-                action: Any = int(round(float(numbers[0])))
-            else:
-                action = numbers.reshape(space.shape).astype(space.dtype)
-            if not space.contains(action):
-                raise ValueError(f"the action {action!r} is not in the environment's space {space}")
-            observation, reward, terminated, truncated, info = self._env.step(action)
-            success = bool(info.get("is_success", info.get("success", False)))
-            terminated = bool(terminated) or (success and self._ends_at_success)
-            steps.append((reward, terminated, bool(truncated), success))
-            if terminated or truncated:
-                break
-        rewards, ends, cuts, won = map(list, zip(*steps, strict=True))
-        return ChunkResult(rewards, ends, cuts, won, self._seen(observation))
-
-    def close(self) -> None:
-        if self._env is not None:
-            self._env.close()
-
-    def _seen(self, observation: Any) -> Observation:
-        named = (
-            dict(observation) if isinstance(observation, Mapping) else {"observation": observation}
-        )
-        if absent := [name for name in self._state if name not in named]:
-            raise ValueError(f"state: the observation has no '{absent[0]}', but {', '.join(named)}")
-        images = dict[str, Any]()
-        numbers = list[Any]()
-        for name in sorted(named):
-            value = np.asarray(named[name])
-            if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] == 3:
-                images[name] = value
-            elif name in (self._state or named):
-                numbers.append(value.astype(np.float32).reshape(-1))
-        if self._render:
-            images["render"] = np.asarray(self._env.render())
-        return Observation(
-            images,
-            np.concatenate(numbers) if numbers else np.zeros(0, np.float32),
-            self._instruction,
-        )
-
-
-class SimulatorHost:
-    """In a worker process: the simulators of several episodes, by key. One that ended is used
-    again."""
-
-    def __init__(self, env: str, options: Mapping[str, Any], gl: str | None = None) -> None:
-        """env: see `simulator_maker`. gl: how MuJoCo renders: egl, osmesa or none. Raises
-        UserError."""
-        if gl is not None:
-            os.environ["MUJOCO_GL"] = "disable" if gl == "none" else gl  # before it is imported
-        self._make = partial(simulator_maker(env), **options)
-        self._running: dict[str, tuple[Any, Observation]] = {}
-        self._idle: list[Any] = []
-        self._loop = asyncio.new_event_loop()
-
-    def begin(self, key: str, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The first observation of an episode. Raises what the simulator raises, and ValueError for
-        an observation of another form."""
-        simulator = self._idle.pop() if self._idle else self._make()
-        first = self._loop.run_until_complete(simulator.reset(seed, options))
-        check_observation(first, first)
-        self._running[key] = simulator, first
-        return to_json(first)
-
-    def act(self, key: str, actions: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """The result of a chunk; raises as `begin`."""
-        simulator, first = self._running[key]
-        result = self._loop.run_until_complete(simulator.step(np.array(actions, np.float64)))
-        check_result(result, len(actions))
-        check_observation(result.observation, first)
-        return {
-            **result._asdict(),
-            "rewards": [*map(float, result.rewards)],
-            "observation": to_json(result.observation),
-        }
-
-    def end(self, key: str) -> None:
-        self._idle.append(self._running.pop(key)[0])
-
-    def repeats(self) -> str:
-        """What differs after `reset` with the same seed, in a used simulator or a fresh one; empty
-        if nothing does."""
-        wanted = self.begin("first", 1, {})
-        self.end("first")
-        self.begin("used", 2, {})
-        self.end("used")
-        if self.begin("used", 1, {}) != wanted:
-            return "a used simulator"
-        return "" if self.begin("fresh", 1, {}) == wanted else "a fresh simulator"
-
-
-def simulator_maker(env: str) -> Callable[..., Simulator]:
-    """A built-in name, module:Class, file.py:function, or an id of gymnasium; module:ID imports the
-    module that registers it. Raises UserError."""
-    if env not in BUILTIN and is_registered(env):
-        return partial(GymnasiumSimulator, find_registered(env))
-    return cast(Callable[..., Simulator], load(BUILTIN.get(env, env)))
 
 
 def check_observation(seen: Observation, first: Observation) -> None:

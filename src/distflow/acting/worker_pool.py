@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.acting import simulator as protocol
+from distflow.acting import simulator_host
 from distflow.acting.simulator import Observation, from_json
 from distflow.data.sample import on_event
 from distflow.environments.user_code_process import (
@@ -66,7 +66,7 @@ class SimulatorPool:
         `reset` does not repeat a state."""
         host = {"env": env, "options": dict(options), "gl": gl}
         try:
-            self._server = ProcessServer(f"{protocol.__name__}:SimulatorHost", host)
+            self._server = ProcessServer(f"{simulator_host.__name__}:SimulatorHost", host)
         except UserError as error:  # MuJoCo loads what renders when it is imported
             raise UserError(f"{error}{_RENDERING}" if gl else str(error)) from None
         self.close = self._server.close

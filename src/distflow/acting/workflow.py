@@ -11,6 +11,7 @@ from distflow.acting.action_tokens import (
     ContinuousActions,
     action_bounds,
     denoising_steps,
+    draws_numbers,
 )
 from distflow.acting.simulator import Observation
 from distflow.acting.worker_pool import Episode, SimulatorPool
@@ -58,31 +59,9 @@ class SimulatorWorkflow(MadeByOptions):
         the sum of the rewards. step_timeout: seconds of `reset` and of a chunk. gl: how MuJoCo
         renders. Raises UserError."""
         self._options = options_of(locals())
-        for where, own, known in (
-            ("actions", actions, _ACTIONS),
-            ("state_tokens", state_tokens or {}, _STATE),
-        ):
-            if unknown := next((name for name in own if name not in known), None):
-                raise UserError(f"{where}.{unknown}: no such option{hint(unknown, known)}")
-        if (head := actions.get("head", "action_tokens")) not in HEADS:
-            raise UserError(f"actions.head={head}: set it to {' or '.join(HEADS)}")
-        self._is_continuous = head != "action_tokens"
-        if head == "gaussian" and actions.get("bins") is not None:
-            raise UserError(
-                f"actions.bins: head={head} draws numbers, without bins: set it to null"
-            )
-        if head != "flow_sde" and (odd := next((name for name in _FLOW if name in actions), None)):
-            raise UserError(f"actions.{odd}: head={head} has no denoising steps: remove it")
-        sizes = (
-            (actions.get("denoising_steps", 4), actions.get("bins", 32))
-            if head == "flow_sde"
-            else ()
-        )
-        if not all(isinstance(size, int) and size >= 1 for size in sizes):
-            raise UserError(
-                f"actions: denoising_steps and bins are {sizes}: set them to whole numbers from 1 "
-                "on"
-            )
+        _check_known("actions", actions, _ACTIONS)
+        _check_known("state_tokens", state_tokens or {}, _STATE)
+        _check_head(actions)
         if score not in ("success", "return"):
             raise UserError(f"score={score}: set it to success or return")
         self._actions = dict(actions)
@@ -157,19 +136,16 @@ class SimulatorWorkflow(MadeByOptions):
                 with chat.clock_stopped():
                     result = await _timed(chat, "simulator", episode.step(chunk.tolist()))
                 steps = result["success"]
-                step_rewards[-1] = (
-                    result["rewards"] if self._score == "return" else _first(steps, success)
-                )
-                num_steps = num_steps + len(steps)
-                total = total + sum(result["rewards"])
+                step_rewards[-1] = result["rewards"]
+                if self._score == "success":
+                    step_rewards[-1] = _first(steps, success)
+                num_steps += len(steps)
+                total += sum(result["rewards"])
                 success = success or any(steps)
-                reason = (
-                    "stop"
-                    if result["terminated"][-1]
-                    else MAX_STEPS
-                    if result["truncated"][-1]
-                    else ""
-                )
+                if result["terminated"][-1]:
+                    reason = "stop"
+                elif result["truncated"][-1]:
+                    reason = MAX_STEPS
             size = codec.num_tokens // self._chunk  # of an action
             used = len(steps) * size
             if not reason and len(chunk) < self._execute:
@@ -201,22 +177,26 @@ class SimulatorWorkflow(MadeByOptions):
                 "state_tokens", chat, self._state_tokens, (low, high, True), 1
             )
         codec: ActionTokens | ContinuousActions
-        if self._is_continuous:
-            (low, high, _), steps = self._bounds, denoising_steps(self._actions)
-            bins, noise = (
-                (self._actions.get("bins", 32), float(self._actions.get("noise", 0.5)))
-                if steps
-                else (2, 0.0)
-            )
-            size = bins * len(low) * (1 + steps) * self._chunk
-            first = _first_token("actions", chat, self._actions, size)
-            codec = ContinuousActions(low, high, first, self._chunk, steps, bins, noise)
+        if draws_numbers({"actions": self._actions}):
+            codec = self._continuous(chat)
         else:
             codec = _tokens_of("actions", chat, self._actions, self._bounds, self._chunk)
         if codec.num_tokens > chat.limits.response:
             need = f"a chunk of actions has {codec.num_tokens} tokens"
             raise ChatError(f"{need}: set data.max_response_length to that, at least")
         return codec
+
+    def _continuous(self, chat: Chat) -> ContinuousActions:
+        low, high, _ = self._bounds
+        steps = denoising_steps(self._actions)
+        bins = 2
+        noise = 0.0
+        if steps:
+            bins = self._actions.get("bins", 32)
+            noise = float(self._actions.get("noise", 0.5))
+        size = bins * len(low) * (1 + steps) * self._chunk
+        first = _first_token("actions", chat, self._actions, size)
+        return ContinuousActions(low, high, first, self._chunk, steps, bins, noise)
 
     def _encoded(self, chat: Chat, seen: Observation, paths: Sequence[str]) -> tuple[int, ...]:
         """The prompt's tokens. Those of an image depend on its size alone."""
@@ -240,6 +220,32 @@ class SimulatorWorkflow(MadeByOptions):
                 f"state_tokens: the state has {len(seen.state)} numbers, and the bounds {codec.dim}"
             )
         return (*ids, *codec.encode(seen.state.astype(float)[None]))
+
+
+def _check_known(where: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises UserError for an unknown option."""
+    for name in options:
+        if name not in known:
+            raise UserError(f"{where}.{name}: no such option{hint(name, known)}")
+
+
+def _check_head(actions: Mapping[str, Any]) -> None:
+    """Raises UserError for an unknown head, and for options that it does not have."""
+    head = actions.get("head", "action_tokens")
+    if head not in HEADS:
+        raise UserError(f"actions.head={head}: set it to {' or '.join(HEADS)}")
+    if head == "gaussian" and actions.get("bins") is not None:
+        raise UserError(f"actions.bins: head={head} draws numbers, without bins: set it to null")
+    if head != "flow_sde":
+        for name in _FLOW:
+            if name in actions:
+                raise UserError(f"actions.{name}: head={head} has no denoising steps: remove it")
+        return
+    sizes = (actions.get("denoising_steps", 4), actions.get("bins", 32))
+    if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise UserError(
+            f"actions: denoising_steps and bins are {sizes}: set them to whole numbers from 1 on"
+        )
 
 
 def _tokens_of(
