@@ -48,6 +48,11 @@ _OF_OPENRLHF = """\
 reward_func: OpenRLHF calls it with lists, as reward_func(queries, prompts, labels); write it with the parameters \
 solution_strs and ground_truths, and without the prompt before each response (docs/rewards.md)"""  # noqa: E501
 _LIKE_VERL = ("verl", "siiRL")
+_GRADES_OF_VERL = (
+    "custom_reward_function.path",
+    "reward.custom_reward_function.path",
+    "reward_model.enable",
+)
 _JUDGE = "generating_args."
 _FILTER = "algorithm.filter_groups."
 _OPTIMIZER = "actor_rollout_ref.actor.optim."
@@ -102,81 +107,14 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
     """devices: that it trains on; None if the settings say it."""
     table = tables.table_of_runs(theirs.system)
     if theirs.system == "TRL":
-        convert_rewards(theirs.values, theirs.remarks)
-        if isinstance(trackers := theirs.values.get("report_to"), list):
-            theirs.values["report_to"] = (
-                trackers[0] if len(trackers) == 1 else ["console", *trackers]
-            )
-        negated = {
-            key: key[3:]
-            for key, value in theirs.values.items()
-            if key.startswith("no_") and key not in table.names and value is True
-        }
-        theirs.values = {
-            negated.get(key, key): value if key not in negated else False
-            for key, value in theirs.values.items()
-        }
-    draft = Conversion(
-        _PRESETS.get((theirs.system, theirs.method), theirs.method), {}, set(), list(theirs.remarks)
-    )
-    for key, value in [*theirs.values.items()]:
-        entries = (
-            {f"{key}.{name}": each for name, each in value.items()}
-            if isinstance(value, dict)
-            else {}
-        )
-        if known := {
-            name: each for name, each in entries.items() if table.find(name, theirs.method)
-        }:
-            rest = {
-                name[len(key) + 1 :]: each for name, each in entries.items() if name not in known
-            }
-            theirs.values |= known | {key: rest}
-            theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
-    for key in [key for key, value in theirs.values.items() if value == {}]:
-        draft.without_effect.append(f"{key}: it is empty")
-        del theirs.values[key]
-    on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
-    switches = [key for key in table.defaults if key in on]
-    defaults = entries_for(table.defaults, theirs.method, *switches)
-    values = {
-        **{key: None if value == "null" else value for key, value in defaults.items()},
-        **theirs.values,
-    }
+        _follow_trl(theirs, table)
+    preset = _PRESETS.get((theirs.system, theirs.method), theirs.method)
+    draft = Conversion(preset, {}, set(), list(theirs.remarks))
+    _spread_mappings(theirs, table, draft)
+    values = {**_defaults(theirs, table), **theirs.values}
     computed = compute(table, theirs, values, devices, draft.missing)
     used = computed.used
-    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
-        advice = "`distflow data check` shows which lengths your data have"
-        said = (
-            "it"
-            if any("max_" in key for key in used & theirs.values.keys())
-            else f"{theirs.system}'s default"
-        )
-        draft.missing.append(
-            f"max_length: prompts and responses have separate limits, here half of {said}; {advice}"
-        )
-    if theirs.system == "AReaL" and theirs.method in ("grpo", "ppo"):
-        draft.missing.append(_IN_SCRIPT)
-    elif theirs.system == "AReaL" and theirs.method == "rm":
-        draft.missing.append(
-            "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, "
-            "data.rejected_key"
-        )
-    grades = (
-        "custom_reward_function.path",
-        "reward.custom_reward_function.path",
-        "reward_model.enable",
-    )
-    if (
-        theirs.system in _LIKE_VERL
-        and theirs.method in ("grpo", "ppo")
-        and not any(map(theirs.values.get, grades))
-    ):
-        draft.missing.append(_BY_SOURCE.format(system=theirs.system))
-    if theirs.values.get("actor_rollout_ref.actor.strategy") == "megatron":
-        draft.missing.append(_OF_MEGATRON)
-    if theirs.system == "OpenRLHF" and str(theirs.values.get("remote_rm_url")).endswith(".py"):
-        draft.missing.append(_OF_OPENRLHF)
+    _say_what_to_check(theirs, used, draft)
     if "ref.path" in theirs.values and theirs.values["ref.path"] == theirs.values.get("actor.path"):
         used |= {"ref.path"}
         draft.without_effect.append("ref.path: the reference is always the policy's first weights")
@@ -189,23 +127,85 @@ def convert(theirs: ForeignSettings, devices: int | None) -> Conversion:
             _convert_setting(theirs, table, key, value, draft)
         elif key in computed.idle and key in theirs.values:
             name = table.find(key, theirs.method)
-            why = (
-                name.note
-                if name and name.note
-                else "beside the other settings it changes nothing here"
-            )
+            why = name.note if name else ""
+            why = why or "beside the other settings it changes nothing here"
             draft.without_effect.append(f"{_place(theirs, key)}={tables.as_override(value)}: {why}")
-    for key, value in computed.overrides.items():
-        draft.write({key: value}, key in computed.given)
+    for key, text in computed.overrides.items():
+        draft.write({key: text}, key in computed.given)
     if theirs.method == "ppo" and theirs.system in _ONE_OPTIMIZER:
-        own = {
-            key.replace(_OPTIMIZER, "critic.optim."): (key, text)
-            for key, text in draft.overrides.items()
-        }
-        for key, (of_actor, text) in own.items():
+        for of_actor, text in list(draft.overrides.items()):
+            key = of_actor.replace(_OPTIMIZER, "critic.optim.")
             if key not in draft.overrides:
                 draft.write({key: text}, of_actor in draft.given)
     return draft
+
+
+def _follow_trl(theirs: ForeignSettings, table: tables.Table) -> None:
+    """What TRL writes in its own ways: rewards, trackers, and flags that begin with `no_`."""
+    convert_rewards(theirs.values, theirs.remarks)
+    trackers = theirs.values.get("report_to")
+    if isinstance(trackers, list):
+        theirs.values["report_to"] = trackers[0] if len(trackers) == 1 else ["console", *trackers]
+    values: dict[str, object] = {}
+    for key, value in theirs.values.items():
+        if key.startswith("no_") and key not in table.names and value is True:
+            values[key.removeprefix("no_")] = False
+        else:
+            values[key] = value
+    theirs.values = values
+
+
+def _spread_mappings(theirs: ForeignSettings, table: tables.Table, draft: Conversion) -> None:
+    """Make keys of the entries of a mapping that the table has."""
+    for key, value in list(theirs.values.items()):
+        rest = {}
+        known = {}
+        for name, each in value.items() if isinstance(value, dict) else ():
+            if table.find(f"{key}.{name}", theirs.method):
+                known[f"{key}.{name}"] = each
+            else:
+                rest[name] = each
+        if known:
+            theirs.values |= {**known, key: rest}
+            theirs.lines |= dict.fromkeys(known, theirs.lines.get(key, 0))
+    for key, value in list(theirs.values.items()):
+        if value == {}:
+            draft.without_effect.append(f"{key}: it is empty")
+            del theirs.values[key]
+
+
+def _defaults(theirs: ForeignSettings, table: tables.Table) -> dict[str, object]:
+    """The system's own, with those of the switches and groups that the file sets."""
+    on = {key if value is True else key.rpartition(".")[0] for key, value in theirs.values.items()}
+    switches = [key for key in table.defaults if key in on]
+    found = entries_for(table.defaults, theirs.method, *switches)
+    return {key: None if value == "null" else value for key, value in found.items()}
+
+
+def _say_what_to_check(theirs: ForeignSettings, used: set[str], draft: Conversion) -> None:
+    """Lines on what a system has outside of its settings. used: keys that sizes came from."""
+    values = theirs.values
+    is_rl = theirs.method in ("grpo", "ppo")
+    if any(key.endswith(("max_length", "max_seq_length", "max_len")) for key in used):
+        is_set = any("max_" in key for key in used & values.keys())
+        half_of = "it" if is_set else f"{theirs.system}'s default"
+        draft.missing.append(
+            f"max_length: prompts and responses have separate limits, here half of {half_of}; "
+            "`distflow data check` shows which lengths your data have"
+        )
+    if theirs.system == "AReaL" and is_rl:
+        draft.missing.append(_IN_SCRIPT)
+    elif theirs.system == "AReaL" and theirs.method == "rm":
+        draft.missing.append(
+            "columns: AReaL's script has them; check data.prompt_key, data.chosen_key, "
+            "data.rejected_key"
+        )
+    if theirs.system in _LIKE_VERL and is_rl and not any(map(values.get, _GRADES_OF_VERL)):
+        draft.missing.append(_BY_SOURCE.format(system=theirs.system))
+    if values.get("actor_rollout_ref.actor.strategy") == "megatron":
+        draft.missing.append(_OF_MEGATRON)
+    if theirs.system == "OpenRLHF" and str(values.get("remote_rm_url")).endswith(".py"):
+        draft.missing.append(_OF_OPENRLHF)
 
 
 def _other_devices(values: Mapping[str, object]) -> list[str]:
