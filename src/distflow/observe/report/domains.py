@@ -15,6 +15,7 @@ from distflow.observe.report.chart_data import ChosenChart, Column
 MAX_LINES = 12
 MAX_ROWS = 100
 _SCORE = "mean_score"
+_FAILURES = ("errors", "timeouts")
 
 
 class _Names(NamedTuple):
@@ -56,58 +57,40 @@ def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
     def of_each(metric: str) -> dict[str, str]:
         return {metric.format(domain): domain for domain in domains}
 
-    at_k = {name: f"{domain} {k}" for domain in domains for name, k in _at_k(domain, columns)}
+    at_k: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    dropped: dict[str, str] = {}
+    made_of: list[tuple[str, str, dict[str, str]]] = []
+    for domain in domains:
+        at_k |= {name: f"{domain} {k}" for name, k in _at_k(domain, columns)}
+        failed |= {f"domains/{domain}/{kind}": f"{domain} {kind}" for kind in _FAILURES}
+        dropped |= {name: f"{domain}: {reason}" for name, reason in _dropped(domain, columns)}
+        parts = _parts_of(domain, names, columns)
+        made_of.append((f"What makes up the reward of {domain}?", "score", parts))
     parts = {f"reward/{part}/mean": part for part in names.parts}
-    failed = {
-        f"domains/{domain}/{kind}": f"{domain} {kind}"
-        for domain in domains
-        for kind in ("errors", "timeouts")
-    }
-    dropped = {
-        name: f"{domain}: {reason}"
-        for domain in domains
-        for name, reason in _dropped(domain, columns)
-    }
+    accuracy = of_each("val_correct/{}/mean")
+    groups = of_each("domains/{}/groups")
+    reward = of_each(f"reward/{{}}/{_SCORE}")
     questions = [
-        (
-            "In which domains does the accuracy rise?",
-            "share correct",
-            of_each("val_correct/{}/mean"),
-        ),
+        ("In which domains does the accuracy rise?", "share correct", accuracy),
         ("For how many problems is one of k responses correct?", "pass@k", at_k),
-        ("In which domains does the reward rise?", "score", of_each(f"reward/{{}}/{_SCORE}")),
+        ("In which domains does the reward rise?", "score", reward),
         ("What do the parts of the reward score, over all domains?", "score", parts),
-        *(
-            (f"What makes up the reward of {domain}?", "score", _parts_of(domain, names, columns))
-            for domain in domains
-        ),
-        (
-            "How many groups of a step does each domain have?",
-            "groups",
-            of_each("domains/{}/groups"),
-        ),
+        *made_of,
+        ("How many groups of a step does each domain have?", "groups", groups),
         ("How many reward errors are there, by domain?", "samples", failed),
         ("Which groups were dropped, by domain?", "groups since the start", dropped),
     ]
     charts: list[ChosenChart] = []
     for question, unit, labels in questions:
         shown = [name for name in labels if name in columns][:MAX_LINES]
-        if shown:
-            chart: ChosenChart = {
-                "question": question,
-                "kind": "line",
-                "unit": unit,
-                "names": shown,
-            }
-            chart["labels"] = {name: labels[name] for name in shown}
-            colors = {
-                name: domains.index(label)
-                for name, label in chart["labels"].items()
-                if label in domains
-            }
-            if len(colors) == len(shown):
-                chart["colors"] = colors
-            charts.append(chart)
+        if not shown:
+            continue
+        chart: ChosenChart = {"question": question, "kind": "line", "unit": unit, "names": shown}
+        chart["labels"] = {name: labels[name] for name in shown}
+        if all(labels[name] in domains for name in shown):
+            chart["colors"] = {name: domains.index(labels[name]) for name in shown}
+        charts.append(chart)
     return charts
 
 
