@@ -198,16 +198,14 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class Activity:
-    """A stretch in which one lane was decoded under one version without running empty.
-
-    t0, t1: `time.time()`. A stretch that directly follows another (with a new version or lane)
-    starts at its `t1`, so the time of a weight sync counts for the earlier one. version: the step
-    whose weights drew the `tokens`.
-    """
+    """A stretch in which one lane was decoded under one version without running empty."""
 
     t0: float
+    """`time.time()`, as `t1`. A stretch that directly follows another (with a new version or lane)
+    starts at its `t1`, so the time of a weight sync counts for the earlier one."""
     t1: float
     version: int
+    """The step whose weights drew the `tokens`."""
     lane: str
     tokens: int
 

@@ -36,17 +36,16 @@ def kept_share(
 
 @dataclass(frozen=True)
 class DpGroupShares:
-    """Ranks that train the same nodes on every step.
-
-    shares: which part of a step each rank takes, from 0; ranks that hold parts of the same tensors
-    take the same. mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None if a
-    step has one. epochs: passes over a step.
-    """
+    """Ranks that train the same nodes on every step."""
 
     shares: tuple[int, ...] = (0,)
+    """Which part of a step each rank takes, from 0; ranks that hold parts of the same tensors take
+    the same."""
     mini_batch: int | None = None
+    """Groups of an optimizer step, drawn by `seed` in each pass; None if a step has one."""
     seed: int = 0
     epochs: int = 1
+    """Passes over a step."""
 
 
 def divide_among_ranks(

@@ -36,20 +36,19 @@ class ModelSizes(NamedTuple):
 @dataclass(frozen=True)
 class Resources:
     """Engines and services of a worker. Those that the plan does not assign to it are None and were
-    never built.
-
-    scoring_models: reward models and judges by name. stop_token_ids: tokens that end a response.
-    facts: of the loaded model.
-    """
+    never built."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
     facts: Mapping[str, object]
+    """Of the loaded model."""
     sizes: ModelSizes
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
     scoring_models: Mapping[str, FrozenWeights] = field(default_factory=dict)
+    """Reward models and judges by name."""
     rollout: RolloutEngine | None = None
     reward_fn: RewardRouter | None = None
 

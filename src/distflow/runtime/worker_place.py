@@ -32,16 +32,19 @@ class Home:
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place among the others. rank: in the plan. dp_groups: the ranks of each, in order;
-    see `dp_groups_of`. generators: the ranks that generate. threads: of torch. generator: its
-    number among those that generate, new for a replacement; -1 if it does not generate."""
+    """A worker's place among the others."""
 
     rank: int
+    """In the plan."""
     dp_groups: tuple[tuple[int, ...], ...]
+    """The ranks of each, in order; see `dp_groups_of`."""
     generators: tuple[int, ...]
+    """The ranks that generate."""
     threads: int
+    """Of torch."""
     home: Home
     generator: int = -1
+    """Its number among those that generate, new for a replacement; -1 if it does not generate."""
 
     @property
     def trainers(self) -> tuple[int, ...]:

@@ -51,12 +51,12 @@ Laws = list[tuple[SamplingLaw, Tensor]]
 
 @dataclass(eq=False)
 class Lease:
-    """The slot and pages of a running request. num_drawn: its tokens, including those that the host
-    has not read."""
+    """The slot and pages of a running request."""
 
     slot: int
     pages: list[int]
     num_drawn: int
+    """Its tokens, including those that the host has not read."""
 
 
 class DecodeState:

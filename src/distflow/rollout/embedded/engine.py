@@ -64,32 +64,36 @@ class EmbeddedEngine:
     during an evaluation, training sequences wait in their slots, and their batches are the same as
     without it.
 
-    tokenizer: for stop strings. max_num_seqs: sequences of a lane that are decoded together.
-    shares_weights: `model` is the trainer's, so `load_weights` copies nothing. kv_on_update: with
-    new weights, begun sequences continue with the old keys and values, recompute them, or end
-    (finish reason "abort"). num_threads: of torch, if the engine computes on its own thread; None
-    leaves the number unchanged. batch_invariant: see `tiled_lane.py`.
-    max_prefill_tokens: see `Scheduler`. prompt_cache_tokens: prefilled prompt tokens that a lane
-    keeps while there is work. enforce_eager: no CUDA graphs, and no native code. compute_dtype: see
-    `DecoderView`. on_device: run decode steps asynchronously on the device
-    (`decode_steps.py`); None: unless it is a CPU or the engine is
-    `batch_invariant`. Raises UserError for a model that `DecoderView` cannot run.
+    Raises UserError for a model that `DecoderView` cannot run.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
+    """For stop strings."""
     _: KW_ONLY
     version: Version
     max_num_seqs: int = 256
+    """Sequences of a lane that are decoded together."""
     shares_weights: bool = False
+    """`model` is the trainer's, so `load_weights` copies nothing."""
     kv_on_update: KVOnUpdate = "keep"
+    """With new weights, begun sequences continue with the old keys and values, recompute them, or
+    end (finish reason "abort")."""
     num_threads: int | None = None
+    """Of torch, if the engine computes on its own thread; None leaves the number unchanged."""
     batch_invariant: bool = False
+    """See `tiled_lane.py`."""
     max_prefill_tokens: int = 8192
+    """See `Scheduler`."""
     prompt_cache_tokens: int = 16384
+    """Prefilled prompt tokens that a lane keeps while there is work."""
     enforce_eager: bool = False
+    """No CUDA graphs, and no native code."""
     compute_dtype: torch.dtype | None = None
+    """See `DecoderView`."""
     on_device: DeviceOptions | None = None
+    """Run decode steps asynchronously on the device (`decode_steps.py`); None: unless it is a CPU
+    or the engine is `batch_invariant`."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -115,12 +115,13 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
 
 
 class DrawInputs(NamedTuple):
-    """Inputs of each row's next draw. uniforms: float64 `(rows,)`, in [0, 1). contexts: tokens in
-    prompt or response; empty in rows without a penalty for them."""
+    """Inputs of each row's next draw."""
 
     laws: list[SamplingLaw]
     uniforms: NDArray[np.float64]
+    """`(rows,)`, in [0, 1)."""
     contexts: list[tuple[int, ...]]
+    """Tokens in prompt or response; empty in rows without a penalty for them."""
 
     def take(self, rows: list[int]) -> "DrawInputs":
         laws = [self.laws[row] for row in rows]
@@ -162,27 +163,26 @@ from it. Either all or none of them begin with a cached prefix."""
 
 @dataclass(frozen=True)
 class Work:
-    """One step. sequences: those that get a token, in the order of their slots, starting at
-    `first_slot`."""
+    """One step."""
 
     prefills: list[Prefill]
     sequences: list[Sequence]
+    """Those that get a token, in the order of their slots, starting at `first_slot`."""
     first_slot: int
 
 
 @dataclass(eq=False)
 class Scheduler:
-    """Assigns slots in the order of submission.
-
-    max_prefill_tokens: the most prompt tokens per step (a longer prompt runs alone). num_fitting:
-    how many of the first of these sequences fit into memory now, at most the number; None: all.
-    num_cached: tokens at the start of a sequence's context that need no prefill.
-    """
+    """Assigns slots in the order of submission."""
 
     max_num_seqs: int
     max_prefill_tokens: int
+    """The most prompt tokens per step; a longer prompt runs alone."""
     num_fitting: Callable[[Iterable[Sequence], int], int] | None = None
+    """How many of the first of these sequences fit into memory now, at most the number; None:
+    all."""
     num_cached: Callable[[Sequence], int] = lambda sequence: 0
+    """Tokens at the start of a sequence's context that need no prefill."""
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
 

@@ -27,21 +27,23 @@ def rows_by_group(batch: Batch) -> dict[int, list[int]]:
 
 @dataclass
 class Group:
-    """A prompt, its responses, and the results of nodes.
-
-    params: how samples are drawn. seed: of the run. wanted: indices of the samples; empty for all.
-    samples: empty until a node has generated. written: the columns of later nodes, by name.
-    measured: metrics of each node. stream: the random stream of the samples.
-    """
+    """A prompt, its responses, and the results of nodes. `stream` is the random stream of the
+    samples."""
 
     prompt_group: PromptGroup
     row: PromptRow
     params: SamplingParams
+    """How samples are drawn."""
     seed: int
+    """Of the run."""
     wanted: tuple[int, ...] = ()
+    """Indices of the samples; empty for all."""
     samples: list[Sample] = field(default_factory=list)
+    """Empty until a node has generated."""
     written: dict[str, Written] = field(default_factory=dict)
+    """The columns of later nodes, by name."""
     measured: list[Measured] = field(default_factory=list)
+    """Metrics of each node."""
     _columns: Batch | None = field(default=None, repr=False)
     _batch: Batch | None = field(default=None, repr=False)
 
@@ -143,7 +145,10 @@ def finished_group(
 ) -> FinishedGroup[Batch]:
     """A complete group, for the sample queue. batch: with the columns of all nodes. measured: by
     the nodes."""
-    failed = "reward_errors" in batch and not bool(batch["valid"].any())
+    failure = None
+    if "reward_errors" in batch and not bool(batch["valid"].any()):
+        first = next(filter(None, batch["reward_errors"]), "no score")
+        failure = Failure(first, users=True)
     versions = batch.flat("versions")
     versions = versions[versions >= 0]  # only those of the policy's tokens
     return FinishedGroup(
@@ -153,9 +158,7 @@ def finished_group(
         int(versions.min()) if len(versions) else None,
         measured,
         accuracy=accuracy_of(batch),
-        failure=Failure(next(filter(None, batch["reward_errors"]), "no score"), users=True)
-        if failed
-        else None,
+        failure=failure,
     )
 
 

@@ -25,22 +25,23 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class FinishedGroup(Generic[T]):
-    """A group that has completed the rollout loop.
-
-    data: its samples as columns, or a reference to them. num_tokens: of all samples, including
-    prompts. version: the lowest of their tokens, or None. measured: by its nodes. num_bytes: of the
-    data, if storage is bounded. accuracy: of its responses; None if they were not scored. failure:
-    set if none of them has a score although they should.
-    """
+    """A group that has completed the rollout loop."""
 
     prompt_group: PromptGroup
     data: T
+    """Its samples as columns, or a reference to them."""
     num_tokens: int
+    """Of all samples, including prompts."""
     version: int | None = None
+    """The lowest of their tokens."""
     measured: Sequence[Measured] = ()
+    """By its nodes."""
     num_bytes: int = 0
+    """Of the data, if storage is bounded."""
     accuracy: Accuracy | None = None
+    """Of its responses; None if they were not scored."""
     failure: Failure | None = None
+    """Set if none of them has a score although they should."""
     rows: range | None = None
     """Its samples in `data`, if those of other groups are there too; None for all."""
 
@@ -97,50 +98,52 @@ class ForeseenGroups(list[PromptGroup]):
 
 @dataclass(frozen=True)
 class DroppedGroup:
-    """A group that has left the rollout loop without being trained on.
-
-    accuracy: as in `FinishedGroup`. failure: set if it failed. lost: without its own fault; it is
-    retried, three times in total.
-    """
+    """A group that has left the rollout loop without being trained on."""
 
     prompt_group: PromptGroup
     reason: str
     failure: Failure | None = None
+    """Set if it failed."""
     lost: bool = False
+    """Without its own fault; it is retried, three times in total."""
     accuracy: Accuracy | None = None
+    """As in `FinishedGroup`."""
 
 
 @dataclass(frozen=True)
 class AbortedGroups:
     """Groups that were ended because their step is full; they are handed out again before any new
-    one. attempts: by group id. num_tokens: generated for them and discarded."""
+    one."""
 
     attempts: Mapping[int, int]
+    """By group id."""
     num_tokens: int
+    """Generated for them and discarded."""
 
 
 @dataclass
 class TrainingStep(Generic[T]):
-    """One rank's part of a step, and its training nodes' results.
-
-    group_ids: of the whole step, over all ranks, ascending. own: ids of this rank's groups, in
-    order. batch: their samples. On the way from the queue, it is a list of the groups' data; a rank
-    without groups gets the step's first group, for its columns. metrics: of the groups of all
-    ranks. reward_counts: since the last step, of workers that do not train, passed to one of the
-    ranks. measured: by the nodes. times: of the nodes, in seconds. loads: tokens of each of this
-    rank's groups. queued: their tokens and their lowest versions by group id, as the
-    queue has them.
-    """
+    """One rank's part of a step, and its training nodes' results."""
 
     group_ids: tuple[int, ...]
+    """Of the whole step, over all ranks, ascending."""
     own: tuple[int, ...]
+    """Ids of this rank's groups, in order."""
     batch: T
+    """Their samples. On the way from the queue, it is a list of the groups' data; a rank without
+    groups gets the step's first group, for its columns."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the groups of all ranks."""
     reward_counts: RewardCounts = RewardCounts()
+    """Since the last step, of workers that do not train, passed to one of the ranks."""
     measured: list[Measured] = field(default_factory=list)
+    """By the nodes."""
     times: dict[str, float] = field(default_factory=dict)
+    """Of the nodes, in seconds."""
     loads: tuple[int, ...] = ()
+    """Tokens of each of this rank's groups."""
     queued: Queued = field(default_factory=dict)
+    """Their tokens and their lowest versions by group id, as the queue has them."""
 
 
 def metrics_of_parts(parts: Sequence[TrainingStep[T]]) -> dict[str, float]:
@@ -156,28 +159,28 @@ class NewWorkers:
 
 @dataclass(frozen=True)
 class ResumePoint(Generic[T]):
-    """What a run resumes from, besides weights. queued: the complete groups that no step has taken,
-    by group id."""
+    """What a run resumes from, besides weights."""
 
     snapshot: Snapshot
     queued: Mapping[int, FinishedGroup[T]]
+    """The complete groups that no step has taken, by group id."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """The state of the run after all ranks have trained on a step.
-
-    version: of the weights after it. finished: no step is left. stopping: the run is to end here.
-    domains: metrics by domain, if a curriculum changes their shares. due: which of "save" and
-    "validate" are due now, on all ranks.
-    """
+    """The state of the run after all ranks have trained on a step."""
 
     version: Version
+    """Of the weights after it."""
     finished: bool
+    """No step is left."""
     stopping: bool
+    """The run is to end here."""
     group_counts: GroupCounts
     domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metrics by domain, if a curriculum changes their shares."""
     due: frozenset[str] = frozenset()
+    """Which of "save" and "validate" are due now, on all ranks."""
 
 
 class RolloutQueue(Protocol):
@@ -264,22 +267,24 @@ class NothingToWaitFor(UserError):
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of the prompt groups. num_waiting: running ones that are to be issued again.
-    num_offered: rows that wait for capacity. num_owed: groups that must be taken before the step
-    may be released."""
+    """The state of the prompt groups."""
 
     group_counts: GroupCounts
     num_waiting: int
+    """Running ones that are to be issued again."""
     num_offered: int
+    """Rows that wait for capacity."""
     num_owed: int
+    """Groups that must be taken before the step may be released."""
 
 
 class OfGroup(NamedTuple):
-    """A call's options for its groups. should_accept: None accepts every group. workflow: None for
-    the run's."""
+    """A call's options for its groups."""
 
     should_accept: ShouldAccept | None = None
+    """None accepts every group."""
     workflow: object = None
+    """None for the run's."""
 
 
 class Submissions:
