@@ -9,7 +9,7 @@ rows) by the clock, so that other programs disturb it; the share is that of each
 
 Reinforcement learning: `quickstart_grpo` with groups of 2 short responses, 128 groups a step. The
 time is that of the processor on the threads that call them, since engine and rewards run meanwhile,
-of: handing groups out, their columns, their spans, their records for the audit, the sample queue
+of: handing groups out, their columns, their spans, their records for the checks, the sample queue
 with scheduler and ledger, and the release of a step. Divided by the number of groups. Generation,
 reward functions and their processes are not in it.
 
@@ -101,7 +101,7 @@ def timed(
 
 def groups(folder: Path, steps: int) -> None:
     """Run in a process of its own; prints the nanoseconds of each function in each step as JSON."""
-    from distflow.audit.record_groups_and_updates import GroupRecords
+    from distflow.checks.group_records import GroupRecords
     from distflow.cli import main as run_command
     from distflow.runtime.rollout_loop.group import Group
     from distflow.runtime.rollout_loop.group_tasks import RolloutLoop

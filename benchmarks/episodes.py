@@ -103,7 +103,7 @@ def run(folder: Path, name: str, work: Work, steps: int, **own: Any) -> Measured
         "trainer.save_freq": -1,
         "trainer.test_freq": -1,
         "trainer.default_local_dir": f"{folder}/{name}",
-        "trust.audit_freq": 0,
+        "trust.check_freq": 0,
         **{key.replace("__", "."): value for key, value in own.items()},
     }
     workflow = config.pop("workflow", None)

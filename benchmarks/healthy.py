@@ -1,14 +1,14 @@
-"""Alarms of healthy runs: the checks of a run, and its auditor, must stay silent where nothing is
+"""Alarms of healthy runs: the checks of a run must stay silent where nothing is
 wrong.
 
-    python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo --staleness
+    python benchmarks/healthy.py [--seeds 20 --steps 200 --check-freq 5 --only grpo,ppo --staleness
     2]
 
 Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that
 ships, with all checks on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, decoupled
 PPO, LoRA, bfloat16, the `hf` engine, and episodes of several turns; where staleness is allowed with
 answers of up to 40 tokens, so that updates fall into them. The table counts the warnings, findings
-and errors of all runs, and shows what share of their time the audits took. An alarm is printed with
+and errors of all runs, and shows what share of their time the checks took. An alarm is printed with
 its message. Findings that are true of these runs are no alarm: a tiny random policy may stop
 moving.
 """
@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--audit-freq", type=int, default=20)
+    parser.add_argument("--check-freq", type=int, default=5)
     parser.add_argument("--only", default=",".join(SETUPS))
     parser.add_argument("--staleness", type=int, default=0)
     options = parser.parse_args()
     print(
-        "| set-up | runs | steps | audits | not proven | warnings | findings | ended early | "
-        "audit's share of time |"
+        "| set-up | runs | steps | checked | not proven | warnings | findings | ended early | "
+        "checks' share of time |"
     )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in options.only.split(","):
@@ -74,7 +74,7 @@ def main() -> None:
 def row(name: str, options: argparse.Namespace) -> str:
     kinds: Counter[str] = Counter()
     unproven: Counter[str] = Counter()
-    audited = total = 0.0
+    checked = total = 0.0
     steps = 0
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for seed in seeds:
@@ -84,7 +84,7 @@ def row(name: str, options: argparse.Namespace) -> str:
             overrides += [
                 f"trainer.seed={seed}",
                 f"trainer.total_training_steps={options.steps}",
-                f"trust.audit_freq={options.audit_freq}",
+                f"trust.check_freq={options.check_freq}",
                 "trainer.logger=[]",
                 f"async.max_staleness={options.staleness}",
             ]
@@ -99,22 +99,22 @@ def row(name: str, options: argparse.Namespace) -> str:
                 print(f"  {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
             for event in read_events(playground.folder / "run"):
                 kinds[event.kind] += 1
-                if event.kind == "audit":
-                    unproven.update(dict(event.fields["unproven"]))  # type: ignore[call-overload]
+                if event.kind == "checks":
+                    unproven.update(dict(event.fields["not_checked"]))  # type: ignore[call-overload]
                 if event.kind in ("warning", "finding"):
                     print(
                         f"  {name}, seed {seed}, step {event.step}: {event.kind}: {event.message}",
                         flush=True,
                     )
             for record in read_metrics(playground.folder / "run"):
-                audited += record.values.get("timing_s/audit", 0.0)
+                checked += record.values.get("timing_s/check", 0.0)
                 total += record.values.get("timing_s/step", 0.0)
                 steps += record.kind == "train"
     left = ", ".join(unproven) or "none"
     return (
-        f"| {name} | {len(seeds)} | {steps:,} | {kinds['audit']} | {left} | {kinds['warning']} | "
+        f"| {name} | {len(seeds)} | {steps:,} | {kinds['checks']} | {left} | {kinds['warning']} | "
         f"{kinds['finding']} | "
-        f"{kinds['ended']} | {audited / max(total, 1e-9):.1%} |"
+        f"{kinds['ended']} | {checked / max(total, 1e-9):.1%} |"
     )
 
 

@@ -4,7 +4,7 @@
 
 The first run calibrates; the others differ in batch, length of responses, model, staleness or
 number of workers. Each is GRPO with random weights and one thread a worker, eight steps, without
-validation, checkpoints and audits, in a process of its own. The plan gets the keys of the run and
+validation, checkpoints and checks, in a process of its own. The plan gets the keys of the run and
 the folder of the first one.
 
 Measured are medians of the steps behind the first quarter: their time (`timing_s/step`), and the
@@ -85,7 +85,7 @@ class Run(NamedTuple):
                 "trainer.val_before_train=false",
                 "trainer.test_freq=0",
                 "trainer.save_freq=0",
-                "trust.audit_freq=0",
+                "trust.check_freq=0",
             ),
         ]
 

@@ -58,7 +58,7 @@ def measured(folder: Path, words: list[str]) -> float:
         "trainer.val_before_train=false",
         "trainer.test_freq=0",
         "trainer.save_freq=0",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
     ]
     run = [
         f"trainer.default_local_dir={folder / 'run'}",

@@ -64,7 +64,7 @@ def train(folder: Path, name: str, workers: int, prompts: int, steps: int) -> Ru
         "actor_rollout_ref.rollout.n=8",
         "reward.functions={default: [exact_match]}",
         "reward.num_workers=1",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         "trainer.device=cpu",
         "trainer.num_threads=1",
         "trainer.save_freq=-1",

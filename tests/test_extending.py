@@ -19,7 +19,7 @@ from distflow.config import ConfigError, load_config
 from distflow.config.compose import load_config as load_config_module
 from distflow.config.extension_registries import EXTENSION_POINTS, find_unregistered
 from distflow.errors import UserError
-from distflow.launch.check_extensions import KINDS, Kind, Part, faults_of, find_gaps
+from distflow.launch.check_extensions import KINDS, Kind, Part, faults_of
 from tests.e2e.runs import Playground
 from tests.made_once import made_once
 from tests.test_docs import ROOT, blocks, save_if_file
@@ -287,12 +287,7 @@ def test_the_built_in_parts_are_whole() -> None:
         parts = list(builtin_parts(kind))
         assert parts
         for part in parts:
-            assert faults_of(kind, part) == [] and list(kind.gaps(part)) == []
-
-
-@pytest.mark.parametrize("preset", ["quickstart_grpo", "ppo", "dapo", "rlvr", "sft"])
-def test_presets_choose_whole_parts(preset: str) -> None:
-    assert find_gaps(load_config(preset, complete=False).config) == []
+            assert faults_of(kind, part) == []
 
 
 MINE = {
@@ -448,24 +443,6 @@ def test_a_users_part_that_does_not_fit_is_told_before_a_model_is_loaded(
         own_reward = ["~custom_reward_function.path"] if "reward.functions" in overrides[0] else []
         Playground(tmp_path).spec("grpo", *overrides, *own_reward)
     assert all(text in str(error.value) for text in expected), error.value
-
-
-def test_an_estimator_or_loss_without_a_formula_is_noted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delitem(sys.modules["distflow.audit.audited_step.advantages"].FORMULAS, "grpo")
-    monkeypatch.delitem(
-        sys.modules["distflow.audit.audited_step.policy_loss_formulas"].FORMULAS, "vanilla"
-    )
-    loss, estimator = find_gaps(load_config("grpo", Playground(tmp_path).overrides("run")).config)
-    assert (
-        'add "grpo": _grpo to FORMULAS there' in estimator
-        and "audit/audited_step/advantages.py" in estimator
-    )
-    assert (
-        'add "vanilla": _vanilla to FORMULAS there' in loss
-        and "audit/audited_step/policy_loss_formulas.py" in loss
-    )
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ LAYERS = (
     {"cluster"},
     {"launch"},
     {"acting"},
-    {"pipelines", "audit"},
+    {"pipelines", "checks"},
     {"runtime"},
     {"rollout", "training", "rewards", "environments"},
     {"models", "sandbox", "algorithms", "planning"},
@@ -87,7 +87,7 @@ def test_imports_go_down_only() -> None:
 def test_no_run_of_text_imports_what_acts() -> None:
     code = (
         "import sys, distflow.cli, distflow.launch.one_process_launcher, "
-        "distflow.audit.all_checks, "
+        "distflow.checks.all_checks, "
         "distflow.launch.make_spec, distflow.pipelines.grpo, "
         "distflow.environments.workflows\n"
         "print([m for m in sys.modules if m.startswith('distflow.acting')])"

@@ -114,7 +114,7 @@ class TrainEngineEntry(Entry):
 @dataclass(frozen=True)
 class RolloutEngineEntry(Entry):
     """A rollout engine. sizes: as for a train engine. in_server: it computes in a server, to which
-    weights are sent. draws_by_stream: it draws with the sample's own random stream, which an audit
+    weights are sent. draws_by_stream: it draws with the sample's own random stream, which a check
     repeats. takes_weights: otherwise it cannot be used for training. reports_truncated: its
     log-probs with top_p, min_p and repetition_penalty are those of the distribution that it then
     samples from. serves_adapters: beside the base weights, in a server that the run starts.

@@ -8,7 +8,7 @@ import torch
 from distflow.algorithms.mismatch_check import Tolerance, causes, check_mismatch, mismatch
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from tests.audit.every_step.batches import sampled_batch
+from tests.checks.batches import sampled_batch
 
 EXACT, ROUNDED = Tolerance.of(exact=True), Tolerance.of(exact=False)
 

@@ -19,7 +19,7 @@ def small(folder: Path, **changed: object) -> dict[str, object]:
             "save_freq": 1,
             "keep_last": 5,
         },
-        "trust.audit_freq": 0,
+        "trust.check_freq": 0,
         "trust.check_rewards": False,
         "reward.num_workers": 1,
         **{name.replace("__", "."): value for name, value in changed.items()},

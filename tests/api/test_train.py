@@ -199,7 +199,7 @@ def test_it_trains_on_another_thread_than_the_main_one(tmp_path: Path) -> None:
         lines = [
             "trainer.total_training_steps=1",
             f"trainer.default_local_dir={tmp_path / 'run'}",
-            "trust.audit_freq=0",
+            "trust.check_freq=0",
         ]
         made.append(
             distflow.train(str(TINY), lines, data=str(write(tmp_path, ROWS)), reward=batched)

@@ -120,9 +120,9 @@ class Pairs:
 def test_an_episode_of_areals_may_be_several_samples_of_the_group(
     tmp_path: Path, staleness: int
 ) -> None:
-    """Every sample has its own tokens and reward, and the audit of each step holds."""
+    """Every sample has its own tokens and reward, and the checks of each step hold."""
     changed: dict[str, object] = {
-        "trust__audit_freq": 1,
+        "trust__check_freq": 1,
         "async__max_staleness": staleness,
         "trainer__save_groups": "all",
     }

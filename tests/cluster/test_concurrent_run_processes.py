@@ -69,7 +69,7 @@ KEYS = (
     f"trainer.total_training_steps={STEPS}",
     "trainer.save_freq=1",
     "trust.check_rewards=false",
-    "trust.audit_freq=0",
+    "trust.check_freq=0",
     "reward.timeout_s=300",
 )
 NAMES = ("small", "large")

@@ -19,7 +19,7 @@ STEPS = (
     "critic.optim.scheduler=constant",
     "critic.optim.lr=1e-3",
     "algorithm.use_kl_in_reward=true",
-    "trust.audit_freq=0",
+    "trust.check_freq=0",
 )
 
 

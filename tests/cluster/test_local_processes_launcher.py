@@ -26,7 +26,7 @@ from tests.patience import wait_until
 from tests.sparse_params import BY_HAND, one_fast_in
 
 TWO = "trainer.n_gpus_per_node=2"
-SHARDS = ("actor_rollout_ref.actor.strategy=fsdp", TWO, "trust.audit_freq=1")
+SHARDS = ("actor_rollout_ref.actor.strategy=fsdp", TWO, "trust.check_freq=1")
 LAYERS = ("trainer.allocation='embedded:d2|fsdp:d1t2'",)
 WITHIN_S = 600
 

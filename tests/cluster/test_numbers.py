@@ -38,7 +38,7 @@ KEYS = (
     f"{ACTOR}.optim.scheduler=constant",
     "actor_rollout_ref.rollout.stop=['1','5','a','e','i','o','u',' ']",  # answers of unlike lengths
 )
-REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.audit_freq=0")
+REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.check_freq=0")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ BAND = (
     "algorithm.filter_groups.mean_range=[0.35,0.65]",
     "algorithm.filter_groups.max_num_gen_batches=20",
 )
-STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trust.audit_freq=2")
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trust.check_freq=2")
 
 
 @pytest.fixture(scope="module")

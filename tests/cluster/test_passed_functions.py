@@ -49,7 +49,7 @@ def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None
         trainer__device="cpu",
         trainer__total_training_steps=4,
         async__max_staleness=1,
-        trust__audit_freq=1,
+        trust__check_freq=1,
     )
     run = distflow.train(TINY, settings, data=ROWS, workflow=game("?"))
     assert (
@@ -57,9 +57,9 @@ def test_two_workers_generate_episodes_ahead_of_training(tmp_path: Path) -> None
         and [row["episodes/turns"] for row in run.metrics("train")] == [2.0] * 4
     )
     scored(folder)
-    audits = [event.fields for event in read_events(folder) if event.kind == "audit"]
+    checks = [event.fields for event in read_events(folder) if event.kind == "checks"]
     assert {"turns", "masks", "versions", "loss"} <= {
-        name for audit in audits for name in audit["proven"]
+        name for own in checks for name in own["passed"]
     }
 
 
@@ -71,16 +71,16 @@ def test_two_workers_train_episodes_that_branch(tmp_path: Path) -> None:
         trainer__n_gpus_per_node=2,
         trainer__device="cpu",
         trainer__total_training_steps=2,
-        trust__audit_freq=1,
+        trust__check_freq=1,
     )
     run = distflow.train(TINY, settings, data=ROWS, workflow=branching)
     assert (
         run.status == "finished"
         and [row["episodes/branches"] for row in run.metrics("train")] == [2.0] * 2
     )
-    audits = [event.fields for event in read_events(tmp_path / "run") if event.kind == "audit"]
+    checks = [event.fields for event in read_events(tmp_path / "run") if event.kind == "checks"]
     assert {"turns", "masks", "log_probs", "loss", "draws"} <= {
-        name for audit in audits for name in audit["proven"]
+        name for own in checks for name in own["passed"]
     }
 
 

@@ -34,7 +34,7 @@ STEPS = (
     "actor_rollout_ref.actor.optim.scheduler=constant",
     "critic.optim.scheduler=constant",
     "critic.optim.lr=1e-3",
-    "trust.audit_freq=0",
+    "trust.check_freq=0",
 )
 
 # Two models learn from the same rows: one the answers, another how many tokens are left, which a

@@ -15,7 +15,7 @@ from tests.environments.test_agents_with_policies import (
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trust.audit_freq=1")
+OPTIONS = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trust.check_freq=1")
 TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2")
 APART = (*TWO, "trainer.allocation=embedded:d1+torch:d1")
 
@@ -39,7 +39,7 @@ def test_replicas_and_workers_that_only_generate_end_where_one_process_does(
     replicas = over_ray(ground, "replicas", *TWO)
     apart = over_ray(ground, "apart", *APART)
     for run in (one, replicas, apart):
-        assert run.audits() and not run.notes("warning")
+        assert run.checks() and not run.notes("warning")
     for name, weight in one.weights(3).items():
         assert torch.equal(weight, apart.weights(3)[name]), name
     assert distance(one.weights(3), replicas.weights(3)) < 1e-3
@@ -49,7 +49,7 @@ def test_both_policies_train_on_tokens_of_older_versions_within_the_bound(
     ground: Playground,
 ) -> None:
     run = over_ray(ground, "older", *APART, "async.max_staleness=1")
-    assert run.audits() and not run.notes("warning")
+    assert run.checks() and not run.notes("warning")
     for row in run.metrics():
         assert row["async/version_diff/max"] <= 1
         assert row["actor/grad_norm"] > 0 and row["policies/second/grad_norm"] > 0

@@ -26,7 +26,7 @@ STEPS = (
     "trainer.save_freq=4",
     "actor_rollout_ref.actor.optim.scheduler=constant",
     "data.max_prompt_length=60",
-    "trust.audit_freq=1",
+    "trust.check_freq=1",
 )
 
 

@@ -341,28 +341,29 @@ def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
 
 SHARDED = (
     "actor_rollout_ref.actor.strategy=fsdp",
-    "trust.audit_freq=1",
+    "trust.check_freq=1",
     "trainer.n_gpus_per_node=2",
 )
 
 
 @pytest.mark.by_hand
 def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
-    """From two shards of each layer to two halves of it, audited, and to one process."""
+    """From two shards of each layer to two halves of it, checked, and to one process."""
     run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
     halves = "trainer.allocation='embedded:d2|fsdp:d1t2'"
-    found = run(ground, *STEPS, halves, "trust.audit_freq=1", name="together")
+    found = run(ground, *STEPS, halves, "trust.check_freq=1", name="together")
     assert found.outcome.steps == 4 and found.notes("warning") == []
-    audits = [event.fields for event in read_events(found.folder) if event.kind == "audit"][-2:]
+    found_checks = [event.fields for event in read_events(found.folder) if event.kind == "checks"][
+        -2:
+    ]
     assert all(
-        {"weights", "log_probs", "backward", "optimizer"} <= set(audit["proven"])
-        for audit in audits
+        {"weights", "log_probs", "optimizer"} <= set(step["passed"]) for step in found_checks
     )
     whole = ground.run(
-        "grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="together"
+        "grpo", *STEPS, "trust.check_freq=1", "trainer.total_training_steps=5", name="together"
     )
     longer = ground.run(
-        "grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="five"
+        "grpo", *STEPS, "trust.check_freq=1", "trainer.total_training_steps=5", name="five"
     )
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
@@ -372,20 +373,20 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(
     ground: Playground, alone: Run
 ) -> None:
     found = run(ground, *STEPS, *SHARDED, name="sharded")
-    longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")
+    longer = (*STEPS, "trainer.total_training_steps=6", "trust.check_freq=1")
     resumed = ground.run("grpo", *longer, name="sharded")
     whole = ground.run("grpo", *longer, name="six")
     assert found.outcome.steps == 4 and resumed.outcome.steps == 6
     assert distance(resumed.weights(6), whole.weights(6)) < 1e-6
-    audits = [event.fields for event in read_events(resumed.folder) if event.kind == "audit"]
-    unproven = [set(dict(audit["unproven"])) for audit in audits]
+    found_checks = [event.fields for event in read_events(resumed.folder) if event.kind == "checks"]
+    unproven = [set(dict(step["not_checked"])) for step in found_checks]
     of_others = {"draws", "reward_results", "responses"}  # of a group that another worker made
     assert not any(names - of_others for names in unproven[:4])
     assert unproven[4:] == [{"resume"}, set()], (
         "the memory of a resume in another layout is not compared"
     )
-    proven = {"weights", "log_probs", "backward", "reference", "gradients", "optimizer", "groups"}
-    assert proven <= set(audits[0]["proven"])
+    proven = {"weights", "log_probs", "reference", "gradients", "optimizer", "groups"}
+    assert proven <= set(found_checks[0]["passed"])
     assert resumed.notes("warning") == []
 
 

@@ -42,7 +42,7 @@ def test_memory_is_flat_over_fifty_steps(tmp_path: Path) -> None:
         "data.max_response_length=4",
     )
     run = ground.run(
-        "grpo", *keys, "trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal"
+        "grpo", *keys, "trust.check_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal"
     )
     steps = memory_of(run)
     assert len(steps) == 50 and max(steps[25:]) <= 1.01 * max(steps[2:25])
@@ -80,7 +80,7 @@ def copies_while_generating(folder: Path) -> float:
         "actor_rollout_ref.actor.optim.optimizer=sgd",
         "actor_rollout_ref.actor.use_kl_loss=false",
     )
-    proofs = ("trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
+    proofs = ("trust.check_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
     steps = ground.run("grpo", *keys, *plain, *proofs).metrics()
     most = max(step["memory/rehearsal/rollout"] for step in steps)
     return most / sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))

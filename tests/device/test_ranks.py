@@ -30,7 +30,7 @@ def test_two_ranks_leave_what_one_process_does(tmp_path: Path, name: str) -> Non
         *LAYOUTS[name],
         "trainer.n_gpus_per_node=2",
         "trainer.device=rehearsal",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     assert (
         cli.main(
@@ -42,7 +42,7 @@ def test_two_ranks_leave_what_one_process_does(tmp_path: Path, name: str) -> Non
         )
         == 0
     )
-    one = run_on("cpu", ground, "grpo", "trust.audit_freq=0")
+    one = run_on("cpu", ground, "grpo", "trust.check_freq=0")
     two = Run(tmp_path / "two", one.config, one.outcome)
     assert not two.notes("warning"), two.notes("warning")
     same_metrics(one, two)

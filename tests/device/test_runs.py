@@ -64,7 +64,7 @@ SFT = (*(f"~{key}" for key in NOT_IN_SFT), "~trust.check_rewards")
 
 
 def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
-    """By the command, which must succeed; without an audit on the CPU, of which only the numbers
+    """By the command, which must succeed; without checks on the CPU, of which only the numbers
     matter."""
     keys = ground.overrides(device, STEPS, *ALIKE, f"trainer.device={device}", *more)
     assert (
@@ -78,9 +78,9 @@ def run_on(device: str, ground: Playground, preset: str, *more: str) -> Run:
 
 
 def passed(run: Run) -> None:
-    """Its three steps and their audits."""
+    """Its three steps and their checks."""
     assert not run.notes("warning"), run.notes("warning")
-    assert len(run.metrics()) == len(run.notes("audit")) == 3
+    assert len(run.metrics()) == len(run.notes("checks")) == 3
 
 
 def same_numbers(ours: Run, theirs: Run, steps: int = 3) -> None:
@@ -118,13 +118,13 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     "name", [pytest.param(name, marks=() if name == "embedded" else BY_HAND) for name in RUNS]
 )
 @on_device
-def test_a_run_is_that_of_a_cpu_and_passes_its_audits(tmp_path: Path, name: str) -> None:
+def test_a_run_is_that_of_a_cpu_and_passes_its_checks(tmp_path: Path, name: str) -> None:
     preset, *keys = RUNS[name]
     ground = Playground(tmp_path, num_rows=8)
-    there = run_on("rehearsal", ground, preset, *keys, "trust.audit_freq=1")
+    there = run_on("rehearsal", ground, preset, *keys, "trust.check_freq=1")
     passed(there)
     same = keys if name != "offload" else ()  # which a CPU refuses
-    same_numbers(run_on("cpu", ground, preset, *same, "trust.audit_freq=0"), there)
+    same_numbers(run_on("cpu", ground, preset, *same, "trust.check_freq=0"), there)
 
 
 @BY_HAND
@@ -138,10 +138,10 @@ def test_fine_tuning_is_that_of_a_cpu(tmp_path: Path) -> None:
 
 @BY_HAND
 @on_device
-def test_generation_ahead_of_training_passes_its_audits(tmp_path: Path) -> None:
+def test_generation_ahead_of_training_passes_its_checks(tmp_path: Path) -> None:
     """Two threads use the device at once."""
     ground = Playground(tmp_path, num_rows=8)
-    passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.audit_freq=1"))
+    passed(run_on("rehearsal", ground, "grpo", "async.max_staleness=1", "trust.check_freq=1"))
 
 
 @BY_HAND
@@ -152,7 +152,7 @@ def test_generation_ahead_of_training_is_that_of_a_cpu(tmp_path: Path) -> None:
     ground = Playground(tmp_path, num_rows=16)
     keys = ("async.max_staleness=1", f"{ACTOR}.optim.lr=1e-30")
     runs = [
-        run_on(device, ground, "grpo", *keys, "trust.audit_freq=0")
+        run_on(device, ground, "grpo", *keys, "trust.check_freq=0")
         for device in ("cpu", "rehearsal")
     ]
     same_metrics(*runs, names=("actor/", "reward/mean_score", "rollout/avg", "rollout_corr/"))
@@ -169,7 +169,7 @@ def test_an_engine_that_frees_its_own_weights_while_training_generates_the_same_
         (tmp_path / name).mkdir()
         ground = Playground(tmp_path / name, num_rows=8)
         runs[name] = run_on(
-            "rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *more, "trust.audit_freq=1"
+            "rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *more, "trust.check_freq=1"
         )
         passed(runs[name])
     weights = runs["plain"].weights(3)
@@ -210,7 +210,7 @@ def test_a_column_that_is_left_on_the_host_is_found(tmp_path: Path, name: str | 
 
 @BY_HAND
 @on_device
-def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_audits(
+def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_their_checks(
     tmp_path: Path,
 ) -> None:
     ground = Playground(tmp_path, num_rows=8)
@@ -219,7 +219,7 @@ def test_weights_that_are_offloaded_while_an_engine_in_bfloat16_generates_pass_t
         f"{ACTOR}.fsdp_config.optimizer_offload=true",
     )
     passed(
-        run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.audit_freq=1")
+        run_on("rehearsal", ground, "grpo", f"{MODEL}.dtype=bfloat16", *away, "trust.check_freq=1")
     )
 
 

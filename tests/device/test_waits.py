@@ -143,7 +143,7 @@ def waits_of_run(ground: Playground, rollout: str, num_steps: int) -> Counter:
         "trainer.save_freq=1",
         "trainer.test_freq=1",
     )
-    proofs = ("trust.audit_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
+    proofs = ("trust.check_freq=0", "trust.check_rewards=false", "trainer.device=rehearsal")
     with Events() as events:
         ground.run("grpo", *keys, *files, *proofs, name=f"{rollout}-{num_steps}")
     return Counter({f"{where}: {what}": n for (_, what, where), n in events.of("wait").items()})

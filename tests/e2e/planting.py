@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.auditor import Auditor
+from distflow.checks.checker import Checker
 from distflow.data.batch import Batch
 from distflow.runtime.compiled_node import Step
 from distflow.runtime.rollout_loop.group import Group
@@ -44,15 +44,15 @@ def plant_from(
     """`plant(monkeypatch)` when step number `begin`, from 0, is taken. Returns the steps taken,
     which grow."""
     steps = list[int]()
-    original = Auditor.step_taken
+    original = Checker.step_taken
 
-    def step_taken(self: Auditor, step: int, *more: Any) -> None:
+    def step_taken(self: Checker, step: int, *more: Any) -> None:
         if step >= begin and all(other < begin for other in steps):
             plant(monkeypatch)
         steps.append(step)
         original(self, step, *more)
 
-    monkeypatch.setattr(Auditor, "step_taken", step_taken)
+    monkeypatch.setattr(Checker, "step_taken", step_taken)
     return steps
 
 

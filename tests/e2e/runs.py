@@ -134,9 +134,9 @@ class Run:
     def notes(self, kind: str) -> list[str]:
         return notes(self.folder, kind)
 
-    def audits(self) -> list[dict[str, Any]]:
-        """What each audit of the run has recorded, in order."""
-        return [event.fields for event in read_events(self.folder) if event.kind == "audit"]
+    def checks(self) -> list[dict[str, Any]]:
+        """What each whole check of a step or a validation has recorded, in order."""
+        return [event.fields for event in read_events(self.folder) if event.kind == "checks"]
 
 
 NO_WORK = "responses that do no work"

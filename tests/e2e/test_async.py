@@ -38,7 +38,7 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 @pytest.fixture(scope="module")
 def long_tail(playground: Playground) -> Run:
     # or they would take longer than all the rest of a step
-    quick = ("trust.audit_freq=0", "trust.canary_freq=0")
+    quick = ("trust.check_freq=0", "trust.canary_freq=0")
     steps = ("async.max_staleness=4", "trainer.total_training_steps=20")
     return playground.run("grpo", *steps, *quick, *LONG_TAIL, name="tail")
 

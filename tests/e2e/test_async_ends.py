@@ -19,7 +19,7 @@ from tests.sparse_params import one_fast_in
 
 CHEAP = (
     "trust.check_rewards=false",
-    "trust.audit_freq=0",
+    "trust.check_freq=0",
     "trust.canary_freq=0",
     "actor_rollout_ref.rollout.n=2",
 )

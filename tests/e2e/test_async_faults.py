@@ -204,7 +204,7 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
         "trainer.save_freq=1",
         "trainer.total_epochs=1",
         "trust.check_rewards=false",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         "trust.canary_freq=0",
         f"dag.pipeline={ground.folder}/faulty.py:make",
     )

@@ -144,7 +144,7 @@ def start(
         f"trainer.total_epochs={NUM_EPOCHS}",
         "trainer.save_freq=1",
         "trust.check_rewards=false",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         "trust.canary_freq=0",
         f"dag.pipeline={ground.folder}/killed.py:make",
     )

@@ -27,7 +27,7 @@ SFT = (
     "data.max_prompt_length=100",
     "data.max_response_length=200",
     "trainer.total_training_steps=2",
-    "trust.audit_freq=1",
+    "trust.check_freq=1",
 )
 
 
@@ -92,7 +92,7 @@ def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_token
 def test_its_steps_are_proven(ground: Playground) -> None:
     run = ground.run("sft", *SFT)
     (proven, *_) = [
-        event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"
+        event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"
     ]
     assert (
         set(proven) >= {"responses", "masks", "loss", "gradients", "optimizer"}

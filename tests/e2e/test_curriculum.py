@@ -2,25 +2,16 @@
 one that fails."""
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from distflow.errors import TrustError, UserError
-from distflow.launch.one_process_launcher import launch_local
-from distflow.observe.run_reader import read_events
-from distflow.runtime.spec import LaunchOptions
-from distflow.scheduling import curriculum_and_difficulty_filter as curriculum
-from distflow.scheduling.domain_quotas import Quotas
+from distflow.errors import UserError
 from distflow.scheduling.ledger import timeline
-from tests.e2e.runs import Playground, Run, notes
+from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back, issued, steps_of
 from tests.ledger_audit import verify
-from tests.sparse_params import one_fast_in
 
 CURRICULUM = """
 def by_right_answers(progress, step, state):
@@ -60,7 +51,7 @@ def given(ground: Playground, *more: str) -> tuple[str, ...]:
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.max_num_gen_batches=30",
         "trainer.save_freq=2",
-        "trust.audit_freq=2",
+        "trust.check_freq=2",
         *more,
     )
 
@@ -195,111 +186,3 @@ def test_one_that_fails_ends_the_run_and_costs_no_checkpoint(
         ground.run(
             "grpo", *given(ground, f"data.curriculum.function='{moved}:weights'"), name="fails"
         )
-
-
-def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curriculum, "_moved", lambda before, now, smoothing: now)
-
-
-def follows_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def learnability(progress: Any, step: int, state: dict[str, Any]) -> dict[str, float]:
-        return {name: known.weight * (known.accuracy or 0.5) for name, known in progress.items()}
-
-    monkeypatch.setattr(curriculum, "load_curriculum", lambda name: learnability)
-
-
-def counts_one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = curriculum.Curriculum.count
-
-    def count(self: curriculum.Curriculum, domain: str, group: curriculum.Accuracy) -> None:
-        original(self, "math", group)
-
-    monkeypatch.setattr(curriculum.Curriculum, "count", count)
-
-
-def hands_out_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Quotas, "_take", lambda self: 0)
-
-
-def tells_half_the_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = curriculum._Measured.progress
-
-    def progress(self: Any, *given: Any) -> Any:
-        told, after = original(self, *given)
-        return replace(told, accuracy=None if told.accuracy is None else told.accuracy / 2), after
-
-    monkeypatch.setattr(curriculum._Measured, "progress", progress)
-
-
-FAULTS = {
-    forgets: "share",
-    follows_accuracy: "share",
-    counts_one_domain: "was told",
-    hands_out_equal_shares: "has had",
-    tells_half_the_accuracy: "was told the accuracy",
-}
-
-
-def learnable(ground: Playground, *more: str) -> tuple[str, ...]:
-    settings = given(
-        ground, "algorithm.filter_groups.enable=false", "trainer.total_training_steps=8", *more
-    )
-    return *settings, "data.curriculum.function=learnability"
-
-
-@pytest.mark.parametrize("fault", one_fast_in(4, FAULTS))
-def test_shares_that_are_not_those_of_the_groups_are_found(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    fault(monkeypatch)
-    with pytest.raises(
-        TrustError, match=rf"the audit of step \d+ found \(curriculum\): .*{FAULTS[fault]}"
-    ):
-        ground.run("grpo", *learnable(ground), name=fault.__name__)
-
-
-@pytest.mark.slow
-def test_what_a_curriculum_is_told_of_several_steps_is_found(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts_one_domain(monkeypatch)
-    with pytest.raises(TrustError, match=r"the audit of step 2 found \(curriculum\): .*was told"):
-        ground.run("grpo", *learnable(ground, "data.curriculum.every=2"), name="of-several-steps")
-
-
-HEALTHY = {
-    "plain": (),
-    "every-two": ("data.curriculum.every=2",),
-    "ahead": ("async.max_staleness=2",),
-    "filtered": ("data.curriculum.every=2", "algorithm.filter_groups.enable=true"),
-}
-
-
-@pytest.mark.slow
-def test_a_run_that_was_resumed_without_audits_is_not_compared_with_what_was_before(
-    ground: Playground,
-) -> None:
-    for steps, audit_freq in ((2, 2), (4, 0), (6, 2)):
-        more = (f"trainer.total_training_steps={steps}", f"trust.audit_freq={audit_freq}")
-        _, spec = ground.spec("grpo", *learnable(ground, *more), name="gap")
-        assert launch_local(spec, LaunchOptions(allow_change=("trust.audit_freq",))).steps == steps
-    assert not any(
-        "audit" in note
-        for kind in ("warning", "finding")
-        for note in notes(ground.folder / "gap", kind)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HEALTHY)
-def test_shares_of_a_healthy_run_are_proven_in_every_step(ground: Playground, name: str) -> None:
-    settings = learnable(ground, *HEALTHY[name])
-    name = f"healthy-{name}"
-    whole = ground.run("grpo", *settings, name=name)
-    looks = [event for event in read_events(whole.folder) if event.kind == "looks"]
-    assert sum(dict(event.fields["checks"])["curriculum"] for event in looks) == 7, (
-        "of the last step nothing is told"
-    )
-    go_back(whole, 4, f"{name}-again")
-    again = ground.run("grpo", *settings, name=f"{name}-again")
-    assert again.notes("end")[-1] == "the run finished"

@@ -4,16 +4,14 @@ are asynchronous."""
 import json
 import shutil
 from collections import Counter
-from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from distflow.data.batch import Batch
-from distflow.errors import TrustError, UserError
+from distflow.errors import UserError
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
-from distflow.scheduling.domain_quotas import Quotas
 from distflow.scheduling.group_states import GroupCounts
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
@@ -130,7 +128,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> No
         *FILTERED,
         "trainer.total_training_steps=4",
         "trainer.test_freq=4",
-        "trust.audit_freq=2",
+        "trust.check_freq=2",
     )
     whole = ground.run("grpo", *settings, name="whole")
     go_back(whole, 2, "killed")
@@ -177,7 +175,7 @@ def check_metrics(whole: Run, other: Run, account: GroupCounts) -> None:
 def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
     settings = given(
         ground, *FILTERED, "async.max_staleness=2", "actor_rollout_ref.actor.policy_loss=decoupled",
-        "trainer.total_training_steps=4", "trust.audit_freq=2", "reward.overlong.buffer_tokens=3",
+        "trainer.total_training_steps=4", "trust.check_freq=2", "reward.overlong.buffer_tokens=3",
     )  # fmt: skip
     run = ground.run("grpo", *settings, name="ahead")
     go_back(run, 2, "ahead_killed")
@@ -243,7 +241,7 @@ def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator:
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         name=f"sizes-{estimator}",
     )
     batch = Batch.load(run.folder / "tokens" / "000001.safetensors")
@@ -260,20 +258,3 @@ def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator:
             others = (sum(scores) - score) / (len(rows) - 1)
             assert float(batch["advantages"][row, 0]) == pytest.approx(score - others, abs=1e-5)
     assert all("sampled policy" in note for note in run.notes("warning"))
-
-
-def test_the_audit_finds_domains_that_get_another_share(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    init = Quotas.__init__
-
-    def planted(
-        self: Quotas, batch: int, step: int = 0, weights: Any = (Fraction(1),), lags: Any = None
-    ) -> None:
-        init(self, batch, step, weights[::-1], lags)
-
-    monkeypatch.setattr(Quotas, "__init__", planted)
-    with pytest.raises(
-        TrustError, match=r"\(groups\): domain 'math' has had 1 of 4 groups, but its share is 3.0"
-    ):
-        ground.run("grpo", *given(ground), name="swapped")

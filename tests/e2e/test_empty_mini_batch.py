@@ -34,7 +34,7 @@ def test_it_takes_no_step_and_is_told(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
     keys = (
         *(f"dag.pipeline={tmp_path}/masked.py:make", "trust.check_rewards=false"),
-        *(f"{actor}.ppo_mini_batch_size=1", f"{actor}.use_kl_loss=false", "trust.audit_freq=1"),
+        *(f"{actor}.ppo_mini_batch_size=1", f"{actor}.use_kl_loss=false", "trust.check_freq=1"),
         *("trainer.total_training_steps=2", "trainer.save_freq=2"),
     )
     run = ground.run("grpo", *keys)

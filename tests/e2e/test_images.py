@@ -1,4 +1,4 @@
-"""Runs whose prompts have images: drawn by hf, trained on packed, audited, resumed; and what such a
+"""Runs whose prompts have images: drawn by hf, trained on packed, checked, resumed; and what such a
 run refuses."""
 
 import json
@@ -25,7 +25,7 @@ HF = (
     "data.max_prompt_length=48",
     "trainer.total_training_steps=2",
 )
-EVERY = ("trust.audit_freq=1",)
+EVERY = ("trust.check_freq=1",)
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def playground(tmp_path: Path) -> Playground:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset, staleness", [("grpo", 0), ("dapo", 0), ("grpo", 1)])
-def test_every_audit_of_a_run_passes(playground: Playground, preset: str, staleness: int) -> None:
+def test_every_check_of_a_run_passes(playground: Playground, preset: str, staleness: int) -> None:
     stale = f"async.max_staleness={staleness}"
     run = playground.run(preset, *HF, *EVERY, "actor_rollout_ref.rollout.n=2", stale)
-    passed = {name for audit in run.audits() for name in audit["proven"]}
+    passed = {name for step in run.checks() for name in step["passed"]}
     assert {"data", "gradients", "log_probs", "responses", "versions"} <= passed
     assert not run.notes("warning")
 

@@ -142,7 +142,7 @@ def test_differences_that_a_type_does_not_hold_are_said(
     ground: Playground, score: str, keys: tuple[str, ...], says: str
 ) -> None:
     ground.write_reward(REWARD.replace("SCORE", score))
-    done = ground.run("grpo", "trainer.total_training_steps=2", "trust.audit_freq=1", *keys)
+    done = ground.run("grpo", "trainer.total_training_steps=2", "trust.check_freq=1", *keys)
     assert any(says in note and "differences-lost" in note for note in done.notes("finding"))
     assert not any("nothing computes" in note for note in done.notes("info"))
 
@@ -152,7 +152,7 @@ def test_scores_that_float64_merges_are_no_equal_ones(ground: Playground) -> Non
         run(ground, "10**17 + k", "dapo", BY_SCORE, "algorithm.filter_groups.max_num_gen_batches=2")
 
 
-def test_the_audit_finds_scores_that_were_rounded(
+def test_the_run_finds_scores_that_were_rounded(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed = Batch._placed_scores

@@ -14,7 +14,7 @@ from tests.e2e.test_domains import go_back
 from tests.ledger_audit import verify
 
 pytestmark = pytest.mark.slow
-STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trust.audit_freq=1")
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "trust.check_freq=1")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def test_a_run_reads_the_same_rows_in_the_same_order(ground: Playground) -> None
     eager = ground.run("grpo", *STEPS, name="eager")
     lazy = ground.run("grpo", *STEPS, "data.lazy=true", name="lazy")
     same_weights(eager, lazy)
-    audits = lazy.notes("audit")
-    assert audits == eager.notes("audit") and len(audits) >= 4 and not lazy.notes("warning")
+    checks = lazy.notes("checks")
+    assert checks == eager.notes("checks") and len(checks) >= 4 and not lazy.notes("warning")
 
 
 def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_was_not(
@@ -77,10 +77,10 @@ def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_wa
 def test_a_row_whose_turn_never_comes_is_never_read_and_one_whose_turn_comes_ends_the_run(
     ground: Playground,
 ) -> None:
-    """The audit would read some of all rows."""
+    """The checks would read some of all rows."""
     given = (
         *STEPS,
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         f"data.train_files={ground.folder}/broken.jsonl",
         "data.lazy=true",
     )
@@ -99,7 +99,7 @@ def test_rows_of_unknown_number_are_the_same_in_any_form_and_after_a_kill(
     whole = ground.run(
         "grpo", *settings, f"data.train_files={ground.folder}/parts/*", name="stream"
     )
-    assert len(whole.notes("audit")) >= 4 and not whole.notes("warning")
+    assert len(whole.notes("checks")) >= 4 and not whole.notes("warning")
     issued = [
         record
         for _, record in timeline(whole.folder / "ledger.jsonl")

@@ -227,7 +227,7 @@ def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_
         "trainer.n_gpus_per_node=2",
         "trainer.device=cpu",
         "trainer.imports=[spy]",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         "data.shuffle=true",
     )
     command = [sys.executable, "-m", "distflow", "train", "grpo", *overrides, *two]

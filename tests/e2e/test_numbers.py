@@ -95,7 +95,7 @@ def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playgroun
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=60",
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     batch = recorded(run)
     model = AutoModelForCausalLM.from_pretrained(

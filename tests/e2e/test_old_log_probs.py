@@ -21,8 +21,8 @@ from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
 
 ACTOR = "actor_rollout_ref.actor"
-AUDITED = ("trust.audit_freq=1", "trainer.total_training_steps=3")
-KEPT = ("trainer.save_freq=3", "trainer.save_groups=all", *AUDITED)
+CHECKED = ("trust.check_freq=1", "trainer.total_training_steps=3")
+KEPT = ("trainer.save_freq=3", "trainer.save_groups=all", *CHECKED)
 RECOMPUTES = "algorithm.recompute_old_log_probs=true"
 NODE = """
 def look(old_log_probs, advantages):
@@ -74,7 +74,7 @@ def test_a_step_of_the_critics_warm_up_is_measured_too(playground: Playground) -
     run = playground.run("ppo", *KEPT, *more)
     assert "actor/loss" not in run.metrics()[0] and "mismatch/mean_abs" in run.metrics()[0]
     # The critic's update of step 2 has old log-probs, which the policy's update wrote.
-    assert not [note for note in run.notes("warning") if "audit" in note]
+    assert not [note for note in run.notes("warning") if "check" in note]
 
 
 def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[str, ...]) -> bool:
@@ -132,7 +132,7 @@ def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
     run = playground.run(
         "grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2"
     )
-    assert any("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
+    assert any("loss" in note.partition("not checked")[0] for note in run.notes("checks"))
     batch = tokens(run, 2)
     assert torch.equal(batch.flat("old_log_probs"), batch.flat("rollout_log_probs"))
     scored = ~batch["trainer_log_probs"][:, 0].isnan()
@@ -146,7 +146,7 @@ def drifts(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         "actor_rollout_ref.model.dtype=bfloat16",
         "actor_rollout_ref.rollout.enforce_eager=true",
     )
-    return (*AUDITED, *rounded, "trainer.save_groups=all")
+    return (*CHECKED, *rounded, "trainer.save_groups=all")
 
 
 def test_once_apart_each_token_is_weighed_from_the_next_step_on(
@@ -169,7 +169,7 @@ def test_once_apart_each_token_is_weighed_from_the_next_step_on(
     made = batch.flat("loss_mask") > 0
     torch.testing.assert_close(weights[made].double(), ratio[made], rtol=1e-5, atol=1e-6)
     assert float((ratio[made] - 1).abs().max()) > 1e-2
-    assert all("loss" in note.partition("not checked")[0] for note in run.notes("audit"))
+    assert all("loss" in note.partition("not checked")[0] for note in run.notes("checks"))
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_second_optimizer_step_without_old_log_probs_is_found(
     for module in (objectives_from_config, select_pipeline):
         monkeypatch.setattr(module, "may_derive_old", lambda config: True)
     with pytest.raises(TrustError, match="took 2 optimizer steps, but its ratio is taken to be 1"):
-        playground.run("grpo", *AUDITED, f"{ACTOR}.ppo_mini_batch_size=2")
+        playground.run("grpo", *CHECKED, f"{ACTOR}.ppo_mini_batch_size=2")
 
 
 def test_a_loss_that_is_given_other_log_probs_is_found(
@@ -213,5 +213,5 @@ def test_a_loss_that_is_given_other_log_probs_is_found(
     monkeypatch.setattr(TorchScorer, "compute", moved)
     with pytest.raises(TrustError, match="log_probs that the loss is given"):
         playground.run(
-            "grpo", *AUDITED, spoil=lambda spec: replace(spec, tolerance=Tolerance(1.0, 1.0))
+            "grpo", *CHECKED, spoil=lambda spec: replace(spec, tolerance=Tolerance(1.0, 1.0))
         )

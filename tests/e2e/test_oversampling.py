@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_tak
     ground: Playground,
 ) -> None:
     settings = given(
-        ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.audit_freq=1"
+        ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.check_freq=1"
     )
     ground.write_reward(
         DAWDLES + REWARD.replace("    return sum", "    slowly(solution_str)\n    return sum")
@@ -155,7 +155,7 @@ def test_ahead_of_training_no_row_is_trained_on_twice_or_too_late(
     slow = REWARD.replace("return sum", "slowly(solution_str); return sum")
     ground.write_reward(DAWDLES.replace("3 / 20", "3 / 3") + slow)
     (ground.folder / "reward.py.slow").touch()
-    keys = (MORE, "async.max_staleness=1", "trust.audit_freq=2", *more)
+    keys = (MORE, "async.max_staleness=1", "trust.check_freq=2", *more)
     folder = ground.folder / f"ahead{len(more)}"
     for until in ("trainer.total_training_steps=4", "trainer.total_training_steps=8"):
         assert (
@@ -172,4 +172,4 @@ def test_ahead_of_training_no_row_is_trained_on_twice_or_too_late(
     account = verify(folder / "ledger.jsonl")
     assert account.consumed == 32 and account.aborted > 2
     assert not notes(folder, "warning")
-    assert (folder / "events.jsonl").read_text().count('"audit"') >= 2
+    assert (folder / "events.jsonl").read_text().count('"checks"') >= 2

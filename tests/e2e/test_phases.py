@@ -88,7 +88,7 @@ def test_named_phases_add_up_to_the_clock(
     pause = (lambda: time.sleep(SLOW_S)) if slow == "callbacks" else (lambda: None)
     left_out = list[bool]()
     beside_the_clock = list[bool]()
-    steps = timed(ground, preset, *keys, "trust.audit_freq=0", on_step=pause)
+    steps = timed(ground, preset, *keys, "trust.check_freq=0", on_step=pause)
     if slow == "save":
         assert steps[0]["clock"] + steps[1].get("save_wait", 0.0) >= SLOW_S
     for step in steps:
@@ -114,6 +114,6 @@ def test_what_comes_before_the_first_step_is_its_start(
         write_facts(*args)
 
     monkeypatch.setattr(run_start, "write_facts", slowly)
-    run = Playground(tmp_path).run("grpo", "trainer.total_training_steps=1", "trust.audit_freq=0")
+    run = Playground(tmp_path).run("grpo", "trainer.total_training_steps=1", "trust.check_freq=0")
     (step,) = run.metrics()
     assert step["timing_s/start"] >= SLOW_S > step["timing_s/other"]

@@ -36,7 +36,7 @@ SHIFTED = (
     r"agree when one is moved by a token|\(versions\): the engine's log-probs of the tokens of "
     r"sample"
 )
-"""In float32 the audit of the step is there before its end, where all tokens of the step are
+"""In float32 the checks of the step is there before its end, where all tokens of the step are
 compared."""
 
 
@@ -96,13 +96,13 @@ def test_rollout_log_probs_that_are_shifted(
         playground.run(*GRPO, *options, *scored)
 
 
-@pytest.mark.parametrize("audit_freq", [0, 1])
+@pytest.mark.parametrize("check_freq", [0, 1])
 def test_rollout_log_probs_that_are_shifted_where_nothing_scores_a_step_before(
-    playground: Playground, monkeypatch: Patch, audit_freq: int
+    playground: Playground, monkeypatch: Patch, check_freq: int
 ) -> None:
     plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
     with pytest.raises(TrustError, match=SHIFTED):
-        playground.run(*GRPO, f"trust.audit_freq={audit_freq}")
+        playground.run(*GRPO, f"trust.check_freq={check_freq}")
 
 
 def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
@@ -141,10 +141,10 @@ def test_prompt_kv_kept_across_a_publish_on_shared_weights(
 ) -> None:
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
-        playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0", *FAST)
-    with pytest.raises(TrustError, match=r"the audit of step \d found \((draws|versions)\)"):
+        playground.run(*GRPO, "trainer.total_training_steps=6", "trust.check_freq=0", *FAST)
+    with pytest.raises(TrustError, match=r"the checks of step \d found \((draws|versions)\)"):
         playground.run(
-            *GRPO, "trainer.total_training_steps=6", "trust.audit_freq=1", *FAST, name="audited"
+            *GRPO, "trainer.total_training_steps=6", "trust.check_freq=1", *FAST, name="checked"
         )
 
 
@@ -200,7 +200,7 @@ def test_a_weight_that_is_not_sent(playground: Playground, monkeypatch: Patch) -
 
 def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) -> None:
     plant_before_update(monkeypatch, change("advantages", torch.zeros_like))
-    run = playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0")
+    run = playground.run(*GRPO, "trainer.total_training_steps=6", "trust.check_freq=0")
     (found,) = [note for note in run.notes("finding") if "loss term" in note]
     assert found.startswith(
         "the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps"
@@ -280,7 +280,7 @@ def test_nan_losses_in_a_row_end_the_run(
     # The critic's updates stay sound: they must not hide that the actor has none.
     nan_advantages("-0", range(1, 1000), monkeypatch)
     options = [
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         "trust.max_skipped_updates=3",
         "trainer.total_training_steps=9",
         "trainer.save_freq=1",

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.audit import all_checks
+from distflow.checks import all_checks
 from distflow.errors import TrustError
 from distflow.models import lora
-from distflow.observe.run_reader import read_events
 from distflow.rollout import engine_weights
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.host_lane import RequestLane
@@ -58,7 +57,7 @@ def playground(tmp_path: Path) -> Playground:
 def run(playground: Playground, mode: str, *more: str, name: str = "run") -> Any:
     steps = f"trainer.total_training_steps={STEPS}"
     return playground.run(
-        "grpo", *MODES[mode], *FAST, steps, "trust.audit_freq=1", *more, name=name
+        "grpo", *MODES[mode], *FAST, steps, "trust.check_freq=1", *more, name=name
     )
 
 
@@ -308,10 +307,9 @@ def test_versions_of_an_answer_s_begin(
     playground: Playground, monkeypatch: Patch, seen: str
 ) -> None:
     """Tokens behind an update carry the version before it, which their step may train on. Also
-    found if no audit draws such a sample."""
+    found if no check draws such a sample."""
     if "|" not in seen:
         monkeypatch.setattr(all_checks, "BEFORE", ())
-        monkeypatch.setattr(all_checks, "LOOK_BEFORE", ())
     original, fired = Sequence.append, Fired()
 
     def append(
@@ -417,9 +415,8 @@ HEALTHY = {
 def test_the_same_runs_without_a_fault(playground: Playground, name: str) -> None:
     found = run(playground, *HEALTHY[name])
     assert found.notes("finding") == found.notes("error") == []
-    audits = [event for event in read_events(found.folder) if event.kind == "audit"]
-    assert [dict(event.fields["unproven"]) for event in audits] == [{}] * STEPS
-    assert not any("audit" in warning for warning in found.notes("warning"))
+    assert [fields["not_checked"] for fields in found.checks()] == [{}] * STEPS
+    assert not any("check" in warning for warning in found.notes("warning"))
 
 
 def test_a_copy_that_fails_in_the_middle_is_not_served(

@@ -28,7 +28,7 @@ RM = (
     "data.max_prompt_length=100",
     "data.max_response_length=100",
     f"{ACTOR}.optim.scheduler=constant",
-    "trust.audit_freq=1",
+    "trust.check_freq=1",
 )
 PAIRS = [
     {
@@ -117,7 +117,7 @@ def test_loss_and_gradient_are_those_of_the_pairs(ground: Playground, most_token
     held = reference(ground.folder / "start", held_out)
     for name in ("loss", "accuracy", "margin"):
         assert validated[f"rm/val_{name}"] == pytest.approx(held[name], rel=2e-4), name
-    proven = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
+    proven = [event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"]
     assert set(sum(proven, [])) >= {
         "data",
         "responses",
@@ -141,7 +141,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
         f"{ACTOR}.optim.lr=3e-3",
         "trainer.total_epochs=6",
         "trainer.save_freq=6",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
     )
     whole = ground.run("rm", *keys, name="whole")
     resume = f"trainer.resume_mode={whole.folder}/checkpoints/step-000006"
@@ -180,7 +180,7 @@ def test_from_pairs_to_a_reward_that_trains_a_policy(
         reward,
         f"reward_model.model.path={whole.folder}",
         "trainer.total_training_steps=2",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     for pipeline in ("grpo", "ppo"):
         policy = ground.run(pipeline, *keys, name=pipeline)

@@ -109,7 +109,7 @@ def test_a_column_shifted_by_one_turns_the_comparison_red(
     plant_before_update(monkeypatch, shift)
     options = (
         "trainer.total_training_steps=4",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         "algorithm.recompute_old_log_probs=true",
     )
     run = playground.run(*GRPO, *RECORDED, *options, spoil=without_checks)

@@ -67,7 +67,7 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
         *(
             "trainer.total_training_steps=2",
             "trainer.save_freq=1",
-            "trust.audit_freq=1",
+            "trust.check_freq=1",
             "reward.timeout_s=60",
         ),
     )
@@ -86,7 +86,7 @@ def test_a_reward_model_judges_a_run_and_its_resume_alike(tmp_path: Path) -> Non
         wanted = 2 * parts["model"] + parts["custom"] / 4 + parts["reward_model"] / 2
         assert sample["score"] == pytest.approx(wanted, abs=1e-5)
     proven = [
-        event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"
+        event.fields["passed"] for event in read_events(whole.folder) if event.kind == "checks"
     ]
     assert {"rewards", "advantages"} <= set(sum(proven, []))
     assert {"reward/model/mean", "reward/custom/mean"} <= set(whole.metrics()[-1])
@@ -145,7 +145,7 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
     keys = (
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         "data.max_prompt_length=60",
     )
     keys += ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score")
@@ -182,7 +182,7 @@ def test_models_by_name_score_each_in_its_own_words_and_a_judges_silence_is_no_s
     with sqlite3.connect(tmp_path / "judge.sqlite") as kept:
         assert kept.execute("SELECT count(*) FROM answers").fetchone() == (len(scored),)
     proven = [
-        event.fields["proven"] for event in read_events(whole.folder) if event.kind == "audit"
+        event.fields["passed"] for event in read_events(whole.folder) if event.kind == "checks"
     ]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
     assert not whole.notes("warning")
@@ -210,7 +210,7 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
     keys = (
         f"reward_model.models={models}",
         "reward.functions={math: [{name: custom, weight: 3}], default: [custom, length]}",
-        *("algorithm.adv_estimator=gdpo", "trainer.total_training_steps=2", "trust.audit_freq=1"),
+        *("algorithm.adv_estimator=gdpo", "trainer.total_training_steps=2", "trust.check_freq=1"),
     )
     run = ground.run("grpo", *keys, name="run")
     source = {row["prompt"]: kinds[at % 3] for at, row in enumerate(rows)}
@@ -224,7 +224,7 @@ def test_models_by_domain_score_their_own_rows_beside_functions_by_domain(tmp_pa
         total = sum(parts.values()) + (2 * parts["custom"] if domain == "math" else 0)
         assert row["score"] == pytest.approx(total, abs=1e-5)
     assert seen == {"math", "chat"} and not run.notes("warning")
-    proven = [event.fields["proven"] for event in read_events(run.folder) if event.kind == "audit"]
+    proven = [event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"]
     assert {"rewards", "advantages", "groups"} <= set(sum(proven, []))
     shards = (keys[0].replace("judge: true", "judge: true, sharded: true"), *keys[1:])
     two = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.strategy=fsdp")

@@ -215,7 +215,7 @@ def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> 
         for note in run.notes("warning")
         if "reward errors" not in note and "had no token" not in note
     ]
-    assert told == [], "the audit understands it all"
+    assert told == [], "the checks understand it all"
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_a_run_makes_every_move_of_the_simulated_one(
         "actor_rollout_ref.rollout.n=2",
     )
     keys += (f"reward.timeout_s={SECONDS}",)
-    quick = ("trust.audit_freq=0", "trust.canary_freq=0", "dag.pipeline=tests.e2e.held_groups:make")
+    quick = ("trust.check_freq=0", "trust.canary_freq=0", "dag.pipeline=tests.e2e.held_groups:make")
     held, errors, conductors = Held(), list[str](), list[threading.Thread]()
     monkeypatch.setattr(held_groups, "HELD", held)
 

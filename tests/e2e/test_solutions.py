@@ -13,7 +13,7 @@ from tests.e2e.runs import NO_WORK, Playground
 
 RIGHT = "def f(x):\n    return x + 1\n"
 WRONG = "def f(x):\n    return x\n"
-ONE_STEP = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=2", "trust.audit_freq=0")
+ONE_STEP = ("trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=2", "trust.check_freq=0")
 CODE = (
     "reward.functions={default: [code, {name: custom, weight: 0}]}",
     "data.answer_key=test_list",

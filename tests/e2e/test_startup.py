@@ -41,7 +41,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_what_the_first_token_needs_not_is_not_imported_before_it(tmp_path: Path) -> None:
     overrides = (
         "trainer.total_training_steps=1",
-        "trust.audit_freq=0",
+        "trust.check_freq=0",
         f"trainer.default_local_dir={tmp_path / 'run'}",
     )
     command = [

@@ -23,7 +23,7 @@ SLEEP = 4.0
 STEPS = 2
 KEYS = (
     f"trainer.total_training_steps={STEPS}",
-    "trust.audit_freq=0",
+    "trust.check_freq=0",
     "trainer.val_before_train=false",
 )
 REWARD = """

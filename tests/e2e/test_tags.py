@@ -13,7 +13,6 @@ from distflow.data import dataset_columns
 from distflow.errors import TrustError, UserError
 from distflow.launch.data_sets import DataSource
 from distflow.observe.run_reader import read_metrics, read_samples
-from distflow.runtime import step_metrics
 from distflow.runtime.step_metrics import validation_names
 from tests.e2e.runs import Playground
 from tests.e2e.test_domains import go_back, steps_of
@@ -74,7 +73,7 @@ def test_one_file_feeds_domains_by_the_tags_of_its_rows(ground: Playground) -> N
     }
 
 
-def test_accuracy_is_reported_by_tag_and_the_audit_counts_it_anew(ground: Playground) -> None:
+def test_accuracy_is_reported_by_tag(ground: Playground) -> None:
     own = write(
         ground, "own.jsonl", [{"prompt": f"{i}=", "answer": "7", "tag": "gsm"} for i in range(4)]
     )
@@ -82,7 +81,7 @@ def test_accuracy_is_reported_by_tag_and_the_audit_counts_it_anew(ground: Playgr
         "trainer.total_training_steps=2",
         "trainer.test_freq=1",
         "trainer.save_freq=1",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     extra = f"data.domains.other={{train_files: {own}, val_files: {own}}}"
     settings = given(ground, *more, extra, "actor_rollout_ref.rollout.val_kwargs.n=2")
@@ -113,10 +112,6 @@ def test_accuracy_is_reported_by_tag_and_the_audit_counts_it_anew(ground: Playgr
     assert len(right) == 13 and last["val_correct/gsm/mean"] == pytest.approx(sum(right) / 13)
     assert {"val_correct/gsm/pass@2", "val_correct/math/gsm/mean@2"} <= set(last)
     assert not [note for note in run.notes("warning") if "sampled policy" not in note]
-    audits = [note for note in run.notes("audit") if "validation" in note or "data" in note]
-    assert not any(
-        "not read a second time" in note or "is not computed" in note for note in audits
-    ), audits
 
 
 @pytest.mark.slow
@@ -222,7 +217,7 @@ def test_a_name_of_two_things_is_refused() -> None:
     ]
 
 
-def test_the_audit_finds_rows_in_another_domain_than_their_tags(
+def test_the_run_finds_rows_in_another_domain_than_their_tags(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = dataset_columns._tag
@@ -238,7 +233,7 @@ def test_the_audit_finds_rows_in_another_domain_than_their_tags(
         ground.run("grpo", *given(ground), name="swapped")
 
 
-def test_the_audit_finds_rows_of_a_tag_that_are_lost(
+def test_the_run_finds_rows_of_a_tag_that_are_lost(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = DataSource.read
@@ -254,20 +249,6 @@ def test_the_audit_finds_rows_of_a_tag_that_are_lost(
         ground.run("grpo", *given(ground), name="lost")
 
 
-def test_the_audit_finds_an_accuracy_of_another_tag(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = step_metrics.validation_names
-
-    def planted(found: Any) -> Any:
-        return names(found) | ({"aime": names(found)["all"]} if found else {})
-
-    monkeypatch.setattr(step_metrics, "validation_names", planted)
-    settings = given(ground, "trainer.total_training_steps=1", "trainer.test_freq=1")
-    with pytest.raises(TrustError, match=r"\(validation\): val_correct/aime/mean is reported as"):
-        ground.run("grpo", *settings, name="mixed")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_that_are_read_one_by_one_make_the_same_run(ground: Playground, kind: str) -> None:
@@ -279,7 +260,7 @@ def test_rows_that_are_read_one_by_one_make_the_same_run(ground: Playground, kin
         "trainer.total_training_steps=4",
         "trainer.save_freq=4",
         "trainer.test_freq=4",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     settings = given(ground, f"data.train_files={ground.folder}/rows.{kind}", *steps)
     eager = ground.run("grpo", *settings, name=f"eager_{kind}")
@@ -287,6 +268,6 @@ def test_rows_that_are_read_one_by_one_make_the_same_run(ground: Playground, kin
     assert steps_of(lazy) == [Counter(math=3, code=1)] * 4
     for name, weight in eager.weights(4).items():
         assert torch.equal(weight, lazy.weights(4)[name]), name
-    assert "data" in sum((audit["proven"] for audit in lazy.audits()), []) and not lazy.notes(
+    assert "data" in sum((check["passed"] for check in lazy.checks()), []) and not lazy.notes(
         "warning"
     )

@@ -1,5 +1,5 @@
 """A user's rollout node that asks the engine twice for a sample, with given tokens between: it
-trains rightly, the audits follow both requests, and faults of such nodes are found."""
+trains rightly, the checks follow both requests, and faults of such nodes are found."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow
 
-GRPO = ("grpo", "dag.pipeline=tests.e2e.two_turns_node:two_turns", "trust.audit_freq=1")
+GRPO = ("grpo", "dag.pipeline=tests.e2e.two_turns_node:two_turns", "trust.check_freq=1")
 GIVEN = 2  # tokens of the node's "=?"
 
 
@@ -35,7 +35,7 @@ def playground(tmp_path: Path) -> Playground:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_two_turns_train_and_every_audit_passes(
+def test_two_turns_train_and_every_check_passes(
     playground: Playground, example: Any, max_staleness: int
 ) -> None:
     steps = (
@@ -45,16 +45,16 @@ def test_two_turns_train_and_every_audit_passes(
     )
     run = playground.run(*GRPO, *steps)
     assert not run.notes("warning")
-    audits = run.audits()
-    assert len(audits) == 4
-    for audit in audits:
-        assert set(audit["unproven"]) == {"responses"} and {
+    found = run.checks()
+    assert len(found) == 4
+    for step in found:
+        assert set(step["not_checked"]) == {"responses"} and {
             "turns",
             "masks",
             "versions",
             "draws",
             "loss",
-        } <= {*audit["proven"]}
+        } <= {*step["passed"]}
     turns = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)

@@ -62,7 +62,7 @@ def test_kills_around_updates_cost_no_group(
         f"trainer.total_training_steps={NUM_STEPS}",
         f"data.train_batch_size={BATCH_SIZE}",
         "trust.canary_freq=1",
-        "trust.audit_freq=2",
+        "trust.check_freq=2",
         *in_flight,
     )
     assert sorted(struck) == sorted(KILLS) and len(run.metrics()) == NUM_STEPS
@@ -73,7 +73,7 @@ def test_kills_around_updates_cost_no_group(
         {},
     )
     assert not run.notes("warning") and not run.notes("finding") and not run.notes("error")
-    assert all(audit["proven"] and not audit["unproven"] for audit in run.audits()) and run.audits()
+    assert all(step["passed"] and not step["not_checked"] for step in run.checks()) and run.checks()
     same = [
         row["mismatch/same_version/max_abs"]
         for row in run.metrics()

@@ -165,28 +165,28 @@ def options(games: Games, **values: str) -> str:
     )
 
 
-def audited(games: Games, function: str, max_staleness: int) -> Run:
-    """Two steps of an agent of `AGENTS`, every audit of which passes."""
+def checked(games: Games, function: str, max_staleness: int) -> Run:
+    """Two steps of an agent of `AGENTS`, every check of which passes."""
     run = games.run(
         "grpo",
         *KEYS,
         options(games, function=f"{games.folder}/agents.py:{function}"),
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         f"async.max_staleness={max_staleness}",
     )
     assert not run.notes("warning")
-    for audit in run.audits():
-        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
+    for step in run.checks():
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*step["passed"]}
     return run
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_calls_at_once_are_branches_that_train_and_pass_every_audit(
+def test_calls_at_once_are_branches_that_train_and_pass_every_check(
     games: Games, max_staleness: int
 ) -> None:
-    run = audited(games, "at_once", max_staleness)
+    run = checked(games, "at_once", max_staleness)
     named = ("episodes/branches", "reward/error_rate")
     branches, errors = ([row[name] for row in run.metrics() if name in row] for name in named)
     assert len(branches) == 2
@@ -196,10 +196,10 @@ def test_calls_at_once_are_branches_that_train_and_pass_every_audit(
 
 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.by_hand)])
-def test_an_agent_with_all_clients_trains_and_every_audit_passes(
+def test_an_agent_with_all_clients_trains_and_every_check_passes(
     games: Games, max_staleness: int
 ) -> None:
-    run = audited(games, "several", max_staleness)
+    run = checked(games, "several", max_staleness)
     batch = saved(run)
     assert all(len(forks) == 3 for forks in batch["forks"])
     for mask in batch["response_mask"]:

@@ -1,4 +1,4 @@
-"""Whole runs with several agents in an episode: they train, and the audits follow each of them."""
+"""Whole runs with several agents in an episode: they train, and the checks follow each of them."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -48,14 +48,14 @@ def keys(playground: Playground, rewards: str, *agents: str) -> list[str]:
         f"algorithm.agent_rewards={rewards}",
         "data.max_response_length=32",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     ]
 
 
 @pytest.mark.parametrize(
     ("rewards", "staleness", "first"), [("margin", 0, "solver"), ("own", 1, "judge")]
 )
-def test_agents_of_one_policy_train_and_every_audit_passes(
+def test_agents_of_one_policy_train_and_every_check_passes(
     playground: Playground, rewards: str, staleness: int, first: str
 ) -> None:
     run = playground.run(
@@ -69,13 +69,13 @@ def test_agents_of_one_policy_train_and_every_audit_passes(
         f"async.max_staleness={staleness}",
     )
     assert not run.notes("warning")
-    audits = run.audits()
-    assert len(audits) == 3
-    for audit in audits:
+    found = run.checks()
+    assert len(found) == 3
+    for step in found:
         assert {"turns", "masks", "versions", "draws", "loss", "advantages", "rewards"} <= {
-            *audit["proven"]
+            *step["passed"]
         }
-        assert not audit["unproven"]
+        assert not step["not_checked"]
     batch = saved(run)
     for row in range(len(batch)):
         names = [name for name, _ in batch["forks"][row]]
@@ -93,10 +93,8 @@ def test_agents_are_compared_with_the_values_of_the_next_speaker(playground: Pla
         "algorithm.adv_estimator=gae_marft",
         "trainer.total_training_steps=2",
     )
-    audits = run.audits()
-    assert len(audits) == 2 and all(
-        {"advantages", "turns"} <= {*audit["proven"]} for audit in audits
-    )
+    found = run.checks()
+    assert len(found) == 2 and all({"advantages", "turns"} <= {*step["passed"]} for step in found)
     orders = [[turn for turn in row.tolist() if turn >= 0] for row in saved(run)["turn_order"]]
     assert any(order != sorted(order) for order in orders), (
         "the solver spoke again after the checker"
@@ -115,7 +113,7 @@ HOT = (
 def test_each_agent_has_the_policy_of_its_own_temperature(
     playground: Playground, second: str
 ) -> None:
-    """Checked against plain forwards of each conversation, and by every audit."""
+    """Checked against plain forwards of each conversation, and by every check."""
     agents = HOT
     models = dict.fromkeys(HEATS, playground.folder / "model")
     of_policies = ["actor_rollout_ref.actor.use_kl_loss=true"]
@@ -128,10 +126,10 @@ def test_each_agent_has_the_policy_of_its_own_temperature(
         "grpo", *keys(playground, "own", *agents), *of_policies, "trainer.total_training_steps=1"
     )
     assert not run.notes("warning")
-    for audit in run.audits():
-        assert {"log_probs", "weights", "draws", "loss", "backward"} <= {
-            *audit["proven"]
-        } and not audit["unproven"]
+    for step in run.checks():
+        assert {"log_probs", "weights", "draws", "loss"} <= {*step["passed"]} and not step[
+            "not_checked"
+        ]
     batch = saved(run)
     columns = ["rollout_log_probs", "old_log_probs", *(["ref_log_prob"] if not second else [])]
     for row in range(len(batch)):

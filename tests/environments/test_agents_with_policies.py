@@ -76,7 +76,7 @@ def overrides(ground: Playground, *more: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
+def test_both_policies_train_on_their_own_tokens_and_every_check_passes(
     playground: Playground, staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, served = MultiPolicyRollout.load_weights, list[dict[str, str]]()
@@ -87,7 +87,7 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
         return receipt
 
     monkeypatch.setattr(MultiPolicyRollout, "load_weights", watched)
-    steps = ["trainer.total_training_steps=3", "trust.audit_freq=1", "trainer.save_groups=all"]
+    steps = ["trainer.total_training_steps=3", "trust.check_freq=1", "trainer.save_groups=all"]
     options = [
         *steps,
         "trainer.save_freq=1",
@@ -98,18 +98,17 @@ def test_both_policies_train_on_their_own_tokens_and_every_audit_passes(
         "dag.policies={second: {actor: {max_grad_norm: 0.01, optim: {lr: 3e-4, scheduler: "
         "constant_with_warmup}}}}"
     )
-    run = playground.run("grpo", *overrides(playground, *options, own), name=f"audited{staleness}")
-    assert run.audits() and not run.notes("warning")
-    for audit in run.audits():
+    run = playground.run("grpo", *overrides(playground, *options, own), name=f"checked{staleness}")
+    assert run.checks() and not run.notes("warning")
+    for step in run.checks():
         assert {
             "weights",
             "log_probs",
             "draws",
             "mini-batches",
             "loss",
-            "backward",
             "optimizer",
-        } <= {*audit["proven"]}
+        } <= {*step["passed"]}
     first = run.weights(1)
     last = run.weights(3)
     assert {name.partition(".")[0] for name in first} == {"actor", "second"}, (
@@ -150,14 +149,14 @@ def solver_and_checker(ground: Playground, *more: str) -> list[str]:
     return [
         *own,
         "trainer.total_training_steps=3",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         "trainer.save_groups=all",
         *more,
     ]
 
 
 def check_solver_and_checker(run: Run, staleness: int) -> None:
-    assert len(run.audits()) == 3 and not run.notes("warning")
+    assert len(run.checks()) == 3 and not run.notes("warning")
     for row in run.metrics():
         assert row["actor/grad_norm"] > 0 and row["policies/checker/grad_norm"] > 0
         assert row["async/version_diff/max"] <= staleness
@@ -184,7 +183,7 @@ def check_solver_and_checker(run: Run, staleness: int) -> None:
 def test_each_policy_has_its_own_reference(
     playground: Playground, staleness: int, in_reward: str
 ) -> None:
-    """In the first step, each policy is its reference; later they differ, and the audits compute
+    """In the first step, each policy is its reference; later they differ, and the checks compute
     both again."""
     options = [
         "actor_rollout_ref.actor.use_kl_loss=true",
@@ -192,7 +191,7 @@ def test_each_policy_has_its_own_reference(
         f"async.max_staleness={staleness}",
         *(
             "trainer.total_training_steps=3",
-            "trust.audit_freq=1",
+            "trust.check_freq=1",
             "trainer.save_groups=all",
             "algorithm.agent_rewards=shared",
         ),
@@ -201,9 +200,9 @@ def test_each_policy_has_its_own_reference(
     flow.write_text(FLOW.replace('"judge": 9.0', '"judge": 0.0'))
     own = overrides(playground, *options, f"actor_rollout_ref.rollout.workflow={flow}:talk")
     run = playground.run("grpo", *own, name=f"reference{staleness}")
-    assert len(run.audits()) == 3 and not run.notes("warning")
-    for audit in run.audits():
-        assert {"log_probs", "reference", "loss", "backward"} <= {*audit["proven"]}
+    assert len(run.checks()) == 3 and not run.notes("warning")
+    for step in run.checks():
+        assert {"log_probs", "reference", "loss"} <= {*step["passed"]}
     gaps = []
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)

@@ -197,7 +197,7 @@ def test_failures_of_an_environment_are_counted_and_their_groups_replaced(tmp_pa
         "actor_rollout_ref.rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n]",
         "data.max_response_length=60",
         "trainer.total_training_steps=4",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     for step in range(1, 5):
         samples = read_samples(run.folder, step)

@@ -70,7 +70,7 @@ def conversations(batch: Batch, row: int) -> Iterator[tuple[list[int], list[bool
 
 
 @pytest.mark.parametrize(("pipeline", "max_staleness"), [("grpo", 0), ("ppo", 1)])
-def test_episodes_that_branch_train_and_every_audit_passes(
+def test_episodes_that_branch_train_and_every_check_passes(
     playground: Playground, pipeline: str, max_staleness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = playground.run(
@@ -78,16 +78,14 @@ def test_episodes_that_branch_train_and_every_audit_passes(
         f"{WORKFLOW}={playground.folder}/branches.py:branches",
         "trainer.total_training_steps=3",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         f"async.max_staleness={max_staleness}",
     )
     assert not run.notes("warning")
-    audits = run.audits()
-    assert len(audits) == 3
-    for audit in audits:
-        assert {"turns", "masks", "versions", "draws", "loss", "advantages", "backward"} <= {
-            *audit["proven"]
-        }
+    found = run.checks()
+    assert len(found) == 3
+    for step in found:
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*step["passed"]}
     batch = saved(run)
     branched = [row for row in range(len(batch)) if batch["forks"][row]]
     assert 0 < len(branched) < len(batch)
@@ -131,7 +129,7 @@ def test_episodes_that_branch_train_and_every_audit_passes(
 
 
 def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) -> None:
-    """Whatever the names of the conversations; by default the first step is audited, and so is
+    """Whatever the names of the conversations; by default the first step is checked, and so is
     every validation."""
     run = playground.run(
         "grpo",
@@ -141,10 +139,10 @@ def test_the_last_reply_in_time_is_that_of_the_sample(playground: Playground) ->
         "data.val_files=${data.train_files}",
         "trainer.val_before_train=true",
     )
-    audits = [event for event in read_events(run.folder) if event.kind == "audit"]
-    assert any("validation" in event.message for event in audits)
-    (audit,) = [event.fields for event in audits if "audit of step 1" in event.message]
-    assert {"turns", "responses", "rewards", "metrics"} <= {*audit["proven"]}
+    found = [event for event in read_events(run.folder) if event.kind == "checks"]
+    assert any("validation" in event.message for event in found)
+    (step,) = [event.fields for event in found if event.message.startswith("step 1:")]
+    assert {"turns", "responses", "rewards"} <= {*step["passed"]}
     batch = saved(run)
     lengths = list[int]()
     reasons = set[str]()
@@ -197,5 +195,5 @@ def test_a_drawn_token_that_would_be_trained_in_two_conversations_is_found(
     monkeypatch.setattr(Chat, "fork", wrong)
     with pytest.raises(TrustError, match=r"\(turns\): .*no request for this sample drew it"):
         playground.run(
-            "grpo", f"{WORKFLOW}={playground.folder}/branches.py:branches", "trust.audit_freq=1"
+            "grpo", f"{WORKFLOW}={playground.folder}/branches.py:branches", "trust.check_freq=1"
         )

@@ -97,16 +97,16 @@ def test_an_action_with_several_fields_is_written_as_json(url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.by_hand
-def test_a_run_trains_and_its_audit_passes(url: str, tmp_path: Path) -> None:
+def test_a_run_trains_and_its_checks_pass(url: str, tmp_path: Path) -> None:
     games = Games(tmp_path)
     games.write_rows([{"prompt": f"{i}", "answer": "7", "seed": i} for i in range(4)])
     run = games.run(
         *("grpo", f"{WORKFLOW}=environment", f"{WORKFLOW}_kwargs={{env: '{url}', max_turns: 2}}"),
         *("data.max_prompt_length=60", "data.max_response_length=200"),
-        *("trainer.total_training_steps=2", "trust.audit_freq=1", "reward.max_error_rate=1"),
+        *("trainer.total_training_steps=2", "trust.check_freq=1", "reward.max_error_rate=1"),
     )
     assert len(run.metrics()) == 2
-    assert all("turns" in audit["proven"] for audit in run.audits())
+    assert all("turns" in step["passed"] for step in run.checks())
 
 
 @pytest.mark.parametrize("said", [b"", b"hello\r\n"])

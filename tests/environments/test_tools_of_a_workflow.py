@@ -283,7 +283,7 @@ def test_a_template_that_shows_no_format_is_refused_at_the_start(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
+def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_check(
     tmp_path: Path,
 ) -> None:
     run = Callers(tmp_path).run(
@@ -302,11 +302,11 @@ def test_a_run_with_tools_trains_on_what_was_drawn_alone_and_passes_every_audit(
         "trainer.total_training_steps=3",
         "trainer.val_before_train=true",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
-    audits = run.audits()
-    assert len(audits) >= 3 and not run.notes("warning")
-    assert all({"turns", "masks", "draws", "loss"} <= {*audit["proven"]} for audit in audits[-3:])
+    found = run.checks()
+    assert len(found) >= 3 and not run.notes("warning")
+    assert all({"turns", "masks", "draws", "loss"} <= {*step["passed"]} for step in found[-3:])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "caller")
     calls = 0
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Whole runs with a workflow: a game of several turns trains, and the audits follow every
+"""Whole runs with a workflow: a game of several turns trains, and the checks follow every
 request."""
 
 import asyncio
@@ -106,7 +106,7 @@ def test_tools_without_a_chat_template_are_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_game_of_two_turns_trains_and_every_audit_passes(
+def test_a_game_of_two_turns_trains_and_every_check_passes(
     playground: Playground, max_staleness: int
 ) -> None:
     run = playground.run(
@@ -114,15 +114,15 @@ def test_a_game_of_two_turns_trains_and_every_audit_passes(
         f"{WORKFLOW}={playground.folder}/game.py:echo",
         "trainer.total_training_steps=4",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         f"async.max_staleness={max_staleness}",
     )
     assert not run.notes("warning")
-    audits = run.audits()
-    assert len(audits) == 4
-    for audit in audits:
-        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*audit["proven"]}
-        assert {"responses", "rewards"} <= {*audit["proven"]} and not audit["unproven"]
+    found = run.checks()
+    assert len(found) == 4
+    for step in found:
+        assert {"turns", "masks", "versions", "draws", "loss", "advantages"} <= {*step["passed"]}
+        assert {"responses", "rewards"} <= {*step["passed"]} and not step["not_checked"]
     for path in sorted((run.folder / "tokens").glob("*.safetensors")):
         batch = Batch.load(path)
         for mask, trained in zip(batch["response_mask"], batch["loss_mask"], strict=True):
@@ -143,7 +143,7 @@ workflow = MultiTurnWorkflow(reward, gconfig, tokenizer, max_turns=3, turn_disco
 """  # noqa: E501
 
 
-def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(
+def test_a_workflow_of_areal_trains_as_it_stands_and_every_check_passes(
     playground: Playground,
 ) -> None:
     (playground.folder / "of_areal.py").write_text(
@@ -155,17 +155,17 @@ def test_a_workflow_of_areal_trains_as_it_stands_and_every_audit_passes(
         "data.max_response_length=30",
         "trainer.total_training_steps=4",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         "async.max_staleness=2",
         "data.val_files=${data.train_files}",
         "data.allow_overlap=true",
         "trainer.val_before_train=true",
     )
     assert not run.notes("warning")
-    audits = run.audits()
-    (validation,) = [audit for audit in audits if "validation" in audit["proven"]]
-    audits.remove(validation)
-    assert len(audits) == 4 and all("turns" in audit["proven"] for audit in audits)
+    found = run.checks()
+    (validation,) = [step for step in found if "validation" in step["passed"]]
+    found.remove(validation)
+    assert len(found) == 4 and all("turns" in step["passed"] for step in found)
     batch = saved(run)
     seen = set[float]()
     for mask, ids, score in zip(
@@ -209,7 +209,7 @@ async def paid(chat, row):
 def test_turns_have_rewards_of_their_own(
     playground: Playground, preset: str, keys: list[str]
 ) -> None:
-    """The auditor computes the advantages of turns again, by loops of its own."""
+    """The advantages of turns."""
     (playground.folder / "paid.py").write_text(PAID)
     more = [f"critic.model.path={playground.folder}/model"] if preset == "ppo" else []
     run = playground.run(
@@ -218,14 +218,12 @@ def test_turns_have_rewards_of_their_own(
         "data.max_response_length=20",
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         *(f"algorithm.{key}" for key in keys),
         *more,
     )
-    audits = run.audits()
-    assert len(audits) == 2 and all(
-        {"advantages", "turns"} <= {*audit["proven"]} for audit in audits
-    )
+    found = run.checks()
+    assert len(found) == 2 and all({"advantages", "turns"} <= {*step["passed"]} for step in found)
     batch = saved(run)
     lengths = set[int]()
     for i, score in enumerate(batch["scores"].tolist()):
@@ -283,12 +281,12 @@ def test_each_domain_has_its_own_workflow_and_estimator(tmp_path: Path) -> None:
         "data.max_response_length=40",
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
-    assert not run.notes("warning") and len(run.audits()) == 2
+    assert not run.notes("warning") and len(run.checks()) == 2
     assert all(
-        {"turns", "episodes", "rewards", "advantages", "loss"} <= {*audit["proven"]}
-        for audit in run.audits()
+        {"turns", "episodes", "rewards", "advantages", "loss"} <= {*step["passed"]}
+        for step in run.checks()
     )
     shares = [
         {key: each[f"actor/{key}"] for key in ("pg_loss", "pg_loss/games")}
@@ -349,7 +347,7 @@ def test_single_turn_is_bit_equal_to_a_run_without_a_workflow(tmp_path: Path) ->
     common = ("grpo", "trainer.total_training_steps=2", "trainer.save_groups=all")
     plain = saved(playground.run(*common, name="plain"))
     single = saved(
-        playground.run(*common, f"{WORKFLOW}=single_turn", "trust.audit_freq=1", name="single")
+        playground.run(*common, f"{WORKFLOW}=single_turn", "trust.check_freq=1", name="single")
     )
     names = (
         "prompt_ids",
@@ -373,7 +371,7 @@ def test_errors_and_rejected_episodes_are_left_out_and_told_apart(playground: Pl
         f"{WORKFLOW}={playground.folder}/game.py:faulty",
         "trainer.total_training_steps=3",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         "reward.max_error_rate=1",
     )
     batch = saved(run)
@@ -411,7 +409,7 @@ def test_a_class_is_made_with_its_options_and_calls_reward_functions(tmp_path: P
         f"{WORKFLOW}_kwargs={{question: ab, extra: 1}}",
         "trainer.total_training_steps=1",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
     )
     batch = saved(run)
     for text, score in zip(batch["responses"], batch["scores"].tolist(), strict=True):
@@ -470,7 +468,7 @@ def test_multi_turn_gives_feedback_until_the_answer_is_right(tmp_path: Path) -> 
         "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
         "trainer.total_training_steps=2",
         "trainer.save_groups=all",
-        "trust.audit_freq=1",
+        "trust.check_freq=1",
         "data.val_files=${data.train_files}",
         "trainer.val_before_train=true",
     )
@@ -503,12 +501,12 @@ def test_a_limit_that_ends_an_episode_costs_its_penalty(
         *("reward.limit_penalty={max_turns: 0.5, length: 0.25}", "data.max_response_length=20"),
         *(
             "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
-            "trust.audit_freq=1",
+            "trust.check_freq=1",
         ),
         *("trainer.total_training_steps=1", "trainer.save_groups=all"),
     )
     run = playground.run(*keys)
-    assert "rewards" in run.audits()[0]["proven"] and not run.notes("warning")
+    assert "rewards" in run.checks()[0]["passed"] and not run.notes("warning")
     batch = saved(run)
     assert {"max_turns", "length"} <= {*batch["finish_reason"]}
     for i, mask in enumerate(batch["response_mask"].split(1)):
@@ -535,7 +533,7 @@ def compute_score(solution_str, ground_truth, conversation=()):
 """
 
 
-def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_audit_calls_it_with_them(
+def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_checks_call_it_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     playground = Playground(tmp_path)
@@ -549,12 +547,12 @@ def test_a_reward_function_may_see_all_turns_of_its_episode_and_the_audit_calls_
         ),
         *(
             "actor_rollout_ref.rollout.stop=['" + "','".join("abcdefghijklmnop") + "']",
-            "trust.audit_freq=1",
+            "trust.check_freq=1",
         ),
     )
     run = playground.run(*common)
     assert not run.notes("warning") and all(
-        "reward_results" in audit["proven"] for audit in run.audits()
+        "reward_results" in step["passed"] for step in run.checks()
     )
     batch = saved(run)
     for i, told in enumerate(batch["conversation"]):
@@ -613,7 +611,7 @@ def test_an_episode_with_another_score_or_text_is_named(
 
     monkeypatch.setattr(workflow_rollout._Episodes, "run", planted)
     name = game if game == "multi_turn" else f"{tmp_path}/game.py:{game}"
-    with pytest.raises(TrustError, match=rf"the audit of step 1 found \(({seen})\)"):
+    with pytest.raises(TrustError, match=rf"the checks of step 1 found \(({seen})\)"):
         playground.run("grpo", f"{WORKFLOW}={name}", "trainer.total_training_steps=1")
 
 

@@ -52,7 +52,7 @@ import signal, distflow
 before = signal.getsignal(signal.SIGINT)
 run = distflow.train(
     {tiny!r},
-    {{"trainer.default_local_dir": {folder!r}, "trainer.total_training_steps": 500, "trust.audit_freq": 0}},
+    {{"trainer.default_local_dir": {folder!r}, "trainer.total_training_steps": 500, "trust.check_freq": 0}},
     data=[{{"prompt": "1+1=", "answer": "2"}}] * 8,
     reward=lambda solution_str: float(len(solution_str)),
 )

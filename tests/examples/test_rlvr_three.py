@@ -46,7 +46,7 @@ def test_recorded_solutions_are_right_and_every_second_that_is_spoiled_is_not(fo
         f"trainer.total_training_steps={STEPS}",
         "trainer.val_before_train=true",
     ]
-    keys += ["trust.audit_freq=1", *held_out]
+    keys += ["trust.check_freq=1", *held_out]
     assert (
         main(
             [

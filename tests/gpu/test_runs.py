@@ -1,4 +1,4 @@
-"""Whole runs on a device: a few steps with every audit, LoRA, bfloat16, kills and resumes, and on
+"""Whole runs on a device: a few steps with every check, LoRA, bfloat16, kills and resumes, and on
 from a CPU."""
 
 from pathlib import Path
@@ -28,15 +28,15 @@ def ground(tmp_path: Path) -> Playground:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_passes_its_audits(ground: Playground, device: torch.device, name: str) -> None:
+def test_a_run_passes_its_checks(ground: Playground, device: torch.device, name: str) -> None:
     """Its checks compare log-probs, receipts of weights, ratios, gradients and the optimizer's
     steps."""
-    more = ("trainer.total_training_steps=3", "trust.audit_freq=1", f"trainer.device={device.type}")
+    more = ("trainer.total_training_steps=3", "trust.check_freq=1", f"trainer.device={device.type}")
     run = ground.run("grpo", *RUNS[name], *more)
     steps = run.metrics()
     assert len(steps) == 3 and all(step["actor/skipped"] == 0 for step in steps)
     assert not run.notes("warning"), run.notes("warning")
-    assert len(run.notes("audit")) == 3
+    assert len(run.notes("checks")) == 3
 
 
 def start(ground: Playground, device: str, name: str, *more: str) -> CliRun:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from distflow.audit.auditor import Auditor
+from distflow.checks.checker import Checker
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.embedded.prefix_cache import PrefixCache
 from distflow.rollout.embedded.prompt_cache import PromptCache
@@ -52,14 +52,14 @@ class Late:
         self.begun = False
         self.times = 0
         self.taken = -1
-        original = Auditor.step_taken
+        original = Checker.step_taken
 
-        def step_taken(auditor: Auditor, step: int, *more: Any) -> None:
+        def step_taken(checker: Checker, step: int, *more: Any) -> None:
             self.taken = step
             self.begun = self.begun or step >= begin
-            original(auditor, step, *more)
+            original(checker, step, *more)
 
-        patch.setattr(Auditor, "step_taken", step_taken)
+        patch.setattr(Checker, "step_taken", step_taken)
 
 
 def serve(patch: pytest.MonkeyPatch, other: Serve) -> Late:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import TrustError
-from distflow.observe.run_reader import read_events
 from tests.e2e.runs import Playground, Run
 from tests.incidents.served import (
     BEGIN,
@@ -97,8 +96,7 @@ def test_a_policy_that_is_served_otherwise(
 def test_the_same_run_without_a_fault(playground: Playground, mode: str) -> None:
     found = run(playground, MODES[mode])
     assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
-    looks = [event.fields["checks"] for event in read_events(found.folder) if event.kind == "looks"]
-    assert sum(checks.get("loss", 0) for checks in looks) > 0
+    assert all("loss" in checks["passed"] for checks in found.checks())
 
 
 SERVED_OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -169,7 +167,7 @@ def test_turns_over_keys_and_values_of_older_weights(
         "trainer.total_training_steps=9",
     )
     if not is_planted:
-        found = playground.run("grpo", *LEARNING, *options, *lengths, "trust.audit_freq=2")
+        found = playground.run("grpo", *LEARNING, *options, *lengths, "trust.check_freq=2")
         assert found.notes("warning") == found.notes("finding") == found.notes("error") == []
         assert all(row["episodes/prefix_cache_hit_rate"] > 0.3 for row in found.metrics())
         return

@@ -12,7 +12,7 @@ from distflow.pipelines.nodes import add_model_scores
 from distflow.pipelines.nodes.judges_and_reward_models import ask_model
 from distflow.runtime.error_limits import TooManyErrors
 from distflow.training.engine import OneRank
-from tests.audit.every_step.batches import sampled_batch
+from tests.checks.batches import sampled_batch
 
 MODELS = (
     "reward_model.models={critique: {path: builtin:tiny, judge: true, weight: 2}, helpful: {path: "

@@ -1,6 +1,7 @@
 """Nodes by domain: each domain's rows by its own settings, in the batch's order, whatever rank they
 lie on."""
 
+import inspect
 import json
 import statistics
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.audit.audited_step.advantages import FORMULAS
-from distflow.audit.recorded_step import samples_of
+from distflow.checks.samples import samples_of
 from distflow.config import load_config
 from distflow.config.derived_settings import algorithm_of
 from distflow.data.batch import Batch
 from distflow.training.engine import OneRank
 from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, WHITENED, mixed_batch, process
 from tests.ranks import run_ranks
+from tests.references.advantages import REFERENCES
+from tests.references.samples import Sample
 
 ESTIMATORS = {"sums": "grpo", "words": "gae", "other": "reinforce_plus_plus"}
 
@@ -47,18 +49,33 @@ def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 @pytest.mark.parametrize("domain", ESTIMATORS)
 def test_each_domain_has_the_advantages_of_its_own_estimator(domain: str) -> None:
-    """By the auditor's formulas, one sample after another, of the domain's rewards alone."""
+    """By the references, of the domain's rewards alone."""
     settings = [*SETTINGS[:-1], SETTINGS[-1].replace(" length_weight: [1.5, 0.5],", "")]
     batch, _, _ = process(mixed_batch(), OneRank(), settings=settings)
     algorithm = algorithm_of(load_config("rlvr", settings, complete=False).config, domain)
     assert algorithm.adv_estimator == ESTIMATORS[domain]
     rows = [row for row, name in enumerate(DOMAINS) if name == domain]
     samples = [samples_of(batch)[row] for row in rows]
-    wanted = FORMULAS[algorithm.adv_estimator](samples, vars(algorithm))
-    for sample, (advantages, returns) in zip(samples, wanted, strict=True):
-        assert sample["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
-        assert sample["returns"].tolist() == pytest.approx(returns, abs=1e-5)
-    assert any(any(advantages) for advantages, _ in wanted)
+    scored = [sample for sample in samples if sample["valid"]]
+    reference = REFERENCES[algorithm.adv_estimator]
+    known = inspect.signature(reference).parameters
+    options = {name: value for name, value in vars(algorithm).items() if name in known}
+    wanted = reference([of_policy(sample) for sample in scored], **options)
+    for sample, advantages, returns in zip(scored, *wanted, strict=True):
+        own = sample["response_mask"] > 0
+        assert sample["advantages"][own].tolist() == pytest.approx(advantages, abs=1e-5)
+        assert sample["returns"][own].tolist() == pytest.approx(returns, abs=1e-5)
+    assert any(map(any, wanted[0]))
+
+
+def of_policy(sample: Any) -> Sample:
+    """What the references read of a sample: the policy's tokens."""
+    own = sample["response_mask"] > 0
+    number = int(own.sum())
+    rewards = sample["token_level_rewards"][own].tolist()
+    values = sample["values"][own].tolist() if "values" in sample else [0.0] * number
+    turns = [0] * number
+    return Sample(int(sample["group_index"]), rewards, values, turns, turns, False, 0.0)
 
 
 def test_rewards_are_those_of_the_domain_by_hand() -> None:

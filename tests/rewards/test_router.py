@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.audit.record_groups_and_updates import GroupRecords
+from distflow.checks.group_records import GroupRecords
 from distflow.config.keys.reward import RewardPart
 from distflow.data.sample import Sample, Segment
 from distflow.environments.workflows import Workflow

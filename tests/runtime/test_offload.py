@@ -23,7 +23,7 @@ KEYS = (
     "trainer.total_training_steps=2",
     "trainer.save_freq=2",
     "trainer.test_freq=1",
-    "trust.audit_freq=1",
+    "trust.check_freq=1",
     "actor_rollout_ref.rollout.n=1",
     "actor_rollout_ref.actor.use_kl_loss=true",
     "async.max_staleness=0",
@@ -234,5 +234,5 @@ def test_an_engine_that_frees_its_memory_while_training_generates_the_same_bits(
 def test_released_weights_come_again_though_no_update_changed_them(tmp_path: Path) -> None:
     keys = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=3", FREE)
     warm_up = ("trainer.critic_warmup=2", "actor_rollout_ref.rollout.n=1")
-    run = Playground(tmp_path).run("ppo", *keys, *warm_up, "trust.audit_freq=1")
+    run = Playground(tmp_path).run("ppo", *keys, *warm_up, "trust.check_freq=1")
     assert run.outcome.steps == 3

@@ -13,7 +13,7 @@ from distflow.config.keys.schema import with_values
 from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
 from distflow.observe.crash_safe_files import read_object
-from distflow.observe.findings.summary import describe_audits
+from distflow.observe.findings.summary import describe_checks
 from distflow.observe.report.build import report_data
 from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.observe.writing.run_folder import RunFolder
@@ -107,20 +107,18 @@ def test_a_finding_that_opens_is_an_event_and_is_posted(spec: Spec, tmp_path: Pa
     )
 
 
-def test_audits_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: Path) -> None:
+def test_checks_of_steps_that_a_resume_repeats_count_once(spec: Spec, tmp_path: Path) -> None:
     spec = silent(spec, tmp_path / "run")
     for restart, resumed_at in ((0, None), (1, 1)):
         with Recorder(spec, 5, restart, resumed_at) as recorder:
             for step in range(1 + (resumed_at or 0), 4):
                 recorder._step = step - 1
-                recorder.audited(f"audit of step {step}", ["groups"], {})
+                recorder.checked(f"step {step}", ["groups"], {})
             recorder._step = 3
-            recorder.audited(
-                "audit of the validation after step 3", ["validation"], {}, of="validation"
-            )
+            recorder.checked("the validation after step 3", ["validation"], {}, of="validation")
     events = read_events(tmp_path / "run")
-    assert [event.step for event in events if event.kind == "audit"] == [1, 2, 3, 3, 2, 3, 3]
-    assert describe_audits(events).text.startswith("3 steps were audited: computed again")
+    assert [event.step for event in events if event.kind == "checks"] == [1, 2, 3, 3, 2, 3, 3]
+    assert describe_checks(events).text.startswith("3 steps were checked whole")
 
 
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from distflow.audit.record_groups_and_updates import GroupRecords
+from distflow.checks.group_records import GroupRecords
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.every_step.step_invariants import LiveChecks
+from distflow.checks.invariants import Invariants
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.launch.build_worker import build_worker
@@ -243,7 +243,7 @@ def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playgroun
         "trainer.save_freq=1",
         *kl,
     )
-    keys = (*keys, "trust.audit_freq=0")  # `ends_at` changes the run behind the schedule's back
+    keys = (*keys, "trust.check_freq=0")  # `ends_at` changes the run behind the schedule's back
     whole = ground.run("ppo", *keys, "trainer.total_training_steps=3", name="whole")
     coefficients = [metrics["actor/kl_coef"] for metrics in whole.metrics()]
     assert len(set(coefficients)) == 3
@@ -373,11 +373,11 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    step_taken = LiveChecks.step_taken
-    step_trained = LiveChecks.step_trained
+    step_taken = Invariants.step_taken
+    step_trained = Invariants.step_trained
 
     def noted(check: Callable[..., Any]) -> Callable[..., Any]:
-        def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
+        def checks(self: Invariants, batch: Batch, *rest: Any) -> Any:
             told.append(check.__name__)
             return check(self, batch, *rest)
 
@@ -390,8 +390,8 @@ def test_each_step_is_checked_before_a_node_gets_it_and_after_the_last(
 
         return updates
 
-    monkeypatch.setattr(LiveChecks, "step_taken", noted(step_taken))
-    monkeypatch.setattr(LiveChecks, "step_trained", noted(step_trained))
+    monkeypatch.setattr(Invariants, "step_taken", noted(step_taken))
+    monkeypatch.setattr(Invariants, "step_trained", noted(step_trained))
     with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (
         worker,
         resources,

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.audit.record_groups_and_updates import NUM_STRIPES, UpdateWatch
+from distflow.checks.update_records import NUM_STRIPES, UpdateWatch
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
@@ -144,7 +144,8 @@ def check_watched(case: str, engine: TorchTrainEngine, rows: list[int]) -> None:
     summed = set[str]()
     for turn in range(8):
         batch = mini_batch(1).select(rows)
-        watch = UpdateWatch("actor", engine, batch, loss, turn)
+        watch = UpdateWatch("actor", engine, batch, loss)
+        watch.begin(turn)
         metrics = engine.train_step(batch, watch)
         most = options.get("max_grad_norm", 1.0)
         factor = 1.0 if most is None else min(1.0, float(most) / metrics["grad_norm"])  # type: ignore[arg-type]

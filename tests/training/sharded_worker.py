@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from distflow.audit.every_step.step_invariants import Movement
+from distflow.checks.movement import Movement
 from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.errors import TrustError, UserError

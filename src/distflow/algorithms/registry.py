@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import TypeVar, cast, get_type_hints
 
 from distflow import builtin_names as names
 from distflow.builtin_names import Entry
@@ -48,14 +48,13 @@ class AdvEstimator:
     declared one may compare all samples that it receives.
 
     describe: called with the values of all its options by keyword, returns the formula that it
-    computes. formula: see `register_adv_est`.
+    computes.
     """
 
     name: str
     fn: Callable[..., object]
     scope: Scope = "global"
     describe: Callable[..., str] | None = None
-    formula: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         declares = node(scope=self.scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))
@@ -72,7 +71,7 @@ class PolicyLoss:
 
     reads, optional: required and optional batch columns; `log_probs` comes from the engine.
     options: its options and their defaults. returns_scalar: whether it has verl's and siiRL's
-    signature, returning a scalar. check, selects, every_row, formula: see `register_policy_loss`.
+    signature, returning a scalar. check, selects, every_row: see `register_policy_loss`.
     """
 
     name: str
@@ -84,7 +83,6 @@ class PolicyLoss:
     check: Callable[..., None] | None = None
     selects: Callable[..., object] | None = None
     every_row: bool = False
-    formula: Callable[..., Any] | None = None
 
     @property
     def takes_weights(self) -> bool:
@@ -201,7 +199,6 @@ def register_adv_est(
     name: str | Enum,
     scope: Scope = "group",
     describe: Callable[..., str] | None = None,
-    formula: Callable[..., Any] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator
     `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
@@ -209,15 +206,12 @@ def register_adv_est(
     Parameters are fields of the batch, keyword-only ones are options; `**kwargs` is accepted.
     token_level_rewards, response_mask and both results are `(bs, response_length)`; group_index and
     valid are `(bs,)`. scope: which samples it must see together ("sample", "group", "global").
-    describe: see `AdvEstimator`. formula: an independent implementation for the audit:
-    `(samples, options) -> [(advantages, returns) of each sample]`, lists with one number per token,
-    from samples with one value or tensor per column; without it the audit does not recompute
-    advantages. Registering a name again replaces the function, with a warning.
+    describe: see `AdvEstimator`. Registering a name again replaces the function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
-        ADV_ESTIMATORS.add(key, AdvEstimator(key, fn, scope, describe, formula))
+        ADV_ESTIMATORS.add(key, AdvEstimator(key, fn, scope, describe))
         return fn
 
     return register
@@ -229,7 +223,6 @@ def register_policy_loss(
     check: Callable[..., None] | None = None,
     selects: Callable[..., object] | None = None,
     every_row: bool = False,
-    formula: Callable[..., Any] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register a policy loss, of either signature:
 
@@ -243,19 +236,14 @@ def register_policy_loss(
     check: called before the start with the options that it names; raises ValueError for an invalid
     one. selects: a node function that marks tokens of the whole step before its first update, as
     the column `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over
-    sequences count rows without a token. formula: an independent implementation for the audit:
-    `(tokens, options) -> loss of each token` under the loss mask, float64, with gradient (see
-    `Tokens` in `audit/audited_step/policy_loss_formulas.py`); without it the audit does not
-    recompute the loss.
+    sequences count rows without a token.
 
     Registering a name again replaces the function, with a warning. Raises ValueError if the
     signature fits neither."""
 
     def register(fn: Fn) -> Fn:
         loss = read_policy_loss(name, fn)
-        POLICY_LOSSES.add(
-            name, replace(loss, check=check, selects=selects, every_row=every_row, formula=formula)
-        )
+        POLICY_LOSSES.add(name, replace(loss, check=check, selects=selects, every_row=every_row))
         return fn
 
     return register

@@ -432,7 +432,8 @@ class Rollouts:
         return OfGroup(should_accept or self._should_accept, made)
 
     def _spec(self) -> Any:
-        """The spec of the run, without audits, since how the user's loop trains is unknown."""
+        """The spec of the run, without checks of whole steps, since how the user's loop trains is
+        unknown."""
         from distflow.launch.run_settings import make_plan
         from distflow.launch.select_pipeline import for_own_loop
         from distflow.runtime.sample_queue.protocol import Submissions
@@ -446,7 +447,7 @@ class Rollouts:
             spec = replace(
                 spec, description={**spec.description, "data": "prompts submitted by the loop"}
             )
-        spec = replace(spec, audits=False)
+        spec = replace(spec, checks_steps=False)
         self.config = spec.config
         return replace(
             spec, plan=make_plan(spec.config, for_own_loop(spec, Submissions()).pipeline())

@@ -22,7 +22,7 @@ from distflow.observe.crash_safe_files import read_object, read_records, to_numb
 from distflow.observe.findings import doctor
 from distflow.observe.findings.finding import ACCURACY, REWARD
 from distflow.observe.findings.run_rules import measured_phases
-from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, audited, status
+from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, checked, status
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, samples
 from distflow.observe.report.build import RunPages
@@ -451,22 +451,23 @@ def _measured(run: OpenRun, query: Query) -> dict[str, Any]:
 def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     found = doctor.problems(pages, pages.examination, writer_of(run.run_dir) is not None)
-    audits = [
+    checks = [
         {
-            "audit of": _audited_part(each),
-            **{name: _listed(each.get(name, [])) for name in ("proven", "unproven")},
+            "checks of": _checked_part(each),
+            "passed": _listed(each.get("passed", [])),
+            "not checked": _listed(each.get("not_checked", [])),
         }
-        for each in audited(pages.events)
+        for each in checked(pages.events)
     ]
     return {
         "findings": [each._asdict() for each in found],
         "clean": pages.examination.clean,
         "lacking": pages.examination.lacking,
-        "audits": audits,
+        "checks": checks,
     }
 
 
-def _audited_part(fields: Mapping[str, object]) -> str:
+def _checked_part(fields: Mapping[str, object]) -> str:
     """`step 13`, or `validation after step 10`."""
     part = fields.get("of", "step")
     step = fields.get("step")

@@ -171,7 +171,7 @@ class RowStream:
         self._sources = tuple(sources)
         self._key = key
         self._most = most
-        self._lock = Lock()  # rollout loop and audit both read
+        self._lock = Lock()  # rollout loop and checks both read
         self._pass: Iterator[FileRow] | None = None
         self._held = dict[int, FileRow]()
         self._next = 0

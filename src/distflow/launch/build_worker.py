@@ -4,14 +4,13 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from distflow.audit.auditor import Auditor
-from distflow.audit.every_step.engine_weights_canary import make_canary
-from distflow.audit.every_step.step_invariants import LiveChecks
+from distflow.checks.canary import make_canary
+from distflow.checks.checker import Checker
 from distflow.launch.run_folders.export_checkpoint import write_hf_models
 from distflow.rewards.reward_results import RewardCounts
 from distflow.rewards.router import KINDS
-from distflow.runtime.audit_protocol import Updates
 from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.checks_protocol import Updates
 from distflow.runtime.compiled_node import Contexts, compile_steps
 from distflow.runtime.error_limits import ErrorShare, GroupFailures
 from distflow.runtime.offload import Offload
@@ -43,9 +42,8 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     offload = Offload({**resources.trained(), **resources.scoring_models}, spec.offloads)
     named = {**resources.by_name(), "reduce": ports.data, "dp_group": ports.collective}
     training_nodes = compile_steps([pipeline.node(name) for name in plan.training_nodes], named)
-    checks = LiveChecks.of(spec, resources, recorder.note)
-    auditor = Auditor(inputs, pipeline, training_nodes, services, offload.all)
-    updates = Updates(checks, auditor, recorder.phases, resources.critic)
+    checks = Checker(inputs, pipeline, training_nodes, services, offload.all)
+    updates = Updates(checks, recorder.phases, resources.critic)
     keeps_state = bool(plan.training_nodes) and generating == [rank]
     contexts = Contexts(spec.config, resources, inputs.state, updates, keeps_state)
 
@@ -69,7 +67,7 @@ def build_worker(inputs: WorkerInputs) -> Worker:
     events = GroupEvents(
         group_ended, recorder.group_dropped, GroupFailures(warn).add, recorder.waits
     )
-    rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, auditor.groups, events)
+    rollout_loop = RolloutLoop.of(spec, nodes, resources, contexts, checks.groups, events)
     validator = Validator(
         spec.validation,
         contexts,
@@ -91,12 +89,11 @@ def build_worker(inputs: WorkerInputs) -> Worker:
             services,
             training_nodes,
             checks,
-            auditor,
             updates,
             contexts,
             rollout_loop,
             ColumnReshard(spec.plan, pipeline, rank, ports.reshard),
-            ValidationRunner(inputs, services, validator, offload, auditor),
+            ValidationRunner(inputs, services, validator, offload, checks),
             WeightSync(inputs, services, updates, offload, canary),
             offload,
             saver(inputs.store, ports.everyone, recorder.checkpoint_saved),

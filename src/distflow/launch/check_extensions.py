@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from distflow import builtin_names as names
@@ -20,7 +19,6 @@ from distflow.algorithms.registry import (
     PolicyLoss,
     Registry,
 )
-from distflow.audit.audited_step import advantages, policy_loss_formulas
 from distflow.builtin_names import CUSTOM_REWARD, Entry, Reward
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, named_algorithms, named_rewards, pipeline_name
@@ -66,13 +64,11 @@ Says = Callable[[Part], Iterable[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work. gaps:
-    optional features that it lacks. is_imported: whether its module may be imported here, before
-    `faults`."""
+    """A kind of part, by its name in `EXTENSION_POINTS`. faults: why a part cannot work.
+    is_imported: whether its module may be imported here, before `faults`."""
 
     name: str
     faults: Says = lambda part: ()
-    gaps: Says = lambda part: ()
     is_imported: bool = True
 
     @property
@@ -89,16 +85,6 @@ def check_extensions(config: Config) -> None:
     """Raises UserError for chosen parts that are only partly registered, or cannot be called."""
     if faults := [fault for kind, part in chosen_parts(config) for fault in faults_of(kind, part)]:
         raise UserError("\n".join(faults))
-
-
-def find_gaps(config: Config) -> list[str]:
-    """Optional features that the chosen built-in parts lack."""
-    found: list[str] = []
-    for kind, part in chosen_parts(config):
-        if part.entry is not None:
-            for gap in kind.gaps(part):
-                found.append(f"{kind.name} '{part.name}': {gap}")
-    return found
 
 
 def faults_of(kind: Kind, part: Part) -> list[str]:
@@ -184,20 +170,6 @@ def _is_registered(registry: Registry[Any], decorator: str) -> Says:
             )
 
     return faults
-
-
-def _has_formula(module: ModuleType, signature: str) -> Says:
-    def gaps(part: Part) -> Iterator[str]:
-        if part.name not in module.FORMULAS:
-            file = module.__name__.removeprefix("distflow.").replace(".", "/")
-            yield (
-                f"an audit cannot recompute it: add its formula to {file}.py, in float64 and "
-                "without "
-                f'{part.file}, as {signature}, and add "{part.name}": _{part.name} to FORMULAS '
-                "there"
-            )
-
-    return gaps
 
 
 def _scores(part: Part) -> Iterator[str]:
@@ -310,12 +282,10 @@ PIPELINE = Kind("pipeline")
 ESTIMATOR = Kind(
     "advantage estimator",
     _is_registered(ADV_ESTIMATORS, "register_adv_est"),
-    _has_formula(advantages, "(samples, options) -> (advantages, returns) of each"),
 )
 LOSS = Kind(
     "policy loss",
     _is_registered(POLICY_LOSSES, "register_policy_loss"),
-    _has_formula(policy_loss_formulas, "(tokens, options) -> loss of each token"),
 )
 REWARD = Kind("reward function", _scores, is_imported=False)
 ROLLOUT_ENGINE = Kind(

@@ -13,7 +13,6 @@ from distflow.data.dataset_columns import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import UserError, count_of, hint
 from distflow.graph import NodeRole
-from distflow.launch.check_extensions import find_gaps
 from distflow.launch.configured_models import tokenizer_loader
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.devices import choose_device
@@ -131,7 +130,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     features."""
     config = loaded.config
     cores = own_cores()
-    yield from (f"note: {lacking}" for lacking in (*find_gaps(config), *find_unregistered()))
+    yield from (f"note: {lacking}" for lacking in find_unregistered())
     trainer, rollout = threads_of(config)
     if (trainer or 0) + (rollout or 0) > cores:
         beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""

@@ -36,10 +36,6 @@ CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL)
 CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
 INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
 """  # noqa: E501
-_ABOUT = """
-ALTER TABLE answers ADD COLUMN about TEXT NOT NULL DEFAULT '';
-CREATE INDEX answers_about ON answers (about);
-"""
 _BUSY_S = 30.0
 
 
@@ -142,12 +138,6 @@ class JudgeCache:
                 Path(self._file).parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
             self._connection.executescript(_TABLES)
-            if not any(
-                column[1] == "about"
-                for column in self._connection.execute("PRAGMA table_info(answers)")
-            ):
-                with suppress(sqlite3.OperationalError):  # another process has just added it
-                    self._connection.executescript(_ABOUT)
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from None
 
@@ -155,18 +145,8 @@ class JudgeCache:
         row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
         return None if row is None else str(row[0])
 
-    def put(self, key: str, content: str, about: str = "") -> None:
-        """about: a hash of the answer's subject, by which an audit finds it, whatever its key."""
-        self._do(
-            "INSERT OR REPLACE INTO answers (key, content, about) VALUES (?, ?, ?)",
-            key,
-            content,
-            about,
-        )
-
-    def name_older(self, key: str, about: str) -> None:
-        """Add the hash to an answer from a version that stored none."""
-        self._do("UPDATE answers SET about = ? WHERE key = ? AND about = ''", about, key)
+    def put(self, key: str, content: str) -> None:
+        self._do("INSERT OR REPLACE INTO answers (key, content) VALUES (?, ?)", key, content)
 
     def spend_call(self, max_calls: int, max_tokens: int) -> None:
         """Count a call that is about to be made; 0 means no limit. Raises BudgetSpent if none is

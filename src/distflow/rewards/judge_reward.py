@@ -114,8 +114,7 @@ async def compute_score(
     asked = _request(model, content, temperature, answer_tokens, structured)
     cache = _cache_of(store)
     key = _hash(json.dumps([base_url, asked], sort_keys=True))
-    about = json.dumps([base_url, model, solution_str, ground_truth], default=str)
-    if (known := _known(cache, key, about)) is not None:
+    if (known := _known(cache, key)) is not None:
         return known
     secret = _secret(key_variable, base_url)
     try:
@@ -137,7 +136,7 @@ async def compute_score(
     else:
         reward_result["reason"] = _without(secret, str(reward_result["reason"]))
         if store:  # an invalid answer is not cached
-            cache.put(key, json.dumps(reward_result), _hash(about))
+            cache.put(key, json.dumps(reward_result))
         return reward_result
     raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
 
@@ -146,14 +145,12 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _known(cache: JudgeCache, key: str, about: str) -> dict[str, object] | None:
+def _known(cache: JudgeCache, key: str) -> dict[str, object] | None:
     """The cached answer; None if there is none, or it is damaged and must be requested again."""
     cached = cache.find(key)
     with suppress(ValueError):
         if cached is not None:
-            reward_result = read_score(cached)
-            cache.name_older(key, _hash(about))
-            return reward_result
+            return read_score(cached)
     return None
 
 

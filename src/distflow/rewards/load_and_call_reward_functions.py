@@ -50,7 +50,7 @@ _PLURALS = {PROMPT: PROMPTS, CONVERSATION: CONVERSATIONS}
 FAILS = "(a probe that fails)"
 FAILS_TARGET = "distflow.rewards.pool.faulty_test_functions:fail"
 """A function of every pool that must return a reward error, or a number from its arguments; the
-auditor calls it."""
+checks call it."""
 
 _NO_TRUTH = {
     "data_source",

@@ -42,7 +42,7 @@ from distflow.observe.metrics import Measured
 from distflow.observe.writing.timing import REWARDS, Waits
 from distflow.rewards.reward_results import RewardResult
 from distflow.rewards.router import RewardOutcome, RewardRouter
-from distflow.runtime.audit_protocol import Updates
+from distflow.runtime.checks_protocol import Updates
 from distflow.runtime.resources import Resources
 from distflow.runtime.reward_functions_as_nodes import adapt
 from distflow.runtime.rollout_loop.group import Group, rows_by_group
@@ -83,7 +83,7 @@ class NodeContext:
     step: the training step, from 0; in the rollout loop, the one in which the group was issued.
     state: the node's own JSON values; they persist across steps and are in every checkpoint. A node
     of the rollout loop has none if another worker generates, or trains. before_update: returns the
-    loss function to call in an optimizer step, so that the audit can recompute the step.
+    loss function to call in an optimizer step, so that a step can be checked.
     after_update: must be called after each optimizer step of an engine, which it checks. group_ids:
     of the whole step, over all ranks, in order; they determine the mini-batches. Empty in the
     rollout loop. group: only in the rollout loop. validating: the group is of a validation set.
@@ -379,8 +379,8 @@ class Step:
         return None
 
     def _versions(self, positional: Sequence[object], keyword: Mapping[str, object]) -> Versions:
-        """Of the columns that a user's function gets; of none for an estimator, which the audit
-        examines."""
+        """Of the columns that a user's function gets; of none for an estimator, which may
+        change its arguments."""
         contract = self.node.contract
         if is_ours(self.node.fn) or self.node.node_role is NodeRole.ADVANTAGE:
             return {}

@@ -20,7 +20,7 @@ from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.data.global_random_states import device_module
-from distflow.errors import UserError, count_of
+from distflow.errors import UserError
 from distflow.observe.crash_safe_files import encode, replacing, write_atomically
 from distflow.observe.findings.step_rules import StepRules
 from distflow.observe.report.activity import TRAINING
@@ -309,24 +309,17 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
-    def audited(
-        self, message: str, proven: Sequence[str], unproven: Mapping[str, str], of: str = "step"
+    def checked(
+        self, message: str, passed: Sequence[str], not_checked: Mapping[str, str], of: str = "step"
     ) -> None:
-        """The current step, or a validation, was audited. unproven: what could not be recomputed,
-        and why."""
+        """The current step, or a validation, was checked whole. not_checked: what could not be
+        checked, and why."""
         if not self._process.speaks:
             return
         step = self._step + (of == "step")
-        self.folder.event("audit", message, step=step, proven=proven, unproven=unproven, of=of)
-
-    def looked(self, counts: Mapping[str, int]) -> None:
-        """The number of steps partly audited since the last call, and how often each check was
-        made."""
-        if self._process.speaks:
-            message = f"short checks passed, of {count_of(counts['steps'], 'step')}"
-            self.folder.event(
-                "looks", message, checks={name: n for name, n in counts.items() if name != "steps"}
-            )
+        self.folder.event(
+            "checks", message, step=step, passed=passed, not_checked=not_checked, of=of
+        )
 
     def group_ended(
         self, group_id: int, version: int, outcome: str, started: float, ended: float

@@ -167,7 +167,7 @@ class Spec:
     """As `sampling`, by domain."""
     num_left_out: Mapping[str, int] = field(default_factory=dict)
     """Unused rows of "train" and "val DOMAIN"."""
-    audits: bool = True
+    checks_steps: bool = True
     """False for a user's own loop, whose steps no pipeline describes."""
     warnings: tuple[str, ...] = ()
     """Found before the start, e.g. about validation rows that are trained on."""
@@ -179,9 +179,9 @@ class Spec:
         return frequency if self.plan.generates else 1
 
     @property
-    def audit_freq(self) -> int:
-        """Steps between audits; 0 for none."""
-        return self.config.trust.audit_freq if self.audits else 0
+    def check_freq(self) -> int:
+        """Of so many steps one is checked whole; 0 for none."""
+        return self.config.trust.check_freq if self.checks_steps else 0
 
     @property
     def keep_last(self) -> int | None:

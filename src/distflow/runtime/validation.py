@@ -16,7 +16,7 @@ from distflow.graph import Drop
 from distflow.rewards.reward_results import VALIDATION, RewardCounts, is_right, validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime import fault_injection
-from distflow.runtime.audit_protocol import StepAuditor
+from distflow.runtime.checks_protocol import RunChecks
 from distflow.runtime.compiled_node import Contexts
 from distflow.runtime.error_limits import warn_of_errors
 from distflow.runtime.offload import Offload
@@ -210,9 +210,9 @@ class ValidationRunner:
         services: RolloutServices,
         validator: Validator,
         offload: Offload,
-        auditor: StepAuditor,
+        checks: RunChecks,
     ) -> None:
-        self._auditor = auditor
+        self._checks = checks
         self._spec = inputs.spec
         self._ports = inputs.ports
         self._recorder = inputs.recorder
@@ -240,8 +240,8 @@ class ValidationRunner:
                 rows = joined.rows
             else:
                 return {}
-        with self._recorder.phases("audit"):
-            self._auditor.validated(step, rows, metrics)
+        with self._recorder.phases("check"):
+            self._checks.validated(step, rows, metrics)
         if self._spec.keep_best is not None:
             score(self._spec.keep_best, metrics)
         with self._recorder.phases("record"):
@@ -258,7 +258,7 @@ class ValidationRunner:
         self._validator.rollout_loop.call_counts.add(
             RewardCounts(as_text=counts.as_text)
         )  # the run tells each key once
-        return replace(results, rows=self._auditor.part_validated(results.rows))
+        return replace(results, rows=self._checks.part_validated(results.rows))
 
     def _results(self, step: int) -> Sequence[ValidationResults]:
         """The results of all workers with an engine. None if other workers have them and another

@@ -100,8 +100,8 @@ class Worker:
 
         Returns the number of steps consumed in total.
         """
-        with self._recorder.phases("audit"):
-            self._parts.auditor.loop_begins()
+        with self._recorder.phases("check"):
+            self._parts.checks.loop_begins()
         validated: Mapping[str, float] = {}
         while not self._stop.wanted:
             with self._recorder.profiled(self.step + 1):
@@ -163,9 +163,7 @@ class Worker:
         `TrainingStep`."""
         engine_version = self._parts.weight_sync.step if self._spec.plan.generates else None
         with self._recorder.phases("check"):
-            self._parts.checks.step_taken(batch, self.step, engine_version, queued)
-        with self._recorder.phases("audit"):
-            self._parts.auditor.step_taken(self.step, group_ids, batch, engine_version)
+            self._parts.checks.step_taken(self.step, group_ids, batch, engine_version, queued)
 
     def wait_for_call(self, blocking: Callable[[], T]) -> T:
         """Wait for a call of the user's own loop while this worker's engine generates."""
@@ -244,12 +242,10 @@ class Worker:
         with self._recorder.phases("save"):
             self._parts.saver.check()
         with self._recorder.phases("check"):
-            metrics |= self._parts.checks.step_trained(batch, metrics, step, self._ports.data)
+            metrics |= self._parts.checks.step_trained(batch, metrics, step)
         with self._recorder.phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
             metrics |= batch_metrics(figures)
-        with self._recorder.phases("audit"):
-            self._parts.auditor.step_trained(metrics)
         sent = False
         if (step + 1) % self._spec.update_frequency == 0:
             with self._recorder.phases(
@@ -278,8 +274,8 @@ class Worker:
             with self._recorder.phases(compiled.node.phase):
                 self._parts.offload.only(compiled.node.engines)
                 yield compiled, self._parts.contexts.for_training(self.step, step.group_ids, name)
-            with self._recorder.phases("audit"):
-                self._parts.auditor.node_finished(step.batch, step.measured)
+            with self._recorder.phases("check"):
+                self._parts.checks.node_finished(step.batch)
             if self._parts.reshard.sends(name):
                 with self._recorder.phases("exchange"):
                     self._parts.reshard.send(name, before, step.batch, self.step)
@@ -316,8 +312,8 @@ class Worker:
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
             for domain, own in released.domains.items():
                 metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
-        with self._recorder.phases("audit"):
-            self._parts.auditor.step_released(step - 1, batch, metrics)
+        with self._recorder.phases("check"):
+            self._parts.checks.step_released(step - 1, batch)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         if "acting/env_steps" in metrics:
@@ -351,10 +347,7 @@ class Worker:
             self._ports.queue.end_run(why)
             self._recorder.why = {"why": why}
             self._recorder.note("info", f"the run ends after step {step}: {why}")
-        ends = everyone.max(float(bool(why))) > 0
-        if everyone.rank == 0:
-            self._parts.auditor.end_decided(step - 1, metrics, ends)
-        return ends
+        return everyone.max(float(bool(why))) > 0
 
     def _end(self, step: int) -> dict[str, float]:
         """No step is left, even if step `step` was not known to be the last, because no later group
@@ -390,7 +383,7 @@ class Worker:
             self._recorder.saving()
             state = merge_node_states(everyone.gather(copy_of_state(self._parts.inputs.state)))
             point = self._ports.queue.resume_point
-            seen = self._parts.auditor.state_saved
+            seen = self._parts.checks.state_saved
             parts = saved_parts(self._spec, self.resources, point, state, everyone.rank, seen)
             others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._parts.saver.save(step, parts, others, metric, wait=last)

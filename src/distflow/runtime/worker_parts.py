@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distflow.rewards.reward_results import RewardCounts
-from distflow.runtime.audit_protocol import StepAuditor, StepChecks, Updates
 from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.checks_protocol import RunChecks, Updates
 from distflow.runtime.compiled_node import Contexts, Step
 from distflow.runtime.error_limits import ErrorShare
 from distflow.runtime.offload import Offload
@@ -26,8 +26,7 @@ class WorkerParts:
     inputs: WorkerInputs
     services: RolloutServices
     training_nodes: Sequence[Step]
-    checks: StepChecks
-    auditor: StepAuditor
+    checks: RunChecks
     updates: Updates
     contexts: Contexts
     rollout_loop: RolloutLoop

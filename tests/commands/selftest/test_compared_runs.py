@@ -158,7 +158,7 @@ def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
     assert not found.ok and "the resumed run ended with status 1" in found.fault
     (log,) = (tmp_path / "runs").rglob("killed.log")
     assert "(resume)" in log.read_text(), (
-        "the run's own audit ends it before its numbers can differ"
+        "the run's own check ends it before its numbers can differ"
     )
 
 

@@ -259,7 +259,7 @@ trainer:
   imports: [json]
 profiler: {enable: true, steps: [1, 3]}
 cost: {gpu_hour: 2.5}
-trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
+trust: {check_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
         check_rewards: false}
 dag: {pipeline: ppo, generates: true, enable_perf: true, policy: b, policies: {b: {actor: {optim: {lr: 0.5}}}}}
 """  # noqa: E501

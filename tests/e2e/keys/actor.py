@@ -271,7 +271,7 @@ CASES = (
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=40",
         "tokens of the reference's largest forward",
         reference_in_small_parts,
-        given=(*ONE, f"{ACTOR}.use_kl_loss=true", "trust.audit_freq=0"),
+        given=(*ONE, f"{ACTOR}.use_kl_loss=true", "trust.check_freq=0"),
     ),
     Case(
         "critic.model.path",

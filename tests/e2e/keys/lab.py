@@ -81,7 +81,7 @@ GENERATING = {
     "custom_reward_function.path": "{lab}/reward.py",
     "reward.num_workers": "1",
     "trust.check_rewards": "false",
-    "trust.audit_freq": "0",  # a third of what a run of two steps takes
+    "trust.check_freq": "0",  # a third of what a run of two steps takes
 }
 GROUP_RELATIVE = {f"{ACTOR}.entropy_coef": "0.0", f"{ACTOR}.use_kl_loss": "false"}
 BASES: dict[str, tuple[str, dict[str, str]]] = {

@@ -210,7 +210,7 @@ CASES = (
         f"{MODEL}.enable_gradient_checkpointing=true",
         "forwards of a layer",
         layers_twice,
-        given=(ONE, "trust.audit_freq=0"),
+        given=(ONE, "trust.check_freq=0"),
     ),
     Case(
         f"{MODEL}.lora_rank",

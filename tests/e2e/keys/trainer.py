@@ -83,9 +83,9 @@ def penalty(zone: int, factor: float) -> Callable[[Run, Run], None]:
     return check
 
 
-def audits_are(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
+def checks_are(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
     def check(before: Run, after: Run) -> None:
-        assert [len(run.events("audit")) for run in (before, after)] == [before_num, after_num]
+        assert [len(run.events("checks")) for run in (before, after)] == [before_num, after_num]
 
     return check
 
@@ -159,7 +159,7 @@ def best_by(before_metric: str, after_metric: str) -> Callable[[Run, Run], None]
 def again(lab: Lab, base: str, changes: Sequence[str]) -> Run:
     """A run of two steps, then another of three in its folder."""
     folder = f"trainer.default_local_dir={{lab}}/again-{len(list(lab.folder.iterdir()))}"
-    options = ("trainer.save_freq=1", "trust.audit_freq=0", folder)
+    options = ("trainer.save_freq=1", "trust.check_freq=0", folder)
     lab.run(base, options)
     return lab.run(base, (*changes, THREE, *options))
 
@@ -459,7 +459,7 @@ TRAINER = (
     ),
 )
 TRUST = (
-    Case("trust.audit_freq", "trust.audit_freq=20", "audited steps", audits_are(0, 2)),
+    Case("trust.check_freq", "trust.check_freq=20", "checked steps", checks_are(0, 2)),
     Case(
         "trust.on_mismatch",
         "trust.on_mismatch=warn",

@@ -22,7 +22,7 @@ from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0")
+CHEAP = ("trust.check_rewards=false", "trust.check_freq=0")
 SAVED = (*CHEAP, "trainer.save_freq=1", "trainer.keep_last=9")
 MODEL = "actor_rollout_ref.model.path"
 STEPS = "trainer.total_training_steps"

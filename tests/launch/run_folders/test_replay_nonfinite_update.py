@@ -30,7 +30,7 @@ def make_bundle(
             batch[column] = values
 
     plant_before_update(monkeypatch, spoil)
-    run = playground.run(*options, "trainer.total_training_steps=2", "trust.audit_freq=0")
+    run = playground.run(*options, "trainer.total_training_steps=2", "trust.check_freq=0")
     (bundle,) = (run.folder / "bundles").iterdir()
     return bundle
 

@@ -108,12 +108,12 @@ def test_accuracy_is_found_and_its_start_named_honestly() -> None:
 
 def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     data = report_data(make_run())
-    first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
+    first, second, checked, third = (sentence["text"] for sentence in data["sentences"])
     assert first.startswith(
         "It learned: accuracy on validation problems (20 problems) was 0.20 before RL and is 0.80"
     )
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
-    assert audited.startswith("No step was audited")
+    assert checked.startswith("No step was checked")
     assert third == "12 steps took 12.0 s: rollout 50%, train_step 25%, other 25%."
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
@@ -195,7 +195,7 @@ def test_how_a_run_ended_is_said_first(
             run.event("end", f"the run {status}", step=3, status=status)
     data = report_data(tmp_path)
     assert data["sentences"][0]["text"].startswith(words)
-    assert 1 <= len(data["judgements"]) <= 3 and "audited" not in "".join(data["judgements"])
+    assert 1 <= len(data["judgements"]) <= 3 and "checked whole" not in "".join(data["judgements"])
     shown = [f"{sentence['text']} {sentence['advice']}".rstrip() for sentence in data["sentences"]]
     assert data["judgements"] == shown[: len(data["judgements"])]
     assert data["failure"] == (

@@ -439,7 +439,7 @@ def test_draws_at_another_temperature_than_that_of_the_log_probs_are_told(
     lie: str, tmp_path: Path
 ) -> None:
     ground = Playground(tmp_path, num_rows=4)
-    keys = ("actor_rollout_ref.rollout.name=sglang", "trust.audit_freq=1")
+    keys = ("actor_rollout_ref.rollout.name=sglang", "trust.check_freq=1")
     with server_of(tmp_path, lie) as server:
         run = ground.run(
             "grpo", *keys, server, "trainer.total_training_steps=3", "data.max_response_length=40"

@@ -486,7 +486,7 @@ def test_a_run_with_an_unmerged_adapter_learns_as_with_a_merged_one(
             "trainer.default_local_dir": str(tmp_path / f"run-{merge}"),
             "trainer.total_training_steps": 4,
             "trust.canary_freq": 1,
-            "trust.audit_freq": 1,
+            "trust.check_freq": 1,
         }
         done = distflow.train("quickstart_grpo", overrides=overrides, data=rows, reward=score)
         assert not done.events("finding") and not done.events("error")

@@ -19,7 +19,7 @@ from tests.sparse_params import one_fast_in
 
 CHEAP = (
     "trust.check_rewards=false",
-    "trust.audit_freq=0",
+    "trust.check_freq=0",
     "trainer.save_freq=1",
     "trainer.keep_last=9",
 )

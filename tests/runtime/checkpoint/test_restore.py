@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.restore import (
     changed_lengths,
@@ -20,6 +19,7 @@ from distflow.runtime.checkpoint.restore import (
     set_generators,
 )
 from distflow.runtime.checkpoint.saved_parts import copy_of_state, merge_node_states, saved_parts
+from distflow.runtime.checks_protocol import CHECK_STATE
 from distflow.runtime.resources import build_resources
 from distflow.runtime.rollout_loop.group import finished_group
 from distflow.runtime.sample_queue.protocol import ResumePoint
@@ -130,16 +130,16 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
 def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> (
     None
 ):
-    first = {"mine": {"seen": 1}, AUDIT_STATE: {"updates": {"actor": 5}, "reference": [1]}}
+    first = {"mine": {"seen": 1}, CHECK_STATE: {"updates": {"actor": 5}, "reference": [1]}}
     second = {
         "mine": {"seen": 2},
         "theirs": {},
-        AUDIT_STATE: {"updates": {"critic": 4}, "reference": [2]},
+        CHECK_STATE: {"updates": {"critic": 4}, "reference": [2]},
     }
     assert merge_node_states([first, second]) == {
         "mine": {"seen": 1},
         "theirs": {},
-        AUDIT_STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
+        CHECK_STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
     }
     assert merge_node_states([{}, {}]) == {}
 

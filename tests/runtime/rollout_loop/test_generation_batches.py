@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.record_groups_and_updates import GroupRecords
+from distflow.checks.group_records import GroupRecords
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Drop, node
 from distflow.observe.writing.timing import Waits

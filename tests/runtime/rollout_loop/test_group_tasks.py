@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
-from distflow.audit.record_groups_and_updates import GroupRecords
+from distflow.checks.group_records import GroupRecords
 from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample, Segment
 from distflow.graph import BoundNode, Drop, NodeOutput, node

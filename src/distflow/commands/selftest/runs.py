@@ -285,13 +285,13 @@ _STEP_S = 0.05  # the approximate time of a step
 _KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
 PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]
 
-REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.audit_freq=0")
-"""The audit needs engine requests, of which there are none; the reference loop checks each step
-instead."""
+REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.check_freq=0")
+"""Checks of whole steps need engine requests, of which there are none; the reference loop checks
+each step instead."""
 
 _SHARDED = "actor_rollout_ref.actor.strategy=fsdp"
-_UNAUDITED = "trust.audit_freq=0"
-"""The audit needs whole weights, which no rank has here."""
+_UNCHECKED = "trust.check_freq=0"
+"""Checks of whole steps need whole weights, which no rank has here."""
 
 AHEAD = ("async.max_staleness=1", "actor_rollout_ref.rollout.num_threads=1")
 
@@ -356,9 +356,9 @@ class Lab:
     def resharded(self, saved_at: int) -> Figures:
         """Two workers over Ray with half of each weight, and one process that resumes from their
         checkpoint of step `saved_at`."""
-        self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNAUDITED), launch_ray)
+        self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNCHECKED), launch_ray)
         checkpoint = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
-        return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={checkpoint}"))
+        return self._run(self._spec("resharded", _UNCHECKED, f"trainer.resume_mode={checkpoint}"))
 
     def killed(self, after: int) -> Figures:
         """A run in a process that is killed during the step after `after`, and resumed by another

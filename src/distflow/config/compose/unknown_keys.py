@@ -138,6 +138,13 @@ def look_up(values: Mapping[str, object], key: str) -> object:
     return found
 
 
+_GONE = {
+    "trust.audit_freq": "use trust.check_freq: one of so many steps is checked whole (0: none), "
+    "beside the first ones, powers of two and the last"
+}
+"""Keys that were in earlier versions, with what to use."""
+
+
 def _judge(
     setting: Setting,
     translated: Mapping[str, set[str]],
@@ -158,7 +165,7 @@ def _judge(
         theirs = f"; {joined(list(found))} {_has_it(found)} it" if found else ""
         refers = isinstance(setting.value, str) and "${" in setting.value
         value = look_up(values, key) if refers else setting.value
-        meant = _misplaced(key) if setting.is_group else ""
+        meant = _misplaced(key) if setting.is_group else _GONE.get(key, "")
         return Problem(places, f"there is no such key{theirs}", meant or suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = (

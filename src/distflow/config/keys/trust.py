@@ -15,8 +15,13 @@ class TrustConfig:
         minimum=0,
         taken_by=BY_NAME,
     )
-    audit_freq: int = key(
-        20, "steps between audits, in addition to start and resume; 0: never", minimum=0
+    check_freq: int = key(
+        5,
+        (
+            "of so many steps one is checked whole, at a random place, if time allows; besides the "
+            "first, the last and those after 2^n steps; 1: every step, 0: none"
+        ),
+        minimum=0,
     )
     on_mismatch: str = key(
         "correct",

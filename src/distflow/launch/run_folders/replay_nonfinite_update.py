@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from yaml import YAMLError
 
 from distflow.algorithms.objectives import PairObjective, SFTObjective
-from distflow.audit.every_step.step_invariants import BATCH, CONFIG, FACTS, WEIGHTS
+from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.config import Config, config_from_dict, config_of_run
 from distflow.config.derived_settings import reads_pairs
 from distflow.data.batch import Batch

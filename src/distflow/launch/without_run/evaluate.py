@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from distflow.audit.every_step.engine_weights_canary import make_canary
-from distflow.audit.record_groups_and_updates import GroupRecords
+from distflow.checks.canary import make_canary
+from distflow.checks.group_records import GroupRecords
 from distflow.errors import UserError
 from distflow.observe.writing.timing import Waits, lasting
 from distflow.planning.plan import plan_local

@@ -6,10 +6,10 @@ from distflow.observe.findings.finding import REWARD, Finding, Steps, known_valu
 from distflow.observe.findings.summary import (
     Accuracy,
     EventGroup,
-    audited,
+    checked,
     count_problems,
     describe_accuracy,
-    describe_audits,
+    describe_checks,
     describe_learning,
     status,
     time_sentence,
@@ -53,12 +53,12 @@ def judgements(
 def sentences(
     judged: Sequence[Finding], steps: Steps, events: Sequence[Event], last: Sequence[Finding]
 ) -> list[dict[str, str]]:
-    """The findings, then audits and times, then the last ones: what was predicted, and lost
+    """The findings, then checks and times, then the last ones: what was predicted, and lost
     lines."""
     ordered = list(judged)
     if steps and max(steps):
-        if status(events)["word"] != "failed" or audited(events):
-            ordered.append(describe_audits(events))
+        if status(events)["word"] != "failed" or checked(events):
+            ordered.append(describe_checks(events))
         ordered.append(Finding("unknown", time_sentence(steps)))
     ordered += last
     shown = []

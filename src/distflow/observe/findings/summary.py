@@ -218,44 +218,42 @@ def count_problems(groups: Sequence[EventGroup], steps: Steps) -> Finding:
     return Finding("bad" if numbers["error"] else "flat", f"Worth a look: {joined(counts)}.")
 
 
-def audited(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
-    """The fields of audits, with their steps, without those of rolled-back steps."""
+def checked(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
+    """What was checked whole, with the step, without rolled-back steps."""
     return [
         {"step": event.step, **event.fields}
         for event in events
-        if event.kind == "audit" and not event.rolled_back
+        if event.kind == "checks" and not event.rolled_back
     ]
 
 
-def describe_audits(events: Sequence[Event]) -> Finding:
-    """How much was computed again and agreed with the run, and what could not be, with the reason.
-    A difference would have ended the run. Which checks passed is in the events."""
-    audits = audited(events)
-    if not audits:
+def describe_checks(events: Sequence[Event]) -> Finding:
+    """How many steps were checked whole, and what could not be checked, with the reason. A failed
+    check would have ended the run. Which checks passed is in the events."""
+    found = checked(events)
+    if not found:
         text = (
-            "No step was audited: trust.audit_freq is 0, or the run ended before its first audit."
+            "No step was checked whole: trust.check_freq is 0, or the run ended before its first "
+            "step."
         )
         return Finding("flat", text)
     passed = set[str]()
     unchecked: dict[str, JSON] = {}
-    for fields in audits:
-        if isinstance(proven := fields.get("proven"), list):
-            passed.update(map(str, proven))
-        if isinstance(unproven := fields.get("unproven"), dict):
-            unchecked.update(unproven)
-    num_steps = sum(fields.get("of") != "validation" for fields in audits)
+    for fields in found:
+        own = fields.get("passed")
+        if isinstance(own, list):
+            passed.update(map(str, own))
+        reasons = fields.get("not_checked")
+        if isinstance(reasons, dict):
+            unchecked.update(reasons)
+    num_steps = sum(fields.get("of") != "validation" for fields in found)
     text = (
-        f"{count_of(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} audited: computed "
-        "again from the "
+        f"{count_of(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} checked whole, "
+        f"against the recorded data: {count_of(len(passed), 'check')} passed."
     )
-    text += f"recorded data, with the same result in {count_of(len(passed), 'check')}"
-    looks = [event.fields.get("checks") for event in events if event.kind == "looks"]
-    if any(looks):
-        text += "; other steps had shorter checks, which passed too"
-    text += "."
     if unchecked:
-        reasons = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
-        text += f" Not checked, or not in every audit: {reasons}."
+        shown = "; ".join(f"{name} ({reason})" for name, reason in unchecked.items())
+        text += f" Not checked, or not in every step: {shown}."
     return Finding("flat" if unchecked else "good", text)
 
 

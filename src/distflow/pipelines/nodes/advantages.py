@@ -297,7 +297,7 @@ def _finite(estimator: AdvEstimator) -> Callable[..., object]:
                     )
         return returned
 
-    # by which the audit knows it, as below a partial
+    # by which checks know it, as below a partial
     call.func = estimator.fn  # type: ignore[attr-defined]
     return call
 

@@ -12,8 +12,8 @@ from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.planning.plan import dp_groups_of
-from distflow.runtime.audit_protocol import AUDIT_STATE
 from distflow.runtime.checkpoint.files import is_sharded, own_shards, shard_name
+from distflow.runtime.checks_protocol import CHECK_STATE
 from distflow.runtime.compiled_node import NodeState
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint
@@ -26,7 +26,7 @@ def saved_parts(
     resume_point: Callable[[], ResumePoint[Batch]],
     state: NodeState,
     rank: int = 0,
-    audit: Callable[
+    checks: Callable[
         [NodeState, ResumePoint[Batch] | None], Mapping[str, object]
     ] = lambda state, point: {},
 ) -> Iterator[tuple[str, object]]:
@@ -36,7 +36,7 @@ def saved_parts(
     resume_point: called only by the first rank. state: of all nodes. rank: among the training
     ranks. Each rank writes its own shards of sharded tensors; the first rank that trains a model
     writes the tensors that all of them have, and the very first rank the parts of the run. The last
-    part holds the rank's random generators, and what `audit` finds in its memory; it completes the
+    part holds the rank's random generators, and what `checks` finds in its memory; it completes the
     rank's parts.
     """
     point = None
@@ -61,7 +61,7 @@ def saved_parts(
         facts = {**spec.facts, **resources.facts}
         run = {"config": to_dict(spec.config), "facts": facts, "coordinator": point.snapshot}
         yield "run", {**run, "live_measured": measured, "nodes": state}
-    yield part_of_rank(rank), {**_generator_states(), "audit": dict(audit(state, point))}
+    yield part_of_rank(rank), {**_generator_states(), "checks": dict(checks(state, point))}
 
 
 def part_of_rank(rank: int) -> str:
@@ -82,13 +82,16 @@ def _generator_states() -> dict[str, object]:
 
 def merge_node_states(states: Sequence[NodeState]) -> NodeState:
     """The state of all nodes from the states of all ranks; for a node that several ranks run, the
-    first one's. The audit's count of a model's updates exists only on the ranks that train it."""
+    first one's. The checks' count of a model's updates exists only on the ranks that train it."""
     found = {node: kept for state in reversed(states) for node, kept in state.items()}
-    if audits := [state[AUDIT_STATE] for state in reversed(states) if AUDIT_STATE in state]:
-        found[AUDIT_STATE] = {name: kept for audit in audits for name, kept in audit.items()}
-        found[AUDIT_STATE]["updates"] = {
-            role: count for audit in audits for role, count in audit.get("updates", {}).items()
-        }
+    merged: dict[str, object] = {}
+    updates: dict[str, int] = {}
+    for state in reversed(states):
+        own = state.get(CHECK_STATE, {})
+        merged |= own
+        updates |= own.get("updates", {})
+    if any(CHECK_STATE in state for state in states):
+        found[CHECK_STATE] = {**merged, "updates": updates}
     return found
 
 
@@ -104,7 +107,7 @@ def copy_of_state(state: NodeState) -> NodeState:
             if "during iteration" not in str(err):
                 raise
     for node, own in copied.items():
-        if node != AUDIT_STATE and (fault := _not_json(own)):
+        if node != CHECK_STATE and (fault := _not_json(own)):
             raise UserError(
                 f"node '{node}' has {fault[0]!r:.100} in its ctx.state, which no checkpoint can "
                 "hold: use str as keys, "

@@ -22,7 +22,7 @@ from distflow.observe.writing.timing import (
 )
 from distflow.rewards.reward_results import CallCounts, RewardCounts, Score
 from distflow.runtime import fault_injection
-from distflow.runtime.audit_protocol import GroupRecorder
+from distflow.runtime.checks_protocol import GroupRecorder
 from distflow.runtime.compiled_node import (
     Contexts,
     NodeContext,
@@ -373,7 +373,6 @@ class RolloutLoop:
             dropped = DroppedGroup(prompt_group, drop.reason, accuracy=accuracy_of(batch))
         self._end(prompt_group, outcome, started)
         self.events.dropped(prompt_group.version, outcome, batch)
-        self.group_recorder.drop(drop.reason, batch)
         queue.drop(dropped)
 
     def _end(self, prompt_group: PromptGroup, outcome: str, started: float) -> None:

@@ -12,7 +12,7 @@ from distflow.data.sample import Segment
 from distflow.errors import count_of
 from distflow.observe.writing.timing import ENGINE, OTHER_GROUPS, group_waits
 from distflow.rollout.engine import GenerateRequest, RolloutEngine, WeightReceipt, generate_whole
-from distflow.runtime.audit_protocol import GroupRecorder
+from distflow.runtime.checks_protocol import GroupRecorder
 from distflow.runtime.rollout_loop.engine_watch import Deadline, EngineHangs, EngineWatch
 from distflow.runtime.rollout_loop.generation_batches import (
     EarlyStop,

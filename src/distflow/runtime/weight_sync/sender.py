@@ -23,7 +23,7 @@ from distflow.models.model_identity_and_weight_soundness import magnitudes, unso
 from distflow.models.sharding import at_places, whole
 from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
-from distflow.runtime.audit_protocol import Updates
+from distflow.runtime.checks_protocol import Updates
 from distflow.runtime.offload import Offload
 from distflow.runtime.rollout_loop.rollout_services import RolloutServices
 from distflow.runtime.weight_sync.protocol import Bucket, WeightPort

@@ -219,7 +219,7 @@ function showTrust() {
     own.replaceChildren(el("h3", {}, found.findings.length ? "What is wrong" : "Nothing is known to be wrong"),
       ...(found.findings.length ? [table("Findings", [["rule", (row) => row.rule], ["level", (row) => el("b", { class: row.level }, row.level)], ["where", where],
         ["what", (row) => `${row.text} ${row.advice}`], ["try", (row) => row.action]], found.findings)] : []),
-      ...plainTable(found.audits.length ? "Audits" : "No audit was recorded", found.audits),
+      ...plainTable(found.checks.length ? "Checked steps" : "No step was checked whole", found.checks),
       el("h3", {}, `${plural(found.clean.length, "rule")} found nothing`), el("p", { class: "lead" }, found.clean.join(", ")),
       el("h3", {}, `${plural(Object.keys(found.lacking).length, "rule")} lack data`), el("p", { class: "lead" }, Object.entries(found.lacking).map(([rule, why]) => `${rule} ${why}`).join(", ")));
   };

@@ -1,2 +1,0 @@
-"""The checks of an audited step against references: formulas, models, functions called again and
-files read again."""

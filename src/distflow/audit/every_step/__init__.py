@@ -1,1 +1,0 @@
-"""The checks of every step of a run, by subject; `step_invariants.py` runs them."""

@@ -1,0 +1,313 @@
+"""Checks: the log-probs of trainer and reference and the critic's values match the models' own
+forward; the reference does not move."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from distflow.checks import plain_forward
+from distflow.checks.check import NOT_APPLICABLE, Wrong, check
+from distflow.checks.recorded_step import CheckedRun, RecordedStep
+from distflow.checks.samples import Sample, conversations_of, doubles, policies_of_conversations
+from distflow.checks.update_records import OpenEngine
+from distflow.config.derived_settings import is_rl
+from distflow.training.multi_policy_engine import models_of
+
+MOST = 16
+LEAST = 4
+SHARE = 0.04
+"""Of the step's tokens, for the samples that are run again."""
+MOST_ENTRIES = 2**26
+"""Entries of their softmaxes in float64: about a second on one core."""
+EXACT = (1e-4, 3e-3)
+ROUNDED = (0.15, 5.0)
+NUM_ROWS = 2
+NUM_TOKENS = 32
+STRIDE = 7919
+REFERENCE_EXACT = 3e-5
+REFERENCE_ROUNDED = 0.02
+LEAST_COPIED = 50
+"""Log-probs of so many tokens in low precision never round alike in engine and trainer."""
+
+T = TypeVar("T")
+
+
+@check(
+    "log_probs",
+    "the log-probs of policy and reference, and the critic's values, equal those of the models' "
+    "own padded forward pass at the sampling temperature; before the first update the reference "
+    "equals the policy",
+    needs="samples whose logits fit into 1 GiB",
+    limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
+)
+def check_log_probs(recorded: RecordedStep) -> str | None:
+    columns = ("old_log_probs", "ref_log_prob", "values")
+    if not any(map(recorded.is_written, columns)):
+        return NOT_APPLICABLE
+    resources = recorded.run.resources
+    own = "prox_log_probs" if recorded.is_written("prox_log_probs") else "old_log_probs"
+    chosen = scored_samples(recorded)
+    if not chosen and plain_forward.model_of(resources.actor) is None:
+        return f"the model that computes {own} is not exposed"
+    if not chosen:
+        return "no sample is short enough to hold the logits of all its tokens"
+    takes_engines = own == "old_log_probs" and (
+        recorded.is_written("prox_alpha")
+        or recorded.config.algorithm.recompute_old_log_probs == "false"
+    )
+    _check_copied(recorded, own, takes_engines)
+    passed = []
+    if isinstance(resources.actor, OpenEngine):
+        recorded.plain |= policy_scores(recorded, resources.actor, chosen)
+        if own not in recorded.batch or takes_engines:
+            passed.append(own)  # the check of the loss compares it as the input of the loss
+        elif recorded.is_ours(own):
+            for sample in chosen:
+                _same(recorded, sample, own, recorded.plain[sample["uid"]].log_probs)
+            passed.append(own)
+    if plain_forward.model_of(resources.ref) is not None and recorded.is_ours("ref_log_prob"):
+        _check_reference(recorded, chosen)
+        passed.append("ref_log_prob")
+    if isinstance(resources.critic, OpenEngine) and recorded.is_ours("values"):
+        values = forward_samples(
+            recorded.run, resources.critic, chosen, lambda values, _: values[:, 0]
+        )
+        for sample, expected in zip(chosen, values, strict=True):
+            _same(recorded, sample, "values", expected)
+        passed.append("values")
+    engines = {own: resources.actor, "ref_log_prob": resources.ref, "values": resources.critic}
+    hidden = list[str]()
+    for name, engine in engines.items():
+        if engine is not None and recorded.is_ours(name) and name not in passed:
+            hidden.append(name)
+    if hidden:
+        return f"the model that computes {', '.join(hidden)} is not exposed"
+    return None if passed else "no built-in node scores with a model that is exposed"
+
+
+def _check_copied(recorded: RecordedStep, own: str, takes_engines: bool) -> None:
+    """Old log-probs are the engine's if the config says so, and only then."""
+    if not recorded.is_ours(own):
+        return
+    if takes_engines:
+        for sample in recorded.samples:
+            if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
+                raise Wrong(
+                    f"old_log_probs of sample {sample['uid']} must be the engine's, according to "
+                    "the config"
+                )
+        return
+    if own not in recorded.batch or recorded.run.is_exact:
+        return
+    ours = recorded.batch.flat(own)
+    if len(ours) >= LEAST_COPIED and torch.equal(ours, recorded.batch.flat("rollout_log_probs")):
+        raise Wrong(
+            f"{own} are the engine's, bit for bit: they were copied instead of computed by the "
+            "trainer"
+        )
+
+
+@check(
+    "reference",
+    "on fixed tokens the reference gives the same log-probs as at the start of the run",
+    needs="a pipeline with a reference",
+    limit=f"mean {REFERENCE_EXACT:g} (bfloat16: {REFERENCE_ROUNDED:g})",
+)
+def check_reference(recorded: RecordedStep) -> str | None:
+    reference = recorded.run.resources.ref
+    model = plain_forward.model_of(reference)
+    if model is None:
+        return NOT_APPLICABLE if reference is None else "the reference's model is not exposed"
+    scores = forward_samples(
+        recorded.run, reference, _fixed(model), _log_probs_at(lambda sample: 1.0)
+    )
+    now = torch.cat(scores)
+    then = recorded.run.state.setdefault("reference", now.tolist())
+    gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
+    limit = recorded.limit(REFERENCE_EXACT, REFERENCE_ROUNDED)
+    if not gap <= limit:
+        raise Wrong(
+            f"the reference moved: on fixed tokens its log-probs differ by {gap:.3g} on average "
+            f"from those at the start of the run (limit {limit:g}). It shares weights with the "
+            "policy, or is being trained"
+        )
+    return None
+
+
+def scored_samples(recorded: RecordedStep) -> list[Sample]:
+    """A few samples, with a small share of the step's tokens. Samples with several weight versions
+    come first: only they can have keys and values from other weights."""
+    model = plain_forward.model_of(recorded.run.resources.actor)
+    if model is None:
+        return []
+    total = int(recorded.batch.lengths("sequence").sum())
+    vocabulary = plain_forward.vocabulary_of(model)
+    drawn = recorded.some_samples(MOST)
+    drawn.sort(key=lambda sample: -len(sample["versions"].unique()))
+    chosen: list[Sample] = []
+    num_tokens = 0
+    entries = 0
+    for sample in drawn:
+        response = len(sample["response_ids"])
+        length = response + len(sample["prompt_ids"])
+        num_tokens += length
+        entries += response * vocabulary
+        if len(chosen) >= LEAST and num_tokens > SHARE * total:
+            break
+        if chosen and entries > MOST_ENTRIES:
+            break
+        if response and length * vocabulary <= plain_forward.MAX_LOGITS:
+            chosen.append(sample)
+    return chosen
+
+
+def forward_samples(
+    run: CheckedRun,
+    engine: Any,
+    samples: Sequence[Sample],
+    score: Callable[[Tensor, Sample], T],
+    dtype: torch.dtype | None = None,
+) -> list[T]:
+    """`score(logits, sample)` of each sample, by the own forward of the engine's model, without
+    gradient; each of its conversations alone. dtype: to compute in; None for the engine's."""
+    adapter = not getattr(engine, "without_adapter", False)
+    models = models_of(engine.model)
+    dtype = dtype or dtype_of(engine)
+    with torch.no_grad(), ExitStack() as plain:
+        for model in models.values():
+            plain.enter_context(plain_forward.plainly(model, adapter=adapter, compute_dtype=dtype))
+        apart = list[list[tuple[str, plain_forward.Ids]]]()
+        for own in samples:
+            sequences = sequences_of(own)
+            owners = [next(iter(models))] * len(sequences)
+            if len(models) > 1:
+                owners = policies_of_conversations(run.spec.config, own)
+            apart.append([*zip(owners, sequences, strict=True)])
+        logits = {}
+        for name, model in models.items():
+            its_own = [ids for each in apart for owner, ids in each if owner == name]
+            logits[name] = plain_forward.logits_of(run.passes.run, model, its_own)
+        found = list[T]()
+        for each, sample in zip(apart, samples, strict=True):
+            found.append(score(joined_logits([next(logits[name]) for name, _ in each]), sample))
+        return found
+
+
+def policy_scores(
+    recorded: RecordedStep,
+    actor: OpenEngine,
+    samples: Sequence[Sample],
+    dtype: torch.dtype | None = None,
+) -> dict[str, plain_forward.PlainScores]:
+    """Scores of the samples, by uid, by the policy's own forward; see `forward_samples`."""
+
+    def score(logits: Tensor, sample: Sample) -> plain_forward.PlainScores:
+        tokens = recorded.sampling_of_tokens(sample)
+        ids = ids_of(sample).response
+        return plain_forward.plain_scores(logits, ids, tokens, numbers_of(sample))
+
+    scores = forward_samples(recorded.run, actor, samples, score, dtype)
+    return {str(sample["uid"]): found for sample, found in zip(samples, scores, strict=True)}
+
+
+def dtype_of(engine: object) -> torch.dtype | None:
+    dtype = getattr(engine, "compute_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def ids_of(sample: Sample) -> plain_forward.Ids:
+    return plain_forward.Ids(sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
+
+
+def numbers_of(sample: Sample) -> plain_forward.Numbers | None:
+    """The numbers of continuous actions; None if the policy draws tokens."""
+    if sample.get("number_head") is None:
+        return None
+    values = torch.where(sample["response_mask"] > 0, doubles(sample["action_values"]), torch.nan)
+    return plain_forward.Numbers(values, sample["number_head"])
+
+
+def sequences_of(sample: Sample) -> list[plain_forward.Ids]:
+    """The sample's conversations: prompt and response of the first, first token and the rest of the
+    others."""
+    first, *others = conversations_of(sample)
+    images = sample.get("images") or [()] * (1 + len(others))
+    prompt_length = -first.first
+    found = [plain_forward.Ids(first.ids[:prompt_length], first.ids[prompt_length:], images[0])]
+    for own, paths in zip(others, images[1:], strict=True):
+        given = 0
+        if paths:
+            drawn = sample["response_mask"][own.first : own.first + len(own.ids)] > 0
+            given = int(drawn.long().argmax())
+        found.append(plain_forward.Ids(own.ids[:1], own.ids[1:], paths, given))
+    return found
+
+
+def joined_logits(parts: Sequence[Tensor]) -> Tensor:
+    """One row for each token of the response, from those of `sequences_of`; zeros for the first
+    token of a fork, which is given."""
+    first, *others = parts
+    rows = [first]
+    for own in others:
+        rows += [first.new_zeros(1, first.shape[-1]), own]
+    return torch.cat(rows)
+
+
+def is_beyond(gap: Tensor, limits: tuple[float, float]) -> bool:
+    """Whether differences `(tokens,)` exceed the limit for their mean or maximum; NaN does."""
+    return bool(len(gap)) and not (float(gap.mean()) <= limits[0] and float(gap.max()) <= limits[1])
+
+
+def _check_reference(recorded: RecordedStep, chosen: Sequence[Sample]) -> None:
+    def temperature(sample: Sample) -> float | Tensor:
+        return recorded.temperatures(sample) if is_rl(recorded.config) else 1.0
+
+    reference: Any = recorded.run.resources.ref
+    scores = forward_samples(recorded.run, reference, chosen, _log_probs_at(temperature))
+    for sample, expected in zip(chosen, scores, strict=True):
+        _same(recorded, sample, "ref_log_prob", expected)
+        if recorded.num_updates.get("actor") or sample["uid"] not in recorded.plain:
+            continue
+        gap = (recorded.plain[sample["uid"]].log_probs - expected).abs()
+        if not float(gap.mean()) <= recorded.limit(EXACT, ROUNDED)[0]:
+            raise Wrong(
+                "before the first update the reference must be the policy, but on sample "
+                f"{sample['uid']} their log-probs differ by {float(gap.mean()):.3g} on average"
+            )
+
+
+def _fixed(model: torch.nn.Module) -> list[Sample]:
+    """The tokens that each check scores with the reference, spread over the vocabulary."""
+    size = plain_forward.vocabulary_of(model)
+    found = list[Sample]()
+    for row in range(NUM_ROWS):
+        ids = torch.tensor([(STRIDE * i + row) % size for i in range(NUM_TOKENS)])
+        found.append({"prompt_ids": ids[:1], "response_ids": ids[1:]})
+    return found
+
+
+def _log_probs_at(
+    temperature: Callable[[Sample], float | Tensor],
+) -> Callable[[Tensor, Sample], Tensor]:
+    return lambda logits, own: plain_forward.log_probs_of(
+        logits, ids_of(own).response, temperature(own), numbers_of(own)
+    )
+
+
+def _same(recorded: RecordedStep, sample: Sample, column: str, expected: Tensor) -> None:
+    drawn = sample["response_mask"] > 0
+    gap = (doubles(sample[column]) - doubles(expected)).abs()[drawn]
+    # the density of a number far from the mean rounds relative to its logarithm
+    if "action_values" in sample:
+        gap = gap / doubles(expected).abs().clamp(min=1.0)[drawn]
+    limits = recorded.limit(EXACT, ROUNDED)
+    if is_beyond(gap, limits):
+        raise Wrong(
+            f"{column} of sample {sample['uid']} differs by {float(gap.mean()):.3g} on average and "
+            f"{float(gap.max()):.3g} at most from the model's own padded forward at the sampling "
+            f"temperature (limits {limits[0]:g}, {limits[1]:g}): a shift, another temperature, "
+            "another model, or attention between packed sequences"
+        )

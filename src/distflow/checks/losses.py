@@ -1,0 +1,448 @@
+"""Check: the loss of a mini-batch and its gradients are those that the registered loss gives
+without packing, micro-batches and ranks.
+
+A few sequences go through the model's own padded forward and backward right before the update, and
+through the engine's packed pass. The loss function is called once more for the whole mini-batch,
+and for the few sequences alone. So packing, shared prefixes, micro-batches and the scaling over
+ranks are compared with plain computations, without a second formula of the loss."""
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.algorithms.objectives import PolicyObjective
+from distflow.checks.check import Wrong, check, is_builtin
+from distflow.checks.log_probs import dtype_of, ids_of, joined_logits, numbers_of, sequences_of
+from distflow.checks.plain_forward import (
+    Ids,
+    log_probs_of,
+    logits_of,
+    normals_of,
+    plainly,
+    vocabulary_of,
+)
+from distflow.checks.recorded_step import RecordedStep
+from distflow.checks.samples import Sample, doubles, own_tokens, samples_of
+from distflow.checks.update_records import OpenEngine, PlainPass, UpdateRecord, striped, trained
+from distflow.config.derived_settings import is_rl
+from distflow.data.batch import Batch
+from distflow.models.sharding import is_spread
+from distflow.training.engine import LossFn
+
+NUM_SEQUENCES = 2
+MOST_TRIED = 16
+MOST_ENTRIES = 2**25
+"""Logits of a response that is run plainly."""
+MOST_TOKENS = 2**18
+"""Of a mini-batch whose loss is computed at once."""
+LIMIT = 5e-4
+FLOOR = 2e-5
+KINK = 1e-5
+"""A clip within this distance of a token's log-prob may be on either side of it."""
+OUTPUT_EXACT = 1e-3
+OUTPUT_ROUNDED = 0.15
+"""Largest mean difference between the loss's inputs and the outputs of the model's own forward."""
+WEIGHT_EXACT = 1e-3
+WEIGHT_ROUNDED = 0.5
+NOISE = 1e-3
+"""A smaller gradient, in units of the largest, is compared as if it had this size."""
+
+Outputs = Mapping[str, Tensor]
+"""By the name of the output, a value for each response token, sample after sample."""
+
+
+def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
+    """Run a few sequences of the mini-batch plainly, right before the update, and compare the
+    gradient of sampled weights with that of the engine's packed pass. Ranks that share a sharded
+    model call it together. See `Check.run`."""
+    engine = update.engine
+    compute = getattr(engine, "compute", None)
+    if not isinstance(engine, OpenEngine) or compute is None:
+        return "the train engine does not expose its model"
+    units = _drawn_units(recorded, update, engine.model)
+    spread = is_spread(engine.model)
+    if not units and not spread:
+        return "no sequence is short enough"
+    passes = recorded.run.passes
+    names, weights = zip(*striped(trained(engine.model), recorded.step), strict=True)
+    found = PlainPass()
+    turns = [*units, *[[]] * (NUM_SEQUENCES - len(units))] if spread else units
+    apart = [
+        _plain_gradients(recorded, update, engine.model, unit, weights, dtype_of(engine), found)
+        for unit in turns
+    ]
+
+    def packed_loss() -> Tensor:
+        flat = compute(update.batch.select(found.rows), update.loss.outputs)
+        total = torch.zeros((), device=next(iter(flat.values())).device)
+        for name, values in flat.items():
+            gradients = [own[name] for own in found.gradients]
+            cotangent = torch.cat(gradients or [torch.zeros(0)])
+            total = total + (values * cotangent.to(values)).sum()
+        return total
+
+    packed = passes.gradients(engine.model, weights, packed_loss)
+    if not units:
+        return "no sequence is short enough"
+    update.plain = found
+    sums = [torch.stack(others).sum(0) for others in zip(*apart, strict=True)]
+    # The gradient of a bias of keys without positions is rounding alone.
+    least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
+    limit = recorded.limit(WEIGHT_EXACT, WEIGHT_ROUNDED)
+    for place, (one, other) in enumerate(zip(packed, sums, strict=True)):
+        error = float((one - other).norm()) / max(float(other.norm()), least)
+        if error <= limit:
+            continue
+        if not spread:  # all ranks make equally many passes
+            rounding = _rounding(recorded, update, units, names[place], other, found)
+            if error <= 2 * rounding:
+                return (
+                    f"rounding alone moves the gradient of {names[place]} by {rounding:.2g} of "
+                    "itself, which is too far"
+                )
+        sharded = ", or gradients are summed over the ranks in less than float32" if spread else ""
+        uids = ", ".join(update.uids[row] for row in found.rows)
+        raise Wrong(
+            f"the gradient of {names[place]} by the {update.role}'s loss of samples {uids} differs "
+            f"by {error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: "
+            "there is attention between packed sequences, or part of the model gets no gradient"
+            f"{sharded}"
+        )
+    return None
+
+
+@check(
+    "loss",
+    "the loss of each mini-batch, and its gradient by each output of the model, are those of one "
+    "call of the loss function for the whole mini-batch, with denominators added up over the "
+    "ranks; for a few sequences they are those of a call for each alone, the outputs are those of "
+    "the model's own padded forward, and the gradient of sampled weights by the packed pass is "
+    "that by a padded one",
+    needs="a train engine that exposes its model; for your own loss a difference is a warning",
+    limit=f"{LIMIT:g} relative; outputs mean {OUTPUT_EXACT:g} (bfloat16: {OUTPUT_ROUNDED:g}); "
+    f"gradients of weights {WEIGHT_EXACT:g} relative (bfloat16: {WEIGHT_ROUNDED:g})",
+)
+def check_losses(recorded: RecordedStep) -> str | None:
+    if not recorded.updates:
+        return "no update was recorded"
+    why_not = None
+    for update in recorded.updates:
+        if update.metrics.get("skipped") or not update.micros:
+            continue
+        _check_reported(update)
+        if int(update.batch.lengths("response").sum()) > MOST_TOKENS:
+            why_not = f"a mini-batch has more than {MOST_TOKENS:,} tokens"
+            continue
+        why_not = _check_update(recorded, update) or why_not
+    return why_not
+
+
+def _check_update(recorded: RecordedStep, update: UpdateRecord) -> str | None:
+    outputs, gradients = _recorded(update)
+    if update.plain is not None:
+        for place, row in enumerate(update.plain.rows):
+            _same_outputs(recorded, update, row, update.plain.outputs[place], outputs)
+    every = list(range(len(update.batch)))
+    apart = [every, *_units_of(update, update.plain.rows if update.plain is not None else [])]
+    for rows in apart:
+        wrong = _wrong_gradients(update, rows, outputs, gradients)
+        if not wrong:
+            continue
+        if _is_users(update.loss):
+            recorded.run.warn(_users_fault(update.loss))
+            return "the loss is yours, and does not depend on each sample alone"
+        raise Wrong(wrong)
+    return None
+
+
+def _check_reported(update: UpdateRecord) -> None:
+    reported = float(update.metrics["loss"])
+    _, total = update.share
+    if not abs(reported - total) <= LIMIT * abs(total) + FLOOR:
+        raise Wrong(
+            f"the loss of a mini-batch of the {update.role} is reported as {reported:.6g}, but its "
+            f"micro-batches on all ranks give {total:.6g}"
+        )
+
+
+def _wrong_gradients(
+    update: UpdateRecord, rows: Sequence[int], outputs: Sequence[Outputs], found: Sequence[Outputs]
+) -> str:
+    """What is wrong in the recorded loss, or its gradients, against a call of the loss function
+    with these samples of the mini-batch alone; empty if nothing is."""
+    if not rows:
+        return ""
+    batch = update.batch.select(rows)
+    inputs = {name: torch.cat([outputs[row][name] for row in rows]) for name in outputs[rows[0]]}
+    loss, expected = call_loss(update.loss, batch, inputs, update.counts)
+    share = update.share[0]
+    is_whole = len(rows) == len(update.batch)
+    for name, wanted in expected.items():
+        own = torch.cat([found[row][name] for row in rows])
+        if not len(own):
+            continue
+        slack = LIMIT * wanted.abs() + FLOOR * wanted.abs().max()
+        far = ~((own - wanted).abs() <= slack)
+        if bool(far.any()):
+            far = ~((own - wanted).abs() <= slack + _jump(update, batch, inputs, name))
+        if bool(far.any()):
+            return _message(update, batch, name, own, wanted, int(far.nonzero()[0]), is_whole)
+    if is_whole and not abs(share - loss) <= LIMIT * abs(loss) + FLOOR:
+        return (
+            f"the loss of a mini-batch of the {update.role} is {share:.6g} over "
+            f"{len(update.micros)} micro-batches, but {loss:.6g} if it is computed at once"
+        )
+    return ""
+
+
+def _jump(update: UpdateRecord, batch: Batch, inputs: Outputs, name: str) -> Tensor:
+    """How far the gradient jumps within rounding of the outputs."""
+    sides = []
+    for moved in (KINK, -KINK):
+        near = {output: values + moved for output, values in inputs.items()}
+        sides.append(call_loss(update.loss, batch, near, update.counts)[1][name])
+    return (sides[0] - sides[1]).abs()
+
+
+def call_loss(
+    loss: LossFn, batch: Batch, outputs: Outputs, counts: Mapping[str, float]
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss function's value for these samples as one micro-batch, and its gradient by each
+    output, float64 `(tokens,)`. counts: of the whole mini-batch."""
+    leaves = dict[str, Tensor]()
+    for name in loss.outputs:
+        leaves[name] = outputs[name].detach().float().clone().requires_grad_()
+    padded = {name: batch.pad(leaf, "response") for name, leaf in leaves.items()}
+    value, _ = loss(padded, batch, dict(counts))
+    if not value.requires_grad:
+        return float(value), {
+            name: torch.zeros_like(leaf).double() for name, leaf in leaves.items()
+        }
+    gradients = torch.autograd.grad(
+        value, list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
+    named = zip(leaves, gradients, strict=True)
+    return float(value.detach()), {name: doubles(gradient) for name, gradient in named}
+
+
+def _recorded(update: UpdateRecord) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """The recorded outputs of each sample of the mini-batch, and the gradients with respect to
+    them, float64."""
+    lengths = update.batch.lengths("response").tolist()
+    row_of = {uid: row for row, uid in enumerate(update.uids)}
+    outputs: list[dict[str, Tensor]] = [{} for _ in lengths]
+    gradients: list[dict[str, Tensor]] = [{} for _ in lengths]
+    for micro in update.micros:
+        for name, values in micro.outputs.items():
+            came_back = micro.gradients.get(name, torch.zeros_like(values))
+            for place, uid in enumerate(micro.uids):
+                row = row_of[uid]
+                outputs[row][name] = doubles(values[place, : lengths[row]])
+                gradients[row][name] = doubles(came_back[place, : lengths[row]])
+    return outputs, gradients
+
+
+def _drawn_units(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) -> list[list[int]]:
+    """Rows of a few short sequences of the mini-batch with tokens that count, each alone, or with
+    the other text of its pair."""
+    batch = update.batch
+    lengths = batch.lengths("response").tolist()
+    counted = torch.zeros(len(batch)).index_add(0, batch.rows(), batch.flat("loss_mask").float())
+    rows = [row for row, number in enumerate(counted.tolist()) if number > 0]
+    drawn = random.Random(recorded.step).sample(rows, min(MOST_TRIED, len(rows)))
+    most = MOST_ENTRIES // vocabulary_of(model)
+    short = [row for row in drawn if lengths[row] <= most]
+    return _units_of(update, short)[:NUM_SEQUENCES]
+
+
+def _units_of(update: UpdateRecord, rows: Sequence[int]) -> list[list[int]]:
+    """The rows, each alone, or with the other text of its pair."""
+    if "text_scores" not in update.loss.outputs:
+        return [[row] for row in rows]
+    groups = update.batch["group_index"].tolist()
+    pairs = dict[int, list[int]]()
+    for row in rows:
+        pairs[groups[row]] = [place for place, group in enumerate(groups) if group == groups[row]]
+    return list(pairs.values())
+
+
+def _plain_gradients(
+    recorded: RecordedStep,
+    update: UpdateRecord,
+    model: nn.Module,
+    unit: Sequence[int],
+    weights: Sequence[nn.Parameter],
+    dtype: torch.dtype | None,
+    found: PlainPass,
+    gradients: Outputs | None = None,
+) -> list[Tensor]:
+    """The gradient of some weights by the loss of these rows, through a padded pass, which `found`
+    receives. unit: empty for a pass of one token with gradient 0. dtype: of the products.
+    gradients: of the loss by the outputs, if they are known."""
+    batch = update.batch.select(unit)
+    samples = samples_of(batch)
+
+    def loss() -> Tensor:
+        tokens = [ids for sample in samples for ids in _sequences(sample, update.loss)]
+        parts = logits_of(nn.Module.__call__, model, tokens or [Ids((0,), (0,))])
+        if not samples:
+            return next(parts).sum() * 0.0
+        outputs = list[dict[str, Tensor]]()
+        for sample in samples:
+            own = [next(parts) for _ in _sequences(sample, update.loss)]
+            outputs.append(_outputs_of(recorded, update.loss, sample, joined_logits(own)))
+        flat = {name: torch.cat([own[name] for own in outputs]) for name in outputs[0]}
+        known = {name: values.detach().cpu() for name, values in flat.items()}
+        cotangents = gradients or call_loss(update.loss, batch, known, update.counts)[1]
+        found.rows += unit
+        found.outputs += [{n: doubles(values) for n, values in own.items()} for own in outputs]
+        found.gradients.append(dict(cotangents))
+        total = torch.zeros(())
+        for name, values in flat.items():
+            total = total + (values * cotangents[name].to(values)).sum().cpu()
+        return total
+
+    with plainly(model, compute_dtype=dtype):
+        return recorded.run.passes.gradients(model, weights, loss)
+
+
+def _sequences(sample: Sample, loss: LossFn) -> list[Ids]:
+    """The score of a text is that after its last token, which one more token gives."""
+    found = sequences_of(sample)
+    if "text_scores" in loss.outputs:
+        found = [ids._replace(response=[*ids.response, 0]) for ids in found]
+    return found
+
+
+def _outputs_of(
+    recorded: RecordedStep, loss: LossFn, sample: Sample, logits: Tensor
+) -> dict[str, Tensor]:
+    """The outputs that the loss reads, from the logits of the sample's response tokens."""
+    if "text_scores" in loss.outputs:
+        return {"text_scores": logits[1:, 0]}
+    if "values" in loss.outputs:
+        return {"values": logits[:, 0]}
+    ids = torch.tensor(ids_of(sample).response, device=logits.device)
+    heat = recorded.temperatures(sample).to(logits) if is_rl(recorded.config) else 1.0
+    scores = (logits / heat).log_softmax(-1)
+    log_probs = scores.gather(-1, ids[:, None])[:, 0]
+    entropy = -(scores.exp() * scores).sum(-1)
+    numbers = numbers_of(sample)
+    if numbers is not None:
+        drawn = ~numbers.values.isnan()
+        normal = normals_of(logits.cpu(), ids.cpu(), numbers)
+        log_probs = log_probs_of(logits, ids.tolist(), 1.0, numbers)
+        entropy = entropy.cpu().double().index_put((drawn,), normal.entropy().double())
+    found = {"log_probs": log_probs, "entropy": entropy}
+    return {name: found[name] for name in loss.outputs}
+
+
+def _rounding(
+    recorded: RecordedStep,
+    update: UpdateRecord,
+    units: Sequence[Sequence[int]],
+    name: str,
+    rounded: Tensor,
+    found: PlainPass,
+) -> float:
+    """How far rounding moves the gradient of a weight through a padded pass, relative: against one
+    in a more exact type than the run's. Weights that have grown without bounds make float32 rough
+    too."""
+    engine: Any = update.engine
+    model: nn.Module = engine.model
+    if dtype_of(engine) in (None, torch.float32):
+        model = copy.deepcopy(model).double()
+    weight = dict(trained(model))[name]
+    exact = torch.zeros_like(weight)
+    for unit, gradients in zip(units, found.gradients, strict=True):
+        (own,) = _plain_gradients(
+            recorded, update, model, unit, [weight], None, PlainPass(), gradients
+        )
+        exact = exact + own
+    return float((rounded - exact.to(rounded)).norm() / exact.norm())
+
+
+def _same_outputs(
+    recorded: RecordedStep,
+    update: UpdateRecord,
+    row: int,
+    plain: Outputs,
+    outputs: Sequence[Outputs],
+) -> None:
+    """Check that the loss's input is the output of the model's own forward then, at the sampling
+    temperature."""
+    (sample,) = samples_of(update.batch.select([row]))
+    own = (sample["loss_mask"] > 0) & own_tokens(recorded.config, sample, update.role)
+    for name, expected in plain.items():
+        # the density of a number far from the mean rounds relative to its logarithm
+        scale = expected.abs().clamp(min=1.0) if name != "entropy" else 1.0
+        gap = ((outputs[row][name] - expected) / scale)[own].abs()
+        mean = float(gap.sum() / own.sum().clamp(min=1))
+        if not mean <= recorded.limit(OUTPUT_EXACT, OUTPUT_ROUNDED):
+            raise Wrong(
+                f"the {name} that the {update.role}'s loss is given for sample {sample['uid']} "
+                f"differ by {mean:.3g} a token from the model's own forward at the sampling "
+                "temperature"
+            )
+
+
+def _is_users(loss: LossFn) -> bool:
+    if not isinstance(loss, PolicyObjective):
+        return not is_builtin(type(loss))
+    parts = [loss, *loss.domains.values()]
+    return not all(is_builtin(part.policy_loss.fn) for part in parts)
+
+
+def _users_fault(loss: LossFn) -> str:
+    name = (
+        f"the loss '{loss.policy_loss.name}'" if isinstance(loss, PolicyObjective) else "the loss"
+    )
+    scalar = loss.scalar_loss if isinstance(loss, PolicyObjective) else None
+    if scalar is not None and not scalar.uses_agg_loss:
+        return (
+            f"{name} does not aggregate with distflow.algorithms.agg_loss: micro-batches are "
+            "weighted by their tokens, so the loss may depend on how a mini-batch is split"
+        )
+    return (
+        f"{name} gives a sample alone other gradients than in its micro-batch: it reads outside "
+        "the mask or other samples, or is not deterministic. What it gives depends on which "
+        "samples share the micro-batch; multiply by the mask before summing"
+    )
+
+
+def _message(
+    update: UpdateRecord,
+    batch: Batch,
+    name: str,
+    found: Tensor,
+    expected: Tensor,
+    place: int,
+    is_whole: bool,
+) -> str:
+    got = float(found[place])
+    want = float(expected[place])
+    row = int(batch.rows()[place])
+    token = place - int(batch.lengths("response")[:row].sum())
+    ratios = (found / expected)[expected != 0]
+    hint = "another sample's numbers, or numbers outside the mask, go into it"
+    if got and want and float((ratios / ratios[0] - 1).abs().max()) < 10 * LIMIT:
+        hint = (
+            f"it is {float(ratios[0]):.4g} times that at every token, with {len(update.micros)} "
+            "micro-batches in the mini-batch: a factor of gradient accumulation, or counts that "
+            "are not the sums over all ranks"
+        )
+    elif not want:
+        hint = "a token outside the mask, or a sample without a score, is trained on"
+    elif not got:
+        hint = "a token that should be trained on is left out"
+    elif got * want < 0:
+        hint = "its sign is flipped"
+    alone = "for the whole mini-batch at once" if is_whole else "for the sample alone"
+    return (
+        f"the gradient of the {update.role}'s loss by {name} is {got:.4g} at token {token} of "
+        f"sample {batch.row_names[row]}, but the loss function gives {want:.4g} {alone}: {hint}"
+    )

@@ -1,0 +1,226 @@
+"""Check: a sample is the engine's response to the row's prompt, with its text, versions and end."""
+
+import torch
+
+from distflow.checks.check import Wrong, check, check_same, shortened
+from distflow.checks.groups import row_of
+from distflow.checks.recorded_step import RecordedStep
+from distflow.checks.samples import Sample
+from distflow.config.derived_settings import response_limit
+from distflow.data.encoded_prompts import PromptRow
+from distflow.data.sample import Segment
+from distflow.models.image_inputs import images_of
+
+MOST = 64
+MOST_IMAGES = 2
+"""Samples whose images are read again."""
+BY_ROW = "the row of its group"
+
+
+@check(
+    "responses",
+    "prompt, tokens, versions and text of a sample equal those of the row and the engine; a "
+    "response is finished only if it ends with a stop, and else has the maximum length; an "
+    "episode's text is that of its last turn (with branches, one branch's last turn); the model "
+    "gets the pixels of each image's file",
+    needs="the built-in generation, or a workflow; for the engine's response, and with domains: "
+    "samples that this process generated",
+    limit="equal",
+)
+def check_responses(recorded: RecordedStep) -> str | None:
+    _check_pixels(recorded)
+    if not recorded.is_ours("responses"):
+        return _check_episodes(recorded)
+    is_any_known = False
+    for sample in recorded.some_samples(MOST):
+        group = recorded.prompt_group(sample)
+        if group is None:
+            continue
+        is_any_known = True
+        row = recorded.run.row(row_of(recorded, group))
+        _check_prompt(recorded, sample, row)
+        requests = recorded.requests(sample)
+        if requests:
+            request, generation = requests[0]
+            _check_generated(sample, generation, group.version)
+            check_same(
+                sample, "images", _images(sample), list(request.images), "the engine's request"
+            )
+        elif recorded.record_of(sample) is not None and row.response_ids is None:
+            raise Wrong(f"no request to the engine was recorded for sample {sample['uid']}")
+        if row.response_ids is None:
+            _check_end(recorded, sample)
+        else:
+            _check_response_of_row(recorded, sample, row)
+        # A conversation from the data keeps its special tokens, which mark where each turn begins.
+        tokenizer = recorded.run.resources.tokenizer
+        ids = sample["response_ids"].tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=row.turns is None)
+        check_same(sample, "responses", sample["responses"], text, "its decoded tokens")
+    return None if is_any_known else "no sample's row is known: other processes generated them"
+
+
+def _images(sample: Sample) -> list[str]:
+    return [path for own in sample.get("images", ()) for path in own]
+
+
+def _check_prompt(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
+    """The prompt is the row's, and its tokens are those of its text, with or without special
+    tokens; a truncated prompt may differ, and both texts of a pair are tokenised in full."""
+    prompt = sample["prompt_ids"].tolist()
+    check_same(sample, "prompt_ids", prompt, list(row.prompt_ids), BY_ROW)
+    check_same(sample, "domain", sample["domain"], row.domain, BY_ROW)
+    check_same(sample, "images", _images(sample), list(row.images), BY_ROW)
+    is_cut = len(prompt) >= recorded.config.data.max_prompt_length
+    if row.rejected_ids is not None or is_cut:
+        return
+    tokenizer = recorded.run.resources.tokenizer
+    processor = images_of(tokenizer) if row.images else None
+    text = row.prompt_text
+    for special in (True, False):
+        if processor is not None:
+            ids = processor.encode(text, row.images, add_special_tokens=special)
+        else:
+            ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        if list(ids) == prompt:
+            return
+    raise Wrong(
+        f"the prompt of sample {sample['uid']} is not the tokens of its text {shortened(text)}"
+    )
+
+
+def _check_generated(sample: Sample, generation: Segment, version: int) -> None:
+    """Check that the sample is the engine's generation. version: of the engine when the group was
+    requested."""
+    response = sample["response_ids"].tolist()
+    check_same(sample, "response_ids", response, list(generation.token_ids), "the engine")
+    log_probs = torch.tensor(generation.rollout_log_probs, dtype=torch.float32)
+    if not torch.equal(sample["rollout_log_probs"], log_probs):
+        raise Wrong(
+            f"rollout_log_probs of sample {sample['uid']} are not those that the engine returned"
+        )
+    if "prox_log_probs" in sample and not torch.equal(sample["old_log_probs"], log_probs):
+        raise Wrong(
+            f"old_log_probs of sample {sample['uid']} must be the engine's where there are "
+            "prox_log_probs"
+        )
+    versions = sample["versions"].tolist()
+    check_same(sample, "versions", versions, list(generation.versions), "the engine")
+    if min(generation.versions, default=version) < version:
+        raise Wrong(
+            f"sample {sample['uid']} was requested when the engine had version {version}, but has "
+            f"tokens of version {min(generation.versions)}: the engine went back to older weights"
+        )
+
+
+def _check_response_of_row(recorded: RecordedStep, sample: Sample, row: PromptRow) -> None:
+    """For fine-tuning: the response is that of the data, and its turns are trained on."""
+    response = sample["response_ids"].tolist()
+    if row.rejected_ids is not None:
+        ids = row.response_ids if sample["uid"].endswith("-0") else row.rejected_ids
+        check_same(sample, "response_ids", response, list(ids or ()), "the data")
+        return
+    wanted = list(row.response_ids or ())
+    check_same(sample, "response_ids", response, wanted, "the data")
+    is_full = len(wanted) >= recorded.config.data.max_response_length
+    if not is_full and wanted[-1] not in recorded.run.resources.stop_token_ids:
+        raise Wrong(f"the response of sample {sample['uid']} does not end with a stop token")
+    turns = [False] * len(wanted)
+    for start, end in row.turns or ((0, len(wanted)),):
+        turns[start:end] = [True] * (min(end, len(wanted)) - start)
+    mask = (sample["response_mask"] > 0).tolist()
+    check_same(sample, "response_mask", mask, turns, "the turns of its row")
+
+
+def _check_end(recorded: RecordedStep, sample: Sample) -> None:
+    """Check that a sample ends with a stop token or string, or else has the maximum length."""
+    sampling = recorded.sampling(sample)
+    uid = sample["uid"]
+    ids = sample["response_ids"].tolist()
+    stop_ids = recorded.run.resources.stop_token_ids
+    decode = recorded.run.resources.tokenizer.decode
+    text = decode(ids, skip_special_tokens=False)
+    stopped = bool(ids) and (ids[-1] in stop_ids or any(stop in text for stop in sampling.stop))
+    earlier = [token for token in ids[:-1] if token in stop_ids]
+    if earlier:
+        raise Wrong(f"sample {uid} continues after the stop token {earlier[0]}")
+    text = decode(ids[:-1], skip_special_tokens=False) if sampling.stop else ""
+    if any(stop in text for stop in sampling.stop):
+        raise Wrong(f"sample {uid} continues after a string of rollout.stop: {shortened(text)}")
+    expected = "stop" if stopped else "length"
+    if sample["finish_reason"] != expected or bool(sample["truncated"]) == stopped:
+        counted = "truncated" if sample["truncated"] else "finished"
+        raise Wrong(
+            f"sample {uid} counts as {counted} ({sample['finish_reason']}), but its {len(ids)} "
+            f"tokens {'end' if stopped else 'do not end'} with a stop token or text"
+        )
+    if sampling.max_tokens != response_limit(recorded.config, sample["domain"]):
+        raise Wrong(
+            f"responses may have {sampling.max_tokens} tokens, which is not "
+            "data.max_response_length"
+        )
+    if not stopped and len(ids) != sampling.max_tokens:
+        raise Wrong(
+            f"sample {uid} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop: "
+            "it is a part of a response, which a weight update or a lost request cut off"
+        )
+
+
+def _check_pixels(recorded: RecordedStep) -> None:
+    """What the model gets of some samples' images is what its family's processor makes of each
+    file, read again."""
+    processor = images_of(recorded.run.resources.tokenizer)
+    paths = [path for sample in recorded.some_samples(MOST_IMAGES) for path in _images(sample)]
+    if processor is None or not paths:
+        return
+    from PIL import Image
+
+    given = processor.inputs(paths)["pixel_values"]
+    start = 0
+    for path in paths:
+        with Image.open(path) as image:
+            made = processor._processor.image_processor(
+                images=[image.convert("RGB")], return_tensors="pt"
+            )
+        wanted = made["pixel_values"]
+        number = len(wanted)
+        found = given[(slice(start, start + number), *map(slice, wanted.shape[1:]))]
+        if not torch.equal(found, wanted):
+            raise Wrong(
+                f"the model gets other pixels than those of {path}: the image was mixed up with "
+                "another, its channels were swapped, or it was changed before the model's "
+                "processor read it"
+            )
+        start += number
+
+
+def _check_episodes(recorded: RecordedStep) -> str | None:
+    """Check that an episode of a workflow belongs to its row, and its response is the text of the
+    last turn that the engine drew; with branches, of the last turn of one of them."""
+    if recorded.config.actor_rollout_ref.rollout.workflow is None:
+        return "a user's node generates the responses"
+    decode = recorded.run.resources.tokenizer.decode
+    is_any_known = False
+    for sample in recorded.some_samples(MOST):
+        turns = recorded.turns(sample)
+        if not turns:
+            continue
+        is_any_known = True
+        group = recorded.records[int(sample["group_index"])].prompt_group
+        row = recorded.run.row(row_of(recorded, group))
+        ids = sample["response_ids"].tolist()
+        kept = recorded.num_used(sample)
+        last = dict[str, str]()
+        for turn in turns:
+            name = turn.conversation.name
+            own = ids[turn.start : turn.end][: kept.get(name) or None]
+            last[name] = decode(own, skip_special_tokens=True)
+        if sample["responses"] not in last.values():
+            text = [*last.values()][-1]
+            check_same(
+                sample, "responses", sample["responses"], text, "the tokens of its last turn"
+            )
+        check_same(sample, "prompts", sample["prompts"], row.prompt_text, BY_ROW)
+    return (
+        None if is_any_known else "no sample's requests are known: other processes generated them"
+    )

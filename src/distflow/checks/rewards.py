@@ -1,0 +1,420 @@
+"""Checks: a sample's scores are those that the reward functions gave for its own text, a second
+call returns them again, and they are what the sample is trained on."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distflow.checks.check import NOT_APPLICABLE, Wrong, check
+from distflow.checks.group_records import GroupRecord
+from distflow.checks.recorded_step import SCORES_LAST_REPLY, RecordedStep
+from distflow.checks.samples import Sample, conversations_of, index_of
+from distflow.config import Config
+from distflow.config.derived_settings import response_limit
+from distflow.config.keys.reward import RewardPart, on_error_of, scoring_models
+from distflow.data.messages import prompt_of
+from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
+from distflow.rewards.load_and_call_reward_functions import (
+    CONVERSATION,
+    FAILS,
+    PROMPT,
+    call_arguments,
+)
+from distflow.rewards.pool.faulty_test_functions import ECHO, echo
+from distflow.rewards.reward_results import RewardResult, Score
+from distflow.rewards.router import Overlong
+
+LIMIT = 1e-4
+"""For accuracies, which are float32."""
+SUM_LIMIT = 1e-9
+MOST = 16
+TRIES = 6
+MOST_TWICE = 4
+DECIDES_WITHIN_S = 5.0
+"""Minimum time to find the cause of a difference, lest a busy machine look like a nondeterministic
+function."""
+NOT_DETERMINISTIC = "not_deterministic"
+"""Key of the state: names of reward functions that are not called again."""
+
+
+@check(
+    "reward_results",
+    "each reward function was called with the sample's own text and ground truth; the sample has "
+    "its score, and a second call returns the same score; a number made of a call's arguments "
+    "comes back as it is, and a function that raises gives no score; the accuracy is one that a "
+    "function gave for the sample's text",
+    needs="deterministic functions of reward.functions; for batched functions only the arguments "
+    "are checked",
+    limit=f"equal, {MOST} samples, as far as time allows",
+)
+def check_reward_results(recorded: RecordedStep) -> str | None:
+    if recorded.run.resources.reward_fn is None:
+        return NOT_APPLICABLE
+    if not recorded.is_ours("reward_parts"):
+        return "no built-in node or workflow decides the scores"
+    drawn = list[tuple[Sample, GroupRecord]]()
+    for sample in recorded.some_samples(MOST):
+        record = recorded.record_of(sample)
+        failed = not sample["valid"] or sample["reward_errors"] is not None
+        # a failed episode may never have requested a score
+        if record is None or (failed and not recorded.is_ours("responses")):
+            continue
+        drawn.append((sample, record))
+        for name in functions_of(recorded, sample):
+            _own_score(recorded, record, sample, name)
+        _own_accuracy(recorded, record, sample)
+    if recorded.budget_s and drawn:
+        _check_calls(recorded, *drawn[0])
+    return _call_again(recorded, drawn)
+
+
+def _call_again(recorded: RecordedStep, drawn: Sequence[tuple[Sample, GroupRecord]]) -> str | None:
+    """Call the functions again as far as time allows; the lowest scores first, since a failure may
+    be an outlier."""
+
+    def place(pair: tuple[Sample, GroupRecord]) -> tuple[bool, float]:
+        sample = pair[0]
+        return not sample["valid"], float(sample["token_level_scores"].sum())
+
+    seen = 0
+    differing = list[tuple[Sample, str, str]]()
+    began = time.monotonic()  # so that even a busy machine has time for one call
+    for sample, record in sorted(drawn, key=place):
+        budget_s = max(recorded.budget_s, DECIDES_WITHIN_S) if differing else recorded.budget_s
+        if time.monotonic() - began >= budget_s:
+            break
+        for name in functions_of(recorded, sample):
+            if name in recorded.run.state.get(NOT_DETERMINISTIC, []):
+                continue
+            what = _compare(recorded, record, sample, name)
+            if what is not None:
+                differing.append((sample, name, what))
+            seen += 1
+    _explain_differences(recorded, differing, seen)
+    if not seen:
+        return "no reward function could be called again in time, or none is deterministic"
+    return None
+
+
+@check(
+    "rewards",
+    "a sample's score is the weighted sum of its own scores and the overlong penalty, or the "
+    "workflow's result; it is on its last token, and each turn's own reward on that turn's last "
+    "token; an agent with rewards of its own earns what the workflow returned for it",
+    needs="scores of the built-in reward nodes",
+    limit=f"{SUM_LIMIT:g} relative",
+)
+def check_rewards(recorded: RecordedStep) -> str | None:
+    if not recorded.is_ours("scores"):
+        is_written = recorded.is_written("scores")
+        return "a user's node writes the scores" if is_written else NOT_APPLICABLE
+    for sample in recorded.samples:
+        if not sample["valid"]:
+            continue
+        if recorded.config.algorithm.reward_level == "token":
+            _check_places(sample)
+        _check_total(recorded, sample)
+        _check_agents(recorded, sample)
+    return None
+
+
+def functions_of(recorded: RecordedStep, sample: Sample) -> dict[str, float]:
+    """Names and weights of the reward functions of the sample's domain."""
+    return {part.name: part.weight for part in parts_of_domain(recorded.config, sample["domain"])}
+
+
+def parts_of_domain(config: Config, name: str) -> Sequence[RewardPart]:
+    domain = config.data.domains.get(name)
+    functions = config.reward.functions
+    return (domain and domain.reward) or functions.get(name) or functions.get("default") or ()
+
+
+def accuracies(record: GroupRecord, text: str) -> list[float]:
+    """What the reward functions said of the correctness of a text: their `acc`, else their
+    score."""
+    found = list[float]()
+    for _, arguments, result in record.scored:
+        is_its_own = arguments.get("solution_str") == text
+        if is_its_own and isinstance(result, Score) and DOES_NOT_APPLY not in result.extra:
+            said: Any = result.extra.get("acc")
+            found.append(float(result.value if said is None else said))
+    return found
+
+
+def _own_accuracy(recorded: RecordedStep, record: GroupRecord, sample: Sample) -> None:
+    """Check that `acc`, by which groups are filtered and samples count as right, was given for the
+    sample's text."""
+    failed = not sample["valid"] or sample.get("reward_errors") is not None
+    if failed or not recorded.is_ours("acc"):
+        return
+    found = float(sample["acc"])
+    stated = accuracies(record, _arguments(recorded, sample)["solution_str"])
+    if stated and not any(abs(found - own) <= LIMIT * max(abs(own), 1.0) for own in stated):
+        raise Wrong(
+            f"sample {sample['uid']} has the accuracy {found:g}, but of its text the reward "
+            f"functions gave {', '.join(f'{own:g}' for own in stated)}: it was taken from another "
+            "sample, or changed on the way into the batch"
+        )
+
+
+def _check_calls(recorded: RecordedStep, sample: Sample, record: GroupRecord) -> None:
+    """Test calls: a failing function gives no score, and one that computes a number from its
+    arguments gives the sample's, so nothing is cut, swapped, rounded or cached on the way to a
+    reward function and back."""
+    failed = recorded.run.call_reward(FAILS, call_arguments("", "", "", {}))
+    if isinstance(failed, Score):
+        raise Wrong(f"a reward function that raises must give no score, but it gave {failed.value}")
+    row = recorded.run.row(record.prompt_group.row)
+    text = str(sample["responses"])
+    first = f" {text}{ECHO}"
+    last = f"{text[::-1]}\n"
+    backwards = (first + last)[::-1].replace(ECHO[::-1], ECHO)
+    for said in (first + last, first + "x" + last, backwards):
+        own = (said, row.ground_truth, row.extra_info or {})
+        result = recorded.run.call_reward(FAILS, call_arguments(row.domain, *own))
+        if isinstance(result, Score) and result.value != echo(*own):
+            raise Wrong(
+                f"a number made of the arguments of sample {sample['uid']} came back as "
+                f"{result.value!r}, not {echo(*own)!r}: reward functions get other arguments, or "
+                "give other scores"
+            )
+
+
+def _own_score(
+    recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str
+) -> float | None:
+    """The sample's score, None for an error. Raises Wrong if the scored text or the score is
+    another sample's."""
+    wanted = _arguments(recorded, sample, name)
+    del wanted[PROMPT]  # a user's rollout may use a prompt other than the row's
+    own = list[RewardResult]()
+    for called, given, result in record.scored:
+        arguments = {key: given.get(key) for key in wanted}
+        arguments["extra_info"] = given.get("extra_info") or {}
+        if called == name and arguments == wanted:
+            own.append(result)
+    if not own:
+        raise Wrong(
+            f"reward function '{name}' was never called with the response of sample "
+            f"{sample['uid']} ({wanted['solution_str'][:80]!r}) and the ground truth "
+            f"({str(wanted['ground_truth'])[:80]!r}), domain and extra_info of its row: it was "
+            "scored with another's data"
+        )
+    # A sample with a reward error may be valid: reward.on_error can assign a score.
+    score = sample["reward_parts"].get(name)
+    valid = bool(sample["valid"]) and sample.get("reward_errors") is None
+    gave = list[float | None]()
+    for result in own:
+        if isinstance(result, Score):
+            gave.append(None if DOES_NOT_APPLY in result.extra else result.value)
+    if valid and score not in gave:
+        raise Wrong(
+            f"sample {sample['uid']} has the score {score} of reward function '{name}', which gave "
+            f"{_shown(own)} for its response: scores are assigned to other samples, or a failed "
+            "one was counted, as a 0 say"
+        )
+    if not valid and sample.get("reward_errors") is None:
+        raise Wrong(f"sample {sample['uid']} is marked as having no score, without a reward error")
+    return score if valid else None
+
+
+def _compare(recorded: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
+    """Text on how the sample's score differs from a new one, or None."""
+    score = _own_score(recorded, record, sample, name)
+    reward_fn = recorded.run.resources.reward_fn
+    if reward_fn is not None and name in reward_fn.pools.takes_groups:
+        return None  # scored alone, it may get another score than in its group
+    again = recorded.run.call_reward(name, _arguments(recorded, sample, name))
+    if score is None or not isinstance(again, Score) or again.value == score:
+        return None
+    return f"the score was {score}, and is {_shown([again])} in a second call"
+
+
+def _explain_differences(
+    recorded: RecordedStep, differing: Sequence[tuple[Sample, str, str]], num_called: int
+) -> None:
+    """Explain recorded scores that the reward function does not reproduce. If many differ, and the
+    function is consistent over repeated calls, scores were assigned to wrong samples before
+    recording; else the function is not deterministic, and is not checked any more."""
+    for name in sorted({name for _, name, _ in differing}):
+        of_this = [(sample, what) for sample, other, what in differing if other == name]
+        sample, what = of_this[0]
+        samples = [sample for sample, _ in of_this]
+        is_many = len(of_this) >= max(3, num_called / 4)
+        if is_many and _are_swapped(recorded, name, samples):
+            raise Wrong(
+                f"sample {sample['uid']}: {what} by reward function '{name}', and "
+                f"{len(of_this) - 1} more samples differ: each has the score of another. Scores "
+                "were given to other samples"
+            )
+        recorded.run.state.setdefault(NOT_DETERMINISTIC, []).append(name)
+        recorded.run.warn(
+            f"reward function '{name}' is not deterministic: for sample {sample['uid']} {what}. "
+            "Its scores cannot be checked, and are not called again from here on. If it scores a "
+            "sandbox or service that fails, or a timeout, as 0, let it raise instead: reward "
+            "errors are retried, then left out of the loss and counted"
+        )
+
+
+def _are_swapped(recorded: RecordedStep, name: str, samples: Sequence[Sample]) -> bool:
+    """Whether the reward function is consistent over repeated calls, within the time budget, and
+    the samples have its scores for other samples."""
+    began = time.monotonic()
+    few = samples[:MOST_TWICE]
+    calls = [_arguments(recorded, sample, name) for sample in few]
+    scores = [_shown([recorded.run.call_reward(name, call)]) for call in calls]
+    for _ in range(TRIES - 1):
+        if time.monotonic() - began > max(recorded.budget_s, DECIDES_WITHIN_S):
+            return False
+        if scores != [_shown([recorded.run.call_reward(name, call)]) for call in calls]:
+            return False
+    differ = {sample["uid"] for sample in samples}
+    known = {*scores}
+    for sample in recorded.some_samples(MOST):
+        if sample["uid"] not in differ:
+            known.add(str(sample["reward_parts"].get(name)))
+    return all(str(sample["reward_parts"].get(name)) in known for sample in few)
+
+
+def _arguments(recorded: RecordedStep, sample: Sample, name: str = "") -> dict[str, Any]:
+    """Arguments of a call for the sample alone, from its row and tokens. A user's node decides
+    which text is scored. name: of the function."""
+    row = recorded.run.row(recorded.records[int(sample["group_index"])].prompt_group.row)
+    text = sample["responses"]
+    if recorded.is_ours("responses"):
+        text = recorded.run.text((*sample["response_ids"].tolist(),))
+    extra_info = row.extra_info or {}
+    reward_fn = recorded.run.resources.reward_fn
+    said = sample.get("conversation")
+    own = {
+        PROMPT: prompt_of(row.prompt_text, extra_info),
+        **call_arguments(row.domain, text, row.ground_truth, extra_info),
+    }
+    if said and reward_fn is not None and name in reward_fn.pools.takes_conversations:
+        own[CONVERSATION] = list(said)
+    return own
+
+
+def _shown(results: Sequence[RewardResult]) -> str:
+    return ", ".join(
+        str(each.value) if isinstance(each, Score) else f"no score ({each})" for each in results
+    )
+
+
+def _check_total(recorded: RecordedStep, sample: Sample) -> None:
+    """The score on the sample's tokens is what its parts or its workflow make."""
+    wanted = _total(recorded, sample)
+    if wanted is None:
+        wanted = float(sample["scores"])
+    found = float(sample["token_level_scores"].double().sum())
+    sizes = [abs(part) for part in sample["reward_parts"].values()]
+    if abs(found - wanted) <= SUM_LIMIT * max([1.0, abs(wanted), *sizes]):
+        return
+    raise Wrong(
+        f"sample {sample['uid']} has the score {found:g}, but by its parts "
+        f"{dict(sample['reward_parts'])}, or what its workflow returned, it is {wanted:g}: "
+        "something is added, left out or weighted otherwise than in reward.functions"
+    )
+
+
+def _total(recorded: RecordedStep, sample: Sample) -> float | None:
+    """The sample's score by its parts, its workflow, or reward.on_error; None if only the
+    column `scores` has it, NaN if there is none."""
+    config = recorded.config
+    if sample["reward_errors"] is not None:
+        fallback = on_error_of(config.reward, sample["domain"])
+        if not isinstance(fallback, float):
+            raise Wrong(
+                f"sample {sample['uid']} has a score in spite of reward errors: "
+                f"{sample['reward_errors']}"
+            )
+        return fallback
+    workflow = config.actor_rollout_ref.rollout.workflow
+    parts = sample["reward_parts"]
+    if workflow is None:
+        if not recorded.is_ours("reward_parts"):
+            return None
+        own = [weight * parts.get(n, 0.0) for n, weight in functions_of(recorded, sample).items()]
+        zone = config.reward.overlong
+        limit = response_limit(config, sample["domain"])
+        penalty = Overlong(zone.buffer_tokens, zone.factor)
+        total = math.fsum(own) + penalty.penalty(len(sample["response_ids"]), limit)
+    else:
+        record = recorded.record_of(sample)
+        returned = _returned(sample, record) if record is not None else None
+        if returned is None or workflow in SCORES_LAST_REPLY:
+            return None
+        total = returned - getattr(config.reward.limit_penalty, sample["finish_reason"], 0.0)
+    if any("scores" in step.node.contract.writes for step in recorded.run.training_steps):
+        for name, model in scoring_models(config.reward_model, sample["domain"]).items():
+            total += parts.get(name, math.nan) * model.weight
+    return total
+
+
+def _returned(sample: Sample, record: GroupRecord) -> float | None:
+    """The score that the workflow returned for the episode: a number, parts or their `score`, or a
+    reward result."""
+    ids = (*sample["prompt_ids"].tolist(), *sample["response_ids"].tolist())
+    for kind, *values in record.events.get(index_of(sample), ()):
+        if kind != "returned":
+            continue
+        tokens, returned = values
+        if tokens != ids:
+            raise Wrong(f"sample {sample['uid']} has different tokens than its episode")
+        value = getattr(getattr(returned, "reward_result", returned), "value", returned)
+        if not isinstance(value, Mapping):
+            return float(value)
+        if "score" in value:
+            return float(value["score"])
+        return math.fsum(float(part) for name, part in value.items() if name != "acc")
+    return None
+
+
+def _check_agents(recorded: RecordedStep, sample: Sample) -> None:
+    """The tokens of each agent with rewards of its own earn what the workflow returned for it."""
+    rollout = recorded.config.actor_rollout_ref.rollout
+    record = recorded.record_of(sample)
+    penalty = getattr(recorded.config.reward.limit_penalty, sample["finish_reason"], 0.0)
+    is_shared = recorded.config.algorithm.agent_rewards == "shared"
+    if record is None or is_shared or penalty or sample["reward_errors"] is not None:
+        return
+    earned = dict.fromkeys(rollout.agents, 0.0)
+    scores = sample["token_level_scores"].double()
+    for talk in conversations_of(sample):
+        own = scores[max(talk.first, 0) : talk.first + len(talk.ids)]
+        name = talk.name.partition(".")[0]
+        earned[name if name in earned else next(iter(earned))] += float(own.sum())
+    for kind, *values in record.events.get(index_of(sample), ()):
+        if kind != "returned" or not isinstance(values[1], Mapping):
+            continue
+        for agent in earned.keys() & values[1].keys():
+            returned = float(values[1][agent])
+            is_near = abs(earned[agent] - returned) <= LIMIT * max(abs(returned), 1.0)
+            if rollout.agents[agent].trainable and not is_near:
+                raise Wrong(
+                    f"agent {agent} earned {earned[agent]:g} in sample {sample['uid']}, but its "
+                    f"workflow returned {returned:g} for it"
+                )
+
+
+def _check_places(sample: Sample) -> None:
+    """Only the policy's last token has a score, and the last token of each turn."""
+    may = torch.zeros(len(sample["response_ids"])).bool()
+    drawn = (sample["response_mask"] > 0).nonzero()[:, 0]
+    if len(drawn):
+        may[drawn[-1]] = True
+    if "turn_index" in sample:
+        turn = sample["turn_index"]
+        after = torch.cat([turn[1:], turn.new_full((1,), -1)])[: len(turn)]
+        may |= (turn >= 0) & (turn != after)
+    wrong = (sample["token_level_scores"] != 0) & ~may
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        raise Wrong(
+            f"token_level_scores of sample {sample['uid']} is "
+            f"{float(sample['token_level_scores'][token]):g} at token {token} of {len(may)}, but "
+            "should be 0: a score is on the policy's last token, or on the last of a turn"
+        )

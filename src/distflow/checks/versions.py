@@ -1,0 +1,299 @@
+"""Checks: the weights of a token's version give the log-prob that the engine reported; no more
+tokens have a version than the engines drew with it."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import DynamicCache
+
+from distflow.checks.check import NOT_APPLICABLE, Wrong, check
+from distflow.checks.kept_weights import Weights
+from distflow.checks.log_probs import (
+    dtype_of,
+    ids_of,
+    is_beyond,
+    numbers_of,
+    scored_samples,
+    sequences_of,
+)
+from distflow.checks.plain_forward import PlainScores, plain_scores, plainly, vocabulary_of
+from distflow.checks.recorded_step import RecordedStep
+from distflow.checks.samples import Sample, conversations_of, doubles, policies_of_conversations
+from distflow.checks.sharded_passes import ShardedPasses
+from distflow.checks.update_records import OpenEngine
+from distflow.models.image_inputs import own_pass
+from distflow.models.lora import unwrapped
+from distflow.training.multi_policy_engine import models_of
+
+EXACT = (1e-3, 3e-2)
+ROUNDED = (0.15, 5.0)
+LEAST_TOKENS = 16
+Scored = tuple[PlainScores, Tensor]
+"""Scores of a sample's tokens, and a mask of tokens with a score."""
+PRESENT: Weights = {}
+"""Stands for the policy's current weights."""
+
+
+class Prompt(NamedTuple):
+    """The first tokens of a conversation, which are given."""
+
+    length: int
+    images: Sequence[str]
+
+
+@check(
+    "versions",
+    "the engine's log-prob of a token equals that of the weights of its version, over keys and "
+    "values as `kv_on_update` requires; the other rule does not fit better; old weights are kept "
+    "for this; no more tokens have a version than the engines drew with it",
+    needs="tokens of the current weights, or of weights that were kept",
+    limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
+)
+def check_versions(recorded: RecordedStep) -> str | None:
+    if not recorded.is_written("rollout_log_probs"):
+        return NOT_APPLICABLE
+    actor = recorded.run.resources.actor
+    if not isinstance(actor, OpenEngine):
+        return "the train engine does not expose its model"
+    recomputes = recorded.config.actor_rollout_ref.rollout.kv_on_update == "recompute"
+    others = dict[str, Scored]()
+    for sample in scored_samples(recorded):
+        uid = sample["uid"]
+        recorded.drawn[uid] = _scores(recorded, actor, sample, recomputes)
+        if not recorded.run.is_exact and len(set(sample["versions"].tolist())) > 1:
+            others[uid] = _scores(recorded, actor, sample, not recomputes)
+    if not any(bool(known.any()) for _, known in recorded.drawn.values()):
+        return "no token of the drawn samples is of weights that were kept"
+    if not recorded.is_ours("rollout_log_probs") and not any(map(recorded.turns, recorded.samples)):
+        return "a user's node writes rollout_log_probs"
+    versions = recorded.batch.flat("versions")
+    is_new = bool((versions[versions >= 0] == recorded.step).all())
+    if is_new and not recorded.run.is_exact:
+        # below float32, rounding may be large, but is corrected; every step compares these
+        return None
+    for sample in recorded.samples:
+        if sample["uid"] in recorded.drawn:
+            _same(recorded, sample, *recorded.drawn[sample["uid"]])
+    _fits_better(recorded, others)
+    return None
+
+
+def _scores(recorded: RecordedStep, actor: OpenEngine, sample: Sample, recomputes: bool) -> Scored:
+    """Scores of a sample by the weights of its tokens' versions. recomputes: keys and values after
+    a weight sync."""
+    weights = _weights_of_tokens(recorded, sample)
+    known = torch.tensor([one is not None for one in weights])
+    policy = sample["response_mask"] > 0
+    is_present = all(weights[i] is PRESENT for i in policy.nonzero()[:, 0].tolist())
+    if is_present and sample["uid"] in recorded.plain:
+        return recorded.plain[sample["uid"]], policy
+    models = models_of(actor.model)
+    talks = conversations_of(sample)
+    names = [talk.name for talk in talks]
+    policies = policies_of_conversations(recorded.config, sample)
+    owners = dict(zip(names, policies, strict=True))
+    by_policy = {name: _of_policy(weights, name) for name in models}
+    prompts = dict[str, Prompt]()
+    for name, own in zip(names, sequences_of(sample), strict=True):
+        prompts[name] = Prompt(own.given or len(own.prompt), own.images)
+    # Each continuation begins with keys and values from its first token's weights, then uses those
+    # of earlier tokens.
+    whole = talks[0]
+    turns = [(turn.start, turn.end, turn.conversation) for turn in recorded.turns(sample)]
+    pieces = turns or [(0, len(whole.ids) + whole.first, whole)]
+    if recomputes:
+        pieces = [(max(talk.first + 1, 0), talk.first + len(talk.ids), talk) for talk in talks]
+    score = _over_own_keys if recomputes else _over_older_keys
+    logits = torch.zeros(len(weights), vocabulary_of(actor.model))
+    with torch.no_grad(), ExitStack() as plain:
+        for model in models.values():
+            plain.enter_context(plainly(model, compute_dtype=dtype_of(actor)))
+        for start, end, talk in pieces:
+            if not recomputes:
+                known[start:end] = known[start:end].cummin(0).values
+            owner = owners[talk.name]
+            ids = talk.ids[: end - talk.first]
+            own_weights = by_policy[owner][start:end]
+            logits[start:end] = score(
+                recorded.run.passes, models[owner], ids, own_weights, prompts[talk.name]
+            )
+    sampling = recorded.sampling_of_tokens(sample)
+    response = ids_of(sample).response
+    return plain_scores(logits, response, sampling, numbers_of(sample)), known & policy
+
+
+def _weights_of_tokens(recorded: RecordedStep, sample: Sample) -> list[Weights | None]:
+    """The weights of each token's version; None if they were not kept."""
+    # else it has moved
+    present = recorded.synced_version if recorded.synced_version == recorded.step else None
+    found = list[Weights | None]()
+    for version in sample["versions"].tolist():
+        found.append(PRESENT if version == present else recorded.run.older_weights.of(version))
+    return found
+
+
+def _of_policy(weights: Sequence[Weights | None], policy: str) -> list[Weights | None]:
+    """The weights for the model of one of several policies; equal entries stay one object."""
+    if not policy:
+        return [*weights]
+    own = dict[int, Weights]()
+    for each in weights:
+        if not each or id(each) in own:
+            continue
+        named = {
+            n.removeprefix(f"{policy}."): w for n, w in each.items() if n.startswith(f"{policy}.")
+        }
+        own[id(each)] = named
+    return [own[id(each)] if each else each for each in weights]
+
+
+def _over_older_keys(
+    passes: ShardedPasses,
+    model: nn.Module,
+    ids: Sequence[int],
+    weights: Sequence[Weights | None],
+    prompt: Prompt,
+) -> Tensor:
+    """Logits `(tokens, vocabulary)` that each token was drawn from, if the engine keeps keys and
+    values over weight syncs: a position's keys and values come from the weights that drew the next
+    token, the prompt's from those of the first token. Zeros from the first token with unknown
+    weights on."""
+    found = torch.zeros(len(weights), vocabulary_of(model))
+    cache = DynamicCache(config=unwrapped(model).config)
+    first = len(ids) - len(weights) - 1
+    fed = 0
+    done = 0
+    for _, run in groupby(weights, key=id):
+        own, *more = run
+        if own is None:
+            break
+        until = done + 1 + len(more)
+        new = ids[fed : first + until]
+        seen = Prompt(0, ()) if fed else prompt
+        logits = _forward(passes, model, own, new, seen, past_key_values=cache, use_cache=True)
+        found[done:until] = logits[done - until :]
+        fed = first + until
+        done = until
+    return found
+
+
+def _over_own_keys(
+    passes: ShardedPasses,
+    model: nn.Module,
+    ids: Sequence[int],
+    weights: Sequence[Weights | None],
+    prompt: Prompt,
+) -> Tensor:
+    """The same if all keys and values are recomputed after a weight sync."""
+    found = torch.zeros(len(weights), vocabulary_of(model))
+    start = len(ids) - len(weights) - 1
+    for own in {id(one): one for one in weights if one is not None}.values():
+        mine = torch.tensor([one is own for one in weights])
+        logits = _forward(passes, model, own, ids[:-1], prompt, use_cache=False)
+        found[mine] = logits[start:][mine]
+    return found
+
+
+def _forward(
+    passes: ShardedPasses,
+    model: nn.Module,
+    weights: Weights,
+    ids: Sequence[int],
+    prompt: Prompt,
+    **options: object,
+) -> Tensor:
+    """Logits of all positions, float32 on the CPU."""
+    device = next(model.parameters()).device
+    swapped = {name: weight.to(device) for name, weight in weights.items()}
+    row = torch.tensor([list(ids)], device=device)
+    with own_pass(model, row, prompt.length, (prompt.images,)) as given:
+        inputs = {**given, **options}
+        output: Any
+        if swapped:
+            output = functional_call(model, swapped, kwargs=inputs)
+        else:
+            output = passes.run(model, **inputs)
+    logits: Tensor = output.logits[0]
+    return logits.float().cpu()
+
+
+def _fits_better(recorded: RecordedStep, others: Mapping[str, Scored]) -> None:
+    """Below float32, rounding hides keys and values of other weights, but not which rule fits.
+    others: by the other."""
+    gaps = [torch.zeros(0, 2).double()]
+    for sample in recorded.samples:
+        if sample["uid"] not in others:
+            continue
+        own, known = recorded.drawn[sample["uid"]]
+        other, too = others[sample["uid"]]
+        versions = sample["versions"]
+        later = known & too & (versions > versions[versions >= 0].min())
+        found = doubles(sample["rollout_log_probs"])
+        both = [(found - each.log_probs).abs()[later] for each in (own, other)]
+        gaps.append(torch.stack(both, -1))
+    mean, by_other = torch.cat(gaps).mean(0).tolist()
+    if sum(map(len, gaps)) >= LEAST_TOKENS and mean > max(2 * by_other, EXACT[0]):
+        raise Wrong(
+            f"after a weight sync within a response the engine's log-probs differ by {mean:.3g} "
+            "from those over keys and values as "
+            f"kv_on_update={recorded.config.actor_rollout_ref.rollout.kv_on_update} has them, and "
+            f"by {by_other:.3g} from those as the other rule has them"
+        )
+
+
+def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:
+    gap = (doubles(sample["rollout_log_probs"]) - scores.log_probs).abs()[known]
+    mean, largest = limits = recorded.limit(EXACT, ROUNDED)
+    if is_beyond(gap, limits):
+        token = int(known.nonzero()[int(gap.argmax()), 0])
+        raise Wrong(
+            f"the engine's log-probs of the tokens of sample {sample['uid']} differ by "
+            f"{float(gap.mean()):.3g} on average from those of the weights of the tokens' "
+            f"versions, by {float(gap.max()):.3g} at token {token} of version "
+            f"{int(sample['versions'][token])} (limits {mean:g}, {largest:g}; the engine has "
+            f"version {recorded.synced_version}). Likely causes: weights or an adapter that were "
+            "not sent, not loaded or are scaled otherwise, a version that changes before or after "
+            "them, keys and values of other weights"
+        )
+
+
+def remember_marked(recorded: RecordedStep) -> None:
+    """Count the tokens of each version that was synced since this process began."""
+    run = recorded.run
+    versions = recorded.batch.flat("versions")
+    found, counts = versions[versions > run.inputs.version.step].unique(return_counts=True)
+    run.marked.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+def check_marked(recorded: RecordedStep) -> str | None:
+    """Check that no more tokens are marked with a version than the engines have drawn while they
+    had it. Each rank that shares the step calls this, and makes the comparison if all engines are
+    theirs."""
+    run = recorded.run
+    if not run.spec.plan.generates:
+        return NOT_APPLICABLE
+    has_workflow = recorded.config.actor_rollout_ref.rollout.workflow is not None
+    if has_workflow or not recorded.is_ours("responses"):
+        return "branches repeat tokens, and so may a user's node"
+    drawn = dict(getattr(run.resources.rollout, "num_tokens_of_version", {}))
+    every = run.ranks.gather((drawn, run.marked))
+    num_engines = sum("rollout" in rank.engines for rank in run.spec.plan.ranks)
+    if num_engines > sum(bool(own) for own, _ in every):
+        return (
+            "an engine does not count its tokens by version, or is on a worker that does not train"
+        )
+    for version in sorted({number for _, marked in every for number in marked}):
+        num_drawn = sum(own.get(version, 0) for own, _ in every)
+        num_marked = sum(marked.get(version, 0) for _, marked in every)
+        if num_marked > num_drawn:
+            raise Wrong(
+                f"{num_marked} trained tokens are marked with weight version {version}, but the "
+                f"engines drew {num_drawn} tokens while they had it: tokens drawn after a weight "
+                "sync keep an older version, or have one that the engine did not have yet"
+            )
+    return None

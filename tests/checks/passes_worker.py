@@ -1,0 +1,146 @@
+"""One of two gloo ranks that share a model: what the checks see of it, with samples that are not
+evenly spread."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from distflow.checks.check import Wrong
+from distflow.checks.gradients import check_gradients
+from distflow.checks.optimizers import check_optimizers
+from distflow.checks.plain_forward import Ids, logits_of, plainly
+from distflow.checks.sharded_passes import ShardedPasses
+from distflow.checks.update_records import UpdateRecord, UpdateWatch, striped, trained
+from distflow.cluster.process_groups import TorchCollective
+from distflow.config import Config, load_config
+from distflow.models.loading import load_model
+from distflow.models.sharding import Sharding, own_part
+from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.training.batches import TokenMeanLoss, ragged_batch
+
+SEQUENCES = [Ids((3, 4, 5), (6, 7)), Ids((8,), (9, 10, 11))]
+SHARES = (list(range(6)), [6, 7])
+
+
+def summed(model: nn.Module, sequence: Any) -> Tensor:
+    (logits,) = logits_of(lambda model, **inputs: model(**inputs), model, [sequence])
+    return (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum()
+
+
+def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
+    """The first rank has three passes to make, the other one, and one more that fails."""
+    turns = ShardedPasses(TorchCollective(), [model, plain])
+    with torch.no_grad(), plainly(model):
+        for _ in range(3 - 2 * rank):
+            for found, wanted in zip(
+                logits_of(turns.run, model, SEQUENCES),
+                logits_of(turns.run, plain, SEQUENCES),
+                strict=True,
+            ):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        turns.finish()
+
+
+def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
+    """Of both ranks' sums together; those that the model has stay, and a rank that fails leaves no
+    other waiting."""
+    turns = ShardedPasses(TorchCollective(), [model])
+    names = dict(striped(trained(model), turn=1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with plainly(model), plainly(plain):
+        found = turns.gradients(model, list(names.values()), lambda: summed(model, SEQUENCES[rank]))
+        both = summed(plain, SEQUENCES[0]) + summed(plain, SEQUENCES[1])
+        whole = dict(plain.named_parameters())
+        wanted = torch.autograd.grad(both, [whole[name] for name in names])
+        for name, own, other in zip(names, found, wanted, strict=True):
+            part = torch.chunk(other, 2)[rank]
+            torch.testing.assert_close(own, part, rtol=1e-4, atol=1e-4, msg=name)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="another rank failed"):
+                turns.gradients(model, list(names.values()), lambda: summed(model, SEQUENCES[0]))
+    turns.finish()
+    assert all(bool((own_part(parameter.grad) == 1).all()) for parameter in model.parameters())
+
+
+def updates(model: nn.Module, rank: int, folder: Path) -> None:
+    """The optimizer's formula on the part of each rank, empty ones too, the norm of what all parts
+    are given, and that it is the sum over the ranks."""
+    optim = ("lr=1e-2", "scheduler=constant")
+    config = load_config(
+        "grpo",
+        [
+            f"actor_rollout_ref.model.path={folder / 'model'}",
+            "data.train_files=rows.jsonl",
+            "reward.functions={default: [exact_match]}",
+            "actor_rollout_ref.actor.max_grad_norm=0.5",
+            *(f"actor_rollout_ref.actor.optim.{key}" for key in optim),
+        ],
+    ).config
+    engine = TorchTrainEngine(
+        model,
+        optimizer=make_optimizer("adamw", model.parameters(), lr=1e-2),
+        schedule=make_schedule("constant", total_steps=10),
+        max_tokens_per_micro_batch=30,
+        max_grad_norm=0.5,
+        group=TorchCollective(),
+    )
+    for step in range(3):
+        batch = ragged_batch(seed=step).select(SHARES[rank])
+        watch = UpdateWatch("actor", engine, batch, TokenMeanLoss())
+        watch.begin(step)
+        metrics = engine.train_step(batch, watch)
+        record = watch.end(metrics)
+        assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
+        check_optimizers.run(recorded(record, config, step))
+        assert check_gradients.run(recorded(record, config, step)) is None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(dist.get_world_size()))
+    watch = UpdateWatch("actor", engine, batch, TokenMeanLoss())
+    watch.begin(step)
+    averaged = watch.end(engine.train_step(batch, watch))
+    with pytest.raises(
+        Wrong, match="is not the sum of the micro-batches' gradients over all ranks"
+    ):
+        check_gradients.run(recorded(averaged, config, step))
+    record.stripes = {
+        name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()
+    }
+    with pytest.raises(Wrong, match="moved by 0 at most"):
+        check_optimizers.run(recorded(record, config, step))
+
+
+def recorded(record: UpdateRecord, config: Config, taken: int) -> Any:
+    """What the check reads."""
+    run = SimpleNamespace(
+        spec=SimpleNamespace(data=SimpleNamespace(total_steps=10)),
+        training_steps=[],
+        last_stripes={},
+    )
+    return SimpleNamespace(
+        run=run,
+        config=config,
+        updates=[record],
+        updates_of=lambda role: [record],
+        num_updates={"actor": taken},
+    )
+
+
+def main(rank: int, folder: Path) -> None:
+    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = load_model(folder / "model")
+    model = load_model(folder / "model", sharding=Sharding(mesh))
+    passes(model, plain, rank)
+    gradients(model, plain, rank)
+    model.zero_grad(set_to_none=True)
+    updates(model, rank, folder)

@@ -1,0 +1,98 @@
+"""Columns that do not belong together are refused, with the sample and the token."""
+
+import math
+
+import pytest
+import torch
+
+from distflow.checks.invariants import check_alignment
+from distflow.errors import TrustError
+from tests.checks.batches import LENGTHS, sampled_batch
+
+
+@pytest.mark.parametrize("tool_tokens", [0, 3])
+def test_what_a_rollout_leaves_is_aligned(tool_tokens: int) -> None:
+    batch = sampled_batch(tool_tokens=tool_tokens)
+    check_alignment(batch)
+    batch["loss_mask"] = batch["response_mask"] * (torch.arange(4) != 2)[:, None]
+    check_alignment(batch)
+
+
+@pytest.mark.parametrize("tool_tokens", [0, 3])
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_shifted_mask(tool_tokens: int, shift: int) -> None:
+    batch = sampled_batch(tool_tokens=tool_tokens)
+    mask = torch.nn.functional.pad(batch["response_mask"], (max(shift, 0), max(-shift, 0)))
+    batch["response_mask"] = mask[:, :-1] if shift > 0 else mask[:, 1:]
+    with pytest.raises(TrustError, match="response_mask is wrong at token"):
+        check_alignment(batch)
+
+
+def test_the_first_wrong_token_is_named() -> None:
+    batch = sampled_batch()
+    mask = batch.flat("response_mask").clone()
+    mask[LENGTHS[0] + LENGTHS[1] + 2] = 0
+    batch["response_mask"] = mask
+    with pytest.raises(TrustError, match="at token 2 of sample 1-0"):
+        check_alignment(batch)
+
+
+def test_a_loss_mask_on_tokens_of_a_tool() -> None:
+    batch = sampled_batch(tool_tokens=2)
+    batch["loss_mask"] = torch.ones_like(batch["response_mask"])
+    with pytest.raises(TrustError, match="loss_mask covers token 5 of sample 0-0"):
+        check_alignment(batch)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 0.5])
+def test_something_that_is_no_log_probability(value: float) -> None:
+    batch = sampled_batch()
+    column = batch.flat("rollout_log_probs").clone()
+    column[LENGTHS[0]] = value
+    batch["rollout_log_probs"] = column
+    with pytest.raises(
+        TrustError, match="of sample 0-1 is .* at token 0, which is not a log-probability"
+    ):
+        check_alignment(batch)
+
+
+def test_the_density_of_a_number_of_an_action_may_exceed_1() -> None:
+    batch = sampled_batch()
+    batch["rollout_log_probs"] = torch.full_like(batch.flat("rollout_log_probs"), 0.5)
+    batch["action_values"] = torch.zeros_like(batch.flat("rollout_log_probs"))
+    check_alignment(batch)
+
+
+def test_a_log_probability_of_a_token_that_no_policy_made_is_not_read() -> None:
+    batch = sampled_batch(tool_tokens=2)
+    column = batch["rollout_log_probs"]
+    column[batch["response_mask"] == 0] = math.nan
+    batch["rollout_log_probs"] = column
+    check_alignment(batch)
+
+
+def test_swapped_groups_and_prompts() -> None:
+    batch = sampled_batch()
+    batch["group_index"] = torch.tensor([0, 1, 0, 1])
+    with pytest.raises(TrustError, match="sample 0-1 carries group_index 1"):
+        check_alignment(batch)
+    batch = sampled_batch()
+    prompts = batch["prompt_ids"]
+    prompts[3, 0] = 0
+    batch["prompt_ids"] = prompts
+    with pytest.raises(
+        TrustError, match="samples 1-0 and 1-1 are one group but differ in their prompts"
+    ):
+        check_alignment(batch)
+
+
+def test_a_later_sample_of_an_episode_may_have_another_prompt() -> None:
+    batch = sampled_batch()
+    prompts = batch["prompt_ids"]
+    prompts[3, 0] = 0
+    batch["prompt_ids"] = prompts
+    batch["episode_index"] = torch.tensor([0, 1, 1, 1])
+    check_alignment(batch)
+    batch["group_index"] = torch.tensor([0, 0, 1, 0])
+    with pytest.raises(TrustError, match="sample 1-1 carries group_index 0"):
+        check_alignment(batch)

@@ -1,0 +1,162 @@
+"""Skipped updates: what is kept of them, when they end the run, and weights that must go no
+further."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distflow.checks import nonfinite
+from distflow.checks.nonfinite import NonFinite
+from distflow.data.batch import Batch
+from distflow.errors import TrustError
+from tests.checks.batches import WeightsOnly, sampled_batch
+
+SKIPPED = {"loss": math.nan, "grad_norm": 1.0, "skipped": 1.0}
+TAKEN = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0.0}
+
+
+def engine() -> WeightsOnly:
+    return WeightsOnly(w=torch.arange(4.0))
+
+
+def test_a_bundle_holds_batch_weights_and_config(tmp_path: Path) -> None:
+    batch = sampled_batch()
+    batch["extra_info"] = [{"not JSON": {1, 2}}] * len(batch)
+    bundle = NonFinite(tmp_path, 5, "a: 1\n").updated("actor", engine(), batch, SKIPPED, step=6)
+    assert bundle is not None and bundle.name == "step-000007-actor-1"
+    kept = Batch.load(bundle / "batch.safetensors")
+    assert (
+        torch.equal(kept["old_log_probs"], batch["old_log_probs"]) and kept["uid"] == batch["uid"]
+    )
+    assert torch.equal(load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0))
+    assert (bundle / "config.yaml").read_text() == "a: 1\n"
+    facts = json.loads((bundle / "bundle.json").read_text())
+    assert facts["role"] == "actor" and facts["step"] == 6 and facts["metrics"]["loss"] == "nan"
+
+
+def test_an_update_that_was_taken_leaves_nothing(tmp_path: Path) -> None:
+    assert (
+        NonFinite(tmp_path, 2, "").updated("actor", engine(), sampled_batch(), TAKEN, step=0)
+        is None
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_skips_in_a_row_of_one_engine_end_the_run(tmp_path: Path) -> None:
+    check = NonFinite(tmp_path, 3, "")
+    batch = sampled_batch()
+    for metrics in (SKIPPED, SKIPPED, TAKEN, SKIPPED, SKIPPED):
+        check.updated("actor", engine(), batch, metrics, step=0)
+        check.updated("critic", engine(), batch, TAKEN, step=0)
+    with pytest.raises(TrustError, match="3 updates of the actor in a row.*distflow replay"):
+        check.updated("actor", engine(), batch, SKIPPED, step=1)
+
+
+def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
+    check = NonFinite(tmp_path, 3, "")
+    batch = sampled_batch()
+    bundles = []
+    for step in range(8):
+        bundles += [check.updated("actor", engine(), batch, SKIPPED, step) for _ in range(2)]
+        check.updated("actor", engine(), batch, TAKEN, step)
+    assert {bundle.name for bundle in bundles[-3:] if bundle} == {
+        path.name for path in tmp_path.iterdir()
+    }
+    first, second = (bundle / "weights.safetensors" for bundle in bundles[-2:] if bundle)
+    assert first.samefile(second), "nothing changed between two skipped updates"
+
+
+def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
+    others = (
+        "notes.txt",
+        "old/notes.txt",
+        "step-000001-actor-1/notes.txt",
+        "step-000009-actor-1/bundle.json",
+    )
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("[]")
+    for _ in range(2):  # as two starts, which count their bundles from 1
+        check = NonFinite(tmp_path, 2, "")
+        for step in range(4):
+            bundle = check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
+            check.updated("actor", engine(), sampled_batch(), TAKEN, step)
+            assert bundle is not None and not (bundle / "notes.txt").exists()
+    (bundle / "mine.txt").write_text("mine")
+    for step in range(4):
+        check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
+        check.updated("actor", engine(), sampled_batch(), TAKEN, step)
+    assert all((tmp_path / name).read_text() == "[]" for name in others)
+    assert [path.name for path in bundle.iterdir()] == ["mine.txt"]
+    assert sum((path / "weights.safetensors").exists() for path in tmp_path.iterdir()) == 2
+
+
+def test_bundles_of_a_policy_with_any_name_do_not_fill_the_disk(tmp_path: Path) -> None:
+    check = NonFinite(tmp_path, 2, "")
+    for step in range(4):
+        bundle = check.updated("Solver_2", engine(), sampled_batch(), SKIPPED, step)
+        check.updated("Solver_2", engine(), sampled_batch(), TAKEN, step)
+    assert (
+        bundle is not None
+        and bundle.name == "step-000004-Solver_2-4"
+        and len(list(tmp_path.iterdir())) == 2
+    )
+
+
+def test_all_ranks_make_sharded_weights_whole_whichever_bundles_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not take part in a gather would let the others wait forever."""
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(nonfinite, "whole", lambda tensor: calls.append(tensor) or tensor)
+    ranks = [NonFinite(tmp_path, 3, "") for _ in range(3)]
+    # the last ones remove the bundle of the first one before it makes another
+    for order in (ranks, ranks[::-1]):
+        numbers = []
+        for rank in order:
+            calls.clear()
+            rank.updated("actor", engine(), sampled_batch(), SKIPPED, step=0)
+            numbers.append(len(calls))
+        assert len(set(numbers)) == 1, numbers
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_weights_are_written_again_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    check = NonFinite(tmp_path, 3, "")
+    bundles = [check.updated("actor", engine(), sampled_batch(), SKIPPED, step=0) for _ in range(2)]
+    for bundle in bundles:
+        assert bundle is not None and torch.equal(
+            load_file(bundle / "weights.safetensors")["w"], torch.arange(4.0)
+        )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])
+def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, value: float) -> None:
+    broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))
+    with pytest.raises(
+        TrustError,
+        match=(
+            r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not synced or "
+            r"saved"
+        ),
+    ):
+        check = NonFinite(tmp_path, 3, "", {"actor": {"broken": 0.5, "fine": 0.5}})
+        check.updated("actor", broken, sampled_batch(), TAKEN, step=3)
+
+
+def test_weights_that_training_makes_raise_no_alarm(tmp_path: Path) -> None:
+    """Fresh zeros that have grown, a norm's large ones, a sum beyond float32."""
+    large = torch.full((2**20,), 900.0)
+    grown = WeightsOnly(zeros=torch.tensor([3.0, -40.0]), norm=torch.tensor([2000.0]), large=large)
+    check = NonFinite(tmp_path, 3, "", {"actor": {"zeros": 0.0, "norm": 1900.0, "large": 900.0}})
+    assert check.updated("actor", grown, sampled_batch(), TAKEN, step=3) is None

@@ -1,0 +1,304 @@
+"""Faults between a run's config and files and what it trains on, planted one at a time: in the data
+plan, in the tokens of prompts and responses, in stops, reward functions and turns. The run names
+each; healthy runs raise no alarm."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from distflow.data import encode_rows, rows_on_demand
+from distflow.data.chat_template import ChatTemplate
+from distflow.data.encoded_prompts import PromptRow
+from distflow.errors import TrustError
+from distflow.launch import data_sets, make_spec
+from distflow.observe.run_reader import read_events
+from distflow.rewards.pool import domain_pools
+from tests.e2e.runs import Playground
+from tests.e2e.test_conversations import SFT, talk
+from tests.sparse_params import first_of_each, one_fast_in
+from tests.tiny_models import tiny_tokenizer
+
+Patch = pytest.MonkeyPatch
+ONE = "trainer.total_training_steps=1"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    """Its tokenizer begins each text with a token."""
+    ground = Playground(tmp_path_factory.mktemp("data"))
+    begins = tiny_tokenizer()
+    added = [("<bos>", 1)]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=added
+    )
+    begins.save_pretrained(ground.folder / "model")
+    roles = ("user", "assistant", "user")
+    chats = [
+        [{"role": role, "content": f"{role[0]}{i}+{turn}"} for turn, role in enumerate(roles)]
+        for i in range(8)
+    ]
+    rows: dict[str, list[dict[str, Any]]] = {
+        **{
+            name: [{"prompt": f"{name[0]}{i}=", "answer": str(i)} for i in range(9)]
+            for name in ("one", "other")
+        },
+        "long": [{"prompt": f"{'ab' * 9}{i}=", "answer": str(i)} for i in range(9)],
+        "chat": [{"prompt": chat, "answer": "1"} for chat in chats],
+        "graded": [
+            {"prompt": "a" * (i + 5), "answer": "1", "pass_rate": i / 10} for i in range(10)
+        ],
+        "pairs": [{"prompt": f"{i}+{i}", "response": f"it is {2 * i}"} for i in range(8)],
+        "talks": [talk(i, i % 3 + 1) for i in range(8)],
+    }
+    for name, own in rows.items():
+        (ground.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    (ground.folder / "words.py").write_text(
+        "def score(solution_str, ground_truth, **_):\n    return len(set(solution_str)) / 10\n"
+    )
+    return ground
+
+
+def setup(ground: Playground, name: str) -> tuple[str, ...]:
+    """Preset and overrides of a set-up; those that begin with ~ take a key out."""
+    file = f"data.train_files={ground.folder}"
+    words = f"{ground.folder}/words.py:score"
+    each = {
+        "one": f"{{train_files: '{ground.folder}/one.jsonl', weight: 3, reward: custom}}",
+        "other": (
+            f"{{train_files: '{ground.folder}/other.jsonl', reward: ['{words}', {{name: custom, "
+            f"weight: 0.5}}]}}"
+        ),
+    }
+    domains = f"data.domains={{{', '.join(f'{name}: {own}' for name, own in each.items())}}}"
+    return {
+        "plain": ("grpo", f"{file}/one.jsonl", ONE),
+        "epochs": ("grpo", f"{file}/one.jsonl", "trainer.total_epochs=2"),
+        "domains": ("grpo", "data.train_files=[]", domains, "~reward.functions", ONE),
+        "stops": ("grpo", f"{file}/one.jsonl", "actor_rollout_ref.rollout.stop=[q, '8']", ONE),
+        "chat": (
+            "grpo",
+            f"{file}/chat.jsonl",
+            "data.prompt_format=chat",
+            "data.system_prompt=be kind",
+            "data.max_prompt_length=90",
+            ONE,
+        ),
+        "cut": (
+            "grpo",
+            f"{file}/long.jsonl",
+            "data.filter_overlong_prompts=false",
+            "data.truncation=middle",
+            ONE,
+        ),
+        "pairs": ("sft", *SFT, f"{file}/pairs.jsonl"),
+        "talks": ("sft", *SFT, f"{file}/talks.jsonl"),
+        "longest": ("grpo", f"{file}/graded.jsonl", "data.max_prompt_length=12", ONE),
+        "rates": (
+            "grpo",
+            f"{file}/graded.jsonl",
+            "data.pass_rate=[0.2, 0.6]",
+            "data.max_prompt_length=20",
+            ONE,
+        ),
+        "lazy": ("grpo", f"{file}/one.jsonl", "data.lazy=true", ONE),
+        "streamed": ("grpo", f"data.train_files='{ground.folder}/o*.jsonl'", "data.lazy=true", ONE),
+    }[name]
+
+
+def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def without_special(original: Any) -> Any:
+    return lambda tokenizer, texts, **settings: original(tokenizer, texts, add_special_tokens=False)
+
+
+def chats(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    def wrap(original: Any) -> Any:
+        return lambda row, options: replace(
+            found := original(row, options), messages=change(found.messages)
+        )
+
+    return wrapped(encode_rows, "_prompt", wrap)
+
+
+def of_the_next(original: Any) -> Any:
+    def planted(*given: Any) -> dict[int, list[int]]:
+        found = original(*given)
+        return dict(zip(found, [*found.values()][1:] + [*found.values()][:1], strict=True))
+
+    return planted
+
+
+def of_the_first(original: Any) -> Any:
+    return lambda config: dict.fromkeys(found := original(config), next(iter(found.values())))
+
+
+def last_turn(answer: Any) -> Any:
+    return lambda row, *rest: answer(replace(row, turns=row.turns[-1:]), *rest)
+
+
+def shorter_by_one(fit: Any) -> Any:
+    """The limit of prompts is one token lower."""
+
+    def planted(good: Any, tokenizer: Any, options: Any, *more: Any) -> Any:
+        return fit(
+            good,
+            tokenizer,
+            replace(options, max_prompt_length=options.max_prompt_length - 1),
+            *more,
+        )
+
+    return planted
+
+
+def one_more_outside(within: Any) -> Any:
+    def planted(*given: Any) -> Any:
+        return within(*given)[1:]
+
+    return planted
+
+
+def reversed_rows(read: Any) -> Any:
+    def planted(*given: Any) -> Any:
+        found = read(*given)
+        rows = zip(found, reversed(found.values()), strict=True)
+        return {index: replace(row, index=index) for index, row in rows}
+
+    return planted
+
+
+def one_less_later(one_pass: Any) -> Any:
+    """From the second pass on the first row is missing."""
+    begun = set[Any]()
+
+    def planted(self: Any) -> Any:
+        rows = one_pass(self)
+        if self in begun:
+            next(rows)
+        begun.add(self)
+        return rows
+
+    return planted
+
+
+PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
+    "one domain's reward functions for all": (
+        "domains",
+        wrapped(domain_pools, "reward_functions", of_the_first),
+        r"\(reward_results\): reward function '.*words.py:score' was never called",
+    ),
+    "no begin token": (
+        "plain",
+        wrapped(encode_rows, "_tokenise", without_special),
+        r"\(data\): the prompt of ",
+    ),
+    "no system prompt": ("chat", chats(lambda messages: messages[1:]), r"\(data\): the prompt of "),
+    "earlier messages lost": (
+        "chat",
+        chats(lambda messages: [messages[0], messages[-1]]),
+        r"\(data\): the prompt of ",
+    ),
+    "no prompt to generate": (
+        "chat",
+        wrapped(
+            ChatTemplate,
+            "render",
+            lambda render: lambda *given, prompts: render(*given, prompts=False),
+        ),
+        r"\(data\): the prompt of ",
+    ),
+    "prompts cut elsewhere": (
+        "cut",
+        wrapped(
+            encode_rows, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")
+        ),
+        r"\(data\): the prompt of ",
+    ),
+    "responses of the next row": (
+        "pairs",
+        wrapped(encode_rows, "_response_ids", of_the_next),
+        r"\(data\): the response of ",
+    ),
+    "a row left out that is short enough": (
+        "longest",
+        wrapped(encode_rows, "fit", shorter_by_one),
+        r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
+    ),
+    "a row left out that has the pass rate": (
+        "rates",
+        wrapped(encode_rows, "_within", one_more_outside),
+        r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
+    ),
+    "lazy rows in another order": (
+        "lazy",
+        wrapped(data_sets.LazyRows, "_read", reversed_rows),
+        r"\(data\): row \d+ of the data is ",
+    ),
+    "a row less in later passes": (
+        "streamed",
+        wrapped(rows_on_demand.RowStream, "_one_pass", one_less_later),
+        r"\(data\): row \d+ of the data is ",
+    ),
+    "no stops": (
+        "stops",
+        wrapped(
+            make_spec, "sampling_params", lambda make: lambda *given: replace(make(*given), stop=())
+        ),
+        r"\(draws\): tokens were drawn with stop=\(\)",
+    ),
+    "the last turn alone": (
+        "talks",
+        wrapped(PromptRow, "answer", last_turn),
+        r"\(responses\): response_mask of ",
+    ),
+}
+HEALTHY = (
+    "plain",
+    "epochs",
+    "domains",
+    "stops",
+    "chat",
+    "cut",
+    "pairs",
+    "talks",
+    "longest",
+    "rates",
+    "lazy",
+    "streamed",
+)
+
+
+def run(ground: Playground, patch: Patch, setting: str, name: str) -> Any:
+    preset, *given = setup(ground, setting)
+    gone = [each[1:] for each in given if each.startswith("~")]
+    plain = Playground.overrides
+
+    def without(self: Playground, *names: str) -> list[str]:
+        given = plain(self, *names, *(["~reward.functions"] if "reward.functions" in gone else []))
+        return [each for each in given if each.split("=")[0] not in {*gone, "~reward.functions"}]
+
+    patch.setattr(Playground, "overrides", without)
+    return ground.run(preset, *[each for each in given if not each.startswith("~")], name=name)
+
+
+@pytest.mark.parametrize("name", first_of_each(PLANTED, lambda name: PLANTED[name][2]))
+def test_what_is_not_the_configs_is_named(
+    ground: Playground, monkeypatch: Patch, name: str
+) -> None:
+    setting, plant, seen = PLANTED[name]
+    plant(monkeypatch)
+    with pytest.raises(TrustError, match=seen):
+        run(ground, monkeypatch, setting, f"fault-{[*PLANTED].index(name)}")
+
+
+@pytest.mark.parametrize("name", one_fast_in(len(HEALTHY), HEALTHY))
+def test_the_same_runs_without_a_fault(ground: Playground, monkeypatch: Patch, name: str) -> None:
+    found = run(ground, monkeypatch, name, f"healthy-{name}")
+    first = next(event.fields for event in read_events(found.folder) if event.kind == "checks")
+    assert "data" in first["passed"] and not first["not_checked"]
+    assert found.notes("warning") == found.notes("finding") == []
