@@ -65,30 +65,35 @@ def pipeline_parts(
     of each role.
     """
     rollout_nodes = tuple(node.node_id for node in pipeline.rollout_nodes)
+    all_nodes = [node.node_id for node in pipeline.nodes]
+    whole = [_part(pipeline, all_nodes, sizes)]
     holds = {node.node_id: node.engines for node in pipeline.nodes}
-    whole = [_part(pipeline, [node.node_id for node in pipeline.nodes], sizes)]
     generates = bool(_contents(rollout_nodes, holds))
     if not pipeline.training_nodes or (generates and "actor" not in pipeline.engines):
         return whole
-    deps = {
-        n.node_id: tuple(dep for dep in n.deps if dep not in rollout_nodes)
-        for n in pipeline.training_nodes
-    }
-    found = split(deps, holds)
-    trained = [nodes for nodes in found if _contents(nodes, holds)] or found[:1]
+    deps = {}
+    for node in pipeline.training_nodes:
+        deps[node.node_id] = tuple(dep for dep in node.deps if dep not in rollout_nodes)
+    trained = []
+    idle: set[str] = set()
+    for nodes in split(deps, holds):
+        if _contents(nodes, holds):
+            trained.append(nodes)
+        else:
+            idle.update(nodes)
+    if not trained:
+        return whole
     if num_devices is not None and num_devices < len(trained):
         return whole
-    idle = {node for nodes in found if nodes not in trained for node in nodes}
-    makes_groups = [not generates or "actor" in _contents(nodes, holds) for nodes in trained]
-    all_nodes = [
-        rollout_nodes * makes + nodes for nodes, makes in zip(trained, makes_groups, strict=True)
-    ]
-    parts = sorted((_part(pipeline, nodes, sizes) for nodes in all_nodes), key=priority)
+    parts = []
+    for nodes in trained:
+        makes_groups = not generates or "actor" in _contents(nodes, holds)
+        own = rollout_nodes + nodes if makes_groups else nodes
+        parts.append(_part(pipeline, own, sizes))
+    parts.sort(key=priority)
     first = {*parts[0].nodes, *idle}
-    return [
-        _part(pipeline, [n.node_id for n in pipeline.nodes if n.node_id in first], sizes),
-        *parts[1:],
-    ]
+    in_order = [node_id for node_id in all_nodes if node_id in first]
+    return [_part(pipeline, in_order, sizes), *parts[1:]]
 
 
 def priority(part: Part) -> tuple[int, int]:
@@ -111,9 +116,9 @@ def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[i
             f"{count_of(num_devices, 'device')}: "
             f"use at least {len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
         )
-    weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]
-    if not any(weights):
-        weights = [Fraction(1)] * len(sizes)
+    weights = [Fraction(1)] * len(sizes)
+    if strategy == "param_aware" and any(sizes):
+        weights = [Fraction(size) for size in sizes]
     quotas = _quotas(weights, num_devices)
     shares = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(sizes)), key=lambda part: (shares[part] - quotas[part], part))
@@ -137,14 +142,18 @@ def parse_size(written: str | float) -> int:
 
 
 def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
+    """Devices of each part in proportion to its weight, and at least 1."""
     small: set[int] = set()
     while True:
+        total = sum(weight for part, weight in enumerate(weights) if part not in small)
         left = num_devices - len(small)
-        total = sum(w for part, w in enumerate(weights) if part not in small)
-        quotas = [
-            Fraction(1) if part in small else w * left / total for part, w in enumerate(weights)
-        ]
-        below = {part for part, quota in enumerate(quotas) if quota < 1}
+        quotas = []
+        below = set()
+        for part, weight in enumerate(weights):
+            quota = Fraction(1) if part in small else weight * left / total
+            quotas.append(quota)
+            if quota < 1:
+                below.add(part)
         if not below:
             return quotas
         small |= below
@@ -153,15 +162,19 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
 def _part(
     pipeline: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]
 ) -> Part:
-    engines = dict.fromkeys(
-        engine for node_id in node_ids for engine in pipeline.node(node_id).engines
-    )
-    # rollout uses the actor's weights
-    models = [engine for engine in engines if engine != "rollout"]
-    return Part(
-        tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models)
-    )
+    engines: dict[str, None] = {}
+    for node_id in node_ids:
+        engines.update(dict.fromkeys(pipeline.node(node_id).engines))
+    size = 0
+    for engine in engines:
+        if engine != "rollout":  # which uses the actor's weights
+            size += parse_size(sizes.get(engine, 0))
+    return Part(tuple(node_ids), tuple(engines), size)
 
 
 def _contents(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
-    return {each for node in nodes for each in holds.get(node, ())}
+    """The engines of nodes."""
+    found: set[str] = set()
+    for node in nodes:
+        found.update(holds.get(node, ()))
+    return found
