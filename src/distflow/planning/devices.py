@@ -32,6 +32,11 @@ class Device:
     threads: int | None = None
     """Threads that torch uses on a CPU by default, if the environment limits them."""
 
+    @property
+    def kind(self) -> str:
+        """The key of amounts that differ between a CPU and a GPU."""
+        return "cpu" if self.is_cpu else "gpu"
+
     def shared(self, workers: int, threads: int | None = None) -> "Device":
         """The share of one of several workers that compute on the same CPU, each with so many
         threads, or its share of the cores. A GPU is never shared."""

@@ -31,6 +31,7 @@ from distflow.planning.model_memory import (
     shares_storage,
     sizes_of,
     trained_bytes,
+    trainer_keys,
 )
 from distflow.planning.model_shapes import ModelShape
 from distflow.planning.plan import Plan, RankPlan
@@ -114,7 +115,7 @@ def worker_memory(
     """Of every rank, those with the same needs together. shapes: the model of each role (`rollout`:
     the actor's). libraries: bytes of a process without its models, if they were measured."""
     if libraries is None:
-        libraries = PROCESS_BYTES["cpu" if device.is_cpu else "gpu"]
+        libraries = PROCESS_BYTES[device.kind]
     alike: dict[tuple[object, ...], list[RankPlan]] = defaultdict(list)
     for rank in plan.ranks:
         alike[rank.engines, rank.training_nodes, bool(rank.rollout_group)].append(rank)
@@ -202,7 +203,7 @@ class _Needs:
 
     def _trained(self, role: str) -> Iterator[MemoryItem]:
         settings = self.config.actor_rollout_ref
-        own = self.config.critic if role == "critic" else settings.actor
+        own = trainer_keys(self.config, role)
         parts = shards_of(self.plan, self.config, role)
         weights = self._parameters(role)
         trained = weights
@@ -266,8 +267,7 @@ class _Needs:
         shape = self.shapes[role]
         sizes = sizes_of(self.plan, role)
         settings = self.config.actor_rollout_ref
-        on_cpu = self.device.is_cpu
-        tokens = micro_tokens(self.config, role, sizes.data, on_cpu)
+        tokens = micro_tokens(self.config, role, sizes.data, self.device.kind)
         per_token = activation_bytes(
             shape,
             self.itemsize,
@@ -277,7 +277,7 @@ class _Needs:
         )
         yield MemoryItem(role, "activations", per_token * tokens, (phase,))
         if role in ("actor", "ref"):
-            rows = CHUNK_LOGITS["cpu" if on_cpu else "gpu"] // shape.vocabulary
+            rows = CHUNK_LOGITS[self.device.kind] // shape.vocabulary
             copies = 4 if self.itemsize == 4 else 6
             if settings.rollout.temperature != 1.0:
                 copies += 4

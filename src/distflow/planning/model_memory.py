@@ -7,6 +7,8 @@ from typing import Any
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import is_rl, is_sharded
+from distflow.config.keys.actor import ActorConfig
+from distflow.config.keys.critic import CriticConfig
 from distflow.config.keys.reward import scoring_models
 from distflow.planning.layouts import Sizes
 from distflow.planning.model_shapes import ModelShape
@@ -57,6 +59,11 @@ def shares_storage(config: Config, dtype: str) -> bool:
 def is_whole_judge(config: Config, role: str) -> bool:
     model = scoring_models(config.reward_model).get(role)
     return model is not None and model.is_whole_judge
+
+
+def trainer_keys(config: Config, role: str) -> ActorConfig | CriticConfig:
+    """The keys of the model that a role trains."""
+    return config.critic if role == "critic" else config.actor_rollout_ref.actor
 
 
 def trained_bytes(weights: float, trained: float, optimizer: str) -> dict[str, float]:
@@ -135,8 +142,9 @@ def with_server_share(config: Config, share: float) -> tuple[str, object]:
     return "actor_rollout_ref.rollout.engine_kwargs", {**rollout.engine_kwargs, **own}
 
 
-def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
-    """Tokens of a role's micro-batches if all samples have the greatest length."""
+def micro_tokens(config: Config, role: str, ranks: int, kind: str) -> int:
+    """Tokens of a role's micro-batches if all samples have the greatest length. kind: of the
+    device."""
     settings = config.actor_rollout_ref
     limit = settings.actor.ppo_max_token_len_per_gpu
     batch = config.data.train_batch_size
@@ -149,7 +157,7 @@ def micro_tokens(config: Config, role: str, ranks: int, is_cpu: bool) -> int:
         limit = settings.ref.log_prob_max_token_len_per_gpu or limit
     longest = longest_sequence(config)
     tokens = ceil(batch * samples_per_prompt(config) / ranks) * longest
-    micro_batches = ceil(tokens / (limit or MICRO_TOKENS["cpu" if is_cpu else "gpu"]))
+    micro_batches = ceil(tokens / (limit or MICRO_TOKENS[kind]))
     return max(longest, ceil(tokens / micro_batches))  # packing evens them out
 
 

@@ -57,8 +57,8 @@ def _changes(run: PredictedRun) -> Iterator[Change]:
 def _single_changes(run: PredictedRun) -> Iterator[tuple[str, object]]:
     """Keys that need less memory and keep what is computed, cheapest in time first."""
     settings = run.config.actor_rollout_ref
-    kind = "cpu" if run.device.is_cpu else "gpu"
-    limit = (settings.actor.ppo_max_token_len_per_gpu or MICRO_TOKENS[kind]) // 2
+    limit = settings.actor.ppo_max_token_len_per_gpu or MICRO_TOKENS[run.device.kind]
+    limit //= 2
     while limit >= longest_sequence(run.config):
         yield "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", limit
         limit //= 2

@@ -36,6 +36,7 @@ from distflow.planning.model_memory import (
     shares_storage,
     sizes_of,
     steps_under_way,
+    trainer_keys,
 )
 from distflow.planning.model_shapes import ModelShape
 from distflow.planning.plan import Plan
@@ -191,15 +192,14 @@ class StepTimes:
         times = 1
         if updates:
             times = 4 if settings.model.enable_gradient_checkpointing else 3
-            own = self.config.critic if role == "critic" else settings.actor
             if is_rl(self.config) or role == "critic":
-                samples *= own.ppo_epochs
+                samples *= trainer_keys(self.config, role).ppo_epochs
         tokens = samples * self.lengths.sequence
         logits = samples * self.lengths.response if role in ("actor", "ref") else 0
         flops = times * shape.forward_flops(tokens, self.lengths.sequence / 2, logits)
         seconds = flops / (self.flops * sizes.num_devices)
         if is_sharded(self.config) and shards_of(self.plan, self.config, role) > 1:
-            fullest = micro_tokens(self.config, role, sizes.data, self.device.is_cpu)
+            fullest = micro_tokens(self.config, role, sizes.data, self.device.kind)
             micro_batches = ceil(tokens / sizes.data / fullest)
             # Gathered weights and scattered float32 gradients overlap with computing.
             a_weight = 2 * self.itemsize + 4 if updates else self.itemsize
@@ -217,7 +217,7 @@ class StepTimes:
         shape = self.shapes[role]
         sizes = sizes_of(self.plan, role)
         settings = self.config.actor_rollout_ref
-        own = self.config.critic if role == "critic" else settings.actor
+        own = trainer_keys(self.config, role)
         trained = float(shape.parameters)
         if settings.model.lora_rank and role == "actor":
             trained = adapter_weights(shape, settings.model.lora_rank)

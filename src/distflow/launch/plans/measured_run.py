@@ -144,7 +144,7 @@ def _read_run(folder: Path, config: Config, plan_json: Mapping[str, Any]) -> Mea
     rates = Rates(scores=timed.scores(config.reward.num_workers))
     times = StepTimes(config, plan, shapes, own, found.lengths(config), rates)
     peak = max(worker.peak for worker in worker_memory(plan, config, shapes, own))
-    libraries = PROCESS_BYTES["cpu" if device.is_cpu else "gpu"]
+    libraries = PROCESS_BYTES[device.kind]
     measured = timed.measured(times)
     return replace(
         found, rates=fit(measured, timed.planned(times), peak, libraries, source=str(folder))
