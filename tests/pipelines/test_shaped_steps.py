@@ -49,7 +49,7 @@ NORMS = (
     {"mean_level": None, "std_level": "batch"},
 )
 RUNNING = {"mean_level": "running", "std_level": "running"}
-BAND = st.sampled_from(((0.5, 2.0), (1.5, 0.5)))
+BANDS = ((0.5, 2.0), (1.5, 0.5))
 FIXED = {"type": "fixed", "kl_coef": 0.3}
 ADAPTIVE = {
     "type": "adaptive",
@@ -58,7 +58,6 @@ ADAPTIVE = {
     "horizon": 100,
     "mean": "sequence",
 }
-CONTROL = st.sampled_from((FIXED, ADAPTIVE))
 
 
 def usable(keys: dict[str, Any]) -> dict[str, Any]:
@@ -70,26 +69,33 @@ def usable(keys: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keys.items() if name not in refused}
 
 
-KEYS = st.fixed_dictionaries(
-    {"adv_estimator": st.sampled_from(("grpo", "reinforce", "reinforce_plus_plus", "gae"))},
-    optional={
-        "reward_shift": st.just(-0.5),
-        "reward_scale": st.just(2.0),
-        "reward_norm": st.sampled_from((RUNNING, *NORMS)),
-        "reward_clip": st.sampled_from((0.4, 1.2)),
-        "kl_ctrl": CONTROL,
-        "whiten_rewards": st.just(True),
-        "adv_norm": st.sampled_from(NORMS),
-        "advantage_clip": st.sampled_from((0.3, 1.0)),
-        "mask_truncated": st.just(True),
-        "mask_max_turns": st.just(True),
-        "mask_long_errors": st.just(2),
-        "difficulty_mask": st.sampled_from(((0.0, 1.0), (0.3, 0.9))),
-        "mask_type": st.sampled_from(("loss", "all")),
-        "difficulty_weight": BAND,
-        "length_weight": BAND,
-    },
-).map(usable)
+VALUES: dict[str, Sequence[Any]] = {
+    "reward_shift": (-0.5,),
+    "reward_scale": (2.0,),
+    "reward_norm": (RUNNING, *NORMS),
+    "reward_clip": (0.4, 1.2),
+    "kl_ctrl": (FIXED, ADAPTIVE),
+    "whiten_rewards": (True,),
+    "adv_norm": NORMS,
+    "advantage_clip": (0.3, 1.0),
+    "mask_truncated": (True,),
+    "mask_max_turns": (True,),
+    "mask_long_errors": (2,),
+    "difficulty_mask": ((0.0, 1.0), (0.3, 0.9)),
+    "mask_type": ("loss", "all"),
+    "difficulty_weight": BANDS,
+    "length_weight": BANDS,
+}
+
+
+@st.composite
+def drawn_keys(draw: Any) -> dict[str, Any]:
+    """An estimator and a few other keys."""
+    estimator = draw(st.sampled_from(("grpo", "reinforce", "reinforce_plus_plus", "gae")))
+    found = {"adv_estimator": estimator}
+    for name in draw(st.lists(st.sampled_from([*VALUES]), max_size=5, unique=True)):
+        found[name] = draw(st.sampled_from(VALUES[name]))
+    return usable(found)
 
 
 def settings_of(keys: Mapping[str, Any]) -> list[str]:
@@ -172,10 +178,10 @@ def check_rows(drawn: Drawn, batch: Batch, name: str, rows: list[int], wanted: S
 
 
 # to compose a config takes long: the first failing example is shown as it is
-@settings(max_examples=30, phases=(Phase.generate,))
+@settings(max_examples=50, phases=(Phase.generate,))
 @given(
     drawn=batches(longest=4).filter(len),
-    keys=KEYS,
+    keys=drawn_keys(),
     first=st.lists(st.booleans(), min_size=1, max_size=4),
 )
 def test_from_scores_to_advantages(drawn: Drawn, keys: dict[str, Any], first: list[bool]) -> None:

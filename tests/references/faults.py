@@ -540,7 +540,7 @@ ALGORITHMS = "tests/algorithms"
 SHAPED = "tests/pipelines/test_shaped_steps.py"
 TESTS = {
     OBJECTIVES: [f"{ALGORITHMS}/test_objective_terms.py", f"{ALGORITHMS}/test_value_loss.py"],
-    REDUCTIONS: [f"{ALGORITHMS}/test_aggregation.py", f"{ALGORITHMS}/test_estimators.py"],
+    REDUCTIONS: [f"{ALGORITHMS}/test_aggregation.py", f"{ALGORITHMS}/test_losses.py"],
     CLIPPED: [f"{ALGORITHMS}/test_losses.py"],
     COVARIANCE: [f"{ALGORITHMS}/test_token_selection.py", f"{ALGORITHMS}/test_losses.py"],
     DECOUPLED: [f"{ALGORITHMS}/test_losses.py"],
