@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,37 +18,37 @@ from tests.algorithms.two_ranks import Ranks, run_on_ranks
 from tests.references.advantages import REFERENCES
 from tests.references.samples import Advantages, Sample
 
-BY_STD: dict[str, Any] = {
-    "norm_adv_by_std_in_grpo": st.booleans(),
-    "adv_epsilon": st.sampled_from((1e-6, 0.5)),
+BY_STD: dict[str, Sequence[Any]] = {
+    "norm_adv_by_std_in_grpo": (True, False),
+    "adv_epsilon": (1e-6, 0.5),
 }
-GAE: dict[str, Any] = {
-    "gamma": st.sampled_from((1.0, 0.9, 0.0)),
-    "lam": st.sampled_from((0.95, 0.5, 1.0, 0.0)),
-    "bootstrap_truncated": st.booleans(),
-    "whiten": st.booleans(),
+GAE: dict[str, Sequence[Any]] = {
+    "gamma": (1.0, 0.9, 0.0),
+    "lam": (0.95, 0.5, 1.0, 0.0),
+    "bootstrap_truncated": (True, False),
+    "whiten": (True, False),
 }
-GRPO = {**BY_STD, "scale_rewards": st.sampled_from((None, "group", "batch", "none"))}
+GRPO = {**BY_STD, "scale_rewards": (None, "group", "batch", "none")}
 WEIGHTS = {"default": {"right": 2.0}, "code": {"right": 0.5, "form": 3.0}, "chat": {}}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gae": {**GAE, "over_turns": st.booleans()},
+OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
+    "gae": {**GAE, "over_turns": (True, False)},
     "gae_marft": GAE,
     "grpo": GRPO,
     "cpgd": GRPO,
     "gspo": GRPO,
     "grpo_passk": BY_STD,
-    "grpo_turns": {**BY_STD, "turn_discount": st.sampled_from((1.0, 0.5, 0.0))},
+    "grpo_turns": {**BY_STD, "turn_discount": (1.0, 0.5, 0.0)},
     "gdpo": {
         **BY_STD,
-        "reward_weights": st.sampled_from((None, WEIGHTS)),
-        "whiten_over": st.sampled_from(("tokens", "samples")),
+        "reward_weights": (None, WEIGHTS),
+        "whiten_over": ("tokens", "samples"),
     },
     "gpg": {
-        "f_norm": st.sampled_from((1.0, 2.5)),
-        "alpha_counts": st.sampled_from(("groups", "rewards")),
+        "f_norm": (1.0, 2.5),
+        "alpha_counts": ("groups", "rewards"),
     },
-    "reinforce": {"gamma": st.sampled_from((1.0, 0.7, 0.0))},
-    "reinforce_plus_plus": {"gamma": st.sampled_from((1.0, 0.7, 0.0))},
+    "reinforce": {"gamma": (1.0, 0.7, 0.0)},
+    "reinforce_plus_plus": {"gamma": (1.0, 0.7, 0.0)},
 }
 
 

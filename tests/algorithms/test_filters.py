@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algorithms.normalization_filters_and_weights import (
+from distflow.algorithms.group_filter import drop_reason
+from distflow.algorithms.sample_weights import (
     difficulty_weights,
-    drop_reason,
     is_within,
     length_weights,
     share_right,

@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.algorithms.group_filter import drop_reason
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masked_reductions import masked_whiten
-from distflow.algorithms.normalization_filters_and_weights import (
-    Moments,
-    Normalization,
-    drop_reason,
-)
+from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import find_adv_est
 
 OFFSETS = {

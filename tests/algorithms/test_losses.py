@@ -2,6 +2,7 @@
 batches."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from tests.algorithms.batches import Drawn, batches, choose, find_reference
 from tests.references.policy_losses import REFERENCES
 from tests.references.tokens import Loss, Tokens
 
-CLIP: dict[str, Any] = {
-    "clip_ratio_low": st.sampled_from((0.2, 0.05, 0.5)),
-    "clip_ratio_high": st.sampled_from((0.2, 0.28, 0.05)),
+CLIP: dict[str, Sequence[Any]] = {
+    "clip_ratio_low": (0.2, 0.05, 0.5),
+    "clip_ratio_high": (0.2, 0.28, 0.05),
 }
 REJECTIONS = (
     None,
@@ -38,31 +39,31 @@ REJECTIONS = (
     {"level": "sequence", "metric": "kl_k2", "upper": 0.2},
     {"level": "sequence", "metric": "kl_k3", "agg": "max", "upper": 0.3},
 )
-DIVERGENCE = {**CLIP, "clip_ratio_c": st.sampled_from((20.0, 1.5, None))}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "vanilla": {**CLIP, "clip_ratio_c": st.sampled_from((3.0, 1.4, None))},
+DIVERGENCE = {**CLIP, "clip_ratio_c": (20.0, 1.5, None)}
+OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
+    "vanilla": {**CLIP, "clip_ratio_c": (3.0, 1.4, None)},
     "decoupled": {
         **CLIP,
-        "clip_ratio_c": st.sampled_from((3.0, 1.4, None)),
-        "behav_imp_weight_cap": st.sampled_from((5.0, 1.2, None)),
-        "behav_imp_weight_mode": st.sampled_from(("mask", "clamp", "disabled")),
-        "rejection_sampling": st.sampled_from(REJECTIONS[:4]),
+        "clip_ratio_c": (3.0, 1.4, None),
+        "behav_imp_weight_cap": (5.0, 1.2, None),
+        "behav_imp_weight_mode": ("mask", "clamp", "disabled"),
+        "rejection_sampling": REJECTIONS[:4],
     },
     "gspo": CLIP,
     "gmpo": CLIP,
     "cpgd": {
-        "clip_ratio_low": st.sampled_from((0.2, 0.05, 1.0)),
+        "clip_ratio_low": (0.2, 0.05, 1.0),
         "clip_ratio_high": CLIP["clip_ratio_high"],
-        "policy_drift_coeff": st.sampled_from((0.0, 0.3)),
+        "policy_drift_coeff": (0.0, 0.3),
     },
-    "cispo": {**CLIP, "clip_below": st.booleans()},
-    "topr": {"ratio_level": st.sampled_from(("token", "sequence"))},
-    "sapo": {"tau_pos": st.sampled_from((1.0, 0.5)), "tau_neg": st.sampled_from((1.05, 3.0))},
+    "cispo": {**CLIP, "clip_below": (True, False)},
+    "topr": {"ratio_level": ("token", "sequence")},
+    "sapo": {"tau_pos": (1.0, 0.5), "tau_neg": (1.05, 3.0)},
     "dppo_tv": DIVERGENCE,
     "dppo_kl": DIVERGENCE,
-    "dro": {"beta": st.sampled_from((0.1, 2.0, 0.0))},
+    "dro": {"beta": (0.1, 2.0, 0.0)},
     "clip_cov": CLIP,
-    "kl_cov": {"ppo_kl_coef": st.sampled_from((1.0, 0.25))},
+    "kl_cov": {"ppo_kl_coef": (1.0, 0.25)},
 }
 
 

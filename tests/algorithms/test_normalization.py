@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algorithms.normalization_filters_and_weights import Moments, Normalization
+from distflow.algorithms.normalization import Moments, Normalization
 from tests.algorithms.batches import Drawn, batches, parts_of
 from tests.algorithms.two_ranks import Ranks, run_on_ranks
 from tests.references import numbers

@@ -23,7 +23,9 @@ REDUCTIONS = "algorithms/masked_reductions.py"
 CLIPPED = "algorithms/losses/clipped_ratio.py"
 GROUPS = "algorithms/advantages/group_estimator_base.py"
 GAE = "algorithms/advantages/gae.py"
-NORMALIZATION = "algorithms/normalization_filters_and_weights.py"
+NORMALIZATION = "algorithms/normalization.py"
+FILTER = "algorithms/group_filter.py"
+WEIGHTS = "algorithms/sample_weights.py"
 KL = "algorithms/kl.py"
 CORRECTION = "algorithms/rollout_correction.py"
 NODES = "pipelines/nodes/advantages.py"
@@ -164,12 +166,12 @@ FORMULA_FAULTS = {
         KL, "(1.0 + error * n_steps / horizon)", "(1.0 - error * n_steps / horizon)"
     ),
     "a group that is dropped though its scores differ": FormulaFault(
-        NORMALIZATION,
-        "if bool(valid_metric.max() == valid_metric.min()):",
-        "if bool(valid_metric.max() - valid_metric.min() < 0.6):",
+        FILTER,
+        "if bool(known.max() == known.min()):",
+        "if bool(known.max() - known.min() < 0.6):",
     ),
     "a group that is kept though its scores are equal": FormulaFault(
-        NORMALIZATION, "if bool(valid_metric.max() == valid_metric.min()):", "if False:"
+        FILTER, "if bool(known.max() == known.min()):", "if False:"
     ),
     "a penalty of long responses that is halved": FormulaFault(
         ROUTER,
@@ -428,13 +430,13 @@ FORMULA_FAULTS = {
         'if self.level == "grp":\n            return self.groups.sum',
     ),
     "hard prompts that weigh less": FormulaFault(
-        NORMALIZATION, "(band[1] - band[0]) * (1.0 - share)", "(band[1] - band[0]) * share"
+        WEIGHTS, "(band[1] - band[0]) * (1.0 - share)", "(band[1] - band[0]) * share"
     ),
     "weights whose mean is not 1": FormulaFault(
-        NORMALIZATION, "return inside * (count / total) if total > 0", "return inside if total > 0"
+        WEIGHTS, "return inside * (count / total) if total > 0", "return inside if total > 0"
     ),
     "a difficulty that counts samples without a score": FormulaFault(
-        NORMALIZATION,
+        WEIGHTS,
         "groups.sum(accuracy.double()) / groups.size.clamp(min=1)",
         "groups.sum(accuracy.double()) / 4.0",
     ),
@@ -548,7 +550,9 @@ TESTS = {
     GROUPS: [f"{ALGORITHMS}/test_estimators.py", SHAPED],
     GAE: [f"{ALGORITHMS}/test_estimators.py"],
     CRITIC_FREE: [f"{ALGORITHMS}/test_estimators.py"],
-    NORMALIZATION: [f"{ALGORITHMS}/test_normalization.py", f"{ALGORITHMS}/test_filters.py"],
+    NORMALIZATION: [f"{ALGORITHMS}/test_normalization.py"],
+    FILTER: [f"{ALGORITHMS}/test_filters.py"],
+    WEIGHTS: [f"{ALGORITHMS}/test_filters.py"],
     KL: [f"{ALGORITHMS}/test_kl.py"],
     CORRECTION: [f"{ALGORITHMS}/test_corrections.py"],
     MISMATCH: [f"{ALGORITHMS}/test_corrections.py", f"{ALGORITHMS}/test_mismatch_check.py"],

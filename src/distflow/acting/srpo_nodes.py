@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow.acting.srpo import SrpoReward, SrpoSettings, srpo_rewards
 from distflow.algorithms.advantages.group_estimator_base import on_last_token
-from distflow.algorithms.normalization_filters_and_weights import Band
+from distflow.algorithms.group_filter import Band
 from distflow.config import Config
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput, NodeRole, node, node_factory

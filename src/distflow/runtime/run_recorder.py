@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
+from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.data.global_random_states import device_module

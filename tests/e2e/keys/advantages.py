@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.algorithms.normalization_filters_and_weights import Normalization
+from distflow.algorithms.normalization import Normalization
 from distflow.data.batch import Batch
 from tests.e2e.keys.algorithm import advantages_of, scores_of
 from tests.e2e.keys.case import Case, close, differ

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
+from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.checks.group_records import GroupRecords
 from distflow.config.keys.reward import OnError
 from distflow.data.sample import Sample, Segment

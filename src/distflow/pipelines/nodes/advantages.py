@@ -11,25 +11,24 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group_estimator_base import Groups, on_last_token, sample_scores
+from distflow.algorithms.group_filter import Band
 from distflow.algorithms.kl import adapted_coefficient
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.masked_reductions import masked_whiten
-from distflow.algorithms.normalization_filters_and_weights import (
-    Band,
-    Moments,
-    Normalization,
-    difficulty_weights,
-    is_within,
-    length_weights,
-    share_right,
-    with_mean_one,
-)
+from distflow.algorithms.normalization import Moments, Normalization
 from distflow.algorithms.registry import (
     AdvEstimator,
     check_options,
     converted,
     find_adv_est,
     find_policy_loss,
+)
+from distflow.algorithms.sample_weights import (
+    difficulty_weights,
+    is_within,
+    length_weights,
+    share_right,
+    with_mean_one,
 )
 from distflow.builtin_names import ESTIMATORS
 from distflow.config import Config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES, Band, drop_reason
+from distflow.algorithms.group_filter import TOO_FEW_SCORES, Band, drop_reason
 from distflow.builtin_names import ESTIMATORS, WHOLE_SCORE
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of

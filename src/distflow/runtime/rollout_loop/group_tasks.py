@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakSet
 
-from distflow.algorithms.normalization_filters_and_weights import TOO_FEW_SCORES
+from distflow.algorithms.group_filter import TOO_FEW_SCORES
 from distflow.data.batch import Batch
 from distflow.data.encoded_prompts import PromptRows, UnusableRow
 from distflow.errors import TrustError, UserError

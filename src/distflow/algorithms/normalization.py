@@ -4,12 +4,6 @@ and `adv_norm`.
 Keys and formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks.
 The level "running" is ROLL's: `Moments` holds mean and variance of all rewards so far, over steps
 and ranks, in float64.
-
-Group filter (DAPO, arXiv:2503.14476), and sample masks and weights by length and difficulty.
-
-Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`),
-except that difficulty is measured on the group's own responses, invalid samples never count, and
-bounds and means are over the batch of all ranks.
 """
 
 import math
@@ -169,79 +163,3 @@ class _Pool:
             return self.groups.max(rows)[:, None]
         largest = torch.cat([rows.new_full((1,), -torch.inf), rows]).amax()
         return (largest if self.reduce is None else self.reduce.max(largest)).expand(len(rows), 1)
-
-
-ALL_EQUAL = "all_equal"
-TOO_LARGE = "too_large"
-TOO_FEW_SCORES = "too_few_scores"
-MEAN_TOO_LOW = "mean_too_low"
-MEAN_TOO_HIGH = "mean_too_high"
-Band = tuple[float, float]
-
-
-def drop_reason(
-    metric: Tensor, valid: Tensor | None = None, mean_range: Band | None = None
-) -> str | None:
-    """Why a group has no learning signal, or None if it has one.
-
-    metric: `(n,)`, one value per sample. Reasons: `too_few_scores` (fewer than two valid samples),
-    `all_equal` (all valid samples have the same metric), `too_large` (the same, of 2^53 or more,
-    where float64 has no odd numbers, so that they may have differed), and `mean_too_low` or
-    `mean_too_high` (the mean is outside the range).
-    """
-    valid_metric = metric if valid is None else metric[valid.bool()]
-    if valid_metric.numel() < 2:
-        return TOO_FEW_SCORES
-    if bool(valid_metric.max() == valid_metric.min()):
-        return ALL_EQUAL if abs(float(valid_metric.max())) < 2.0**53 else TOO_LARGE
-    low, high = mean_range or (-torch.inf, torch.inf)
-    mean = float(valid_metric.double().mean())
-    return MEAN_TOO_LOW if mean <= low else MEAN_TOO_HIGH if mean >= high else None
-
-
-def share_right(accuracy: Tensor, group_index: Tensor, valid: Tensor) -> Tensor:
-    """Mean accuracy of the group's valid samples, float64 `(bs,)`; 0 in a group without one. All
-    `(bs,)`."""
-    groups = Groups(group_index, valid)
-    return groups.sum(accuracy.double()) / groups.size.clamp(min=1)
-
-
-def is_within(share: Tensor, band: Band) -> Tensor:
-    """bool `(bs,)`: above the low end and below the high one."""
-    return (share > band[0]) & (share < band[1])
-
-
-def difficulty_weights(share: Tensor, band: Band) -> Tensor:
-    """Weights from the band's first value if all samples are right to its second if none is,
-    `(bs,)`."""
-    return band[0] + (band[1] - band[0]) * (1.0 - share)
-
-
-def length_weights(
-    lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | None = None
-) -> Tensor:
-    """Weights from the band's first value for the batch's shortest valid response to its second for
-    the longest; the first if all lengths are equal. lengths, valid: `(bs,)`."""
-    lengths = lengths.double()
-    counted = valid.bool()
-    lowest = torch.tensor([-torch.inf], dtype=torch.float64)
-    ends = torch.stack(
-        [torch.cat([lowest, sign * lengths[counted]]).amax() for sign in (-1.0, 1.0)]
-    )
-    ends = ends if reduce is None else reduce.max(ends)
-    shortest = -ends[0]
-    longest = ends[1]
-    place = (
-        (lengths - shortest) / (longest - shortest)
-        if longest > shortest
-        else torch.zeros_like(lengths)
-    )
-    return band[0] + (band[1] - band[0]) * place
-
-
-def with_mean_one(weights: Tensor, valid: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """Weights divided by their mean over the batch's valid samples; 0 for the others. All
-    `(bs,)`."""
-    inside = under_mask(weights.double(), valid)
-    total, count = global_sum(torch.stack([inside.sum(), valid.double().sum()]), reduce).unbind()
-    return inside * (count / total) if total > 0 else inside
