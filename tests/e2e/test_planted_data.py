@@ -142,27 +142,6 @@ def last_turn(answer: Any) -> Any:
     return lambda row, *rest: answer(replace(row, turns=row.turns[-1:]), *rest)
 
 
-def shorter_by_one(fit: Any) -> Any:
-    """The limit of prompts is one token lower."""
-
-    def planted(good: Any, tokenizer: Any, options: Any, *more: Any) -> Any:
-        return fit(
-            good,
-            tokenizer,
-            replace(options, max_prompt_length=options.max_prompt_length - 1),
-            *more,
-        )
-
-    return planted
-
-
-def one_more_outside(within: Any) -> Any:
-    def planted(*given: Any) -> Any:
-        return within(*given)[1:]
-
-    return planted
-
-
 def reversed_rows(read: Any) -> Any:
     def planted(*given: Any) -> Any:
         found = read(*given)
@@ -223,16 +202,6 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         "pairs",
         wrapped(encode_rows, "_response_ids", of_the_next),
         r"\(data\): the response of ",
-    ),
-    "a row left out that is short enough": (
-        "longest",
-        wrapped(encode_rows, "fit", shorter_by_one),
-        r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
-    ),
-    "a row left out that has the pass rate": (
-        "rates",
-        wrapped(encode_rows, "_within", one_more_outside),
-        r"\(data\): row \d of \S+ is left out, but it is neither too long nor",
     ),
     "lazy rows in another order": (
         "lazy",

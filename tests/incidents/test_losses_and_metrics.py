@@ -56,7 +56,7 @@ def scaled_by_accumulation(how: Callable[[int], float]) -> Plant:
             return index
 
         patch.setattr(torch_engine, "micro_batches", micro_batches)
-        patch.setattr(torch.Tensor, lambda self: backward(self * how(number[0])))
+        patch.setattr(torch.Tensor, "backward", lambda self: backward(self * how(number[0])))
 
     return plant
 

@@ -104,37 +104,6 @@ def test_dead_sandboxes_scored_0(playground: Playground, monkeypatch: Patch, pla
     assert BEGIN <= steps[-1] <= BEGIN + 3
 
 
-STATES_ACCURACY = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    value = sum(map(ord, solution_str)) % 7
-    return {"score": value / 6, "acc": float(value > 3)}
-"""
-TWO_FUNCTIONS = "reward.functions={default: [custom, {name: length, weight: 0.5}]}"
-
-
-def accuracy_of_another_function(patch: Patch) -> None:
-    patch.setattr(router, "accuracy", lambda parts, weights: parts["length"].value)
-
-
-def test_an_accuracy_of_a_function_that_does_not_decide(
-    playground: Playground, monkeypatch: Patch
-) -> None:
-    """A filter by `acc` then drops, and a validation counts, by what the response only looks
-    like."""
-    playground.write_reward(STATES_ACCURACY)
-    steps = plant_from(monkeypatch, BEGIN, accuracy_of_another_function)
-    with pytest.raises(TrustError, match="the reward function that decides it gave 0"):
-        playground.run("grpo", *STEPS, TWO_FUNCTIONS)
-    assert BEGIN <= steps[-1] <= BEGIN + 3
-
-
-@pytest.mark.slow
-def test_an_accuracy_of_the_function_that_decides(playground: Playground) -> None:
-    """The same without the fault."""
-    playground.write_reward(STATES_ACCURACY)
-    assert playground.run("grpo", *STEPS, TWO_FUNCTIONS).notes("error") == []
-
-
 @pytest.mark.slow
 def test_a_function_that_scores_dead_sandboxes_0(playground: Playground) -> None:
     """allenai/open-instruct#1887."""
