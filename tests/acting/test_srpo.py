@@ -60,3 +60,11 @@ def test_the_scale_of_a_dimension_does_not_matter_to_clusters() -> None:
     plain, _ = cluster_centres(vectors, SrpoSettings())
     scaled, _ = cluster_centres(vectors * np.array([1.0, 1000.0]), SrpoSettings())
     assert len(plain) == 2 and np.allclose(plain * [1.0, 1000.0], scaled)
+
+
+def test_a_point_at_the_border_belongs_to_its_cluster() -> None:
+    """Of 0, 0, 0, 1 and 2 the last has one neighbour beside itself, which is a core point; 9 is
+    noise."""
+    vectors = np.array([[0.0], [0.0], [0.0], [1.0], [2.0], [9.0]])
+    centres, is_fallback = cluster_centres(vectors, SrpoSettings(eps=0.5, min_samples=4))
+    assert centres.tolist() == [[pytest.approx(0.6)]] and not is_fallback
