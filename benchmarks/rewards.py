@@ -22,7 +22,7 @@ from distflow.builtin_names import REWARDS
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.code.reward import score_program
-from distflow.rewards.load_and_call_reward_functions import FAILS_TARGET
+from distflow.rewards.function_loading import FAILS_TARGET
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import RewardResult, Score
 from distflow.sandbox.local_sandbox import LEVELS, Sandbox

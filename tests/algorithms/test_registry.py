@@ -20,7 +20,7 @@ from distflow.algorithms.registry import (
     find_policy_loss,
 )
 from distflow.graph import node
-from distflow.graph.node_decorator_and_roles import spec_of
+from distflow.graph.node_spec import spec_of
 from distflow.import_target import load_function
 
 

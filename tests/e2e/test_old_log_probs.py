@@ -13,7 +13,7 @@ from distflow.algorithms.mismatch_check import Tolerance
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.graph import BoundPipeline
-from distflow.pipelines.nodes.log_probs_and_values import score_policy
+from distflow.pipelines.nodes.scored_tokens import score_policy
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground, Run
 

@@ -19,7 +19,8 @@ from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.launch import engines, train_engines
 from distflow.rewards import router
-from distflow.rewards.load_and_call_reward_functions import FAILS, call_arguments
+from distflow.rewards.function_calls import call_arguments
+from distflow.rewards.function_loading import FAILS
 from distflow.rewards.pool.pool import RewardPool
 from distflow.rewards.reward_results import Error, Score
 from distflow.rollout import engine_weights

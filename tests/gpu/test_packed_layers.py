@@ -11,7 +11,7 @@ from distflow.models.packed_forward import (
     packed_hidden_states,
     runs_natively,
 )
-from distflow.models.shared_prefixes_and_buckets import shared_prefixes
+from distflow.models.packed_layout import shared_prefixes
 from tests.models.test_packed_layers import (
     LENGTHS,
     VARIANTS,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distflow.graph import Node, PipelineError, TaskGraph, register_field
 from distflow.graph import node as mark
-from distflow.graph.node_order_and_wiring_checks import ancestors, topological_order
+from distflow.graph.node_order import ancestors, topological_order
 
 
 @st.composite

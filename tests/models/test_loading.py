@@ -12,7 +12,7 @@ from torch import nn
 
 from distflow.errors import UserError
 from distflow.models.loading import ModelSource, load_model, load_tokenizer, stop_token_ids
-from distflow.models.model_paths_and_folder_checks import resolve_path
+from distflow.models.model_paths import resolve_path
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 

@@ -14,7 +14,7 @@ from distflow.models.packed_forward import (
     packed_error,
     packed_hidden_states,
 )
-from distflow.models.shared_prefixes_and_buckets import Packing
+from distflow.models.packed_layout import Packing
 from distflow.training.torch_engine import checkpoint_activations
 from tests.tiny_models import tiny_config
 

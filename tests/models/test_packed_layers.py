@@ -20,7 +20,7 @@ from distflow.models.packed_forward import (
     packed_hidden_states,
     runs_natively,
 )
-from distflow.models.shared_prefixes_and_buckets import shared_prefixes
+from distflow.models.packed_layout import shared_prefixes
 from distflow.training.torch_engine import checkpoint_activations
 from tests.models.cpu_kernels.test_decode_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from distflow.errors import UserError
-from distflow.models.model_identity_and_weight_soundness import identity
+from distflow.models.model_identity import identity
 from distflow.models.reward_model import load_reward_model, score_ids
 from tests.tiny_models import write_tiny_model, write_tiny_reward_model
 

@@ -9,7 +9,7 @@ from distflow.config import load_config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput
 from distflow.pipelines.nodes import add_model_scores
-from distflow.pipelines.nodes.judges_and_reward_models import ask_model
+from distflow.pipelines.nodes.scoring_models import ask_model
 from distflow.runtime.error_limits import TooManyErrors
 from distflow.training.engine import OneRank
 from tests.checks.batches import sampled_batch

@@ -25,13 +25,13 @@ from distflow.pipelines.nodes import (
     train_critic,
 )
 from distflow.pipelines.nodes.advantages import apply_kl_penalty
-from distflow.pipelines.nodes.log_probs_and_values import score_policy, score_proximal
 from distflow.pipelines.nodes.rollout_reward_filter import (
     generate,
     load_responses,
     reward_episodes,
     reward_samples,
 )
+from distflow.pipelines.nodes.scored_tokens import score_policy, score_proximal
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from distflow.rewards.router import RewardOutcome

@@ -11,7 +11,7 @@ from distflow.config.keys.dag import NODE_KEYS, WITHOUT_FUNC
 from distflow.errors import UserError
 from distflow.graph import PipelineError
 from distflow.graph.graph_node import NODE_SETTINGS
-from distflow.graph.node_decorator_and_roles import CONFIGURING_TYPES, MARKER_TYPES
+from distflow.graph.node_roles import CONFIGURING_TYPES, MARKER_TYPES
 from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline

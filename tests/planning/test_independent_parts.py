@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import UserError
-from distflow.graph.node_order_and_wiring_checks import ancestors
+from distflow.graph.node_order import ancestors
 from distflow.planning.assign_ranks import place
 from distflow.planning.independent_parts import Part, apportion, parse_size, priority, split
 

@@ -37,7 +37,7 @@ CRITIC_FREE = "algorithms/advantages/critic_free.py"
 MISMATCH = "algorithms/mismatch_check.py"
 SRPO = "acting/srpo.py"
 ROUTER = "rewards/router.py"
-CURRICULUM = "scheduling/curriculum_and_difficulty_filter.py"
+CURRICULUM = "scheduling/curriculum.py"
 
 DETACHED = "    difference = log_ratio(log_probs, old_log_probs, loss_mask)"
 THEN_WEIGHT = "\n    ratio = difference.exp()\n    weight"

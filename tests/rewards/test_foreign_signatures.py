@@ -9,7 +9,8 @@ import pytest
 
 from distflow.builtin_names import PROMPT_CHAT, PROMPT_MESSAGES
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.load_and_call_reward_functions import PROMPT, find_fault, with_answer_key
+from distflow.rewards.function_calls import PROMPT
+from distflow.rewards.function_loading import find_fault, with_answer_key
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult, Score
 from tests.rewards.routers import make_router

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.import_target import LoadError, read_pickled
-from distflow.rewards.load_and_call_reward_functions import (
+from distflow.rewards.function_loading import (
     fingerprint_function,
     fingerprint_target,
     write_function,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.load_and_call_reward_functions import find_fault
+from distflow.rewards.function_loading import find_fault
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.judge_prompt_and_cache import BudgetSpent, JudgeCache
+from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
 from distflow.rewards.judge_reward import compute_score
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import Error, Score, Timeout

@@ -14,7 +14,7 @@ from distflow.builtin_names import PROMPT_MESSAGES, REWARDS
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards import model_reward
-from distflow.rewards.load_and_call_reward_functions import load_reward, with_options
+from distflow.rewards.function_loading import load_reward, with_options
 from distflow.rewards.pool.domain_pools import Patience
 from distflow.rewards.pool.worker import score_all
 from distflow.rewards.reward_results import Score

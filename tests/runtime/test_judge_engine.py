@@ -12,7 +12,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.models.loading import load_model, load_tokenizer
-from distflow.rewards.judge_prompt_and_cache import JudgeCache
+from distflow.rewards.judge_cache import JudgeCache
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.judge_engine import Judge, ReplyStore

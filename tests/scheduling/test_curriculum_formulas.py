@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.scheduling.curriculum_and_difficulty_filter import (
-    Accuracy,
-    Curriculum,
-    CurriculumPlan,
-)
+from distflow.scheduling.curriculum import Accuracy, Curriculum, CurriculumPlan
 from tests.references import curriculum as reference
 
 GROUPS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda g: g[0] <= g[1]))

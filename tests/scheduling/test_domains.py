@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distflow.errors import UserError
 from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, CurriculumPlan
+from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan, epoch_order
 from distflow.scheduling.group_states import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, timeline

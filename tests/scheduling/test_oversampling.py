@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from distflow.launch.run_folders.groups_of_step import step_lineage
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, CurriculumPlan, SkipPlan
+from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
+from distflow.scheduling.difficulty_filter import SkipPlan
 from distflow.scheduling.group_states import MAX_ABORTS, CountsError, GroupState, Places
 from distflow.scheduling.ledger import Ledger, timeline
 from distflow.scheduling.sample_queue import Exhausted

@@ -23,7 +23,6 @@ from distflow.errors import TrustError, UserError
 from distflow.launch.engines import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
-from distflow.models.model_identity_and_weight_soundness import magnitudes
 from distflow.models.sharding import (
     DATA,
     TENSOR,
@@ -34,6 +33,7 @@ from distflow.models.sharding import (
     square_sum,
     whole,
 )
+from distflow.models.weight_soundness import magnitudes
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.checkpoint.files import own_shards

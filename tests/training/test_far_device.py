@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.device_transfer import read_numbers
 from distflow.graph.fields import Axis, find_field
 from distflow.models.loading import load_model
-from distflow.models.model_identity_and_weight_soundness import magnitudes
+from distflow.models.weight_soundness import magnitudes
 from distflow.training.engine import LossFn
 from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchScorer, TorchTrainEngine

@@ -15,7 +15,8 @@ from distflow.builtin_names import Entry
 from distflow.config.compose.typed_values import Mismatch, can_convert, convert
 from distflow.errors import hint
 from distflow.graph.fields import find_field
-from distflow.graph.node_decorator_and_roles import NodeRole, Scope, node
+from distflow.graph.node_roles import NodeRole, Scope
+from distflow.graph.node_spec import node
 from distflow.import_target import (
     is_ours,
     load,

@@ -137,7 +137,7 @@ class PythonInputs:
                 )
         if self.reward is None:
             return
-        from distflow.rewards.load_and_call_reward_functions import find_fault, name_of
+        from distflow.rewards.function_loading import find_fault, name_of
 
         if not callable(self.reward) or isinstance(self.reward, type):
             if isinstance(self.reward, list | tuple) and all(map(callable, self.reward)):
@@ -188,7 +188,7 @@ class PythonInputs:
     def with_files(self, loaded: Loaded) -> Loaded:
         """The checked config with the paths of the files to write. Raises UserError for a function
         that nothing would call."""
-        from distflow.rewards.load_and_call_reward_functions import name_of
+        from distflow.rewards.function_loading import name_of
 
         config = loaded.config
         keys = list[str]()
@@ -234,10 +234,7 @@ class PythonInputs:
     def write(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for data that cannot be written, and if a resumed run
         had other rows."""
-        from distflow.rewards.load_and_call_reward_functions import (
-            fingerprint_function,
-            write_function,
-        )
+        from distflow.rewards.function_loading import fingerprint_function, write_function
 
         _folder(config).mkdir(mode=0o700, exist_ok=True)
         for key, file, rows in self._files(config):
@@ -258,7 +255,7 @@ class PythonInputs:
         """(key, file, name, what is pickled) of each function except the reward: those passed, and
         the estimator and loss that the script registered."""
         from distflow.launch.importable_code import entry_to_send
-        from distflow.rewards.load_and_call_reward_functions import name_of
+        from distflow.rewards.function_loading import name_of
 
         values = flatten(config)
         for argument, (key, _) in _FUNCTIONS.items():

@@ -15,7 +15,7 @@ from distflow.checks.movement import LossTerms, Movement
 from distflow.checks.nonfinite import NonFinite
 from distflow.data.batch import Batch, repeated
 from distflow.errors import TrustError
-from distflow.models.model_identity_and_weight_soundness import magnitudes
+from distflow.models.weight_soundness import magnitudes
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import Queued
 from distflow.runtime.spec import Spec

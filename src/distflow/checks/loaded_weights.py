@@ -12,7 +12,7 @@ from distflow.checks.check import NOT_APPLICABLE, Wrong, check
 from distflow.checks.plain_forward import model_of
 from distflow.checks.recorded_step import CheckedRun
 from distflow.models.lora import plain_name, unwrapped
-from distflow.models.model_paths_and_folder_checks import resolve_path
+from distflow.models.model_paths import resolve_path
 from distflow.training.multi_policy_engine import models_of
 
 NUM_ROWS = 4

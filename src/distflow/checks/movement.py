@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distflow.models.model_identity_and_weight_soundness import bit_hash
+from distflow.models.model_identity import bit_hash
 from distflow.models.sharding import on_any_rank, own_part
 from distflow.training.engine import TrainEngine, TrainState
 

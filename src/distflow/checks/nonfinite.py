@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
 from distflow.models.sharding import whole
+from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object
 from distflow.training.engine import TrainEngine
 

@@ -19,7 +19,7 @@ from distflow.config import changed_keys, config_from_dict
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import resume_advice
-from distflow.models.model_identity_and_weight_soundness import bit_hash
+from distflow.models.model_identity import bit_hash
 from distflow.runtime.checks_protocol import CHECK_STATE
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.protocol import ResumePoint

@@ -17,12 +17,8 @@ from distflow.config.derived_settings import response_limit
 from distflow.config.keys.reward import RewardPart, on_error_of, scoring_models
 from distflow.data.messages import prompt_of
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
-from distflow.rewards.load_and_call_reward_functions import (
-    CONVERSATION,
-    FAILS,
-    PROMPT,
-    call_arguments,
-)
+from distflow.rewards.function_calls import CONVERSATION, PROMPT, call_arguments
+from distflow.rewards.function_loading import FAILS
 from distflow.rewards.pool.faulty_test_functions import ECHO, echo
 from distflow.rewards.reward_results import RewardResult, Score
 from distflow.rewards.router import Overlong

@@ -94,7 +94,7 @@ def run_reward(arguments: argparse.Namespace) -> int:
     code."""
     from distflow.builtin_names import is_own
     from distflow.rewards.adversarial_responses import ASK_MODELS, NUM_ROWS, PROBE, find_cheap
-    from distflow.rewards.load_and_call_reward_functions import with_answer_key
+    from distflow.rewards.function_loading import with_answer_key
     from distflow.rewards.pool.domain_pools import alone, is_large
     from distflow.rewards.pool.faulty_test_functions import probe_target
     from distflow.rewards.pool.pool import PoolSettings, RewardPool
@@ -154,7 +154,7 @@ def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that does not compare with the answer if no responses are
     given."""
     from distflow.builtin_names import JUDGE, REWARDS
-    from distflow.rewards.load_and_call_reward_functions import custom_target, target_of
+    from distflow.rewards.function_loading import custom_target, target_of
 
     if name in REWARDS:
         if not (REWARDS[name].needs_answer or has_responses or name == JUDGE):

@@ -6,13 +6,8 @@ from distflow.graph.bind_to_config import BoundNode, BoundPipeline
 from distflow.graph.contract_from_signature import Form
 from distflow.graph.fields import register_field
 from distflow.graph.graph_node import Drop, Node, NodeOutput
-from distflow.graph.node_decorator_and_roles import (
-    SCORE_FIELDS,
-    NodeRole,
-    NodeType,
-    node,
-    node_factory,
-)
+from distflow.graph.node_roles import SCORE_FIELDS, NodeRole, NodeType
+from distflow.graph.node_spec import node, node_factory
 from distflow.graph.task_graph import Pipeline, TaskGraph, pipeline_from_config
 
 __all__ = [

@@ -19,8 +19,8 @@ from distflow.graph.graph_node import (
     contracts_of,
     resolve_factory,
 )
-from distflow.graph.node_decorator_and_roles import NodeRole, NodeType, Plane
-from distflow.graph.node_order_and_wiring_checks import Wiring
+from distflow.graph.node_roles import NodeRole, NodeType, Plane
+from distflow.graph.wiring import Wiring
 from distflow.import_target import is_ours
 
 

@@ -11,15 +11,15 @@ from typing import Literal
 
 from distflow.errors import PipelineError, hint
 from distflow.graph.fields import ALIASES
-from distflow.graph.node_decorator_and_roles import (
+from distflow.graph.node_roles import (
     ENGINES,
     ROLE_DEFAULTS,
     SCORE_FIELDS,
     SERVICES,
     NodeRole,
-    NodeSpec,
     Scope,
 )
+from distflow.graph.node_spec import NodeSpec
 from distflow.import_target import is_async
 
 RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")

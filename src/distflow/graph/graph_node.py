@@ -13,23 +13,18 @@ from distflow.graph.contract_from_signature import (
     read_contract,
 )
 from distflow.graph.fields import find_field
-from distflow.graph.node_decorator_and_roles import (
+from distflow.graph.node_roles import (
     CONFIGURING_TYPES,
     ENGINE_TYPES,
     MARKER_TYPES,
     ROLE_DEFAULTS,
     NodeRole,
-    NodeSpec,
     NodeType,
     Plane,
     RoleDefaults,
     Scope,
-    as_member,
-    as_names,
-    check_scope,
-    is_factory,
-    spec_of,
 )
+from distflow.graph.node_spec import NodeSpec, as_member, as_names, check_scope, is_factory, spec_of
 from distflow.import_target import LoadError, load_function
 
 

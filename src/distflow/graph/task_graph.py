@@ -11,8 +11,9 @@ from distflow.graph.bind_to_config import BoundPipeline, bind_pipeline, check_op
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field
 from distflow.graph.graph_node import NODE_SETTINGS, Node, contracts_of, split_arguments
-from distflow.graph.node_decorator_and_roles import is_factory
-from distflow.graph.node_order_and_wiring_checks import Wiring, dependents
+from distflow.graph.node_order import dependents
+from distflow.graph.node_spec import is_factory
+from distflow.graph.wiring import Wiring
 
 
 class TaskGraph:

@@ -28,7 +28,7 @@ from distflow.errors import MissingColumn, UserError, hint
 from distflow.graph.fields import STANDARD_FIELDS
 from distflow.import_target import SourceFile, load, shown_name, split_name
 from distflow.observe.writing.trackers import Tracker
-from distflow.rewards.load_and_call_reward_functions import custom_target, find_fault
+from distflow.rewards.function_loading import custom_target, find_fault
 from distflow.rollout.engine import RolloutEngine
 from distflow.training.engine import TrainEngine
 from distflow.training.torch_engine import ScorerOptions

@@ -15,7 +15,7 @@ from distflow.config.derived_settings import model_of, reads_pairs
 from distflow.config.keys.reward import REWARD_MODEL, scoring_models
 from distflow.errors import UserError, blaming, hint
 from distflow.graph import BoundPipeline
-from distflow.graph.node_decorator_and_roles import ENGINES
+from distflow.graph.node_roles import ENGINES
 from distflow.hub_id_or_local_path import WEIGHT_PATTERNS, is_local_model
 from distflow.launch.devices import accelerator, choose_device, choose_dtype
 from distflow.launch.plans.measured_run import as_predicted, facts_of, measured_run
@@ -29,11 +29,7 @@ from distflow.models.loading import (
     load_tokenizer,
 )
 from distflow.models.lora import add_lora, check_targets, require_peft
-from distflow.models.model_paths_and_folder_checks import (
-    BUILTIN_FOLDER,
-    BUILTIN_PREFIX,
-    resolve_path,
-)
+from distflow.models.model_paths import BUILTIN_FOLDER, BUILTIN_PREFIX, resolve_path
 from distflow.models.sharding import Sharding, check_divisible, shard_model
 from distflow.planning.devices import find_device
 from distflow.planning.independent_parts import parse_size

@@ -61,15 +61,12 @@ from distflow.data.sources import load_rows, read_file
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.models.loading import end_token_ids, has_image_processor
-from distflow.models.model_paths_and_folder_checks import resolve_path
+from distflow.models.model_paths import resolve_path
 from distflow.rewards.router import check_domains
 from distflow.rewards.startup_checks import find_broken
-from distflow.scheduling.curriculum_and_difficulty_filter import (
-    CurriculumPlan,
-    SkipPlan,
-    load_curriculum,
-)
+from distflow.scheduling.curriculum import CurriculumPlan, load_curriculum
 from distflow.scheduling.data_plan import UNKNOWN_ROWS, DataPlan, DomainPlan, Frequency, total_steps
+from distflow.scheduling.difficulty_filter import SkipPlan
 
 
 def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:

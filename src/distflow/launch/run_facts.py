@@ -22,10 +22,10 @@ from distflow.launch.read_config import Data
 from distflow.launch.report_head import cpu_name
 from distflow.launch.threads import threads_of
 from distflow.models.cpu_kernels import build as native
-from distflow.models.model_identity_and_weight_soundness import identity
+from distflow.models.model_identity import identity
 from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.rewards.code.reward import isolation_of
-from distflow.rewards.load_and_call_reward_functions import fingerprint_target, target_of
+from distflow.rewards.function_loading import fingerprint_target, target_of
 from distflow.rewards.pool.domain_pools import RewardSettings
 
 PROMPT_FORMAT = "prompt_format"

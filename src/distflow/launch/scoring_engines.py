@@ -18,7 +18,7 @@ from distflow.models.loading import (
     stop_token_ids,
 )
 from distflow.models.reward_model import check_config, longest_text
-from distflow.rewards.judge_prompt_and_cache import judge_template
+from distflow.rewards.judge_prompt import judge_template
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.judge_engine import Judge, ReplyStore, choice_replies
 from distflow.runtime.spec import Get

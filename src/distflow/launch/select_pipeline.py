@@ -38,10 +38,10 @@ from distflow.import_target import (
     users_code,
 )
 from distflow.launch.threads import make_process_ready
-from distflow.pipelines.nodes.log_probs_and_values import score_policy
 from distflow.pipelines.nodes.objectives_from_config import may_derive_old
 from distflow.pipelines.nodes.rollout_correction import weigh_after_drift
 from distflow.pipelines.nodes.rollout_reward_filter import drop_unless, load_responses
+from distflow.pipelines.nodes.scored_tokens import score_policy
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.sample_queue.protocol import Submissions, WithSubmitted

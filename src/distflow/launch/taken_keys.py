@@ -36,7 +36,7 @@ from distflow.config.keys.rollout import RolloutConfig
 from distflow.config.migration.tables import expand
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline, NodeRole
-from distflow.graph.node_decorator_and_roles import is_factory
+from distflow.graph.node_spec import is_factory
 from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import innermost, is_ours, load_function
 from distflow.launch.data_sets import DataSource

@@ -14,7 +14,7 @@ from distflow.config.derived_settings import (
 )
 from distflow.data.sources import is_function
 from distflow.errors import UserError
-from distflow.models.model_paths_and_folder_checks import code_of
+from distflow.models.model_folder import code_of
 
 TRUST_CODE = "--trust-code"
 

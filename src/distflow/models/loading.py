@@ -40,18 +40,12 @@ from distflow.models.image_inputs import (
     text_decoder,
 )
 from distflow.models.lora import base_of_adapter, merge_adapter, unwrapped
-from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
-from distflow.models.model_paths_and_folder_checks import (
-    TOKENIZER_FILES,
-    first_lines,
-    is_local,
-    readable,
-    require_files,
-    resolve_path,
-)
+from distflow.models.model_folder import first_lines, readable, require_files
+from distflow.models.model_paths import TOKENIZER_FILES, is_local, resolve_path
 from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.packed_forward import TOLERANCE, attach_packed_forward, choose_attention
 from distflow.models.sharding import Sharding, empty_model, fill, read_own_parts, shard_model
+from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.observe.crash_safe_files import read_object
 
 Init = Literal["pretrained", "random"]

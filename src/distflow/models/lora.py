@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.errors import UserError, hint
-from distflow.models.model_paths_and_folder_checks import require_files
+from distflow.models.model_folder import require_files
 from distflow.observe.crash_safe_files import read_object
 from distflow.untrusted_files import OutOfTime, limited_time
 

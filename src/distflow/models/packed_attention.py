@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import attend
-from distflow.models.shared_prefixes_and_buckets import Buckets, Packing
+from distflow.models.packed_layout import Buckets, Packing
 
 
 def take_rows(values: Tensor, index: Tensor, repeats: bool = False) -> Tensor:

@@ -50,8 +50,8 @@ from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import unwrapped
 from distflow.models.number_head import NumberTargets
 from distflow.models.packed_attention import PACKED_ATTENTION, spread_rows, take_rows
+from distflow.models.packed_layout import Packing, Sharing, shared_prefixes
 from distflow.models.sharding import is_spread
-from distflow.models.shared_prefixes_and_buckets import Packing, Sharing, shared_prefixes
 
 LARGEST = 2**19
 """Elements of a gated MLP's float32 matrix above which the cache cannot hold a thread's data, so

@@ -14,7 +14,8 @@ from transformers import (
 
 from distflow.errors import UserError
 from distflow.models.loading import ModelSource, own_aligned_memory, refuse_garbage
-from distflow.models.model_paths_and_folder_checks import code_of, is_local, require_files
+from distflow.models.model_folder import code_of, require_files
+from distflow.models.model_paths import is_local
 
 HEAD = "score"
 """The linear head of decoders: `transformers` reads it at the last token of a text."""

@@ -26,7 +26,7 @@ from distflow.config import Config, Loaded, with_changes
 from distflow.config.compose.fit_defaults_to_data import is_free
 from distflow.config.migration.tables import find_synonyms
 from distflow.errors import UserError, hint
-from distflow.graph.node_decorator_and_roles import ENGINES
+from distflow.graph.node_roles import ENGINES
 from distflow.planning.layouts import Axis, Sizes
 
 KEY = "trainer.allocation"

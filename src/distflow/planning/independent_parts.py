@@ -7,12 +7,7 @@ from fractions import Fraction
 
 from distflow.errors import UserError, count_of
 from distflow.graph import BoundPipeline
-from distflow.graph.node_order_and_wiring_checks import (
-    Edges,
-    ancestors,
-    dependents,
-    topological_order,
-)
+from distflow.graph.node_order import Edges, ancestors, dependents, topological_order
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)")

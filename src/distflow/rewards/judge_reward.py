@@ -18,11 +18,10 @@ from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import cast
 
-from distflow.rewards.judge_prompt_and_cache import (
+from distflow.rewards.judge_cache import BudgetSpent, JudgeCache
+from distflow.rewards.judge_prompt import (
     RESPONSE_CHARACTERS,
     SCHEMA,
-    BudgetSpent,
-    JudgeCache,
     beginning,
     fill_template,
     judge_template,

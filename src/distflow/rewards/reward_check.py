@@ -19,13 +19,8 @@ from distflow.builtin_names import is_own
 from distflow.errors import UserError
 from distflow.import_target import line_of, split_name
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.load_and_call_reward_functions import (
-    PARAMETERS,
-    PROMPT,
-    call_arguments,
-    reads_ground_truth,
-    target_of,
-)
+from distflow.rewards.function_calls import PARAMETERS, PROMPT, call_arguments
+from distflow.rewards.function_loading import reads_ground_truth, target_of
 from distflow.rewards.pool.domain_pools import (
     DEFAULT_DOMAIN,
     RewardSettings,

@@ -15,7 +15,7 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.crash_safe_files import JSON
 from distflow.rewards.foreign_signatures import DOES_NOT_APPLY
-from distflow.rewards.load_and_call_reward_functions import CONVERSATION, PROMPT, call_arguments
+from distflow.rewards.function_calls import CONVERSATION, PROMPT, call_arguments
 from distflow.rewards.pool import domain_pools
 from distflow.rewards.reward_results import (
     CUT,

@@ -15,7 +15,8 @@ from distflow.errors import UserError
 from distflow.import_target import load_function, load_module, split_name
 from distflow.observe.sanitized_output import escape_control
 from distflow.rewards.extracted_answers import bare_answer, decoded
-from distflow.rewards.load_and_call_reward_functions import FAILS, FAILS_TARGET, call_arguments
+from distflow.rewards.function_calls import call_arguments
+from distflow.rewards.function_loading import FAILS, FAILS_TARGET
 from distflow.rewards.pool.pool import PoolSettings, RewardPool
 from distflow.rewards.reward_results import (
     Case,

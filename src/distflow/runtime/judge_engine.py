@@ -19,10 +19,10 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
 from distflow.models.cpu_kernels.weight_layout import forget_packed
-from distflow.models.model_identity_and_weight_soundness import identity
-from distflow.rewards.judge_prompt_and_cache import (
+from distflow.models.model_identity import identity
+from distflow.rewards.judge_cache import JudgeCache
+from distflow.rewards.judge_prompt import (
     RESPONSE_CHARACTERS,
-    JudgeCache,
     fill_template,
     read_score,
     score_at_end,

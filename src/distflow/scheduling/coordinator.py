@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from typing import Any, cast
 
 from distflow.scheduling.admission import Admission
-from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Skips
+from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.data_plan import DataPlan, NextGroups, Timetable
+from distflow.scheduling.difficulty_filter import Skips
 from distflow.scheduling.domain_quotas import DomainShares
 from distflow.scheduling.group_states import (
     CountsError,

@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.scheduling.curriculum_and_difficulty_filter import CurriculumPlan, SkipPlan
+from distflow.scheduling.curriculum import CurriculumPlan
+from distflow.scheduling.difficulty_filter import SkipPlan
 from distflow.scheduling.group_states import TRAIN, DomainCounts, PromptGroup
 
 EPOCHS = 0

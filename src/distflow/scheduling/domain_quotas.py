@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Any
 
-from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy, Curriculum
+from distflow.scheduling.curriculum import Accuracy, Curriculum
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.scheduler_snapshot import SavedShares, Snapshot
 

@@ -6,8 +6,9 @@ from operator import attrgetter
 from typing import Any, NotRequired, TypedDict
 
 from distflow.errors import UserError
-from distflow.scheduling.curriculum_and_difficulty_filter import SavedCurriculum, SavedSkips
+from distflow.scheduling.curriculum import SavedCurriculum
 from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.difficulty_filter import SavedSkips
 from distflow.scheduling.group_states import DomainCounts, GroupCounts, GroupState, PromptGroup
 
 _IDENTITY = ("group_id", "epoch", "row", "group_size", "version", "attempt", "stream", "position")

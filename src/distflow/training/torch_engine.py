@@ -25,8 +25,8 @@ from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off, named_weights, unwrapped
 from distflow.models.number_head import NumberTargets, make_head
 from distflow.models.packed_forward import ModelInputs
+from distflow.models.packed_layout import shared_prefixes
 from distflow.models.sharding import device_of, fill, whole
-from distflow.models.shared_prefixes_and_buckets import shared_prefixes
 from distflow.training import engine
 from distflow.training.optimizer import (
     Schedule,

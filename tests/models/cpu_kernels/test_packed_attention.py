@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.training_layer import attend
-from distflow.models.shared_prefixes_and_buckets import Sequences, Sharing, shared_prefixes
+from distflow.models.packed_layout import Sequences, Sharing, shared_prefixes
 
 pytestmark = pytest.mark.skipif(
     not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)"

@@ -357,7 +357,7 @@ def test_of_what_a_worker_has_printed_only_the_end_is_read() -> None:
 def test_workers_import_no_torch_and_asyncio_only_for_functions_that_need_it():
     code = """
         import sys, distflow.rewards.pool.worker
-        from distflow.rewards.load_and_call_reward_functions import FAILS_TARGET, load_reward
+        from distflow.rewards.function_loading import FAILS_TARGET, load_reward
         load_reward(FAILS_TARGET)  # in every pool
         print("asyncio" in sys.modules)
         import distflow.rewards.math.reward

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distflow.cli import main
 from distflow.errors import TrustError, UserError
 from distflow.models.loading import load_tokenizer
-from distflow.models.model_paths_and_folder_checks import BUILTIN_FOLDER
+from distflow.models.model_paths import BUILTIN_FOLDER
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.servers.openai_engine import OpenAIEngine
 from distflow.scheduling.group_states import Version

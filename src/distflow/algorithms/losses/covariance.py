@@ -25,7 +25,7 @@ from distflow.algorithms.masked_reductions import (
 )
 from distflow.algorithms.registry import register_policy_loss
 from distflow.graph.fields import register_field
-from distflow.graph.node_decorator_and_roles import node
+from distflow.graph.node_spec import node
 
 register_field(
     "selected_tokens",

@@ -37,7 +37,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import quiet_transformers
-from distflow.models.model_paths_and_folder_checks import resolve_path
+from distflow.models.model_paths import resolve_path
 from distflow.observe.run_reader import read_metrics, read_timeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS

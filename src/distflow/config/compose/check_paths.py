@@ -203,7 +203,7 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
             "names a function too",
             f"write {file}, and its function as custom_reward_function.name={name}",
         )
-    # a function passed from Python, saved by distflow.rewards.load_and_call_reward_functions
+    # a function passed from Python, saved by distflow.rewards.function_loading
     if path.endswith(".pkl"):
         kept = Path(path).expanduser()
         return None if kept.is_file() else missing_path(kept)

@@ -11,11 +11,7 @@ from distflow.errors import UserError, blaming
 from distflow.graph import BoundPipeline
 from distflow.hub_id_or_local_path import is_local_model
 from distflow.import_target import placeholders
-from distflow.models.model_paths_and_folder_checks import (
-    BUILTIN_PREFIX,
-    PACKAGE_PREFIX,
-    resolve_path,
-)
+from distflow.models.model_paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.model_shapes import ModelShape, find_shape
 
 _MOST_ROWS_BYTES = 32 * 2**20

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from distflow.models.cpu_kernels.build import ADDRESS, COUNT, address, addresses, call, counts, size
 from distflow.models.cpu_kernels.weight_layout import heads_and_norms
-from distflow.models.shared_prefixes_and_buckets import Sequences
+from distflow.models.packed_layout import Sequences
 
 
 class _Packing(ctypes.Structure):

@@ -12,16 +12,6 @@ from distflow.pipelines.nodes.advantages import (
     weigh_samples,
     whiten_rewards,
 )
-from distflow.pipelines.nodes.judges_and_reward_models import (
-    add_model_scores,
-    ask_model,
-    score_by_models,
-)
-from distflow.pipelines.nodes.log_probs_and_values import (
-    compute_old_log_prob,
-    compute_ref_log_prob,
-    compute_value,
-)
 from distflow.pipelines.nodes.rollout_correction import (
     correct_drift,
     correct_mismatch,
@@ -37,6 +27,12 @@ from distflow.pipelines.nodes.rollout_reward_filter import (
     load_responses,
     take_scores,
 )
+from distflow.pipelines.nodes.scored_tokens import (
+    compute_old_log_prob,
+    compute_ref_log_prob,
+    compute_value,
+)
+from distflow.pipelines.nodes.scoring_models import add_model_scores, ask_model, score_by_models
 from distflow.pipelines.nodes.updates import (
     train_actor,
     train_critic,

@@ -14,7 +14,7 @@ from distflow.config.derived_settings import algorithms, takes_values, trained_p
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
-from distflow.graph.node_decorator_and_roles import Names
+from distflow.graph.node_spec import Names
 from distflow.pipelines.nodes.objectives_from_config import (
     corrects_drift,
     interpolates_prox,

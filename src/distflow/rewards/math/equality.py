@@ -19,7 +19,7 @@ from distflow.rewards.math.formula_equality import (
     numbers_equal,
     plain_number,
 )
-from distflow.rewards.math.text_and_units import (
+from distflow.rewards.math.notation import (
     NUMBER,
     RADIAN,
     UNCHANGED,

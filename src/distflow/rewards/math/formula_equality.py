@@ -44,7 +44,7 @@ from sympy import (
 )
 from sympy.core.function import AppliedUndef
 
-from distflow.rewards.math.text_and_units import unwrap, words
+from distflow.rewards.math.notation import unwrap, words
 
 MAX_CHARACTERS = 1_000
 MAX_DEPTH = 10

@@ -21,7 +21,7 @@ from distflow.rewards.extracted_answers import (
     without_markup,
 )
 from distflow.rewards.math.equality import are_equal
-from distflow.rewards.math.text_and_units import is_unit, normalise, without_remarks, words
+from distflow.rewards.math.notation import is_unit, normalise, without_remarks, words
 from distflow.rewards.reward_results import Case
 from distflow.untrusted_files import OutOfTime, limited_time
 

@@ -14,7 +14,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import reward_functions
 from distflow.config.keys.reward import RewardPart, patience_of
 from distflow.errors import UserError, hint
-from distflow.rewards.load_and_call_reward_functions import (
+from distflow.rewards.function_loading import (
     FAILS,
     FAILS_TARGET,
     target_of,

@@ -14,13 +14,8 @@ from functools import cache
 from typing import cast
 
 from distflow.import_target import innermost
-from distflow.rewards.load_and_call_reward_functions import (
-    PROMPT,
-    call_arguments,
-    load_reward,
-    texts_in,
-    with_options,
-)
+from distflow.rewards.function_calls import PROMPT, call_arguments
+from distflow.rewards.function_loading import load_reward, texts_in, with_options
 from distflow.rewards.reward_results import left_s
 
 ECHO = "(echo)"

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from distflow.errors import UserError
 from distflow.processes.channel import PeerGone, encode
-from distflow.rewards.load_and_call_reward_functions import PROMPT, without_options
+from distflow.rewards.function_calls import PROMPT
+from distflow.rewards.function_loading import without_options
 from distflow.rewards.pool.process import Request, RewardProcess, StartFailed, take
 from distflow.rewards.reward_results import Error, RewardResult, Timeout
 

@@ -20,15 +20,15 @@ from distflow.errors import UserError, users_place
 from distflow.import_target import innermost, is_async
 from distflow.observe.crash_safe_files import JSON
 from distflow.processes.channel import Channel, PeerGone, encode
-from distflow.rewards.load_and_call_reward_functions import (
+from distflow.rewards.function_calls import (
     call,
     call_batched,
     is_batched,
-    load_reward,
     split_batch,
     takes_conversation,
     takes_groups,
 )
+from distflow.rewards.function_loading import load_reward
 from distflow.rewards.pool.process import EXIT_OUT_OF_MEMORY
 from distflow.rewards.reward_results import due_within, read_score
 

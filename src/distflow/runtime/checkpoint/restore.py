@@ -11,7 +11,7 @@ from distflow.config.keys.schema import diff, schema_keys, show_value
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import UserError, allow_change_advice, resume_advice
-from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
+from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.observe.run_reader import VALIDATION_ROWS
 from distflow.runtime.checkpoint.checkpoint_store import Checkpoint
 from distflow.runtime.checkpoint.files import CheckpointError, is_sharded

@@ -13,7 +13,7 @@ from distflow.errors import UserError
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.reward_results import RewardCounts
 from distflow.runtime.run_errors import Failure
-from distflow.scheduling.curriculum_and_difficulty_filter import Accuracy
+from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.group_states import GroupCounts, PromptGroup, Version
 from distflow.scheduling.scheduler_snapshot import Snapshot
 

@@ -19,8 +19,8 @@ from distflow.data.batch import Batch
 from distflow.device_transfer import send, to_host
 from distflow.errors import TrustError
 from distflow.models.lora import unwrapped
-from distflow.models.model_identity_and_weight_soundness import magnitudes, unsound
 from distflow.models.sharding import at_places, whole
+from distflow.models.weight_soundness import magnitudes, unsound
 from distflow.rollout.engine_weights import stripe_hashes, striped_places
 from distflow.runtime import fault_injection
 from distflow.runtime.checks_protocol import Updates

@@ -6,7 +6,7 @@ import torch
 
 from distflow.models.packed_attention import PACKED_ATTENTION
 from distflow.models.packed_forward import packed_hidden_states
-from distflow.models.shared_prefixes_and_buckets import Packing, shared_prefixes
+from distflow.models.packed_layout import Packing, shared_prefixes
 from tests.models.test_packed import make_model
 
 GROUPS = (

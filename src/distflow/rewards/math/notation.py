@@ -1,4 +1,4 @@
-r"""Answers as text: normalisation of notations, and splitting of lists at the top level; and units
+"""Answers as text: normalisation of notations, and splitting of lists at the top level; and units
 after a number:
 `5 \text{ cm}`, `5 cm^2`, `5 km/h`, `50\%`, `5 apples`.
 

@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.rewards.load_and_call_reward_functions import (
-    call,
-    call_batched,
-    custom_target,
-    find_fault,
-    load_reward,
-    takes_conversation,
-    with_options,
-)
+from distflow.rewards.function_calls import call, call_batched, takes_conversation
+from distflow.rewards.function_loading import custom_target, find_fault, load_reward, with_options
 from distflow.rewards.reward_results import Score, read_score
 
 ARGUMENTS = {"data_source": "d", "solution_str": "s", "ground_truth": "g", "extra_info": {"k": 1}}

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from distflow.errors import UserError
-from distflow.scheduling.curriculum_and_difficulty_filter import (
+from distflow.scheduling.curriculum import (
     Accuracy,
     Curriculum,
     CurriculumPlan,
@@ -137,7 +137,7 @@ not_a_number = leaves({"a": float("nan")})
             "fails",
             (
                 r"failed: ZeroDivisionError: division by zero \(at "
-                r"test_curriculum_and_difficulty_filter.py:\d+\)"
+                r"test_curriculum.py:\d+\)"
             ),
         ),
         ("nothing", "returned None, not a mapping"),

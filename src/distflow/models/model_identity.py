@@ -1,19 +1,14 @@
-"""Identifies a model by a fingerprint, since a path's files may change, and finds weights that are
-not finite or implausibly large, e.g. 1e30 after a bit flip.
-"""
+"""Identifies a model by a fingerprint, since a path's files may change."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
-from distflow.device_transfer import read_numbers
 from distflow.errors import UserError
-from distflow.models.model_paths_and_folder_checks import is_local, resolve_path, why_not_loaded
+from distflow.models.model_paths import is_local, resolve_path, why_not_loaded
 from distflow.models.sharding import own_part
 
 _PIECES = 64
@@ -61,40 +56,3 @@ def bit_hash(tensor: Tensor) -> str:
         weights = torch.arange(1, 2 * len(sums) + 1, 2, device=sums.device)
         total += factor * int((sums * weights).sum())
     return f"{tuple(own.shape)} {own.dtype} {total % 2**64:016x}"
-
-
-LARGEST: Final = 65504.0
-"""The largest number of float16, into which the weights of published models fit; healthy ones stay
-below 1,000."""
-
-GROWTH: Final = 1000.0
-"""How many times its largest element (at least 1) a tensor may grow to: far beyond what training
-does, which moves an element by about the learning rate per step."""
-
-
-def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """The largest absolute value of each tensor (this rank's part of a sharded one); NaN if it
-    contains one."""
-    found = dict[str, tuple[Tensor, Tensor]]()
-    for name, tensor in tensors:
-        if (part := own_part(tensor.detach())).numel():
-            found[name] = torch.aminmax(part)
-    ends = read_numbers([end for both in found.values() for end in both])
-    pairs = zip(found, ends[::2], ends[1::2], strict=True)
-    # both are NaN if one is
-    return {name: high if high >= -low else -low for name, low, high in pairs}
-
-
-def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:
-    """Descriptions of tensors with implausible magnitudes.
-
-    start: their magnitudes when last known to be sound; for tensors without one, only `LARGEST`
-    counts.
-    """
-    limits = {name: min(GROWTH * max(value, 1.0), LARGEST) for name, value in (start or {}).items()}
-    wrong = [(name, value, limits.get(name, LARGEST)) for name, value in found.items()]
-    return [
-        f"'{name}' holds {value:.3g} (limit {limit:g})"
-        for name, value, limit in wrong
-        if not value <= limit
-    ]

@@ -5,12 +5,8 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError
-from distflow.rewards.judge_prompt_and_cache import (
-    JudgeCache,
-    fill_template,
-    judge_template,
-    score_at_end,
-)
+from distflow.rewards.judge_cache import JudgeCache
+from distflow.rewards.judge_prompt import fill_template, judge_template, score_at_end
 
 GOOD = '{"reason": "it is {right}", "score": 0.5}'
 OTHER = '{"reason": "it is wrong", "score": 0}'

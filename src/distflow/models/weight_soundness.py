@@ -1,0 +1,46 @@
+"""Finds weights that are not finite or implausibly large, such as 1e30 after a bit flip."""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from distflow.device_transfer import read_numbers
+from distflow.models.sharding import own_part
+
+LARGEST: Final = 65504.0
+"""The largest number of float16, into which the weights of published models fit; healthy ones stay
+below 1,000."""
+
+GROWTH: Final = 1000.0
+"""How many times its largest element (at least 1) a tensor may grow to: far beyond what training
+does, which moves an element by about the learning rate per step."""
+
+
+def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """The largest absolute value of each tensor (this rank's part of a sharded one); NaN if it
+    contains one."""
+    found = dict[str, tuple[Tensor, Tensor]]()
+    for name, tensor in tensors:
+        if (part := own_part(tensor.detach())).numel():
+            found[name] = torch.aminmax(part)
+    ends = read_numbers([end for both in found.values() for end in both])
+    pairs = zip(found, ends[::2], ends[1::2], strict=True)
+    # both are NaN if one is
+    return {name: high if high >= -low else -low for name, low, high in pairs}
+
+
+def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:
+    """Descriptions of tensors with implausible magnitudes.
+
+    start: their magnitudes when last known to be sound; for tensors without one, only `LARGEST`
+    counts.
+    """
+    limits = {name: min(GROWTH * max(value, 1.0), LARGEST) for name, value in (start or {}).items()}
+    wrong = [(name, value, limits.get(name, LARGEST)) for name, value in found.items()]
+    return [
+        f"'{name}' holds {value:.3g} (limit {limit:g})"
+        for name, value, limit in wrong
+        if not value <= limit
+    ]
