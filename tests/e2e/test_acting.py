@@ -10,7 +10,6 @@ import torch
 
 from distflow.cli import main
 from distflow.data.batch import Batch
-from distflow.environments.chat import Chat
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
 from tests.e2e.runs import Playground, Run
@@ -217,16 +216,3 @@ def test_an_episode_whose_simulator_fails_is_never_a_zero(playground: Playground
     samples = read_samples(run.folder, 1)
     assert samples and all(row["errors"] is None and row["score"] > 0 for row in samples)
     assert "env_error" in (run.folder / "ledger.jsonl").read_text()
-
-
-def keeps_too_much(chat: Chat, number: int) -> None:
-    """Actions after the end of an episode count as used."""
-
-
-@pytest.mark.slow
-def test_actions_after_the_end_must_not_be_trained_on(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Chat, "keep", keeps_too_much)
-    with pytest.raises(TrustError, match="is trained on tokens from"):
-        playground.run("grpo", *ACTS, options())

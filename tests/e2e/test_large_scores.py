@@ -157,7 +157,7 @@ def test_the_run_finds_scores_that_were_rounded(
 ) -> None:
     placed = Batch._placed_scores
     monkeypatch.setattr(Batch, "_placed_scores", lambda batch: placed(batch).float().double())
-    with pytest.raises(TrustError, match="rewards"):
+    with pytest.raises(TrustError, match="rewards|advantages"):
         run(ground, "1e6 + 0.01 * k")
 
 

@@ -71,13 +71,10 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     critic = object()
     parts = Resources(None, (), {}, 0, actor=actor, critic=critic, reward_fn=Router())  # type: ignore[arg-type]
     noted: Any = SimpleNamespace(
-        updated=lambda *update: told.append(update),
         before_update=lambda *update: update[-1],
-        after_update=lambda role, metrics: None,
+        after_update=lambda *update: told.append(update),
     )
-    contexts = Contexts(
-        Config(), parts, state, Updates(noted, noted, lambda name: nullcontext(), critic)
-    )  # type: ignore[arg-type]
+    contexts = Contexts(Config(), parts, state, Updates(noted, lambda name: nullcontext(), critic))  # type: ignore[arg-type]
     ctx = contexts.for_training(4, GROUP_IDS, "a")
     ctx.state["n"] = 1
     contexts.for_training(4, GROUP_IDS, "b").state["n"] = 2

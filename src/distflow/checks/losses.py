@@ -90,11 +90,14 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
         return "no sequence is short enough"
     update.plain = found
     sums = [torch.stack(others).sum(0) for others in zip(*apart, strict=True)]
+    if not all(bool(torch.isfinite(other).all()) for other in sums):
+        return "a gradient is not finite"
     # The gradient of a bias of keys without positions is rounding alone.
-    least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
+    least = max(1e-9, NOISE * max(float(other.double().norm()) for other in sums))
     limit = recorded.limit(WEIGHT_EXACT, WEIGHT_ROUNDED)
     for place, (one, other) in enumerate(zip(packed, sums, strict=True)):
-        error = float((one - other).norm()) / max(float(other.norm()), least)
+        apart_by = float((one.double() - other.double()).norm())
+        error = apart_by / max(float(other.double().norm()), least)
         if error <= limit:
             continue
         if not spread:  # all ranks make equally many passes
