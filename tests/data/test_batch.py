@@ -54,7 +54,7 @@ def test_tokens_of_tools_are_masked_and_have_no_version() -> None:
 
 
 def test_a_policy_segment_without_log_probs_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 2 log_probs"):
+    with pytest.raises(ValueError, match="2 rollout_log_probs"):
         Segment("policy", (1, 2), (), (), (0, 0))
 
 

@@ -41,7 +41,7 @@ def test_few_frames_from_main_to_backward(
             stacks.append(ours(sys._getframe()))
         original(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch.Tensor, backward)
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
     playground = Playground(tmp_path)
     assert cli.main([*command, *playground.overrides("run", "trainer.total_training_steps=1")]) == 0
     assert stacks and all(stack[0] == "cli.py:main" for stack in stacks)
