@@ -146,7 +146,7 @@ def test_generate_draws_from_the_newest_weights_and_leaves_the_groups_as_they_ar
             drawn[-1] += [made for (made,) in asyncio.run(asked(rollouts, ids))]
             for made in drawn[-1]:
                 at = 0.7 if made in drawn[-1][:2] else 1.0
-                logits = rollouts.actor.model(torch.tensor([ids + made.token_ids])).logits[
+                logits = rollouts.actor.model(torch.tensor([[*ids, *made.token_ids]])).logits[
                     0, len(ids) - 1 : -1
                 ]
                 wanted = (logits / at).log_softmax(-1)[range(len(made.token_ids)), made.token_ids]

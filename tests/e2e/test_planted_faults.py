@@ -183,7 +183,7 @@ def test_an_engine_that_takes_nothing_and_says_it_did(
         "copy_weights",
         lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights),
     )
-    with pytest.raises(TrustError, match="version 0 arrived incompletely; different tensors: "):
+    with pytest.raises(TrustError, match="version 1 arrived incompletely; different tensors: "):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
