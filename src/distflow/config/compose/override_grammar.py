@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NoReturn
 
-_KEY = re.compile(r"(\+\+|\+|~)?([\w.$\-/@:]+)")
+_KEY = re.compile(r"(\+\+|\+|~)?([\w.$/@:][\w.$\-/@:]*)")
 _INT = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)")
 _FLOAT = re.compile(
     r"[+-]?(\d+(_\d+)*\.|(\d+(_\d+)*)?\.\d+(_\d+)*|\d+(_\d+)*(?=e))(e[+-]?\d+(_\d+)*)?"
