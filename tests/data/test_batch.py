@@ -345,3 +345,10 @@ def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> No
     assert loaded.field("mine") == other.field("mine")
     with pytest.raises(ValueError, match="per response in one batch and float32 per prompt"):
         Batch.concat([one, loaded])
+
+
+def test_each_response_token_knows_the_agent_in_whose_conversation_it_is() -> None:
+    batch = Batch(torch.tensor([1, 1, 1]), torch.tensor([5, 3, 2]))
+    batch["forks"] = [[["checker", 2], ["solver.1", 4]], [], [["judge.2.1", 1]]]
+    speakers = batch.speakers(["solver", "checker", "judge"])
+    assert speakers.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 2]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.training.torch_engine import TorchScorer
 from tests.e2e.runs import Playground
@@ -168,13 +167,3 @@ def test_a_trainer_at_the_temperature_of_another_agent_is_found(
     )
     with pytest.raises(TrustError, match="another temperature"):
         playground.run("grpo", *keys(playground, "own", *HOT), "trainer.total_training_steps=1")
-
-
-def test_advantages_of_another_agent_are_found(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        Batch, "speakers", lambda batch, agents: torch.zeros(len(batch.flat("response_ids"))).long()
-    )
-    with pytest.raises(TrustError, match=r"\(advantages\): advantages of sample"):
-        playground.run("grpo", *keys(playground, "own", SOLVER, "checker: {}", JUDGE))

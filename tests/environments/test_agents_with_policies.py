@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from distflow.config import ConfigError, load_config
 from distflow.data.batch import Batch
 from distflow.environments.builtin_workflows import solver_checker
-from distflow.environments.chat import Chat, Prompt, Reply
+from distflow.environments.chat import Prompt, Reply
 from distflow.environments.workflows import Row
-from distflow.errors import TrustError, UserError
+from distflow.errors import UserError
 from distflow.rewards.reward_results import Error
 from distflow.rewards.router import RewardOutcome
 from distflow.rollout.engine_weights import stripe_hashes
@@ -224,23 +224,6 @@ def test_the_preset_of_a_solver_and_a_checker_trains_both(
     check_solver_and_checker(
         playground.run("multi_agent", *options, name=f"pair{staleness}"), staleness
     )
-
-
-@pytest.mark.slow
-def test_a_checker_that_is_not_asked_about_the_reply(
-    playground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Chat.ask
-
-    async def ask(self: Chat, content: Any, **named: Any) -> Reply:
-        return await right(self, "Is it correct?" if self.agent == "checker" else content, **named)
-
-    monkeypatch.setattr(Chat, "ask", ask)
-    with pytest.raises(
-        TrustError,
-        match=r"found \(episodes\): the checker of sample .* was asked 'Is it correct\?'",
-    ):
-        playground.run("multi_agent", *solver_and_checker(playground), name="other-question")
 
 
 def test_a_solver_without_a_score_has_a_reward_error_and_its_checker_is_not_asked() -> None:
