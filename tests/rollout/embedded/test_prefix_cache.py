@@ -219,7 +219,7 @@ def test_the_same_turns_give_the_same_bits_in_a_new_engine_and_after_a_new_versi
         bits.append(await turns(own, requests, 3))
         await own.load_weights(Version(0, 1), None)
         made = await turns(own, requests, 3)
-        bits.append([replace(each, versions=[0] * len(each.versions)) for each in made])
+        bits.append([replace(each, versions=(0,) * len(each.versions)) for each in made])
 
     for _ in range(2):
         story(make_model(), tell, **ENGINES[engine])
