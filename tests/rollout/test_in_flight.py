@@ -280,7 +280,7 @@ def test_a_storm_of_updates_never_takes_a_version_back_nor_runs_ahead_of_its_wei
         num_versions = 0
         for request, result in zip(requests, results, strict=True):
             for generation in result:
-                assert generation.versions == sorted(generation.versions)
+                assert list(generation.versions) == sorted(generation.versions)
                 num_versions = max(num_versions, len(set(generation.versions)))
                 expected = own_context_log_probs(made_by, request.prompt_ids, generation)
                 assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
