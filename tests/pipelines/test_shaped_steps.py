@@ -177,14 +177,7 @@ def check_rows(drawn: Drawn, batch: Batch, name: str, rows: list[int], wanted: S
         assert found == pytest.approx(own[row], rel=1e-5, abs=1e-5), (name, row)
 
 
-# to compose a config takes long: the first failing example is shown as it is
-@settings(max_examples=50, phases=(Phase.generate,))
-@given(
-    drawn=batches(longest=4).filter(len),
-    keys=SEEDS.map(drawn_keys),
-    first=st.lists(st.booleans(), min_size=1, max_size=4),
-)
-def test_from_scores_to_advantages(drawn: Drawn, keys: dict[str, Any], first: list[bool]) -> None:
+def check_step(drawn: Drawn, keys: dict[str, Any], first: list[bool]) -> None:
     overrides = [
         "algorithm.reward_norm={mean_level: null, std_level: null}",
         "algorithm.reward_clip=null",
@@ -212,3 +205,24 @@ def test_from_scores_to_advantages(drawn: Drawn, keys: dict[str, Any], first: li
             assert done["loss_mask"][place].tolist() == kept.tolist()
         for name, value in wanted.metrics.items():
             assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+SHARES = st.lists(st.booleans(), min_size=1, max_size=4)
+
+
+# to compose a config takes long: the first failing example is shown as it is
+@settings(max_examples=50, phases=(Phase.generate,))
+@given(drawn=batches(longest=4).filter(len), keys=SEEDS.map(drawn_keys), first=SHARES)
+def test_from_scores_to_advantages(drawn: Drawn, keys: dict[str, Any], first: list[bool]) -> None:
+    check_step(drawn, keys, first)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"mask_long_errors": 2}, {"reward_shift": -0.5, "reward_scale": 2.0}]
+)
+@settings(max_examples=6, phases=(Phase.generate,))
+@given(drawn=batches(longest=4).filter(len), first=SHARES)
+def test_keys_that_are_rarely_drawn_together(
+    keys: dict[str, Any], drawn: Drawn, first: list[bool]
+) -> None:
+    check_step(drawn, {"adv_estimator": "reinforce", **keys}, first)

@@ -1,12 +1,14 @@
 """Messages between two of our processes: 4 bytes of length, then JSON. Never pickle, since one of
 the two may run code of the user's, and never more than a bound."""
 
-import asyncio
 import json
 import socket
 import struct
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # reward processes start without it
+    import asyncio
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _READ_BYTES = 2**16
@@ -81,8 +83,10 @@ class Channel:
         return taken
 
 
-async def receive(reader: asyncio.StreamReader) -> Any:
+async def receive(reader: "asyncio.StreamReader") -> Any:
     """The next message. Raises PeerGone, ValueError if it is invalid or breaks off."""
+    import asyncio
+
     try:
         header = await reader.readexactly(_HEADER.size)
         return json.loads(await reader.readexactly(_size_in(header)))
