@@ -195,11 +195,13 @@ def _places(before: Batch, taken: Batch) -> Tensor:
     places = [torch.zeros(0, dtype=torch.int64)]
     for place, uid in enumerate(taken["uid"]):
         row = row_of[uid]
-        start, end = starts[row], starts[row] + int(lengths[row])
+        start = starts[row]
+        end = start + int(lengths[row])
         if decisions is not None and turns is not None:
             cuts = [0, *(first for _, first in before["forks"][row]), end - start]
             number = decisions[place]
-            start, end = start + cuts[number], start + cuts[number + 1]
+            end = start + cuts[number + 1]
+            start += cuts[number]
             start += int((turns[start:end] >= 0).nonzero()[0])
         places.append(torch.arange(start, end))
     return torch.cat(places)

@@ -236,9 +236,14 @@ def _signature_fields(parameters: list[Parameter] | None, declared: Declared) ->
             )
         if not is_passed:
             continue
-        (required if role == "field" else optional).append(p.name)
-        is_by_position = p.kind is Parameter.POSITIONAL_ONLY
-        (by_position if is_by_position else by_keyword).append(p.name)
+        if role == "field":
+            required.append(p.name)
+        else:
+            optional.append(p.name)
+        if p.kind is Parameter.POSITIONAL_ONLY:
+            by_position.append(p.name)
+        else:
+            by_keyword.append(p.name)
     return FieldsRead(tuple(required), tuple(optional), tuple(by_keyword), tuple(by_position))
 
 

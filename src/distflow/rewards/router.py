@@ -136,7 +136,10 @@ class RewardRouter(AbstractContextManager["RewardRouter"]):
         without_options = set[str]()
         for parts in functions.values():
             for part in parts:
-                (with_options if part.options else without_options).add(part.name)
+                if part.options:
+                    with_options.add(part.name)
+                else:
+                    without_options.add(part.name)
         self.without_options = sorted(without_options - with_options)
         self.pools = domain_pools.Pools(settings, start)
 
@@ -296,7 +299,8 @@ def check_domains(functions: domain_pools.Functions, domains: Iterable[str]) -> 
 
 
 def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
-    if all(name == OVERLONG or _does_not_apply(part) for name, part in parts.items()):
+    own = {name: part for name, part in parts.items() if name != OVERLONG}
+    if all(isinstance(part, Score) for part in own.values()) and not _applicable(own):
         return Error("no reward function scores this response: each returned None for it")
     total = Decimal(0)  # 0.1 + 0.2 and 0.3 are equal scores
     for name, part in parts.items():
@@ -306,10 +310,6 @@ def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
             return replace(part, part=name)
         total = _DECIMAL.fma(Decimal(repr(weights[name])), Decimal(repr(part.value)), total)
     return with_value(Score(0.0, _remarks(parts)), float(total))
-
-
-def _does_not_apply(part: RewardResult) -> bool:
-    return isinstance(part, Score) and DOES_NOT_APPLY in part.extra
 
 
 def _remarks(parts: Mapping[str, RewardResult]) -> dict[str, JSON]:
