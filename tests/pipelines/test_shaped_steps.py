@@ -207,6 +207,10 @@ def check_step(drawn: Drawn, keys: dict[str, Any], first: list[bool]) -> None:
             assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
+def has_groups(drawn: Drawn) -> bool:
+    return len(drawn.group.unique()) > 1
+
+
 SHARES = st.lists(st.booleans(), min_size=1, max_size=4)
 
 
@@ -218,10 +222,15 @@ def test_from_scores_to_advantages(drawn: Drawn, keys: dict[str, Any], first: li
 
 
 @pytest.mark.parametrize(
-    "keys", [{"mask_long_errors": 2}, {"reward_shift": -0.5, "reward_scale": 2.0}]
+    "keys",
+    [
+        {"mask_long_errors": 2},
+        {"reward_shift": -0.5, "reward_scale": 2.0},
+        {"kl_ctrl": ADAPTIVE},
+    ],
 )
 @settings(max_examples=6, phases=(Phase.generate,))
-@given(drawn=batches(longest=4).filter(len), first=SHARES)
+@given(drawn=batches(longest=4).filter(has_groups), first=st.just([False, True]))
 def test_keys_that_are_rarely_drawn_together(
     keys: dict[str, Any], drawn: Drawn, first: list[bool]
 ) -> None:
