@@ -9,9 +9,7 @@ here was measured on such devices.
 
     scaling      strong (1,024 prompts, 8 responses each) and weak (one prompt a device), generation
     and training on
-                 separate halves at staleness 1; and the same if one process passes on all columns
-                 of the channels, in and out, at the rate at which this machine pickles and copies
-                 numbers, measured at the start
+                 separate halves at staleness 1
     asynchrony   64 devices: the best of three splits at each staleness against the synchronous run
     on shared devices,
                  by the width of lognormal responses
@@ -29,14 +27,12 @@ here was measured on such devices.
 
 import argparse
 import math
-import pickle
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-import numpy as np
 from simulated_run import Costs, Setup, SimulatedRun, lognormal, setup_of, simulate
 
 from distflow.config.keys.schema import with_values
@@ -90,25 +86,10 @@ def simulated(run: PredictedRun, steps: int) -> SimulatedRun:
     return simulate(setup_of(run, plan, reward_workers=config.reward.num_workers))
 
 
-def controller_bytes_per_second() -> float:
-    """Of one process that receives and sends pickled columns."""
-    columns = {"ids": np.zeros(2**24, np.int64), "log_probs": np.zeros(2**24, np.float32)}
-    total = sum(each.nbytes for each in columns.values())
-    began = time.process_time()
-    for _ in range(3):
-        pickle.loads(pickle.dumps(columns, protocol=5))
-    return 3 * total / (time.process_time() - began)
-
-
 def scaling() -> Iterator[str]:
-    rate = controller_bytes_per_second()
-    yield f"\none controller pickles and copies {rate / 1e9:.2f} GB/s (this machine, one core)"
     for name in ("strong", "weak"):
-        yield (
-            f"\n| {name}: devices | prompts | step, s | responses/s | of linear | through one "
-            "controller, s | of it |"
-        )
-        yield "|---|---|---|---|---|---|---|"
+        yield (f"\n| {name}: devices | prompts | step, s | responses/s | of linear |")
+        yield "|---|---|---|---|---|"
         first = 0.0
         for devices in (64, 256, 1024, 4096):
             prompts = 1024 if name == "strong" else devices
@@ -116,11 +97,9 @@ def scaling() -> Iterator[str]:
             found = simulated(run, 6)
             speed = prompts * 8 / found.step_seconds
             first = first or speed / devices
-            passed = 2 * sum(run.channel_bytes) / rate
-            whole = found.step_seconds + passed
             yield (
                 f"| {devices:,} | {prompts:,} | {found.step_seconds:.1f} | {speed:,.0f} "
-                f"| {speed / devices / first:.0%} | {whole:.1f} | {passed / whole:.0%} |"
+                f"| {speed / devices / first:.0%} |"
             )
 
 

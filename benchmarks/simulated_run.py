@@ -111,7 +111,7 @@ class SimulatedRun:
 def costs_of(run: PredictedRun) -> Costs:
     """The seconds that the roofline gives; those of rewards and checkpoints are unknown to it.
     Training is in proportion to the tokens."""
-    bars = [bar for bar in run.bars if not bar.why and bar.what not in (GENERATE, REWARDS, SYNC)]
+    bars = [bar for bar in run.bars if bar.what not in (GENERATE, REWARDS, SYNC)]
     training = max((bar.end for bar in bars), default=0.0) - min(
         (bar.start for bar in bars), default=0.0
     )

@@ -18,7 +18,6 @@ CALLED_FROM_OUTSIDE = {
     "acting/gridreach.py": ("GridReach.shortest",),
     "errors.py": ("UserError._render_traceback_",),  # IPython
     "commands/migration/formulas.py": ("_Products.visit_*",),  # ast
-    "import_target.py": ("_PlaceholderFinder.*",),  # importlib
     "cli.py": ("_Help._get_help_string",),  # argparse
     "commands/*.py": ("add_*_arguments", "run_*"),  # by the command's name
     "api/load_run.py": ("Table.to_pandas", "*._repr_html_"),  # users, and notebooks

@@ -12,13 +12,11 @@ import inspect
 import pickle
 import pkgutil
 import sys
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from distflow.errors import UserError, hint, nearest, users_place
 from distflow.untrusted_files import MAX_SOURCE_BYTES, read_file
@@ -338,79 +336,3 @@ def _bound_names(node: ast.AST) -> Iterator[str]:
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             yield child.id
         yield from _bound_names(child)
-
-
-class _Kind(type):
-    """The class of placeholders: each of their attributes is another placeholder."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(cls, name, found := _Kind(name, (_Placeholder,), {}))
-        return found
-
-    def __or__(cls, other: Any) -> Any:  # in annotations
-        return cls
-
-    __ror__ = __or__
-
-
-class _Placeholder(metaclass=_Kind):
-    """Stands for anything of an absent package; as a decorator it returns the function."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(type(self), name)
-
-
-class _PlaceholderModule(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_Placeholder, name)
-
-
-class _PlaceholderFinder(MetaPathFinder, Loader):
-    def __init__(self, packages: Collection[str]) -> None:
-        self.packages = packages
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> ModuleSpec | None:
-        is_absent = fullname.partition(".")[0] in self.packages
-        return ModuleSpec(fullname, self, is_package=True) if is_absent else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__class__ = _PlaceholderModule
-
-
-@contextmanager
-def placeholders(*packages: str) -> Iterator[None]:
-    """Modules imported inside get placeholders for these packages: for functions whose signatures
-    and options are wanted, but which are not called. Importing torch takes seconds. If one of the
-    packages is loaded already, all are real.
-
-    Afterwards our modules that were imported inside are forgotten, so that a later import has the
-    real packages.
-    """
-    if any(name in sys.modules for name in packages):
-        yield
-        return
-    before = set(sys.modules)
-    finder = _PlaceholderFinder(packages)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in sys.modules.keys() - before:
-            module = sys.modules[name]
-            refers = any(
-                isinstance(value, _Kind | _PlaceholderModule) for value in vars(module).values()
-            )
-            if name.startswith("distflow.") or refers or isinstance(module, _PlaceholderModule):
-                del sys.modules[name]
-                parent, _, own = name.rpartition(".")
-                vars(sys.modules.get(parent, ModuleType(""))).pop(own, None)

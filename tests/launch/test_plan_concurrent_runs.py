@@ -58,8 +58,8 @@ def test_the_larger_model_gets_more_devices_unless_they_are_shared_evenly(
 ) -> None:
     (small, large), said = planned(files)
     assert (nodes(small), nodes(large)) == ([0], [0, 1, 1])
-    assert large.words[-1] == "trainer.devices=[[1, 2, 3]]"
-    assert said[1].startswith("large: trainer.devices=[[1, 2, 3]] (machine 0, 1), models of ")
+    assert large.words[-1] == "trainer.devices=[[0, 2, 3]]"
+    assert said[1].startswith("large: trainer.devices=[[0, 2, 3]] (machine 0, 1), models of ")
     assert str(Path(files["large"]).parent / "run") in said[1]
     (small, large), _ = planned(files, "dag.apportion_strategy=even")
     assert (nodes(small), nodes(large)) == ([1, 1], [0, 0])
@@ -86,8 +86,8 @@ def test_the_policies_of_a_graph_are_placed_like_parts(files: dict[str, str]) ->
     planned = plan_runs({"both": (files["small"], *RAY, policies)}, lambda line: None)
     assert [run.name for run in planned] == ["both-actor", "both-large"]
     assert [run.words[-1] for run in planned] == [
-        "trainer.devices=[[0]]",
-        "trainer.devices=[[1, 2, 3]]",
+        "trainer.devices=[[1]]",
+        "trainer.devices=[[0, 2, 3]]",
     ]
     folder = Path(files["small"]).parent / "run"
     own = ["dag.policy=large", f"trainer.default_local_dir='{folder}-large'"]

@@ -1,4 +1,6 @@
-"""The allocation expression: what it means, and a caret under what is wrong."""
+"""The allocation expression: what it means, and what is wrong with it."""
+
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -74,71 +76,41 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "at", "said"),
+    ("text", "said"),
     [
-        ("", 0, "expected an engine here"),
-        ("vlm:d2+fsdp:d4", 0, "there is no engine 'vlm'; did you mean 'vllm'?"),
-        ("sglang:d2+fdsp:d4", 10, "did you mean 'fsdp'?"),
-        ("d4p1m1", 0, "sizes without an engine; write e.g. fsdp:d4p1m1"),
-        ("d2+embedded:d2", 0, "sizes without an engine; write e.g. fsdp:d2"),
-        ("embedded.d2+d2+d2", 15, "a second part is the actor"),
-        ("embedded[rollout].d2", 17, "expected ':' and the sizes of 'embedded' here"),
-        ("fsdp d2", 5, "expected ':' and the sizes of 'fsdp' here"),
-        ("fsdp", 4, "expected ':' and the sizes of 'fsdp' here"),
-        ("fsdp:", 5, "expected sizes here"),
-        ("fsdp:4", 5, "expected sizes here"),
-        ("fsdp:d2t", 7, "expected a size here"),
-        ("fsdp:d1234567", 12, "expected a size here"),
-        ("fsdp:d2d2", 7, "the data size is given twice"),
-        ("fsdp:t2m2", 7, "the tensor size is given twice"),
-        ("fsdp:d0", 6, "the data size is at least 1"),
-        ("fsdp:x2", 5, "there is no size 'x'"),
-        ("fsdp:d2+", 8, "expected an engine here"),
-        ("embedded:d2++fsdp:d2", 12, "expected an engine here"),
-        ("fsdp:d2 ~ x", 8, "expected '+', '|' or the end of the expression here"),
-        ("embedded:d2 fsdp:d2", 12, "expected '+', '|' or the end of the expression here"),
-        ("fsdp[actor:d2", 10, "expected ']' here"),
-        ("fsdp[]:d2", 5, "expected a role here"),
-        ("fsdp[rollout]:d2", 5, "'fsdp' trains, and cannot generate"),
-        ("vllm[critic]:d2", 5, "'vllm' generates, and cannot train"),
-        ("fsdp:d2p2", 7, "the engine 'fsdp' has no pipeline parallelism; its sizes are d, t"),
-        ("fsdp:d2c2", 7, "the engine 'fsdp' has no context parallelism; its sizes are d, t"),
-        ("fsdp:d2e2", 7, "the engine 'fsdp' has no expert parallelism; its sizes are d, t"),
-        (
-            "embedded:d2+torch:d2m2",
-            20,
-            "the engine 'torch' has no tensor parallelism; its sizes are d",
-        ),
-        ("megatron:d4e3", 11, "experts shared by 3 ranks do not divide the 4 ranks"),
-        (
-            "fsdp:d2|fsdp[critic]:d4",
-            8,
-            "'actor' takes 2 devices and 'critic' 4, but '|' puts both on the same",
-        ),
-        ("fsdp:d2+fsdp:d4", 8, "a second part is the actor; name another role, e.g. fsdp[critic]"),
-        ("hf:d2+embedded:d4", 6, "a second part is the rollout; leave one out"),
-        (
-            "fsdp:d2+torch[critic]:d2",
-            8,
-            "the critic has the engine of the actor, 'fsdp', not 'torch'",
-        ),
+        ("", "'': write ENGINE:SIZES"),
+        ("vlm:d2+fsdp:d4", "'vlm:d2': there is no engine 'vlm'; did you mean 'vllm'?"),
+        ("sglang:d2+fdsp:d4", "did you mean 'fsdp'?"),
+        ("d4p1m1", "sizes without an engine; write e.g. fsdp:d4p1m1"),
+        ("d2+embedded:d2", "sizes without an engine; write e.g. fsdp:d2"),
+        ("embedded.d2+d2+d2", "a second part is the actor"),
+        ("fsdp:d2t", "'fsdp:d2t': write ENGINE:SIZES"),
+        ("fsdp:d2d2", "'d2': write each of d, t"),
+        ("fsdp:t2m2", "'m2': write each of d, t"),
+        ("fsdp:d0", "'d0': write each of d, t"),
+        ("fsdp:x2", "'x2': write each of d, t"),
+        ("embedded:d2++fsdp:d2", "'': write ENGINE:SIZES"),
+        ("fsdp[rollout]:d2", "for 'rollout' choose an engine from"),
+        ("vllm[critic]:d2", "for 'critic' choose an engine from"),
+        ("fsdp:d2p2", "the engine 'fsdp' has no pipeline parallelism; its sizes are d, t"),
+        ("embedded:d2+torch:d2m2", "'torch' has no tensor parallelism; its sizes are d"),
+        ("megatron:d4e3", "experts shared by 3 ranks do not divide the 4 ranks"),
+        ("fsdp:d2|fsdp[critic]:d4", "'|' puts it on the same devices as 'fsdp:d2'"),
+        ("fsdp:d2+fsdp:d4", "a second part is the actor; name its role"),
+        ("fsdp:d2+torch[critic]:d2", "the critic needs the engine of the actor, 'fsdp'"),
     ],
 )
-def test_a_caret_is_under_what_is_wrong(text: str, at: int, said: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_the_part_that_is_wrong_is_named(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
         parse_allocation(text)
-    message, shown, caret = str(caught.value).split("\n")
-    assert message.startswith("trainer.allocation: ") and said in message
-    assert shown == f"  {text}" and caret.index("^") - 2 == at
 
 
 def test_an_engine_that_is_not_there_yet_is_refused_by_its_name() -> None:
     require_engines(parse_allocation("embedded:d2+torch:d2"))
     with pytest.raises(
-        UserError, match="'megatron' is not implemented yet; choose from torch, fsdp\n"
-    ) as caught:
+        UserError, match="'megatron' is not implemented yet; choose from torch, fsdp"
+    ):
         require_engines(parse_allocation("embedded:d4+megatron:d2"))
-    assert str(caught.value).endswith("\n  " + " " * 12 + "^")
     require_engines(parse_allocation("vllm:d2t2+torch:d2"))
     with pytest.raises(
         UserError, match="a rollout engine with pipeline stages is not implemented yet"
@@ -159,9 +131,7 @@ PARTS = st.builds(
 def test_apart_devices_add_up(parts: list[str]) -> None:
     found = parse_allocation("+".join(parts))
     assert found.num_devices == sum(part.sizes.num_devices for part in found.parts)
-    assert [found.text[part.at :].startswith(part.engine) for part in found.parts] == [True] * len(
-        parts
-    )
+    assert [part.text for part in found.parts] == parts
 
 
 ALPHABET = [*ROLLOUT_ENGINES, *TRAIN_ENGINES, "actor", "d2", "t2", "d", "3", *"[]:+| é\n"]
@@ -173,5 +143,4 @@ def test_whatever_is_written_is_read_or_refused_in_words(text: str) -> None:
     try:
         assert isinstance(parse_allocation(text), Allocation)
     except UserError as error:
-        message, shown, caret = str(error).split("\n")
-        assert caret.index("^") <= len(shown), message
+        assert str(error).startswith("trainer.allocation: ")

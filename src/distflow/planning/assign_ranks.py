@@ -151,27 +151,24 @@ def _allocated(pipeline: BoundPipeline, config: Config) -> list[DpGroup]:
 def _check_roles(
     pipeline: BoundPipeline, allocation: Allocation, rollout_engine: str, judges: set[str]
 ) -> None:
-    """Raises UserError, with a caret, for a part that the pipeline lacks, that has the wrong
+    """Raises UserError for a part that the pipeline lacks, that has the wrong
     engine, or that shares devices with another size."""
     for part in allocation.parts:
         if part.role not in pipeline.engines:
             has = ", ".join(sorted(pipeline.engines)) or "none"
-            allocation.refuse(
-                part.at, f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}"
-            )
+            part.refuse(f"pipeline '{pipeline.graph_id}' has no {part.role}; its engines: {has}")
         if part.role in judges and part.engine != rollout_engine:
             needs = f"that of the rollout, {rollout_engine}, if it is not sharded"
-            allocation.refuse(part.at, f"the engine of '{part.role}' must be {needs}")
+            part.refuse(f"the engine of '{part.role}' must be {needs}")
         if part.role not in {"rollout", *judges} and part.engine in ROLLOUT_ENGINES:
-            allocation.refuse(part.at, f"the engine of '{part.role}' must be one that trains")
+            part.refuse(f"the engine of '{part.role}' must be one that trains")
     for group in allocation.groups:
         trained = [part for part in group if part.role != "rollout"]
         for part in trained:
             if part.sizes != trained[0].sizes:
-                allocation.refuse(
-                    part.at,
+                part.refuse(
                     f"'{part.role}' needs the sizes of '{trained[0].role}', because they share "
-                    "devices and steps",
+                    "devices and steps"
                 )
 
 

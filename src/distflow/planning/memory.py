@@ -63,8 +63,6 @@ class MemoryItem:
     phases: tuple[Phase, ...] = PHASES
     on_host: bool = False
     """In the memory of the machine beside a GPU."""
-    in_server: bool = False
-    """Taken as a whole by a server's process, which loses nothing to fragments."""
 
     @property
     def when(self) -> str:
@@ -94,12 +92,6 @@ class WorkerMemory:
     def peak(self) -> float:
         return self.bytes_in(self.peak_phase)
 
-    def usable(self, phase: Phase, memory: float) -> float:
-        """How much of a device's memory may be full in a phase: what a server takes, and a share of
-        the rest."""
-        taken = sum(item.num_bytes for item in self._there(phase) if item.in_server)
-        return USABLE * memory + (1 - USABLE) * min(taken, memory)
-
     def largest(self, phase: Phase) -> MemoryItem:
         """What takes most on the device."""
         return max(self._there(phase), key=lambda item: item.num_bytes)
@@ -125,8 +117,6 @@ def worker_memory(
         for item in _Needs(plan, ranks[0], config, shapes, device).items():
             if item.num_bytes:
                 items.append(item)
-        if device.is_cpu:
-            items += _freed_memory(items)
         found.append(WorkerMemory(tuple(rank.rank for rank in ranks), tuple(items)))
     return tuple(found)
 
@@ -145,22 +135,6 @@ def cached_tokens(
     if taken is None:
         return None
     return max(taken / needs.token_bytes, float(longest_sequence(config)))
-
-
-def _freed_memory(items: Sequence[MemoryItem]) -> list[MemoryItem]:
-    """Freed memory that a process on a CPU keeps (`keep_freed_memory`): that of an update is still
-    there when the next step generates, and holds its cache only if that is small enough to find
-    room among what is left."""
-    freed = 0.0
-    cache = 0.0
-    for item in items:
-        if "update" in item.phases and "generate" not in item.phases:
-            freed += item.num_bytes
-        if item.what == "KV cache":
-            cache += item.num_bytes
-    if 2 * cache > freed > 0:  # while it grows, old and new exist
-        return [MemoryItem("process", "freed memory that is kept", freed, ("generate",))]
-    return []
 
 
 @dataclass(frozen=True)
@@ -289,12 +263,11 @@ class _Needs:
         settings = self.config.actor_rollout_ref.rollout
         shape = self.shapes["rollout"]
         own = sizes_of(self.plan, "rollout")
-        in_server = self._in_server
         trains_between = bool(self.rank.training_nodes) and self.config.async_.max_staleness == 0
         freed = trains_between and settings.free_cache_engine
         kept: tuple[Phase, ...] = ("generate", "sync") if freed else PHASES
         generating: tuple[Phase, ...] = ("generate",)
-        yield MemoryItem("rollout", "weights", self._engine_weights, kept, in_server=in_server)
+        yield MemoryItem("rollout", "weights", self._engine_weights, kept)
         reads_as_stored = self._by_torch and self._engine_itemsize == 4
         if self.device.is_cpu and settings.name == "embedded" and not reads_as_stored:
             # See `cpu_kernels/weight_layout.py`.
@@ -308,8 +281,8 @@ class _Needs:
         # it was taken in advance.
         shrinks = trains_between and settings.name == "embedded" and (freed or taken is None)
         phases = generating if shrinks else kept
-        yield MemoryItem("rollout", "KV cache", cache, phases, in_server=in_server)
-        if not in_server:
+        yield MemoryItem("rollout", "KV cache", cache, phases)
+        if not self._in_server:
             logits = 4 * 3 * running * shape.vocabulary / own.tensor
             yield MemoryItem("rollout", "logits", logits, generating)
 

@@ -2,7 +2,6 @@
 engines allocate them."""
 
 from math import ceil
-from typing import Any
 
 from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
@@ -132,14 +131,6 @@ def server_share(config: Config) -> float:
     options = rollout.engine_kwargs.get(rollout.name)
     chosen = options.get(option) if isinstance(options, dict) else None
     return chosen if isinstance(chosen, int | float) else default
-
-
-def with_server_share(config: Config, share: float) -> tuple[str, object]:
-    """The key, with the new value, that has the rollout's server take this share of a GPU."""
-    rollout = config.actor_rollout_ref.rollout
-    options: Any = rollout.engine_kwargs.get(rollout.name) or {}
-    own = {rollout.name: {**options, SERVER_SHARES[rollout.name][0]: share}}
-    return "actor_rollout_ref.rollout.engine_kwargs", {**rollout.engine_kwargs, **own}
 
 
 def micro_tokens(config: Config, role: str, ranks: int, kind: str) -> int:

@@ -15,22 +15,33 @@ from distflow.config.derived_settings import (
 )
 from distflow.errors import UserError, count_of, duration_text
 from distflow.graph import BoundPipeline
-from distflow.graph.contract_from_signature import canonical
-from distflow.graph.fields import TOKEN_AXES, Axis, Field
 from distflow.planning.assign_ranks import plan_devices
 from distflow.planning.devices import Device
 from distflow.planning.lengths import Lengths, assumed_lengths
 from distflow.planning.measured_rates import Rates
-from distflow.planning.memory import PHASES, Phase, WorkerMemory, worker_memory
+from distflow.planning.memory import PHASES, USABLE, Phase, WorkerMemory, worker_memory
 from distflow.planning.model_memory import samples_per_step
 from distflow.planning.model_shapes import ModelShape
-from distflow.planning.plan import Channel, Plan
+from distflow.planning.plan import Plan
 from distflow.planning.step_times import StepTimes
 from distflow.planning.time_line import Bar, make_time_line
 
-_TEXT_BYTES = 4
-"""Of a token of a text."""
-_ITEMSIZE = {"int64": 8, "float64": 8, "float32": 4, "bool": 1}
+_MICRO_BATCHES = (
+    "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, set "
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true, or "
+)
+_LESS = {
+    "activations": _MICRO_BATCHES,
+    "logits": _MICRO_BATCHES,
+    "KV cache": (
+        "lower actor_rollout_ref.rollout.max_num_seqs or a server's share "
+        "(actor_rollout_ref.rollout.engine_kwargs), set "
+        "actor_rollout_ref.rollout.free_cache_engine=true, or "
+    ),
+    "optimizer": "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true, or ",
+    "weights": "set actor_rollout_ref.actor.fsdp_config.param_offload=true, or ",
+}
+"""What to do about the largest amount, by its name."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,6 @@ class PredictedRun:
     """The memory of all ranks."""
     bars: tuple[Bar, ...]
     """The time line of one step, in the steady state."""
-    channel_bytes: tuple[float, ...]
-    """Of a step, in the order of the plan's channels."""
     steps: int | None
     """None if the number of rows is unknown."""
     phases: Mapping[str, float]
@@ -123,7 +132,7 @@ class PredictedRun:
 
     def _lacking(self, worker: WorkerMemory, phase: Phase) -> float:
         """Bytes; not above 0 if all fits."""
-        return worker.bytes_in(phase) - worker.usable(phase, self.device.memory)
+        return worker.bytes_in(phase) - USABLE * self.device.memory
 
     @cached_property
     def _tightest(self) -> tuple[WorkerMemory, Phase]:
@@ -133,20 +142,25 @@ class PredictedRun:
 
     def idle(self, ranks: Sequence[int]) -> float:
         """Share of a step in which these ranks wait."""
-        waits = sum(bar.seconds for bar in self.bars if bar.ranks == tuple(ranks) and bar.why)
-        return waits / self.step_seconds if self.step_seconds else 0.0
+        works = sum(bar.seconds for bar in self.bars if bar.ranks == tuple(ranks))
+        return 1 - works / self.step_seconds if self.step_seconds else 0.0
 
     def excess(self) -> str:
         """Why it does not fit, as a sentence."""
         worst, phase = self._tightest
         item = worst.largest(phase)
-        usable = worst.usable(phase, self.device.memory)
-        server = ", which its server takes when it starts" if item.in_server else ""
+        usable = USABLE * self.device.memory
         return (
             f"rank {worst.ranks[0]} needs {worst.bytes_in(phase) / 1e9:.1f} GB in the phase "
             f"'{phase}', and each {self.device.name} has {usable / 1e9:.1f} GB to use: most of it "
-            f"is {item.what} of the {item.role} ({item.num_bytes / 1e9:.1f} GB{server})"
+            f"is {item.what} of the {item.role} ({item.num_bytes / 1e9:.1f} GB)"
         )
+
+    def advice(self) -> str:
+        """Keys that need less of what does not fit."""
+        worst, phase = self._tightest
+        less = _LESS.get(worst.largest(phase).what, "")
+        return f"{less}shard the weights (actor_rollout_ref.actor.strategy=fsdp) over more devices"
 
     def line(self) -> str:
         """The prediction in one line, without what it cannot predict."""
@@ -162,7 +176,7 @@ class PredictedRun:
         if self.hours is not None and self.steps is not None:
             text += f", {count_of(self.steps, 'step')} about {duration_text(self.hours * 3600)}"
         if not self.fits:
-            text += ": it may not fit, and `distflow plan` names a change that does"
+            text += f": it may not fit; {self.advice()}"
         return text
 
 
@@ -190,7 +204,6 @@ def predict(
     lengths = known.lengths or assumed_lengths(config)
     times = StepTimes(config, plan, shapes, own, lengths, known.rates)
     bars = make_time_line(times, pipeline)
-    channels = [_channel_bytes(channel, pipeline, times) for channel in plan.channels]
     return PredictedRun(
         config,
         plan,
@@ -198,7 +211,6 @@ def predict(
         times,
         worker_memory(plan, config, shapes, own, known.rates.libraries),
         bars,
-        tuple(channels),
         run_steps(config, known.limits),
         _phases(times, pipeline, bars),
     )
@@ -242,27 +254,3 @@ def _check_divisible(plan: Plan, shapes: Mapping[str, ModelShape]) -> None:
                     f"the {layout.role}'s model has {name} = {size}, which its tensor size {parts} "
                     "does not divide"
                 )
-
-
-def _channel_bytes(channel: Channel, pipeline: BoundPipeline, times: StepTimes) -> float:
-    """Of a step: the columns that the source writes and the target reads."""
-    target = pipeline.node(channel.target).contract
-    wanted = {canonical(name) for name in (*target.reads, *target.optional)}
-    total = 0.0
-    for name in map(canonical, pipeline.node(channel.source).contract.writes):
-        if name in wanted:
-            total += _column_bytes(pipeline.fields[name], times.lengths)
-    return times.samples * total
-
-
-def _column_bytes(column: Field, lengths: Lengths) -> float:
-    """Of one sample. Python values are texts of the response."""
-    if column.dtype == "object":
-        return lengths.response * _TEXT_BYTES
-    tokens = {
-        Axis.PROMPT: lengths.prompt,
-        Axis.RESPONSE: lengths.response,
-        Axis.SEQUENCE: lengths.sequence,
-    }
-    count = tokens[column.axis] if column.axis in TOKEN_AXES else 1.0
-    return count * _ITEMSIZE.get(column.dtype, 4)

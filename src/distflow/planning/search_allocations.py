@@ -3,7 +3,7 @@ train, by which engine, divided how, at which staleness."""
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from distflow.builtin_names import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -17,7 +17,6 @@ AUTO = "auto"
 """The value of `trainer.allocation` that asks for a search."""
 STRATEGY = "actor_rollout_ref.actor.strategy"
 STALENESS = "async.max_staleness"
-CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 Change = tuple[tuple[str, object], ...]
 """Keys with new values."""
 RAY: Change = (("trainer.launcher", "ray"),)
@@ -37,15 +36,6 @@ class Choices:
     """The train engine; None for all."""
     staleness: tuple[int, ...] = (0,)
     """The values of `async.max_staleness`."""
-    may_recompute: bool = False
-    """Whether activation checkpointing may be switched on if nothing fits without it."""
-    recompute: bool = False
-    """Whether it was switched on."""
-
-    @property
-    def keys(self) -> Change:
-        """What every allocation needs besides."""
-        return ((CHECKPOINTING, True),) if self.recompute else ()
 
 
 @dataclass(frozen=True)
@@ -55,12 +45,10 @@ class Candidate:
     text: str
     staleness: int
     run: PredictedRun
-    more: Change = ()
-    """Keys that it needs besides."""
 
     @property
     def change(self) -> Change:
-        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY, *self.more)
+        return (("trainer.allocation", self.text), (STALENESS, self.staleness), *RAY)
 
     @property
     def rank(self) -> tuple[float, int, bool, int, str]:
@@ -70,18 +58,13 @@ class Candidate:
         return seconds, self.staleness, "+" in self.text, len(self.text), self.text
 
     def line(self) -> str:
-        """The allocation, the time of its step, the work in it by kind, and what waits."""
+        """The allocation, the time of its step, its memory, and what is idle."""
         run = self.run
-        longest: dict[str, float] = {}
-        for bar in run.bars:
-            if not bar.why and bar.seconds >= 0.005 * run.step_seconds:
-                longest[bar.what] = max(longest.get(bar.what, 0.0), bar.seconds)
-        work = ", ".join(f"{what} {seconds:.3g}" for what, seconds in longest.items())
-        facts = f"{work}; {run.fullest.peak / 1e9:.1f} GB"
+        facts = f"{run.fullest.peak / 1e9:.1f} GB"
         generating = run.plan.generating_only
         if generating:
             training = dp_groups_of(run.plan)[0]
-            facts += f"; rollout idle {run.idle(generating):.0%}"
+            facts += f", rollout idle {run.idle(generating):.0%}"
             facts += f", training idle {run.idle(training):.0%}"
         return f"{run.step_seconds:.3g} s  {self.text} {STALENESS}={self.staleness}  ({facts})"
 
@@ -95,21 +78,12 @@ class Search:
 
     def why(self) -> str:
         """Why the first is the first, as a sentence."""
-        first, *others = self.best
+        first = self.best[0]
         fits = f"{self.num_fitting} of {count_of(self.num_tried, 'allocation')} fit"
-        if first.more:
-            fits += f" with {CHECKPOINTING}=true, and none without it"
-        if not others:
-            return f"{first.text}: {fits}"
-        gain = others[0].run.step_seconds / first.run.step_seconds - 1
-        ahead = "it is as fast as the second"
-        if gain > 5e-4:
-            ahead = f"its step is {gain:.1%} shorter than the second's"
-        work = (bar for bar in first.run.bars if not bar.why)
-        longest = max(work, key=lambda bar: bar.seconds)
+        longest = max(first.run.bars, key=lambda bar: bar.seconds)
         return (
-            f"{first.text} {STALENESS}={first.staleness}: {fits}, and {ahead}; most of the work is "
-            f"{longest.what} ({longest.seconds:.3g} s)"
+            f"{first.text} {STALENESS}={first.staleness}: {fits}, and its step is the shortest; "
+            f"most of the work is {longest.what} ({longest.seconds:.3g} s)"
         )
 
 
@@ -122,8 +96,7 @@ def search_allocations(
     64th; the same config gives the same result. predict: of a config with one. is_allowed: whether
     the config's rules accept a change.
 
-    If none fits, the same with activation checkpointing, if `choices` allow it. Raises UserError if
-    none fits then, with the one that lacks least.
+    Raises UserError if none fits, with the one that lacks least.
     """
     tried = list(_candidates(choices, predict))
     if not tried:
@@ -132,21 +105,15 @@ def search_allocations(
             "devices"
         )
     fitting = sorted((each for each in tried if each.run.fits), key=lambda each: each.rank)
-    if not fitting and choices.may_recompute:
-        config = with_values(choices.config, {CHECKPOINTING: True})
-        choices = replace(choices, config=config, may_recompute=False, recompute=True)
-        return search_allocations(choices, predict, is_allowed)
     allowed = (each for each in fitting if is_allowed(each.change))
     best = tuple(islice(allowed, 10))
     if best:
         return Search(best, len(tried), len(fitting))
-    with_it = f", with {CHECKPOINTING}=true either" if choices.recompute else ""
     nearest = min(tried, key=lambda each: (each.run.fullest.peak, each.rank))
     raise UserError(
         f"trainer.allocation={AUTO}: none of {count_of(len(tried), 'allocation')} of "
-        f"{choices.num_devices} devices fits{with_it}; the nearest is {nearest.text}, but "
-        f"{nearest.run.excess()}; `distflow plan ... 'trainer.allocation={nearest.text}'` looks "
-        "for a change of other keys with which that one fits"
+        f"{choices.num_devices} devices fits; the nearest is {nearest.text}, but "
+        f"{nearest.run.excess()}; {nearest.run.advice()}"
     )
 
 
@@ -164,7 +131,7 @@ def _candidates(choices: Choices, predict: Callable[[Config], PredictedRun]) -> 
                 run = predict(with_values(choices.config, {**keys, STALENESS: staleness}))
             except UserError:  # the pipeline, or the layers of a model, cannot be divided so
                 break
-            yield Candidate(text, staleness, run, choices.keys)
+            yield Candidate(text, staleness, run)
 
 
 def allocations(choices: Choices) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,5 @@
-"""The time line of one step: the work of each rank, and what it waits for."""
+"""The time line of one step: the work of each rank."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distflow.graph import BoundPipeline
@@ -16,15 +15,13 @@ REST = "the rest of the step"
 
 @dataclass(frozen=True)
 class Bar:
-    """Work or a wait of some ranks."""
+    """Work of some ranks."""
 
     ranks: Ranks
     what: str
     start: float
     """Seconds since the step began."""
     end: float
-    why: str = ""
-    """What a wait waits for; empty for work."""
 
     @property
     def seconds(self) -> float:
@@ -44,11 +41,7 @@ def make_time_line(times: StepTimes, pipeline: BoundPipeline) -> tuple[Bar, ...]
     if sync := times.sync():
         for ranks in dict.fromkeys([*dp_groups[:1], *(bar.ranks for bar in generation)]):
             bars.append(Bar(ranks, SYNC, synced, synced + sync))
-    lanes = [*dp_groups]
-    if times.plan.generating_only:
-        lanes.append(times.plan.generating_only)
-    waits = [wait for lane in lanes for wait in _waits(lane, bars, times.overlaps)]
-    return tuple(sorted([*bars, *waits], key=lambda bar: (bar.start, bar.ranks)))
+    return tuple(sorted(bars, key=lambda bar: (bar.start, bar.ranks)))
 
 
 def _generation(times: StepTimes) -> list[Bar]:
@@ -92,31 +85,3 @@ def _training(times: StepTimes, pipeline: BoundPipeline, start: float) -> list[B
     if rest := times.rest():
         bars += [Bar(ranks, REST, begin, begin + rest) for ranks, begin in free.items()]
     return bars
-
-
-def _waits(lane: Ranks, bars: Sequence[Bar], overlaps: bool) -> list[Bar]:
-    """What ranks wait for between their bars, and until the last bar of all ends."""
-    end = max((bar.end for bar in bars), default=0.0)
-    own = sorted((bar for bar in bars if bar.ranks == lane), key=lambda bar: bar.start)
-    others = [bar for bar in bars if bar.ranks != lane]
-    waits = []
-    at = 0.0
-    for bar in [*own, Bar(lane, "", end, end)]:
-        if bar.start > at + 1e-9:
-            waits.append(Bar(lane, "wait", at, bar.start, _cause(others, at, bar.start, overlaps)))
-        at = max(at, bar.end)
-    return waits
-
-
-def _cause(others: Sequence[Bar], start: float, end: float, overlaps: bool) -> str:
-    """The work of other ranks that fills most of that time."""
-
-    def shared(bar: Bar) -> float:
-        return min(bar.end, end) - max(bar.start, start)
-
-    longest = max(others, key=shared, default=None)
-    if longest is None or shared(longest) <= 0:
-        return "the next step"
-    if overlaps and longest.what == GENERATE:
-        return "groups: generation is slower than training"
-    return f"{longest.what} on rank {longest.ranks[0]}"

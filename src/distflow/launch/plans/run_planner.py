@@ -1,4 +1,4 @@
-"""Plans a run before it starts, without torch, Ray, devices or weights: its config as the run would
+"""Plans a run before it starts, without Ray, devices or weights: its config as the run would
 have it, its pipeline bound by the run's own code, the shapes of its models, and the number of its
 rows."""
 
@@ -27,11 +27,9 @@ from distflow.planning.allocation_expression import follow_allocation
 from distflow.planning.devices import Device, device_here, find_device
 from distflow.planning.lengths import assumed_lengths
 from distflow.planning.model_shapes import ModelShape
-from distflow.planning.nearest_change import nearest_change
 from distflow.planning.predicted_run import PredictedRun, predict
 from distflow.planning.search_allocations import (
     AUTO,
-    CHECKPOINTING,
     STALENESS,
     STRATEGY,
     Change,
@@ -137,13 +135,11 @@ class RunPlanner:
         # A loss that corrects for staleness.
         if is_free(loaded.origins, STALENESS) and settings.actor.policy_loss == "decoupled":
             staleness |= {0, 1, 2, 4}
-        checkpoints = settings.model.enable_gradient_checkpointing
         choices = Choices(
             config,
             config.trainer.nnodes * config.trainer.n_gpus_per_node,
             None if is_free(loaded.origins, STRATEGY) else settings.actor.strategy,
             tuple(sorted(staleness)),
-            may_recompute=is_free(loaded.origins, CHECKPOINTING) and not checkpoints,
         )
         return search_allocations(
             choices, self.predict, lambda change: self._changed(change) is not None
@@ -153,12 +149,6 @@ class RunPlanner:
     def chosen(self) -> list[str]:
         """The overrides that the search adds; empty without one."""
         return as_overrides(self.search.best[0].change) if self.search else []
-
-    def change_that_fits(self, run: PredictedRun) -> list[str] | None:
-        """The overrides of the nearest change with which the run fits, checked as the run checks
-        its config."""
-        change = nearest_change(run, self.predict, self._changed)
-        return None if change is None else as_overrides(change)
 
     def _changed(self, change: Change) -> Config | None:
         try:

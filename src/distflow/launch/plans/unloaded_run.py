@@ -1,4 +1,4 @@
-"""What a config tells about a run without torch, Ray and weights: its pipeline, the shapes of its
+"""What a config tells about a run without weights: its pipeline, the shapes of its
 models, its rows, and the Python code that it names."""
 
 from collections.abc import Sequence
@@ -10,42 +10,29 @@ from distflow.data.sources import BUILTIN_FOLDER, read_file
 from distflow.errors import UserError, blaming
 from distflow.graph import BoundPipeline
 from distflow.hub_id_or_local_path import is_local_model
-from distflow.import_target import placeholders
+from distflow.launch.select_pipeline import bind, import_user_modules, without_reference
+from distflow.launch.user_code import data_code, pipeline_code
 from distflow.models.model_paths import BUILTIN_PREFIX, PACKAGE_PREFIX, resolve_path
 from distflow.planning.model_shapes import ModelShape, find_shape
 
 _MOST_ROWS_BYTES = 32 * 2**20
 """Of a file whose rows are counted."""
-_UNLOADED = ("torch", "transformers", "ray")
 
 
 def bind_unloaded(config: Config) -> BoundPipeline:
-    """The pipeline of a config, bound by the code that binds it for a run, without loading torch;
-    if it names Python code of the user, with torch. Its functions must not be called."""
-    with placeholders(*_UNLOADED):
-        from distflow.launch.select_pipeline import bind
-        from distflow.launch.user_code import pipeline_code
-
-        if not pipeline_code(config):
-            return bind(config)
-    from distflow.launch.select_pipeline import bind as bind_loaded
-    from distflow.launch.select_pipeline import import_user_modules
-
-    import_user_modules(config)
-    return bind_loaded(config)
+    """The pipeline of a config, bound by the code that binds it for a run."""
+    if pipeline_code(config):
+        import_user_modules(config)
+    return bind(config)
 
 
 def optional_reference(loaded: Loaded) -> Sequence[tuple[str, object, str]]:
     """The changes that a run makes for a custom pipeline without a reference."""
-    with placeholders(*_UNLOADED):
-        from distflow.launch.select_pipeline import without_reference
     return without_reference(loaded, bind_unloaded)
 
 
 def code_of(config: Config) -> list[str]:
     """The Python code that a plan would import."""
-    with placeholders(*_UNLOADED):
-        from distflow.launch.user_code import data_code, pipeline_code
     return [*pipeline_code(config), *data_code(config)]
 
 
