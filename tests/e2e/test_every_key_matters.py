@@ -38,7 +38,6 @@ ELSEWHERE = {
     "algorithm.reward_clip": "tests/pipelines/test_settings_by_domain.py",
     "algorithm.difficulty_mask": "tests/pipelines/test_settings_by_domain.py",
     "algorithm.length_weight": "tests/pipelines/test_settings_by_domain.py",
-    "trainer.webhook": "tests/observe/writing/test_trackers.py",
     "dag.policies": "tests/e2e/test_two_policies.py",
     "dag.policy": "tests/e2e/test_two_policies.py",
     "reward.limit_penalty.max_turns": "tests/environments/test_training.py",

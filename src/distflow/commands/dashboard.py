@@ -4,7 +4,6 @@ run that crashed."""
 
 import argparse
 import socket
-import threading
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -52,8 +51,6 @@ PAGES = (
     Page("step", "Step", "What happened in this step?", "s"),
     Page("samples", "Samples", "What does it write?", "a"),
     Page("sample", "Sample", "Why this reward?", "e"),
-    Page("time", "Time", "Where does the time of the devices go?", "t"),
-    Page("trust", "Trust", "Can I believe it?", "u"),
     Page("compare", "Compare", "What differs?", "c", "several"),
 )
 
@@ -102,7 +99,6 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
                 f"from another machine: ssh -L {port}:{shown}:{port} {socket.gethostname()}, then "
                 "the same address"
             )
-        threading.Thread(target=dashboard.read_ahead, daemon=True).start()
         make_server(dashboard, host, token).run([listening])
     return 0
 

@@ -9,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,13 @@ from distflow.commands.sample import find_sample
 from distflow.errors import UserError
 from distflow.launch.run_folders.saved_tokens import saved_tokens, token_texts
 from distflow.observe.crash_safe_files import read_object, read_records, to_number
-from distflow.observe.findings import doctor
 from distflow.observe.findings.finding import ACCURACY, REWARD
-from distflow.observe.findings.run_rules import measured_phases
-from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, checked, status
+from distflow.observe.findings.summary import NO_END, PROBLEM_KINDS, status
 from distflow.observe.metrics import flatten, headline_names
 from distflow.observe.report import chart_data, samples
 from distflow.observe.report.build import RunPages
-from distflow.observe.report.timelines import timelines_of
 from distflow.observe.report.trace import trace
 from distflow.observe.run_reader import (
-    GrowingMetrics,
-    flat_config,
     read_events,
     read_samples,
     sample_files,
@@ -41,28 +35,16 @@ from distflow.untrusted_files import read_file
 
 MAX_SAMPLES_BYTES = 8 * 2**20
 MAX_PICTURE_BYTES = 2**24
-MAX_POINTS = 2000
-MAX_VALUES = 600_000
 RUNS_OF_PAGE = 50
 _MAX_OPEN = 4
 _MAX_COMPARED = 8
 _MAX_DEPTH = 4
 _MAX_RUNS = 10_000
 _TAIL_BYTES = 200_000
-_COARSE = 4
 _MARKS = {MARK, "metrics.jsonl", "events.jsonl"}
 _MAX_TEXT = 100_000
 _HEADLINES = {"reward": REWARD, "accuracy": ACCURACY, "loss": "sft/loss"}
 _HOST = re.compile(rb"pid \d+ on (\S+)")
-_CHARTS_OF = {
-    "time": (re.compile(r"timing_s/|throughput/|memory/"), re.compile(r"timing_s/|throughput/")),
-    "trust": (
-        re.compile(r"mismatch/|canary/|async/|rollout_corr/"),
-        re.compile(r"mismatch/|canary/|rollout_corr/"),
-    ),
-}
-"""By page, the metrics of its charts, and those that have a chart each; the overview has them
-all."""
 
 
 class OpenRun:
@@ -70,7 +52,6 @@ class OpenRun:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._metrics = GrowingMetrics(run_dir)
         self._lock = threading.Lock()
         self._version = ""
         self._pages: RunPages | None = None
@@ -86,7 +67,7 @@ class OpenRun:
         with self._lock:
             version = self.version
             if self._pages is None or version != self._version:
-                self._pages = RunPages(self.run_dir, self._metrics)
+                self._pages = RunPages(self.run_dir)
                 self._version = version
             return self._pages
 
@@ -107,13 +88,6 @@ class Dashboard:
         self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
         self._lock = threading.Lock()
-
-    def read_ahead(self) -> None:
-        """Read the run that was written last, which is what most come for."""
-        newest = max(self._find(), key=lambda path: _stamp(path / "metrics.jsonl")[1], default=None)
-        if newest is not None:
-            with suppress(UserError):  # its pages say so
-                _ = self._opened(newest).pages().table
 
     def frame(self, names: Sequence[str], of_run: str) -> dict[str, Any]:
         """What a page starts with. Raises UserError if it needs other runs than these."""
@@ -180,13 +154,8 @@ class Dashboard:
         }
 
     def _fits(self, path: Path, word: str) -> bool:
-        """Whether a run's name or state has the word, or its config the end of a key with the
-        value: `lr=1e-06`."""
-        key, is_setting, value = word.partition("=")
-        if not is_setting:
-            return word in self._name(path).lower() or word in self._row(path)["state"]
-        config = _lower_config(path, _stamp(path / "config.yaml"))
-        return any(f".{name}".endswith(f".{key}") and value == shown for name, shown in config)
+        """Whether a run's name or state has the word."""
+        return word in self._name(path).lower() or word in self._row(path)["state"]
 
     def _find(self) -> list[Path]:
         found: list[Path] = []
@@ -212,11 +181,6 @@ class Dashboard:
             if known[1]["state"] == NO_END["word"]
             else {}
         )
-
-
-@lru_cache(maxsize=_MAX_RUNS)
-def _lower_config(path: Path, stamp: tuple[int, int]) -> list[tuple[str, str]]:
-    return [(key.lower(), value.strip('"').lower()) for key, value in flat_config(path).items()]
 
 
 def _run_row(path: Path) -> dict[str, Any]:
@@ -287,33 +251,6 @@ def _status(run: OpenRun) -> dict[str, str]:
     return _state_of(run.run_dir, status(read_events(run.run_dir, None, _TAIL_BYTES)))
 
 
-def _curves(run: OpenRun, query: Query) -> dict[str, Any]:
-    """The charts of a page, with the columns that they draw, or (`others`) those of all metrics."""
-    pages = run.pages()
-    chosen = _CHARTS_OF.get(query.get("page", ""))
-    found = pages.layout(chart_data.series(pages.steps, _COARSE, table=pages.table)["y"])
-    if chosen:
-        names, alone = chosen
-        charts = [chart for chart in found["charts"] if any(map(names.match, chart["names"]))]
-        units = found["units"]
-        single = [name for name in found["others"] if alone.match(name)]
-        charts += [
-            {"question": n, "kind": "line", "unit": units.get(n, ""), "names": [n]} for n in single
-        ]
-        constants = [each for each in found["constants"] if names.match(str(each["name"]))]
-        found |= {"charts": charts, "others": [], "constants": constants}
-    drawn = {name for chart in found["charts"] for name in chart["names"]}
-    drawn |= {*found["others"]} if query.get("others") else set()
-    return {
-        **found,
-        **pages.columns(chart_data.series(pages.steps, MAX_POINTS, MAX_VALUES, drawn, pages.table)),
-    }
-
-
-def _others(run: OpenRun, query: Query) -> dict[str, Any]:
-    return _curves(run, {"others": "1"})
-
-
 def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     pages = run.pages()
     known = sorted(
@@ -333,12 +270,11 @@ def _step(run: OpenRun, query: Query) -> dict[str, Any]:
     return content | {
         "previous": max((each for each in known if each < step), default=None),
         "next": min((each for each in known if each > step), default=None),
-        "timelines": timelines_of(pages.activity, pages.records, step),
-        "phases": _phases(run.run_dir, pages.steps.get(step, {}), "measured"),
+        "phases": _phases(run.run_dir, pages.steps.get(step, {})),
     }
 
 
-def _phases(run_dir: Path, values: Mapping[str, float], name: str) -> list[dict[str, Any]]:
+def _phases(run_dir: Path, values: Mapping[str, float]) -> list[dict[str, Any]]:
     """The seconds of each phase, beside those that the plan predicted."""
     predicted = read_object(run_dir / "plan.json", run_dir).get("predicted")
     phases = predicted.get("phases") if isinstance(predicted, dict) else None
@@ -349,7 +285,7 @@ def _phases(run_dir: Path, values: Mapping[str, float], name: str) -> list[dict[
         if n.startswith("timing_s/")
     }
     return [
-        {"phase": n, name: measured.get(n), "predicted": planned.get(n)}
+        {"phase": n, "measured": measured.get(n), "predicted": planned.get(n)}
         for n in sorted({*measured, *planned})
     ]
 
@@ -380,7 +316,7 @@ def _group(run: OpenRun, query: Query) -> dict[str, Any]:
             f"the samples of step {step} are not there any more: a resume may have taken it back"
         )
     group = found[place]
-    return {**group, "pictures": samples.add_pictures(run.run_dir, [group], MAX_PICTURE_BYTES)}
+    return {**group, "pictures": samples.prompt_images(run.run_dir, [group], MAX_PICTURE_BYTES)}
 
 
 def whole(text: str) -> int:
@@ -406,7 +342,7 @@ def _sample(run: OpenRun, query: Query) -> dict[str, Any]:
             took = group.completed - group.started
             facts.append(["generated and scored in", f"{took:.3g} s"])
     shown = samples.sample_groups([found.row], found.step, found.split, _MAX_TEXT)
-    shown[0]["pictures"] = samples.add_pictures(run.run_dir, shown, MAX_PICTURE_BYTES)
+    shown[0]["pictures"] = samples.prompt_images(run.run_dir, shown, MAX_PICTURE_BYTES)
     others = []
     for each in found.rows:
         others.append({"uid": each.get("uid"), "score": to_number(each.get("score"))})
@@ -440,46 +376,6 @@ def _tokens_of(run_dir: Path, step: int, uid: str) -> list[dict[str, Any]]:
             token["trained"] = int(bool(token["trained"]))
         tokens.append(token)
     return tokens
-
-
-def _measured(run: OpenRun, query: Query) -> dict[str, Any]:
-    pages = run.pages()
-    medians = {f"timing_s/{name}": value for name, value in measured_phases(pages.steps).items()}
-    return {"phases": _phases(run.run_dir, medians, "median")}
-
-
-def _trust(run: OpenRun, query: Query) -> dict[str, Any]:
-    pages = run.pages()
-    found = doctor.problems(pages, pages.examination, writer_of(run.run_dir) is not None)
-    checks = [
-        {
-            "checks of": _checked_part(each),
-            "passed": _listed(each.get("passed", [])),
-            "not checked": _listed(each.get("not_checked", [])),
-        }
-        for each in checked(pages.events)
-    ]
-    return {
-        "findings": [each._asdict() for each in found],
-        "clean": pages.examination.clean,
-        "lacking": pages.examination.lacking,
-        "checks": checks,
-    }
-
-
-def _checked_part(fields: Mapping[str, object]) -> str:
-    """`step 13`, or `validation after step 10`."""
-    part = fields.get("of", "step")
-    step = fields.get("step")
-    if step is None:
-        return str(part)
-    return f"step {step}" if part == "step" else f"{part} after step {step}"
-
-
-def _listed(value: object) -> str:
-    if isinstance(value, dict):
-        value = [f"{name}: {each}" for name, each in value.items()]
-    return ", ".join(map(str, value))[:1000] if isinstance(value, list) else str(value)[:1000]
 
 
 def _compare(runs: Mapping[str, OpenRun], query: Query) -> dict[str, Any]:
@@ -526,10 +422,9 @@ def _overlaid(runs: Mapping[str, OpenRun]) -> dict[str, Any]:
                 }
             )
     return {
-        "series": {**chart_data.series(steps, MAX_POINTS, MAX_VALUES), "axes": {}},
+        "series": chart_data.series(steps),
         "charts": charts,
         "others": [],
-        "constants": [],
         "bars": {},
         "docs": {},
     }
@@ -545,14 +440,10 @@ _OF_ONE: Mapping[str, Callable[[OpenRun, Query], dict[str, Any]]] = {
     "learned": lambda run, query: run.pages().learned(),
     "setup": lambda run, query: run.pages().setup(),
     "time": lambda run, query: run.pages().time(),
-    "histograms": lambda run, query: run.pages().histograms(),
-    "curves": _curves,
-    "others": _others,
+    "curves": lambda run, query: run.pages().curves(),
     "step": _step,
     "samples": _samples,
     "group": _group,
     "sample": _sample,
-    "phases": _measured,
-    "trust": _trust,
     "trace": lambda run, query: trace(run.run_dir, query.get("step") or None)[0],
 }

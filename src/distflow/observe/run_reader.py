@@ -3,15 +3,10 @@
 After a resume from step k, records of earlier restarts about later steps are invalid. Readers
 return the surviving timeline; events, being history, are all returned and marked."""
 
-import io
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import hypot
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -19,17 +14,13 @@ from distflow.errors import UserError, count_of
 from distflow.observe.crash_safe_files import (
     JSON,
     LATEST_TIME,
-    MAX_NUMBER,
     bytes_left_out,
     encode,
     is_deep,
     iter_records,
-    parse_object,
     read_records,
-    start_within_memory,
     time_of,
     to_number,
-    unreadable,
     whole,
 )
 from distflow.observe.metrics import flatten
@@ -43,7 +34,7 @@ from distflow.observe.sample_files import (
     sample_file_name,
 )
 from distflow.observe.writing.run_folder import Span
-from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, open_file, read_file
+from distflow.untrusted_files import MAX_YAML_BYTES, load_yaml, read_file
 
 VALIDATION_ROWS = "validation_rows"
 """The event of each start, and its field, with a hash of the rows that it validates on."""
@@ -56,14 +47,11 @@ MAX_SAMPLE_BYTES = 16 * 2**20
 PRESET = "preset or default"
 """Where a key was set that `config_sources` does not have."""
 
-_MAX_NAMES = 4096
 _MAX_NAME = 200
 _MAX_SPAN_FILES = 100
 _MAX_SPAN_BYTES = 40 * 2**20
 _MAX_SPLITS = 20
 _MAX_SENTENCES = 500
-_ZIPPED = 16
-"""Files of samples are rarely smaller by more."""
 _EVENT_KEYS = ("t", "restart", "kind", "message", "step")
 _SAMPLE_FILE = re.compile(r"(?:(.+)-)?(\d{6,18})(?:\.\d+)?\.parquet")
 
@@ -199,59 +187,24 @@ def read_timeline(run_dir: Path, max_bytes: int | None = MAX_BYTES) -> Timeline:
     return Timeline(kept_until)
 
 
-@dataclass
-class MetricsDamage:
-    """num_lines: that cannot be read. names: of metrics, up to a few more than are kept."""
-
-    num_lines: int = 0
-    names: set[str] = field(default_factory=set)
-
-    def add(self, record: MetricsRecord | None) -> None:
-        if record is None:
-            self.num_lines += 1
-        elif len(self.names) <= _MAX_NAMES:
-            self.names.update(record.values)
-
-
-def read_damage(run_dir: Path, metrics: MetricsDamage | None = None) -> list[str]:
+def read_damage(run_dir: Path) -> list[str]:
     """A sentence for each file of metrics or events with unreadable lines, which readers skip, for
-    damaged files of samples, and for files that are too large to read whole. metrics: of these, if
-    they were read before."""
-    if metrics is None:
-        metrics = MetricsDamage()
-        for record in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
-            metrics.add(None if record is None else _metrics_record(record))
-    lost = {"metrics.jsonl": metrics.num_lines}
-    lost["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
-    found = [
-        f"{count_of(number, 'line')} of {name} cannot be read: their content is missing here"
-        for name, number in lost.items()
-        if number
-    ]
-    if len(metrics.names) > _MAX_NAMES:
-        found.append(
-            f"metrics.jsonl names more than {_MAX_NAMES:,} metrics: the others are missing here"
-        )
-    for name in lost:
-        if number := bytes_left_out(run_dir / name, MAX_BYTES):
-            found.append(f"{name} is too long: its first {number:,} bytes are missing here")
+    damaged files of samples, and for files that are too large to read whole."""
+    found = []
+    num_lines = {"metrics.jsonl": 0}
+    for raw in iter_records(run_dir / "metrics.jsonl", MAX_BYTES, run_dir):
+        num_lines["metrics.jsonl"] += raw is None or _metrics_record(raw) is None
+    num_lines["events.jsonl"] = read_records(run_dir / "events.jsonl", MAX_BYTES, run_dir)[1]
+    for name, number in num_lines.items():
+        if number:
+            lines = count_of(number, "line")
+            found.append(f"{lines} of {name} cannot be read: their content is missing here")
+        if left_out := bytes_left_out(run_dir / name, MAX_BYTES):
+            found.append(f"{name} is too long: its first {left_out:,} bytes are missing here")
     for file, _, _ in sample_files(run_dir):
-        stamp = file.lstat()
-        found += filter(
-            None, [_damage_of_samples(file, run_dir, (stamp.st_size, stamp.st_mtime_ns))]
-        )
-        if len(found) >= _MAX_SENTENCES:
-            break
+        if is_torn(file, run_dir) and len(found) < _MAX_SENTENCES:
+            found.append(f"{SAMPLES}/{file.name} is damaged: its samples are missing here")
     return found
-
-
-@lru_cache(maxsize=2**14)
-def _damage_of_samples(file: Path, run_dir: Path, stamp: tuple[int, int]) -> str:
-    """stamp: changes with the file, which takes long to read."""
-    if is_torn(file, run_dir):
-        return f"{SAMPLES}/{file.name} is damaged: its samples are missing here"
-    is_large = file.stat().st_size > MAX_SAMPLE_BYTES // _ZIPPED
-    return read_sample_file(file, run_dir, MAX_SAMPLE_BYTES)[1] if is_large else ""
 
 
 def read_metrics(
@@ -264,26 +217,11 @@ def read_metrics(
     timeline: here and below, saves reading it again.
     """
     timeline = timeline or read_timeline(run_dir, max_bytes)
-    raw = iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir)
-    return _surviving(
-        (record for each in raw if each and (record := _metrics_record(each))), timeline
-    )
-
-
-def _surviving(records: Iterable[MetricsRecord], timeline: Timeline) -> list[MetricsRecord]:
     found: dict[tuple[int, str], MetricsRecord] = {}
-    names = set[str]()
-    for record in records:
-        if not timeline.survives(record.restart, record.step):
+    for raw in iter_records(run_dir / "metrics.jsonl", max_bytes, run_dir):
+        record = None if raw is None else _metrics_record(raw)
+        if record is None or not timeline.survives(record.restart, record.step):
             continue
-        if not record.values.keys() <= names:
-            names.update(
-                [name for name in record.values if name not in names][: _MAX_NAMES - len(names)]
-            )
-            record = replace(
-                record,
-                values={name: value for name, value in record.values.items() if name in names},
-            )
         key = (record.step, record.kind)
         known = found.get(key)
         if known is None or known.restart < record.restart:
@@ -292,50 +230,6 @@ def _surviving(records: Iterable[MetricsRecord], timeline: Timeline) -> list[Met
         elif known.restart == record.restart:
             found[key] = replace(known, values={**record.values, **known.values})
     return sorted(found.values(), key=lambda record: record.step)
-
-
-class GrowingMetrics:
-    """The metrics of a run that may go on: each reading takes only what was added since the last
-    one."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._known = list[MetricsRecord]()
-        self._end = 0
-        self._file = (0, 0)
-        self.damage = MetricsDamage()
-
-    def read(self, timeline: Timeline) -> list[MetricsRecord]:
-        """As `read_metrics`."""
-        path = self._run_dir / "metrics.jsonl"
-        try:
-            with open_file(path, self._run_dir) as file:
-                found = os.fstat(file.fileno())
-                is_cut = False
-                # another file
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._end:
-                    self._known = []
-                    self._file = (found.st_dev, found.st_ino)
-                    self.damage = MetricsDamage()
-                    self._end = max(found.st_size - MAX_BYTES, 0)
-                    is_cut = self._end > 0  # perhaps within a line
-                file.seek(self._end)
-                added = file.read(MAX_BYTES)
-                if (start := start_within_memory(added)) or is_cut:
-                    start = added.find(b"\n", start) + 1
-                    added = added[start:]
-                    self._end = self._end + start
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise unreadable(path, error) from error
-        whole = added.rfind(b"\n") + 1
-        self._end += whole
-        for each in (parse_object(line) for line in io.BytesIO(added[:whole]) if line.strip()):
-            record = None if each is None else _metrics_record(each)
-            self.damage.add(record)
-            self._known += [] if record is None else [record]
-        return _surviving(self._known, timeline)
 
 
 def read_events(
@@ -416,26 +310,17 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     nested = record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    values: Mapping[str, Any] = flatten(nested)
-    if not _are_plain(values):
-        named = {name: to_number(value) for name, value in values.items() if len(name) <= _MAX_NAME}
-        values = {name: number for name, number in named.items() if number is not None}
+    values = {}
+    for name, value in flatten(nested).items():
+        number = to_number(value)
+        if number is not None and len(name) <= _MAX_NAME:
+            values[name] = number
     return MetricsRecord(
         step,
         time_of(record),
         whole(record.get("restart")) or 0,
         str(record.get("kind", "train")),
         values,
-    )
-
-
-def _are_plain(values: Mapping[str, Any]) -> bool:
-    """Whether all are finite floats under names that are short enough, as nearly always."""
-    numbers = values.values()
-    return (
-        {*map(type, numbers)} == {float}
-        and hypot(*numbers) < MAX_NUMBER
-        and max(map(len, values)) <= _MAX_NAME
     )
 
 

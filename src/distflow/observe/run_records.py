@@ -9,7 +9,6 @@ from distflow.observe.report.activity import RunActivity, read_activity
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.report.step_times import StepTimes, step_times
 from distflow.observe.run_reader import (
-    GrowingMetrics,
     read_config,
     read_events,
     read_metrics,
@@ -19,15 +18,12 @@ from distflow.observe.run_reader import (
 
 
 class RunRecords:
-    """growing: its metrics, if they may have been read before."""
+    """The records of one run."""
 
-    def __init__(self, run_dir: Path, growing: GrowingMetrics | None = None) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.timeline = read_timeline(run_dir)
-        self.growing = growing
-        self.records = (
-            read_metrics(run_dir, self.timeline) if growing is None else growing.read(self.timeline)
-        )
+        self.records = read_metrics(run_dir, self.timeline)
         self.events = read_events(run_dir, self.timeline)
 
     @cached_property

@@ -23,7 +23,7 @@ from distflow.observe.crash_safe_files import (
     to_number,
     unreadable,
 )
-from distflow.untrusted_files import count_values, open_file
+from distflow.untrusted_files import MAX_JSON_VALUES, count_values, open_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -71,12 +71,9 @@ _MAGIC: Final = b"PAR1"
 _VERSION_KEY: Final = b"distflow_schema"
 _GROUP_CHARACTERS: Final = 4 * 2**20
 _ROW_BYTES = 500
-_VALUE_BYTES = 100
-_MAX_BATCH = 1024
-_MAX_WHOLE = 2**63
+_BATCH_ROWS = 64
 _MOST_ZIPPED = 64
-_LEAST_LIMIT = 64 * 2**20
-_LEAST_GROUP = 2**18
+_MAX_WHOLE = 2**63
 _MOST_FOOTER = 8 * 2**20
 _MAX_WAITING: Final = 400 * 2**20
 _DROPPED_EVERY_S = 5.0
@@ -332,9 +329,8 @@ def read_sample_file(
     """The rows of a file, and a sentence on what is missing of it ("" if nothing); no rows if there
     is no file.
 
-    max_bytes: about the memory that they may take; None for all that a run may have put into a file
-    of this size. Raises UserError if the file is of a newer version, not readable, or not in
-    `folder`.
+    max_bytes: of the texts that are read; None for those of any file of a run. Raises UserError if
+    the file is of a newer version, not readable, or not in `folder`.
     """
     import pyarrow
 
@@ -381,7 +377,6 @@ def _has_footer(file: BinaryIO) -> bool:
 def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row], int]:
     """Rows, and how many there are in all."""
     file = _checked(opened, path)
-    metadata = file.metadata
     types = {
         name: str(kind)
         for name, kind in zip(file.schema_arrow.names, file.schema_arrow.types, strict=True)
@@ -390,25 +385,14 @@ def _read(opened: BinaryIO, path: Path, max_bytes: int | None) -> tuple[list[Row
         name for name, (kind, _) in COLUMNS.items() if types.get(name) == str(_arrow_type(kind))
     ]
     rows: list[Row] = []
-    limit = max_bytes or _LEAST_LIMIT + _MOST_ZIPPED * opened.seek(0, 2)
-    used = 0
-    for group in range(metadata.num_row_groups):
-        # to read many small ones takes long
-        size = max(metadata.row_group(group).total_byte_size, _LEAST_GROUP)
-        if used + size > limit and (used or size > 4 * limit):
-            break
-        start = used
-        batch_size = max(min(2 * _LEAST_LIMIT // size, _MAX_BATCH), 1)
-        for batch in file.iter_batches(
-            batch_size, row_groups=[group], columns=names, use_threads=False
-        ):
-            for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                used += _cost(names, values)
-                if used > limit:
-                    return rows, metadata.num_rows
-                rows.append(_as_row(names, values))
-        used = max(used, start + _LEAST_GROUP)
-    return rows, metadata.num_rows
+    left = max_bytes or _MOST_ZIPPED * (2**20 + opened.seek(0, 2))
+    for batch in file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
+        for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            left -= _ROW_BYTES + sum(len(value) for value in values if isinstance(value, str))
+            if left < 0:
+                return rows, file.metadata.num_rows
+            rows.append(_as_row(names, values))
+    return rows, file.metadata.num_rows
 
 
 def _checked(opened: BinaryIO, path: Path) -> "pyarrow.parquet.ParquetFile":
@@ -433,17 +417,6 @@ def newer(path: Path, version: int) -> str:
     )
 
 
-def _cost(names: Sequence[str], values: Sequence[Any]) -> int:
-    """About the memory of a row."""
-    texts = [
-        (name, value) for name, value in zip(names, values, strict=True) if isinstance(value, str)
-    ]
-    of_json = sum(
-        count_values(value.encode()) for name, value in texts if COLUMNS[name].kind == "json"
-    )
-    return _ROW_BYTES + sum(len(value) for _, value in texts) + _VALUE_BYTES * of_json
-
-
 def _as_row(names: Sequence[str], values: Sequence[Any]) -> Row:
     known = {
         name: _value(value) if COLUMNS[name].kind == "json" else value
@@ -456,8 +429,11 @@ def _as_row(names: Sequence[str], values: Sequence[Any]) -> Row:
 
 
 def _value(text: str | None) -> JSON:
+    known = (text or "null").encode()
+    if count_values(known) > MAX_JSON_VALUES:
+        return None
     try:
-        value: JSON = json.loads(text or "null")
+        value: JSON = json.loads(known)
     except (ValueError, RecursionError):
         return None
     return None if is_deep(value) else value

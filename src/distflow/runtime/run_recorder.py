@@ -29,7 +29,7 @@ from distflow.observe.sample_files import DROPPED
 from distflow.observe.writing.run_folder import RunFolder, Span
 from distflow.observe.writing.terminal_lines import TerminalLines
 from distflow.observe.writing.timing import COLLECTIVE, DATA, PhaseTimer, Wait, Waits
-from distflow.observe.writing.trackers import TrackedFinding, TrackedRun, open_trackers
+from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.engine import take_activity
 from distflow.runtime.rollout_loop.user_calls import Callbacks, Caller
 from distflow.runtime.spec import Spec
@@ -239,7 +239,6 @@ class Recorder(AbstractContextManager["Recorder"]):
             ),
             local={"console": self.view},
             on_failure=self.note,
-            webhook=trainer.webhook if self._process.leads else None,
         )
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(
@@ -378,9 +377,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             if step < self._total_steps:
                 text = f"after step {step}: {found.text} {found.advice}".rstrip()
                 self.note("finding", f"{text} [{found.rule}]", rule=found.rule)
-                self._trackers.finding(
-                    TrackedFinding(found.rule, step, f"{found.text} {found.advice}".rstrip())
-                )
+                self._trackers.finding(found.rule, text)
         self._callbacks.call("on_step", step, dict(metrics))
 
     def validation(

@@ -220,9 +220,9 @@ class Spec:
         return agent_sampling(self.config, agent).get("temperature", self.sampling.temperature)
 
     def check_can_train(self) -> None:
-        """Raises UserError if the rollout engine cannot load weights, a tracker is not installed,
-        or the webhook is no address."""
-        check_trackers(self.config.trainer.logger, self.config.trainer.webhook)
+        """Raises UserError if the rollout engine cannot load weights, or a tracker is not
+        installed."""
+        check_trackers(self.config.trainer.logger)
         name = self.config.actor_rollout_ref.rollout.name
         if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
             can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]

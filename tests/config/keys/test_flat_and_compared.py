@@ -252,7 +252,6 @@ trainer:
   save_groups: last_k
   save_groups_last: 2
   logger: [tensorboard, wandb]
-  webhook: SLACK_HOOK
   seed: 3
   device: cpu
   num_threads: 1

@@ -95,29 +95,6 @@ def test_every_page_is_drawn_silent_and_within_the_window(
     assert len(browser.script("document.querySelector('main').innerText")) > 40
 
 
-def test_the_charts_of_the_overview_are_drawn_and_go_along_hours(
-    browser: Any, client: Client
-) -> None:
-    open_page(browser, client, "overview", run="tiny")
-    x, y, width, height = browser.script(
-        "(() => { const b = document.querySelector('#charts .plot').getBoundingClientRect();"
-        " return [b.x, b.y, b.width, b.height]; })()"
-    )
-    assert count(picture(browser, {"x": x, "y": y, "width": width, "height": height}), BLUE) > 60
-    browser.script("document.getElementById('axis').value = 'hours'")
-    browser.script("document.getElementById('axis').dispatchEvent(new Event('change'))")
-    assert "axis=hours" in browser.script("location.search")
-    assert browser.script("charts[0].columns.x.length === charts[0].columns.steps.length")
-    assert browser.script("charts[0].columns.x.at(-1) < 1"), "hours, not steps"
-    open_page(browser, client, "overview", run="tiny", axis="hours", smoothing="0.9")
-    assert browser.script(
-        "[document.getElementById('axis').value, document.getElementById('smoothing').value]"
-    ) == [
-        "hours",
-        "0.9",
-    ]
-
-
 def test_a_step_appears_without_a_reload_and_the_zoom_stays(browser: Any, tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", 0) as run, serve(tmp_path) as client:
         for step in range(1, 9):
@@ -214,7 +191,6 @@ def test_hostile_texts_stay_texts_on_every_page(browser: Any, client: Client) ->
     pages: tuple[tuple[str, dict[str, Any]], ...] = (
         ("samples", {}),
         ("overview", {}),
-        ("time", {}),
     )
     pages += (("sample", {"uid": "200-0", "step": 2}),)
     for page, query in pages:
@@ -313,22 +289,3 @@ def test_tokens_are_texts_coloured_by_what_is_chosen_and_images_stand_beside_the
             browser.script("document.documentElement.scrollWidth") <= 1280
             and browser.complaints() == []
         )
-
-
-def test_what_is_asked_most_is_answered_within_three_clicks(browser: Any, client: Client) -> None:
-    for clicks, shown in (
-        (("asynchronous", "Time"), "document.querySelector('#step-times tbody tr') !== null"),
-    ):
-        open_page(browser, client, "runs")
-        for label in clicks:
-            link = (
-                "[...document.querySelectorAll('main a, main button, nav a')].find((e) => "
-                f"e.textContent === '{label}')"
-            )
-            wait(
-                browser,
-                f"document.body?.getAttribute('aria-busy') === 'false' && {link} !== undefined",
-            )
-            browser.script(f"void {link}.click()")
-        wait(browser, shown)
-        assert browser.complaints() == []

@@ -15,7 +15,6 @@ from PIL import Image
 
 from distflow.observe.report.build import write_report
 from distflow.observe.writing.run_folder import RunFolder
-from tests.observe.conftest import write_asynchronous_run
 
 pytestmark = pytest.mark.slow
 
@@ -305,21 +304,6 @@ def test_nothing_moves_when_the_cursor_does(browser: Any, make_run: Callable) ->
     assert len(read) > 4, "the cursor did read several steps"
 
 
-def test_what_is_constant_is_shown_in_a_line_and_bytes_are_gib(
-    browser: Any, make_run: Callable
-) -> None:
-    browser.open(write_report(make_run()).as_uri())
-    constants = browser.script(
-        "[...document.querySelectorAll('.constants div')].map((d) => d.textContent)"
-    )
-    assert "actor/pg_clipfrac0.1 share" in constants
-    assert all(
-        "clipfrac" not in name for name in browser.script("charts.flatMap((c) => c.spec.names)")
-    )
-    memory = browser.script("charts.find((c) => c.spec.unit === 'GiB').columns.y[0]")
-    assert memory[-1] == 2.0
-
-
 def test_error_bars_are_drawn_around_the_accuracies(browser: Any, make_run: Callable) -> None:
     # without a scroll bar, which a picture leaves out
     browser.open(write_report(make_run()).as_uri(), height=6000)
@@ -331,63 +315,6 @@ def test_error_bars_are_drawn_around_the_accuracies(browser: Any, make_run: Call
     )
     # Below the last point, 0.80, and off its line there is nothing blue but its bar.
     assert count(picture(browser, {"x": x - 3, "y": y - 6, "width": 6, "height": 12}), BLUE) >= 8
-
-
-def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Callable) -> None:
-    browser.open(write_report(make_run()).as_uri(), height=3000)
-    names = browser.script(
-        "[...document.querySelectorAll('#pipeline .name')].map((n) => n.textContent)"
-    )
-    assert names[0] == "rollout" and names[2].startswith("<img src=x") and len(names) == 4
-    # rollout → train goes by way of the others.
-    assert browser.script("document.querySelectorAll('#pipeline path.edge').length") == 4
-    lanes = browser.script("[...document.querySelectorAll('.lane-name')].map((n) => n.textContent)")
-    assert lanes == ["training", "rollout: groups", "training waits for"]
-    assert browser.script("document.querySelectorAll('#timeline .choices button').length") in (2, 3)
-    browser.script("document.querySelector('#timeline .choices button:last-child').click()")
-    spans = "document.querySelectorAll('#timeline .track:nth-of-type(1) rect').length"
-    assert browser.script(spans) >= 2 and browser.complaints() == []
-
-
-@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
-def test_rollout_and_training_are_drawn_with_staleness_versions_and_weight_syncs(
-    browser: Any, tmp_path: Path, width: int, theme: str
-) -> None:
-    browser.open(
-        write_report(write_asynchronous_run(tmp_path / "run")).as_uri(),
-        width=width,
-        height=3000,
-        theme=theme,
-    )
-    lanes = browser.script(
-        "[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)"
-    )
-    assert lanes[:4] == [
-        "training",
-        "rollout: groups",
-        "engine decodes: train",
-        "engine decodes: eval",
-    ]
-    said = browser.script(
-        "[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)"
-    )
-    assert said == ["2 steps stale", "weight sync", "validation"]
-    assert (
-        browser.script(
-            "document.querySelectorAll('#timeline .track:first-of-type line.sync').length"
-        )
-        == 10
-    )
-    titles = browser.script(
-        "[...document.querySelectorAll('#timeline g title')].map((n) => n.textContent)"
-    )
-    assert "complete 0.5 s, then 1 s until its step, 2 steps stale" in titles
-    assert "train, weights of version 11, 1 s" in titles
-    assert "48% of this time" in browser.script(
-        "document.querySelector('#timeline figcaption').textContent"
-    )
-    assert browser.script("document.documentElement.scrollWidth") <= width
-    assert browser.script(CONTRAST) == [] and browser.complaints() == []
 
 
 def test_the_error_stands_on_top_whole_and_as_text(browser: Any, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from distflow.observe.crash_safe_files import encode, read_object, to_json, to_number
 from distflow.observe.report.build import write_report
 from distflow.observe.run_reader import (
-    GrowingMetrics,
-    Timeline,
     read_damage,
     read_events,
     read_metrics,
@@ -416,22 +414,6 @@ def test_numbers_that_are_no_plain_floats_are_read_beside_those_that_are(tmp_pat
     assert math.isnan(nan["a"])
 
 
-def test_metrics_that_grow_in_a_long_file_begin_with_a_whole_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distflow.observe.run_reader.MAX_BYTES", 1000)
-    with RunFolder(tmp_path, 0) as run:
-        for step in range(1, 101):
-            run.metrics(step, "train", {"m": 1.0})
-    growing = GrowingMetrics(tmp_path)
-    found = [record.step for record in growing.read(Timeline())]
-    assert (
-        found == [record.step for record in read_metrics(tmp_path, max_bytes=1000)]
-        and found[-1] == 100
-    )
-    assert growing.damage.num_lines == 0 and len(found) < 20
-
-
 def test_a_disk_that_fails_at_the_end_leaves_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,18 +446,3 @@ def test_what_comes_after_the_end_is_in_no_other_file(tmp_path: Path) -> None:
         file.close()
     assert all((tmp_path / f"other-{i}").stat().st_size == 0 for i in range(40))
     assert [event.kind for event in read_events(tmp_path / "run")] == ["start"]
-
-
-def test_metrics_that_grow_are_read_within_the_memory_of_a_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distflow.observe.crash_safe_files.MAX_JSON_VALUES", 2000)
-    with RunFolder(tmp_path, 0) as run:
-        for step in range(1, 101):
-            run.metrics(step, "train", {f"m{i}": 1.0 for i in range(50)})
-        growing = GrowingMetrics(tmp_path)
-        found = [record.step for record in growing.read(Timeline())]
-        assert found == list(range(found[0], 101)) and 10 < len(found) < 40
-        assert found == [record.step for record in read_metrics(tmp_path)]
-        run.metrics(101, "train", {"m0": 2.0})
-        assert [record.step for record in growing.read(Timeline())] == [*found, 101]

@@ -1,25 +1,19 @@
 """Trackers get every value, and whatever they do the run goes on and hears of it once."""
 
-import json
 import math
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from distflow.observe.writing import trackers as tracking
 from distflow.observe.writing.trackers import (
-    TrackedFinding,
     TrackedRun,
     TrackerError,
     Trackers,
-    check_trackers,
     open_trackers,
 )
 
@@ -143,16 +137,16 @@ def test_the_id_of_a_run_is_whole_or_absent_if_the_disk_fails(
     assert run.run_id("wandb") == run.run_id("wandb", lambda: "another")
 
 
-def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
+def test_remote_ones_get_a_table_of_samples_and_findings() -> None:
     class Everything(Recorder):
         tables: list[tuple[int, list[Mapping[str, str]]]] = []
-        found: list[TrackedFinding] = []
+        found: list[tuple[str, str]] = []
 
         def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
             self.tables.append((step, list(rows)))
 
-        def finding(self, found: TrackedFinding) -> None:
-            self.found.append(found)
+        def finding(self, rule: str, text: str) -> None:
+            self.found.append((rule, text))
 
     far = Everything()
     trackers = Trackers([], {"far": lambda: far})
@@ -162,9 +156,9 @@ def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
     trackers.log(3, {"reward/mean_score": 0.5, "other": 1.0})
     trackers.samples(3, [*rows, {"uid": "failed", "score": None, "prompt": "\ud800"}])
     trackers.samples(4, [])
-    trackers.finding(TrackedFinding("no-signal", 3, "text"))
+    trackers.finding("no-signal", "text")
     trackers.close()
-    assert far.got == [(3, {"overview/reward": 0.5, "reward/mean_score": 0.5, "other": 1.0})]
+    assert far.got == [(3, {"reward/mean_score": 0.5, "other": 1.0})]
     ((step, table),) = far.tables
     assert step == 3 and [row["score"] for row in table] == [
         "1.0",
@@ -181,124 +175,7 @@ def test_remote_ones_get_an_overview_a_table_of_samples_and_findings() -> None:
         and len(table[0]["response"]) < 2010
         and "more" not in table[0]
     )
-    assert far.found == [TrackedFinding("no-signal", 3, "text")]
-
-
-class Listener(BaseHTTPRequestHandler):
-    """Answers the first `refused` posts with an error."""
-
-    got: list[dict[str, object]] = []
-    refused = 0
-
-    def do_POST(self) -> None:
-        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(503 if len(self.got) < self.refused else 204)
-        self.got.append(content)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def listening(refused: int) -> Iterator[tuple[str, list[dict[str, object]]]]:
-    handler = type("Own", (Listener,), {"got": [], "refused": refused})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/secret", handler.got  # type: ignore[attr-defined]
-        server.shutdown()
-
-
-def post(address: str, folder: Path, rules: list[str]) -> list[str]:
-    events: list[str] = []
-    run = TrackedRun(folder, "p", "e", {"key": "of the config"})
-    fail = lambda kind, message: events.append(message)  # noqa: E731
-    trackers = open_trackers([], run, local={}, on_failure=fail, webhook=address)
-    trackers.log(1, {"x": 1.0})
-    for rule in rules:
-        trackers.finding(TrackedFinding(rule, 7, "It \ud800 collapsed."))
-    trackers.close()
-    return events
-
-
-def test_a_webhook_gets_findings_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
-    with listening(refused=2) as (address, got):
-        monkeypatch.setenv("HOOK", address)
-        assert post("HOOK", tmp_path, ["entropy-collapse", "no-signal"]) == []
-    assert len(got) == 4 and got[3] == {
-        "text": ("p/e, step 7: It \ud800 collapsed. "
-            "[no-signal]"), "run": "p/e", "rule": "no-signal", "step": 7,
-        "message": "It \ud800 collapsed.",
-    }  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_webhook_that_fails_is_one_warning_without_its_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
-    with listening(refused=99) as (address, got):
-        (said,) = post(address, tmp_path, ["a", "b", "c", "d"])
-    assert (
-        "tracker webhook failed" in said
-        and "127.0.0.1: it answered 503" in said
-        and "secret" not in said
-    )
-    assert len(got) == 9, "three times for each of three findings, then it is off"
-    with listening(refused=3) as (address, got):
-        (said,) = post(address, tmp_path, ["a", "b"])
-    assert [each["rule"] for each in got] == ["a", "a", "a", "b"], (
-        "an outage costs only what came meanwhile"
-    )
-    (said,) = post(address, tmp_path, ["a"])
-    assert "refused" in said and "secret" not in said
-
-
-def test_a_webhook_that_redirects_or_hangs_is_not_followed_and_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracking, "_RETRY_AFTER_S", (0.0, 0.0))
-    monkeypatch.setattr(tracking, "_POST_TIMEOUT_S", 0.2)
-
-    class Elsewhere(Listener):
-        got: list[dict[str, object]] = []
-
-        def do_POST(self) -> None:
-            self.send_response(307)
-            self.send_header("Location", target)
-            self.end_headers()
-
-    with (
-        listening(refused=0) as (target, got),
-        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server,
-    ):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        (said,) = post(f"http://127.0.0.1:{server.server_port}/secret", tmp_path, ["a"])
-        server.shutdown()
-    assert "it answered 307" in said and got == []
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        (said,) = post(f"http://127.0.0.1:{silent.getsockname()[1]}/secret", tmp_path, ["a"])
-    assert "tracker webhook failed" in said and "timed out" in said and "secret" not in said
-
-
-@pytest.mark.parametrize(
-    ("webhook", "said"),
-    [
-        ("http://example.org/x", "goes to example.org without encryption"),
-        ("https://me:pw@example.org", "without a password"),
-        ("ftp://127.0.0.1/x", "neither an https address"),
-        ("NOT_SET_ANYWHERE", "nor the name of an environment variable"),
-        ("", "neither an https address"),
-        ("https://[::1/x", "neither an https address"),
-    ],
-)
-def test_what_is_no_webhook_is_refused(webhook: str, said: str) -> None:
-    with pytest.raises(TrackerError, match=said):
-        check_trackers([], webhook)
-    check_trackers([], "https://example.org/x")
+    assert far.found == [("no-signal", "text")]
 
 
 def open_some(names: list[str], folder: Path, events: list) -> Trackers:
@@ -318,14 +195,13 @@ def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
             step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0}
         )
     trackers.samples(1, [{"uid": "0-0", "response": "<b>a|b\n"}])
-    trackers.finding(TrackedFinding("no-signal", 3, "text"))
+    trackers.finding("no-signal", "text")
     trackers.close()
     assert events == []
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    overview = ["overview/grad norm", "overview/reward"]
-    assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", *overview, "reward/mean_score"]
-    assert set(found.Tags()["tensors"]) == {"samples", "findings"}
+    assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", "reward/mean_score"]
+    assert set(found.Tags()["tensors"]) == {"samples"}
     table = found.Tensors("samples")[0].tensor_proto.string_val[0].decode()
     assert (
         table.startswith("| uid |")
@@ -352,7 +228,7 @@ def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(
         for step in (first, first + 1):
             trackers.log(step, {"reward/mean_score": 0.5, "actor/grad_norm": math.nan})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
-        trackers.finding(TrackedFinding("no-signal", first, "text"))
+        trackers.finding("no-signal", "text")
         trackers.close()
     assert events == []
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -381,7 +257,7 @@ def track_two_starts(name: str, folder: Path) -> None:
             }
             trackers.log(step, {**values, "val_correct/all/pass@4": 0.5})
             trackers.samples(step, [{"uid": "0-0", "response": "r", "score": 1.0}])
-        trackers.finding(TrackedFinding("no-signal", first, "text"))
+        trackers.finding("no-signal", "text")
         trackers.close()
     assert events == []
 

@@ -140,7 +140,8 @@ def look_up(values: Mapping[str, object], key: str) -> object:
 
 _GONE = {
     "trust.audit_freq": "use trust.check_freq: one of so many steps is checked whole (0: none), "
-    "beside the first ones, powers of two and the last"
+    "beside the first ones, powers of two and the last",
+    "trainer.webhook": "trainer.logger=wandb raises an alert for each finding",
 }
 """Keys that were in earlier versions, with what to use."""
 

@@ -151,13 +151,6 @@ class TrainerConfig:
         "trackers: one or a list (metrics.jsonl is always written)",
         choices=tuple(TRACKERS),
     )
-    webhook: str | None = key(
-        None,
-        (
-            "https address to which findings are posted, or the environment variable that holds "
-            "it; null: none"
-        ),
-    )
     seed: int = key(1, "seed of new weights and of sampling", minimum=0, maximum=10**18)
     device: str = key(
         "auto",

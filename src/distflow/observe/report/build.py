@@ -20,9 +20,7 @@ from distflow.observe.metrics import find_metric
 from distflow.observe.report import chart_data as charts
 from distflow.observe.report import domains, samples
 from distflow.observe.report.page import PAGE_BYTES, page
-from distflow.observe.report.pipeline_graph import drawn_nodes
 from distflow.observe.report.step_times import device_price, times_json
-from distflow.observe.report.timelines import timelines
 from distflow.observe.run_reader import Event
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.run_folder import RunFolderError, is_ours
@@ -73,15 +71,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data; parts missing in the run's folder are empty.
     Samples fill the space that the rest leaves."""
     run = RunPages(run_dir)
-    data = (
-        run.top()
-        | run.judged()
-        | run.learned()
-        | run.curves()
-        | run.histograms()
-        | run.time()
-        | run.setup()
-    )
+    data = run.top() | run.judged() | run.learned() | run.curves() | run.time() | run.setup()
     _shrink(data, MOST_BYTES - _LEAST_SAMPLES_BYTES - 3 * PAGE_BYTES)
     room = max(MAX_BYTES - len(encode(data)) - PAGE_BYTES, _LEAST_SAMPLES_BYTES)
     data["samples"] = samples.thin_samples(run_dir, run.timeline, room)
@@ -92,13 +82,9 @@ class RunPages(RunRecords):
     """The data of a run's pages as JSON, in parts: each reads what it needs when it is first asked
     for."""
 
-    def __init__(self, run_dir: Path, growing: run_reader.GrowingMetrics | None = None) -> None:
-        super().__init__(run_dir, growing)
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
         self.run = read_object(run_dir / "run.json", run_dir)
-
-    @cached_property
-    def table(self) -> charts.Table:
-        return charts.as_table(self.steps)
 
     @cached_property
     def trials(self) -> dict[str, int]:
@@ -144,11 +130,8 @@ class RunPages(RunRecords):
         written = max(
             [event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0
         )
-        known = None if self.growing is None else self.growing.damage
-        damaged = [
-            Finding("flat", f"{sentence}.")
-            for sentence in run_reader.read_damage(self.run_dir, known)
-        ]
+        damage = run_reader.read_damage(self.run_dir)
+        damaged = [Finding("flat", f"{sentence}.") for sentence in damage]
         end = summary.ending(events, self.steps, self.run.get("total_steps"), written)
         judged = judgements(end, found, self.accuracy, self.problems, self.steps)
         return {
@@ -162,43 +145,26 @@ class RunPages(RunRecords):
         return {"compare": samples.before_and_after(self.run_dir, self.timeline)}
 
     def curves(self) -> dict[str, Any]:
-        """The charts, their columns, and what did not change."""
-        found = charts.series(self.steps)
-        return {**self.columns(found), **self.layout(found["y"])}
-
-    def columns(self, series: Mapping[str, Any]) -> dict[str, Any]:
-        axes = charts.axes(series["x"], self.records, _samples_of_a_step(self.run_dir))
+        """The charts, their columns, and what each metric means."""
+        series = charts.series(self.steps)
+        columns = series["y"]
+        drawn, others = charts.choose_charts(columns)
+        docs = {}
+        for name in columns:
+            if metric := find_metric(name):
+                docs[name] = metric.doc
         return {
-            "series": {**series, "axes": axes},
-            "bars": charts.error_bars(series["y"], self.trials),
-        }
-
-    def layout(self, y: Mapping[str, charts.Column]) -> dict[str, Any]:
-        """Which charts there are, and what each metric means. y: the columns, which may be of few
-        points."""
-        chosen = charts.choose_charts(y, domains.domain_charts(y))
-        drawn, others, constants = charts.set_constants_apart(*chosen, y)
-        return {
+            "series": series,
+            "bars": charts.error_bars(columns, self.trials),
             "charts": drawn,
             "others": others,
-            "constants": constants,
-            "units": {name: unit for name in others if (unit := charts.unit_of(name))},
-            "docs": {name: metric.doc for name in y if (metric := find_metric(name))}
-            | domains.domain_docs(y),
+            "units": {name: charts.unit_of(name) for name in others},
+            "docs": docs,
         }
-
-    def histograms(self) -> dict[str, Any]:
-        return {"histograms": charts.histograms(self.run_dir, self.timeline)}
 
     def time(self) -> dict[str, Any]:
-        """How steps run."""
-        return {
-            "pipeline": drawn_nodes(
-                read_object(self.run_dir / "plan.json", self.run_dir).get("nodes"), self.steps
-            ),
-            "timelines": timelines(self.activity, self.records),
-            "times": times_json(self.times, device_price(self.config)),
-        }
+        """Where the time of steps goes."""
+        return {"times": times_json(self.times, device_price(self.config))}
 
     def setup(self) -> dict[str, Any]:
         """How it was configured, and what happened."""
@@ -214,13 +180,6 @@ class RunPages(RunRecords):
             "changed": _changed(run),
             "config": _config_text(self.run_dir, run),
         }
-
-
-def _samples_of_a_step(run_dir: Path) -> int | None:
-    """As configured."""
-    flat = run_reader.flat_config(run_dir)
-    sizes = [flat.get(key, "") for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n")]
-    return int(sizes[0]) * int(sizes[1]) if all(size.isdecimal() for size in sizes) else None
 
 
 def _shrink(data: dict[str, Any], max_bytes: int) -> None:

@@ -20,9 +20,6 @@ _PARTS = (
         "page_data",
         "summary_and_problems",
         "curves",
-        "histograms_and_constants",
-        "pipeline_graph",
-        "timeline",
     ),
     *("step_times", "domains", "response_remarks", "samples", "config_and_events"),
 )

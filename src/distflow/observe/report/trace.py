@@ -11,7 +11,6 @@ from distflow.errors import UserError
 from distflow.observe import run_reader as reader
 from distflow.observe.crash_safe_files import encode, read_records, to_number, write_atomically
 from distflow.observe.ledger_groups import by_group
-from distflow.observe.report.timelines import by_lane
 from distflow.observe.writing.run_folder import Span
 
 _NUM_LAST = 5
@@ -119,13 +118,25 @@ def _titled(actor: str, spans: Sequence[Span]) -> Iterator[tuple[int, str, Span]
     """Each span with its worker and the title of its track: several if spans other than phases
     overlap."""
     name, _, part = actor.rpartition("-") if re.search(r"-[0-9]{1,6}$", actor) else (actor, "", "0")
-    for (kind, lane), own in by_lane(name, spans).items():
+    for (kind, lane), own in _by_lane(name, spans).items():
         ends: list[tuple[float, int]] = []
         for span in sorted(own, key=lambda span: (span.start, -span.end)):
             is_free = ends and (kind == "phase" or ends[0][0] <= span.start)
             number = heappop(ends)[1] if is_free else len(ends)
             heappush(ends, (span.end, number))
             yield int(part), f"{lane} {number + 1}" if number else lane, span
+
+
+def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
+    names = {"phase": actor, "wait": f"{actor} waits for"}
+    lanes: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        if span.kind == "decode":
+            name = f"{actor} decodes: {span.what}"
+        else:
+            name = names.get(span.kind, f"{actor}: {span.kind}s")
+        lanes.setdefault((span.kind, name), []).append(span)
+    return lanes
 
 
 def _counters(

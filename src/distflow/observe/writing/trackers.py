@@ -13,28 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
-from urllib.parse import urlsplit
+from typing import Any, Protocol, cast
 
 from distflow.builtin_names import TRACKERS
 from distflow.errors import UserError, hint
 from distflow.import_target import load
 from distflow.observe.crash_safe_files import encode, to_json, write_atomically
-from distflow.observe.metrics import headlines
 
 # Called once for each failing tracker, with the kind of the event ("warning") and a message.
 OnFailure = Callable[[str, str], None]
 
 _QUEUE_LENGTH = 256
-_MOST_FAILURES = 3
 _CLOSE_TIMEOUT_S = 30.0
 _MAX_ROWS = 8
 _MAX_CHARACTERS = 2000
-_POST_TIMEOUT_S = 10.0
-_RETRY_AFTER_S = (1.0, 5.0)
 _WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun")
-_JSON = {"Content-Type": "application/json"}
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class TrackerError(UserError):
@@ -61,18 +54,10 @@ class TrackedRun:
         return str(json.loads(file.read_bytes())["id"])
 
 
-class TrackedFinding(NamedTuple):
-    """A finding of the doctor at a step of the run."""
-
-    rule: str
-    step: int
-    text: str
-
-
 class Tracker(Protocol):
     """Receives copies of the metrics. Trackers in the table are created from a `TrackedRun`. One
     may also have `samples(step, rows)`, which takes a table of a few samples of a step (in each row
-    the same columns, as texts), and `finding(found)`, which takes a `TrackedFinding`."""
+    the same columns, as texts), and `finding(rule, text)`, which takes a finding of the doctor."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
@@ -102,13 +87,11 @@ class Trackers:
         self._close_timeout_s = close_timeout_s
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass a copy of the metrics to every tracker, to remote ones also the most important as
-        `overview/...`; never waits for a remote one."""
+        """Pass a copy of the metrics to every tracker; never waits for a remote one."""
         copy = {name: float(value) for name, value in values.items()}
         for tracker in self._local:
             tracker.log(step, copy)
-        overview = {f"overview/{line.label}": value for line, value in headlines(copy).items()}
-        self._send("log", step, {**overview, **copy})
+        self._send("log", step, copy)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Pass some of a step's samples to remote trackers: the best, the worst and those
@@ -116,8 +99,9 @@ class Trackers:
         if self._remote and rows:
             self._send("samples", step, _table(rows))
 
-    def finding(self, found: TrackedFinding) -> None:
-        self._send("finding", found)
+    def finding(self, rule: str, text: str) -> None:
+        """Pass a finding of the doctor to remote trackers."""
+        self._send("finding", rule, text)
 
     def _send(self, name: str, *what: object) -> None:
         for thread in self._remote:
@@ -141,55 +125,49 @@ class _TrackerThread:
         self._build = build
         self._on_failure = on_failure
         self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_QUEUE_LENGTH)
-        self._has_failed = self._has_reported = False
+        self._has_reported = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        if self._has_failed:
-            return
         try:
             self._queue.put_nowait(call)
         except queue.Full:
-            self._tell("is too slow: it gets only some of the steps; metrics.jsonl has all of them")
+            self._tell("is too slow: it gets only some of the steps")
 
     def finish(self, deadline: float) -> None:
         with contextlib.suppress(queue.Full):
-            self._queue.put(
-                None, timeout=0.0 if self._has_failed else max(deadline - time.monotonic(), 0.0)
-            )
+            wait = max(deadline - time.monotonic(), 0.0) if self._thread.is_alive() else 0.0
+            self._queue.put(None, timeout=wait)
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._tell("did not finish in time and was abandoned; metrics.jsonl has everything")
+            self._tell("did not finish in time and was abandoned")
 
     def _run(self) -> None:
-        tracker: Tracker | None = None
-        call: Callable[[Tracker], None] | None = None
-        num_failed = 0
-        while not self._has_failed:
+        try:
+            tracker = self._build()
+        # a library's error in its own thread must not end the run
+        except BaseException as error:
+            self._tell(f"failed and is off ({type(error).__name__}: {error})")
+            return
+        is_open = True
+        while is_open:
+            call = self._queue.get()
+            is_open = call is not None
             try:
-                tracker = tracker or self._build()
-                call = self._queue.get()
                 if call is None:
                     tracker.close()
-                    return
-                call(tracker)
-                num_failed = 0
-            # a library's error in its own thread must not end the run
+                else:
+                    call(tracker)
             except BaseException as error:
-                num_failed += 1
-                self._has_failed = tracker is None or call is None or num_failed == _MOST_FAILURES
-                rest = (
-                    "is off"
-                    if self._has_failed
-                    else f"is off after {_MOST_FAILURES} failures in a row"
-                )
-                self._tell(f"failed and {rest} ({type(error).__name__}: {error})")
+                self._tell(f"failed ({type(error).__name__}: {error})")
 
     def _tell(self, what: str) -> None:
+        """Once."""
         if not self._has_reported:
             self._has_reported = True
-            self._on_failure("warning", f"tracker {self._name} {what}")
+            text = f"tracker {self._name} {what}; metrics.jsonl has everything"
+            self._on_failure("warning", text)
 
 
 _COLUMNS = (
@@ -223,35 +201,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
-def _address(webhook: str) -> str:
-    """The address in `trainer.webhook`, or in the environment variable that it names, so that no
-    file of the run has it. Raises TrackerError."""
-    parts = urlsplit("")
-    with contextlib.suppress(ValueError):  # as of an unclosed bracket
-        parts = urlsplit(webhook if "//" in webhook else os.environ.get(webhook, ""))
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or parts.username
-        or parts.password
-    ):
-        raise TrackerError(
-            "trainer.webhook is neither an https address without a password nor the name of an "
-            "environment variable "
-            "that holds one"
-        )
-    if parts.scheme == "http" and parts.hostname not in _THIS_MACHINE:
-        raise TrackerError(
-            f"trainer.webhook goes to {parts.hostname} without encryption: write https://"
-        )
-    return parts.geturl()
-
-
-def check_trackers(names: Sequence[str], webhook: str | None = None) -> None:
-    """Raises TrackerError for an unknown name in `trainer.logger`, for one whose package is not
-    installed, and for a webhook that is no address."""
-    if webhook is not None:
-        _address(webhook)
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises TrackerError for an unknown name in `trainer.logger`, and for one whose package is not
+    installed."""
     for name in names:
         if name not in TRACKERS:
             raise TrackerError(
@@ -273,14 +225,13 @@ def open_trackers(
     *,
     local: Mapping[str, Any],
     on_failure: OnFailure,
-    webhook: str | None = None,
 ) -> Trackers:
-    """The trackers of `trainer.logger`: those of `local`, which the run already has, others from
-    the table, and the webhook.
+    """The trackers of `trainer.logger`: those of `local`, which the run already has, and others
+    from the table.
 
     Raises TrackerError as `check_trackers` does.
     """
-    check_trackers(names, webhook)
+    check_trackers(names)
     chosen_names = list(dict.fromkeys(names))
     targets = {
         name: TRACKERS[name].target
@@ -290,8 +241,6 @@ def open_trackers(
     remote: dict[str, Callable[[], Tracker]] = {
         name: partial(_build, target, run) for name, target in targets.items()
     }
-    if webhook is not None:
-        remote["webhook"] = partial(Webhook, _address(webhook), run)
     return Trackers([local[name] for name in chosen_names if name in local], remote, on_failure)
 
 
@@ -333,9 +282,6 @@ class TensorBoardTracker:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         self._text(step, "samples", markdown_table(rows))
-
-    def finding(self, found: TrackedFinding) -> None:
-        self._text(found.step, "findings", html.escape(f"{found.rule}: {found.text}"))
 
     def _text(self, step: int, tag: str, text: str) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
@@ -412,9 +358,9 @@ class WandbTracker(_TrackerRun):
         )
         self._run.log({"samples": table, "step": step})
 
-    def finding(self, found: TrackedFinding) -> None:
+    def finding(self, rule: str, text: str) -> None:
         """Raise an alert, which Weights & Biases mails if its user wants that."""
-        self._run.alert(title=found.rule, text=found.text)
+        self._run.alert(title=rule, text=text)
 
 
 class TrackioTracker(_TrackerRun):
@@ -474,12 +420,6 @@ class MlflowTracker:
         """Add them to the artifacts, as a table."""
         self._client.log_text(self._id, markdown_table(rows), f"samples/{step:06d}.md")
 
-    def finding(self, found: TrackedFinding) -> None:
-        """Tag the run with its rule and text."""
-        self._client.set_tag(
-            self._id, f"finding.{found.rule}", f"step {found.step}: {found.text}"[:5000]
-        )
-
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
@@ -504,47 +444,3 @@ class SwanlabTracker(_TrackerRun):
             settings=settings,
             **known,
         )
-
-
-class Webhook:
-    """Posts each finding as a JSON object to an address; chats show its `text`. An answer that is
-    no success is tried again twice, then it fails, as trackers do; no redirect is followed."""
-
-    def __init__(self, address: str, run: TrackedRun):
-        self._address = address
-        self._run = run
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Post nothing."""
-
-    def close(self) -> None:
-        """Nothing waits."""
-
-    def finding(self, found: TrackedFinding) -> None:
-        import httpx
-
-        name = f"{self._run.project}/{self._run.experiment}"
-        text = f"{name}, step {found.step}: {found.text} [{found.rule}]"
-        content = encode(
-            {
-                "text": text,
-                "run": name,
-                "rule": found.rule,
-                "step": found.step,
-                "message": found.text,
-            }
-        )
-        for wait in (*_RETRY_AFTER_S, None):
-            try:
-                with httpx.stream(
-                    "POST", self._address, content=content, headers=_JSON, timeout=_POST_TIMEOUT_S
-                ) as answer:  # its body is not read
-                    if answer.is_success:
-                        return
-                    why = f"it answered {answer.status_code}"
-            except httpx.HTTPError as error:
-                why = str(error) or type(error).__name__
-            if wait is not None:
-                time.sleep(wait)
-        # without the rest, which may be secret
-        raise ConnectionError(f"{urlsplit(self._address).hostname}: {why}")

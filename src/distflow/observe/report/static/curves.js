@@ -13,9 +13,7 @@ function columns(names) {
   for (let i = 0; i < data.series.x.length; i++) {
     if (names.some((name) => (data.series.y[name]?.[i] ?? null) !== null)) rows.push(i);
   }
-  const steps = rows.map((i) => data.series.x[i]);
-  const along = data.series.axes[byId("axis").value] ?? data.series.x;
-  const x = rows.map((i) => along[i]);
+  const x = rows.map((i) => data.series.x[i]);
   const marks = [];
   const y = names.map((name, s) => rows.map((i, at) => {
     const value = data.series.y[name]?.[i] ?? null;
@@ -26,7 +24,7 @@ function columns(names) {
     return value === null ? undefined : value;
   }));
   const bars = names.map((name) => data.bars[name] && rows.map((i) => data.bars[name][i] ?? null));
-  return { x, y, steps, marks, bars };
+  return { x, y, marks, bars };
 }
 
 function smooth(values, weight) {
@@ -172,7 +170,7 @@ class Chart {
       cursor: { sync: { key: "run", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false, ...(first === last ? { range: () => [first - 1, first + 1] } : zoom ? { min: zoom[0], max: zoom[1] } : {}) }, y: { range, distr: isLog ? 3 : 1 } },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 60, ...(byId("axis").value !== "step" ? {} : { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000, 1000000] }) },
+        { ...axis, size: 26, gap: 4, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000, 1000000] },
         { ...axis, size: 52, gap: 4, space: 34, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : number(tick)) },
       ],
       series: [{}, ...lines.map((line) => ({
@@ -214,7 +212,7 @@ class Chart {
       if (at === null || at === undefined) value = column.filter((v) => v !== undefined).pop() ?? undefined;
       place.textContent = number(value);
     });
-    this.at.textContent = at === null || at === undefined ? "" : `step ${this.columns.steps[at]}${this.interval(at)}`;
+    this.at.textContent = at === null || at === undefined ? "" : `step ${this.columns.x[at]}${this.interval(at)}`;
   }
 
   interval(at) {
@@ -279,7 +277,7 @@ class Chart {
   // Where the dashboard shows what happened in the step under the cursor.
   openStep() {
     const at = this.plot.cursor.idx;
-    if (data.api && data.runs.length === 1 && at !== null && at !== undefined) go("step", { step: this.columns.steps[at] });
+    if (data.api && data.runs.length === 1 && at !== null && at !== undefined) go("step", { step: this.columns.x[at] });
   }
 
   key(event) {
@@ -320,21 +318,14 @@ function showCharts() {
 }
 
 function startTools() {
-  const axes = Object.keys(data.series.axes);
-  byId("axis").append(...axes.map((name) => el("option", { value: name }, name)));
-  byId("axis").value = axes.includes(state("axis")) ? state("axis") : "step";
   byId("scale").value = state("scale") === "log" ? "log" : "";
   byId("smoothing").value = state("smoothing") || (data.series.x.length > 40 ? "0.6" : "0");
   const ends = state("zoom").split(" to ").map(Number);
   if (ends.length === 2 && ends[0] < ends[1]) zoom = ends;
-  for (const tool of [byId("axis"), byId("smoothing"), byId("scale")]) {
+  for (const tool of [byId("smoothing"), byId("scale")]) {
     tool.addEventListener("change", () => {
-      if (tool.id === "axis") zoom = null;
       keepState({ [tool.id]: tool.value, zoom: zoom ? zoom.join(" to ") : "" });
-      for (const chart of charts) {
-        chart.columns = columns(chart.spec.names);
-        chart.redraw();
-      }
+      for (const chart of charts) chart.redraw();
     });
   }
 }
@@ -342,13 +333,12 @@ function startTools() {
 function showOthers() {
   const others = byId("others");
   const place = others.querySelector(".charts");
-  const draw = (part) => {
-    Object.assign(data.series.y, part.series.y);
+  const draw = () => {
     place.replaceChildren();
     for (const name of data.others) new Chart({ question: name, kind: "line", unit: data.units[name] ?? "", names: [name] }, place);
   };
   others.hidden = !data.others.length;
   others.querySelector("summary").textContent = `${data.others.length} more metric${data.others.length > 1 ? "s" : ""}, a curve each`;
-  others.ontoggle = () => { if (others.open && data.others.length && !place.childElementCount) load("others", {}, draw); };
-  if (others.open && data.others.length) draw(data);
+  others.ontoggle = () => { if (others.open && data.others.length && !place.childElementCount) draw(); };
+  if (others.open && data.others.length) draw();
 }

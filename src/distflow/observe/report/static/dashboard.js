@@ -3,7 +3,7 @@
 const EVERY_MS = 1000;
 const own = el("section", { id: "own" }); // what a page has besides the sections of a report
 const one = data.runs.length === 1;
-Object.assign(data, { domains: [], problems: [], docs: {}, bars: {}, units: {}, others: [], timelines: [], pipeline: [] });
+Object.assign(data, { domains: [], problems: [], docs: {}, bars: {}, units: {}, others: [] });
 
 const address = (page, params = {}) =>
   `/${page === "runs" ? "" : page}?${inAddress({ run: page === "runs" ? [] : data.runs, theme: state("theme"), ...params })}`;
@@ -28,7 +28,6 @@ function sparkline(values) {
 }
 
 const traceLink = (label, step = "") => el("a", { class: "button", download: `trace${step && `-step-${step}`}.json`, href: `${data.api}trace?${inAddress({ run: data.runs, step })}` }, label);
-const stepLink = (step) => el("a", { href: address("step", { step }) }, String(step));
 const choice = (label, options, value, onchange) => {
   const select = el("select", { onchange }, ...options.map(([name, text]) => el("option", { value: name }, inert(text))));
   select.value = value;
@@ -38,7 +37,7 @@ const choice = (label, options, value, onchange) => {
 // Which run?
 function showRuns() {
   const chosen = new Set(state("chosen") ? state("chosen").split("\n") : []);
-  const search = el("input", { type: "search", placeholder: "name, state or key=value", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
+  const search = el("input", { type: "search", placeholder: "name or state", oninput: () => { keepState({ text: search.value, page: "" }); read(); } });
   search.value = state("text");
   const place = el("div", {});
   const both = el("span", { class: "choices" });
@@ -108,11 +107,10 @@ function showSentences() {
   showFailure();
 }
 
-function readCurves(page) {
-  return load("curves", { page, others: byId("others").open ? 1 : "" }, (part) => {
+function readCurves() {
+  return load("curves", {}, (part) => {
     Object.assign(data, part);
     showCharts();
-    showConstants();
   });
 }
 
@@ -124,9 +122,9 @@ const read = (part, ...shows) => load(part, {}, (content) => {
 function showOverview() {
   const judge = repeated(async () => {
     await read("judged", showSentences);
-    await Promise.all([read("learned", showCompare), read("setup", showLog, showSetup)]);
+    await Promise.all([read("learned", showCompare), read("setup", showLog, showSetup), read("time", showStepTimes)]);
   });
-  const refresh = () => Promise.all([read("top", showTop, showProblems, showDomains), readCurves("overview")]).then(() => void judge());
+  const refresh = () => Promise.all([read("top", showTop, showProblems, showDomains), readCurves()]).then(() => void judge());
   refresh();
   return refresh;
 }
@@ -138,13 +136,10 @@ function showStepPage() {
       .map(([rel, step, label]) => el("a", { rel, class: "button", href: address("step", { step }) }, label));
     own.replaceChildren(el("div", { class: "row" }, el("h3", {}, `Step ${found.step}`), el("span", { class: "choices" }, ...links,
       ...(found.slowest ? [el("a", { class: "button", href: address("sample", { uid: found.slowest, step: found.step, split: "train" }) }, "the sample it waited for")] : []),
-      el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"), ...(found.timelines.length ? [traceLink("its Chrome trace", found.step)] : []))),
+      el("a", { class: "button", href: address("samples", { step: `train ${found.step}` }) }, "its samples"), traceLink("its Chrome trace", found.step))),
       ...found.head.map((line) => el("p", { class: "lead" }, inert(line))),
       ...(found.phases.length ? plainTable("Seconds of its phases, beside the plan", found.phases) : []),
       ...plainTable(found.groups.length ? "Groups that it trained on" : "No group is known", found.groups), ...plainTable(found.dropped_note, found.dropped));
-    const named = found.phases.map(({ phase }) => [`timing_s/${phase}`, null]); // by which phases get their colours
-    Object.assign(data, { timelines: found.timelines, pipeline: [], series: { y: Object.fromEntries(named) } });
-    showStep();
   };
   load("step", { step: state("step") }, draw);
 }
@@ -152,7 +147,6 @@ function showStepPage() {
 // What does it write?
 function showSamples() {
   const samples = new Samples();
-  read("histograms", showHistograms);
   return () => byId("samples").querySelector("tr.more") || samples.read(); // what is open stays open
 }
 
@@ -196,39 +190,6 @@ function showSample() {
   });
 }
 
-// Where does the time of the devices go?
-function showTime() {
-  const measured = el("div", {});
-  own.append(measured);
-  own.before(byId("step-times"));
-  const refresh = () => {
-    const drawn = readCurves("time");
-    load("phases", {}, (found) => measured.replaceChildren(el("p", { class: "choices" }, traceLink("Chrome trace of the last steps")),
-      ...plainTable(found.phases.length ? "Seconds of a step: predicted and measured (medians)" : "plan.json has no prediction", found.phases)));
-    return drawn;
-  };
-  refresh().then(() => read("time", showStep, showStepTimes));
-  return refresh;
-}
-
-// Can I believe it?
-function showTrust() {
-  const draw = (found) => {
-    const where = (row) => el("span", {}, ...(row.first === null ? [] : ["step ", stepLink(row.first), row.last !== row.first && row.last !== null ? ` to ${row.last}` : "", " "]),
-      ...row.uids.flatMap((uid) => [el("a", { href: address("sample", { uid, step: row.first ?? "", split: "train" }) }, inert(uid)), " "]));
-    own.replaceChildren(el("h3", {}, found.findings.length ? "What is wrong" : "Nothing is known to be wrong"),
-      ...(found.findings.length ? [table("Findings", [["rule", (row) => row.rule], ["level", (row) => el("b", { class: row.level }, row.level)], ["where", where],
-        ["what", (row) => `${row.text} ${row.advice}`], ["try", (row) => row.action]], found.findings)] : []),
-      ...plainTable(found.checks.length ? "Checked steps" : "No step was checked whole", found.checks),
-      el("h3", {}, `${plural(found.clean.length, "rule")} found nothing`), el("p", { class: "lead" }, found.clean.join(", ")),
-      el("h3", {}, `${plural(Object.keys(found.lacking).length, "rule")} lack data`), el("p", { class: "lead" }, Object.entries(found.lacking).map(([rule, why]) => `${rule} ${why}`).join(", ")));
-  };
-  const refresh = () => Promise.all([load("trust", {}, draw), readCurves("trust")]);
-  refresh();
-  read("setup", showLog);
-  return refresh;
-}
-
 // What differs?
 function showComparison() {
   const draw = (found) => {
@@ -256,12 +217,10 @@ function showComparison() {
 // The sections of a report that a page has, and what draws it; that gives what to do when the run has gone on.
 const DRAWN = {
   runs: [[], showRuns],
-  overview: [["summary", "problems", "compare", "domains", "curves", "setup"], showOverview],
-  step: [["step"], showStepPage],
+  overview: [["summary", "problems", "compare", "domains", "curves", "step", "setup"], showOverview],
+  step: [[], showStepPage],
   samples: [["samples"], showSamples],
   sample: [[], showSample],
-  time: [["curves", "step"], showTime],
-  trust: [["curves", "setup"], showTrust],
   compare: [["curves"], showComparison],
 };
 

@@ -6,7 +6,7 @@ function showDomains() {
   const section = byId("domains");
   section.hidden = false;
   section.querySelector(".lead").textContent = "Rewards are means over the first and the last tenth of the steps, " +
-    "validation figures those of the first and the last validation; curves by domain and by part of the reward are below.";
+    "validation figures those of the first and the last validation.";
   const move = (ends, format) => !ends ? "–" : ends.length > 1 ? `${format(ends[0])} → ${format(ends[1])}` : format(ends[0]);
   const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)} %`;
   const count = (n) => n.toLocaleString("en");
@@ -20,7 +20,6 @@ function showDomains() {
     ["groups", (row) => row.groups === null ? "–" : `${count(row.groups)} (${percent(row.share ?? 0)})`],
     ["reward", (row) => move(row.reward, number)],
     ["validation accuracy", (row) => move(row.accuracy, percent)],
-    ["pass@k", (row) => row.k ? `${move(row.best, percent)}, k = ${row.k}` : "–"],
     ["reward errors", failed],
     ["groups dropped", (row) => dropped(row.dropped)],
   ].filter(([, value]) => domains.some((row) => value(row) !== "–"));

@@ -18,16 +18,6 @@ const turns = ({ conversation, response }) => Array.isArray(conversation) && con
     return el("div", { class: OWNERS.includes(owner) ? `turn by-${owner}` : "turn" }, el("h4", {}, inert(who)), textBox(text));
   })
   : [textBox(response)];
-// Episodes with frames as animations: one that succeeded, and one that did not.
-const videos = (group) => {
-  const shown = (group.videos ?? []).map(({ webp, instruction, response }) => {
-    const { score, reward_parts: parts } = Object(group.responses[response]);
-    const how = `${Object(parts).success === 1 ? "success" : "no success"} in ${number(Object(parts).env_steps)} env steps, reward ${number(score)}`;
-    const caption = `response ${response + 1} of step ${group.step}: ${instruction}: ${how}`;
-    return el("figure", {}, el("img", { src: `data:image/webp;base64,${webp}`, alt: "its observations, one after another" }), el("figcaption", {}, inert(caption)));
-  });
-  return shown.length ? [el("div", { class: "images" }, ...shown)] : [];
-};
 const isMasked = (response) => response.masked > 0;
 
 const COLUMNS = [
@@ -150,7 +140,7 @@ class Samples {
     if (num_shown === num_groups && num_files === all_files) return `${row}All groups of ${this.readStep ? "this step" : "the run"} are here.`;
     const rest = data.api ? "Choose a step to see all of its groups." : "The folder samples holds all.";
     return `${row}Here are ${num_shown.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_responses, "response")}) in ${files}${num_files === all_files ? "" : ", evenly chosen"}: ` +
-      `evenly taken from each domain, after a few with reward errors. Filters see these alone. ${rest}`;
+      `Filters see these alone. ${rest}`;
   }
 
   choices() {
@@ -266,7 +256,7 @@ class Samples {
     if (group.prompt_length !== null) about.push(["prompt tokens", number(group.prompt_length)]);
     const versions = new Set(group.responses.flatMap((response) => response.versions ?? []));
     if (versions.size) about.push(["weights of step", [...versions].join(", ")]);
-    cell.append(asked, facts(about, true), ...videos(group), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response, group))));
+    cell.append(asked, facts(about, true), el("div", { class: "group" }, ...group.responses.map((response) => this.response(response, group))));
   }
 
   response(response, { step, split }) {

@@ -11,19 +11,26 @@ function showStepTimes() {
   const sums = times.parts.map((_, place) => times.bars.reduce((sum, bar) => sum + (bar.seconds[place] ?? 0), 0));
   const total = sums.reduce((a, b) => a + b, 0);
   const phases = [...new Set(times.parts.map(({ phase }) => phase))];
-  figure.querySelector(".legend").append(...phases.map((phase) =>
+  figure.querySelector(".legend").replaceChildren(...phases.map((phase) =>
     swatch(phaseColor(phase), phase || "between phases", percent(sums.reduce((sum, own, place) => sum + (times.parts[place].phase === phase ? own : 0), 0) / total))));
-  figure.querySelector(".drawing").append(drawStepTimes(times, sums));
+  figure.querySelector(".drawing").replaceChildren(drawStepTimes(times, sums));
   const price = times.gpu_hour;
   const money = (time) => (price * time / 3600).toFixed(2);
   const costs = price === null ? "" : ` They cost ${money(times.seconds)}, of it ${money(times.idle)} idle (cost.gpu_hour=${price}).`;
   figure.querySelector("figcaption").textContent =
     `A bar is a step of the training loop; its pale parts are waits. ${plural(times.workers, "worker")} ran ${seconds(times.seconds)}, and ${percent(times.idle / times.seconds)} of that was idle: the training loop waited and the engine drew nothing.${costs}`;
+  figure.querySelector(".scroll")?.remove();
   figure.append(table("Who waits for whom", [["who", ({ who }) => who], ["waits for", (row) => row["waits for"]], ["time", (row) => seconds(row.seconds)]], times.waits));
 }
 
-// As among the curves and in the timeline.
-const phaseColor = (phase) => spanColor({ kind: "phase" }, phase, null);
+// As among the curves.
+function phaseColor(phase) {
+  const stacked = Object.keys(data.series.y).filter((name) => /^timing_s\/(?!step$|eval$|save$|save_wait$)/.test(name)).sort();
+  const known = stacked.indexOf(`timing_s/${phase}`);
+  return known < 0 ? "var(--c7)" : `var(--c${known % NUM_COLORS})`;
+}
+
+const percent = (share) => `${Number((share * 100).toPrecision(share < 0.1 ? 1 : 2))} %`;
 const partName = ({ phase, waits_for }) => `${phase || "between phases"}${waits_for ? `, waiting for ${waits_for}` : ""}`;
 
 function drawStepTimes({ bars, parts }, sums) {

@@ -6,7 +6,7 @@ function setTheme(theme) {
 }
 
 // The parts of the page that this run has.
-const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["domains", "domains"], ["curves", "curves"], ["samples", "responses"], ["step", "a step"], ["setup", "configuration"]];
+const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["domains", "domains"], ["curves", "curves"], ["samples", "responses"], ["step", "time"], ["setup", "configuration"]];
 
 function showContents() {
   const there = CONTENTS.filter(([id]) => !byId(id).hidden);
@@ -72,19 +72,16 @@ function showCompare() {
   section.hidden = false;
   section.querySelector(".pairs").replaceChildren();
   const problems = (n) => `${n.toLocaleString("en")} problem${n === 1 ? "" : "s"}`;
-  let lead = `The same validation problems at step ${compare.first} and at step ${compare.last}: ${problems(compare.num_better)} ` +
+  const lead = `The same validation problems at step ${compare.first} and at step ${compare.last}: ${problems(compare.num_better)} ` +
     `scored higher afterwards, ${compare.num_worse.toLocaleString("en")} lower, ${compare.num_same.toLocaleString("en")} the same` +
-    `${compare.num_unscored ? `; ${compare.num_unscored.toLocaleString("en")} had no score at one of them` : ""}.`;
-  if (compare.lengths) {
-    lead += ` Mean length of a response: ${compare.lengths[0].toFixed(1)} tokens before, ${compare.lengths[1].toFixed(1)} after.`;
-  }
+    ".";
   section.querySelector(".lead").textContent = lead;
   for (const pair of compare.examples) {
     const response = (name, side) => el("div", { class: "response" },
       el("h4", {}, el("span", {}, side.num_responses > 1 ? `${name}, 1 of ${side.num_responses}` : name), scoreBadge(side.score)),
       textBox(side.response));
     const card = el("article", { class: "pair" }, el("div", { class: "text prompt", tabindex: "0" }, inert(pair.prompt ?? "")));
-    if (pair.ground_truth !== undefined) {
+    if (pair.ground_truth !== null) {
       card.append(el("div", { class: "truth" }, "ground truth: ", textBox(pair.ground_truth, "span")));
     }
     card.append(el("div", { class: "responses" },
