@@ -11,7 +11,6 @@ import pytest
 
 from distflow import __version__
 from distflow.cli import main
-from tests.sparse_params import BY_HAND, one_fast_in
 
 NEEDED = [
     "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
@@ -28,10 +27,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         status = left.code if isinstance(left.code, int) else 1
     captured = capsys.readouterr()
     return status, captured.out, captured.err
-
-
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [(), ("trian", "grpo"), ("export", "runs/x"), ("config",)])
@@ -51,10 +46,6 @@ def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         err
         == "distflow plan: argument --devices: must be a whole number from 1 to 8,192, not '0'\n"
     )
-
-
-def test_only_what_is_missing_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "train")[2].endswith("the following arguments are required: PRESET|FILE\n")
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(
@@ -109,14 +100,6 @@ def test_a_command_that_there_was_is_answered_with_what_to_use(
 ) -> None:
     status, _, err = run(capsys, *arguments)
     assert status == 2 and instead in err and len(err.splitlines()) == 1
-
-
-def test_an_option_of_no_command_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "report", "r", "--fast") == (
-        2,
-        "",
-        "distflow report: unrecognized arguments: --fast; see distflow report --help\n",
-    )
 
 
 def test_config_prints_what_loads_as_the_same(
@@ -243,63 +226,6 @@ def test_doctor_tells_of_machine_packages_extras_and_faults(
     assert "lora: " in out and "torch 2." in out
 
 
-# Interrupts a process at the N-th module that it looks for once the command line is being imported.
-INTERRUPTS = """
-import os, pathlib, signal, sys
-class Interrupts:
-    left = None
-    def find_spec(self, name, path=None, target=None):
-        self.left = int(os.environ["AT"]) if name == "distflow.cli" else self.left and self.left - 1
-        if self.left == 1:
-            pathlib.Path(os.environ["CAME"]).touch()
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupts())
-"""
-COMMAND_LINES = [
-    ("train", "grpo", *NEEDED),
-    ("sft", "quickstart_sft"),
-    ("eval", "grpo", NEEDED[0], "data.val_files=builtin:arithmetic-rl"),
-    ("export", "run", "--to", "there"),
-    ("config", "grpo", *NEEDED),
-    ("reward", "math", "--data", "rows.jsonl"),
-    ("doctor",),
-    ("sandbox", "run", "file.py"),
-    ("selftest",),
-    ("replay", "bundle"),
-    ("why", "1"),
-    ("report", "run", "--trace"),
-    ("report", "run"),
-]
-
-
-@pytest.mark.parametrize(
-    "at", [1, 150, *(pytest.param(at, marks=[pytest.mark.slow, BY_HAND]) for at in (40, 400))]
-)
-@pytest.mark.parametrize(
-    "arguments",
-    one_fast_in(len(COMMAND_LINES), COMMAND_LINES),
-    ids=lambda each: each[0] if isinstance(each, tuple) else None,
-)
-def test_ctrl_c_at_any_import_of_a_command_is_one_line_and_130(
-    arguments: tuple[str, ...], at: int, tmp_path: Path
-) -> None:
-    """Also where the library that is being imported would catch the interrupt."""
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tmp_path),
-        "AT": str(at),
-        "CAME": str(tmp_path / "came"),
-    }
-    command = [sys.executable, "-m", "distflow", *arguments]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert (tmp_path / "came").exists() or at > 100, "too few imports to be interrupted there"
-    if (tmp_path / "came").exists():
-        assert (done.returncode, done.stderr) == (130, "distflow: ended by SIGINT\n"), done.stderr
-
-
 def test_ctrl_c_while_arguments_are_parsed_is_one_line_and_130(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,37 +289,6 @@ def test_names_are_utf8_in_any_locale(locale: dict[str, str], tmp_path: Path) ->
         tmp_path / "größe", locale, "config", "quickstart_grpo", "trainer.default_local_dir=läuf/→"
     )
     assert "default_local_dir: läuf/→" in done.stdout.decode(), done.stderr.decode()
-
-
-def test_names_are_utf8_where_python_is_told_otherwise() -> None:
-    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-X", "utf8=0", "-m", "distflow", "config", "no/→.yaml"]
-    done = subprocess.run(command, env=env, capture_output=True, timeout=120)
-    assert done.returncode == 2 and "no/→.yaml" in done.stderr.decode()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("locale", LOCALES[1:2], ids=str)
-def test_a_run_in_a_folder_with_any_letters(locale: dict[str, str], tmp_path: Path) -> None:
-    folder = tmp_path / "größe"
-    folder.mkdir()
-    sizes = [
-        "data.train_batch_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.rollout.n=2",
-    ]
-    steps = [
-        "trainer.total_training_steps=1",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=0",
-    ]
-    own = ["trainer.default_local_dir=läuf", "trainer.experiment_name=größer"]
-    done = start(folder, locale, "train", "quickstart_grpo", *NEEDED, FRESH, *sizes, *steps, *own)
-    assert done.returncode == 0, done.stderr.decode()
-    assert "läuf" in (folder / "läuf" / "report.html").read_text("utf-8")
-    for command in ("report", "runs"):
-        done = start(folder, locale, command, "läuf")
-        assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
 
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -14,15 +14,6 @@ LOCKED = re.compile(
     r"^([\w.-]+)==([\w.+!-]+)[^\\\n]*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)*)$", re.MULTILINE
 )
 """A name, its version and its hashes."""
-COPYLEFT = re.compile(r"\b(A?GPL|LGPL|GNU|EUPL|OSL|SSPL|CC-BY-SA|copyleft)", re.IGNORECASE)
-PERMISSIVE = re.compile(
-    (
-        r"\b(Apache|MIT|BSD|ISC|PSF|Python Software "
-        r"Foundation|Zlib|0BSD|BSL-1.0|CC0|Unlicense|CNRI|MPL|Mozilla)\b"
-    ),
-    re.IGNORECASE,
-)
-"""The Mozilla licence binds changes to its own files alone."""
 
 
 def core() -> dict[str, importlib.metadata.Distribution]:
@@ -40,48 +31,6 @@ def core() -> dict[str, importlib.metadata.Distribution]:
             continue
         waiting += found[name].requires or []
     return found
-
-
-def licences(package: importlib.metadata.Distribution) -> str:
-    texts = [
-        package.metadata.get("License-Expression", ""),
-        *package.metadata.get_all("Classifier", []),
-    ]
-    named = " ".join(text for text in texts if text and ("License" in text or "::" not in text))
-    return named or (package.metadata.get("License") or "").partition("\n")[0]
-
-
-def test_nothing_in_the_core_is_copyleft() -> None:
-    packages = core()
-    assert {"torch", "transformers", "numpy", "pyyaml"} <= packages.keys() and len(packages) > 30
-    named = {name: licences(package) for name, package in packages.items()}
-    # of torch's builds for CUDA
-    nvidia = {name for name in named if name.startswith(("nvidia-", "cuda-"))}
-    assert not {name: text for name, text in named.items() if COPYLEFT.search(text)}
-    assert not {
-        name: text
-        for name, text in named.items()
-        if not PERMISSIVE.search(text) and name not in nvidia
-    }
-
-
-def test_a_package_whose_next_major_version_may_change_numbers_has_an_upper_bound() -> None:
-    project = tomllib.loads(PROJECT.read_text())["project"]
-    extras = [each for name in ("lora", "ray") for each in project["optional-dependencies"][name]]
-    bounded = {
-        re.split(r"[<>=]", each)[0] for each in (*project["dependencies"], *extras) if "<" in each
-    }
-    changing = {
-        "torch",
-        "transformers",
-        "safetensors",
-        "datasets",
-        "math-verify",
-        "cloudpickle",
-        "peft",
-        "ray",
-    }
-    assert changing <= bounded
 
 
 def declared(extra: str) -> list[Requirement]:

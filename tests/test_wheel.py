@@ -148,15 +148,3 @@ def test_it_trains_and_evaluates(bare: Path, tmp_path: Path) -> None:
     assert "val_correct/all/mean" in distflow(
         bare, tmp_path, "eval", "runs/my_project/grpo_training"
     )
-
-
-@pytest.mark.by_hand
-def test_it_proves_itself(bare: Path, tmp_path: Path) -> None:
-    said = distflow(bare, tmp_path, "selftest")
-    reward_results = [
-        line.split()[-2:] for line in said.splitlines() if line.startswith(("grpo", "ppo"))
-    ]
-    assert [
-        reward_result[-1] for reward_result in reward_results if reward_result != ["left", "out"]
-    ] == ["ok"] * 6
-    assert reward_results.count(["left", "out"]) == 6, "Ray is an extra"

@@ -14,7 +14,6 @@ from distflow.algorithms.rollout_correction import (
     Correction,
     compute_rejection_mask,
     compute_rollout_weights,
-    effective_sample_size,
     interpolate,
     mismatch_statistics,
     off_policy_sequence_mask,
@@ -128,14 +127,6 @@ def test_figures_of_the_mismatch_over_two_ranks(batch: Drawn, first: list[bool])
 
     for found in run_on_ranks([of_rank(rows) for rows in shares]):
         assert found == pytest.approx(reference.mismatch(gaps), rel=1e-9, abs=1e-12)
-
-
-def test_effective_sample_size_by_hand() -> None:
-    ones = torch.ones(1, 4)
-    assert float(effective_sample_size(ones, ones)) == 1.0
-    assert float(effective_sample_size(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), ones)) == 0.25
-    assert float(effective_sample_size(torch.zeros(1, 4), ones)) == 0.0
-    assert float(effective_sample_size(ones, torch.zeros(1, 4))) == 0.0
 
 
 @given(batch=batches(), threshold=st.sampled_from((0.05, 0.5)))

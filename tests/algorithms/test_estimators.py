@@ -168,30 +168,6 @@ def test_over_two_ranks_it_is_the_same(name: str, data: Any) -> None:
         check_close(found, (wanted[0][rows], wanted[1][rows]))
 
 
-def test_by_hand() -> None:
-    """Rewards 1, 0, 0, 1 of four samples, of which the second and third have two tokens."""
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    group = torch.tensor([5, 5, 5, 5])
-    found, _ = find_adv_est("grpo").fn(rewards, mask, group)
-    a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    assert found.flatten().tolist() == pytest.approx([a, 0, -a, -a, -a, -a, a, a])
-    found, _ = find_adv_est("rloo").fn(rewards, mask, group)
-    assert found[:, 0].tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
-    # the tokens of right answers are 3 of 7
-    found, _ = find_adv_est("opo").fn(rewards, mask, group)
-    assert found[:, 0].tolist() == pytest.approx([4 / 7, -3 / 7, -3 / 7, 4 / 7])
-    # δ = (0 + .5 · 1 − 2, 4 − 1) = (−1.5, 3), A = (−1.5 + .25 · 3, 3); the hole passes it on
-    _, returns = find_adv_est("gae").fn(
-        torch.tensor([[0.0, 9.0, 4.0]]),
-        torch.tensor([[1.0, 0.0, 1.0]]),
-        torch.tensor([[2.0, 77.0, 1.0]]),
-        gamma=0.5,
-        lam=0.5,
-    )
-    assert returns.tolist() == [[1.25, 0.0, 4.0]]
-
-
 @pytest.mark.parametrize(
     "name", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"]
 )

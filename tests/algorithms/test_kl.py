@@ -116,14 +116,3 @@ def test_the_controller(kl: float, num_samples: int, coefficient: float) -> None
     found = adapted_coefficient(coefficient, kl, num_samples, 0.1, 500.0)
     wanted = reference.next_coefficient(coefficient, kl, num_samples, 0.1, 500.0)
     assert found == pytest.approx(wanted, rel=1e-12)
-
-
-def test_the_controller_by_hand() -> None:
-    """β · (1 + clip(KL / target − 1, ±0.2) · n / horizon)."""
-    value = adapted_coefficient(0.1, 6.6, 100, target_kl=6.0, horizon=1000)
-    assert value == pytest.approx(0.101)
-    value = adapted_coefficient(value, 60.0, 100, target_kl=6.0, horizon=1000)
-    assert value == pytest.approx(0.10302)
-    value = adapted_coefficient(value, 0.0, 500, target_kl=6.0, horizon=1000)
-    assert value == pytest.approx(0.092718)
-    assert adapted_coefficient(0.1, 0.0, 100, target_kl=1.0, horizon=10) == 0.0

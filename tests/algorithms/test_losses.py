@@ -177,49 +177,6 @@ def test_topr_takes_a_score_for_each_sample_as_well(batch: Drawn) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "advantage", "ratio", "loss", "slope", "stats"),
-    [
-        ("vanilla", -2.0, 5.0, 6.0, 0.0, {"pg_clipfrac": 0.0, "pg_clipfrac_lower": 1.0}),
-        ("vanilla", 2.0, 5.0, -2.4, 0.0, {"pg_clipfrac": 1.0, "pg_clipfrac_lower": 0.0}),
-        ("vanilla", 2.0, 0.5, -1.0, -1.0, {"pg_clipfrac": 0.0}),
-        ("gspo", -1.0, 5.0, 5.0, 5.0, {"pg_clipfrac": 0.0}),
-        ("gspo", -1.0, math.exp(30.0), math.exp(10.0), 0.0, {}),
-        ("gmpo", -1.0, math.exp(30.0), math.exp(30.0), math.exp(30.0), {}),
-        ("cispo", 1.0, 5.0, 1.2, -1.2, {"pg_clipfrac": 1.0}),
-        ("cispo", 1.0, 0.1, 0.8, -0.8, {"pg_clipfrac": 1.0}),
-        ("topr", 1.0, 7.0, 1.0, -1.0, {}),
-        ("topr", -1.0, 0.25, -0.25, 0.25, {}),
-        ("sapo", 1.0, 1.0, -2.0, -1.0, {}),
-        ("sapo", -1.0, 1.0, 2.0 / 1.05, 1.0, {}),
-        ("dro", 1.0, math.e, 1.0 + 0.05, -1.0 + 0.1, {"ppo_kl": -1.0}),
-        ("cpgd", 1.0, 5.0, 1.0 + math.log(5.0) - math.log(1.2), 0.0, {"pg_clipfrac": 1.0}),
-    ],
-)
-def test_by_hand(
-    name: str, advantage: float, ratio: float, loss: float, slope: float, stats: dict[str, float]
-) -> None:
-    """One token with the log-prob −1, worked with a pencil."""
-    log_probs = torch.full((1, 1), -1.0, dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    columns = {
-        "log_probs": log_probs,
-        "advantages": advantage * one,
-        "loss_mask": one,
-        "old_log_probs": (-1.0 - math.log(ratio)) * one,
-        "token_level_scores": advantage * one,
-    }
-    entry = find_policy_loss(name)
-    names = ("log_probs", *entry.reads, *entry.optional)
-    found: Any = entry.fn(**{column: columns[column] for column in names})
-    found[0].sum().backward()
-    assert log_probs.grad is not None
-    assert float(found[0].detach()) == pytest.approx(loss)
-    assert float(log_probs.grad) == pytest.approx(slope)
-    for statistic, value in stats.items():
-        assert float(found[1][statistic]) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
     ("rule", "message"),
     [
         ({"uper": 2.0}, "did you mean 'upper'"),

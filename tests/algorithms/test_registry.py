@@ -1,6 +1,5 @@
 """Names, signatures and scopes of estimators and losses."""
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -21,31 +20,6 @@ from distflow.algorithms.registry import (
 )
 from distflow.graph import node
 from distflow.graph.node_spec import spec_of
-from distflow.import_target import load_function
-
-
-@pytest.mark.parametrize("name", builtin_names.ESTIMATORS)
-def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) -> None:
-    found = find_adv_est(name)
-    assert found.name == name == AdvantageEstimator[name.upper()].value
-    assert (
-        inspect.unwrap(found.fn).__code__
-        is load_function(builtin_names.ESTIMATORS[name].target).__code__
-    )
-    reads = inspect.signature(found.fn).parameters
-    assert builtin_names.ESTIMATORS[name].needs_critic == ("values" in reads)
-    assert builtin_names.ESTIMATORS[name].needs_group <= ("group_index" in reads)
-
-
-@pytest.mark.parametrize("name", builtin_names.POLICY_LOSSES)
-def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None:
-    found = find_policy_loss(name)
-    entry = builtin_names.POLICY_LOSSES[name]
-    assert found.name == name and found.fn is load_function(entry.target)
-    assert (entry.clips, entry.dual_clips) == (
-        "clip_ratio_low" in found.options,
-        "clip_ratio_c" in found.options,
-    )
 
 
 def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> (

@@ -133,30 +133,6 @@ def test_views_as_tables_and_a_comparison(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_a_run_shows_itself(folder: Path) -> None:
-    run = distflow.load_run(str(folder))
-    assert repr(run) == f"<Run {folder}: finished, 3 steps>"
-    shown = run._repr_html_()
-    assert "finished, 3 steps" in shown and "0.250 before" not in shown and "<polyline" in shown
-    assert run.report == folder / "report.html" and run.report.is_file()
-
-
-def test_a_run_in_progress_and_one_that_crashed_show_themselves_and_write_nothing(
-    tmp_path: Path,
-) -> None:
-    with RunFolder(tmp_path / "run", 0) as writing:
-        run = distflow.load_run(tmp_path / "run")
-        assert "no end yet, 0 steps" in run._repr_html_()
-        for step, reward in ((1, 0.5), (2, math.nan), (3, 0.75)):
-            writing.metrics(step, "train", {"reward/mean_score": reward})
-        with (run.folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 4, "m": {"torn')
-        assert "no end yet, 3 steps" in run._repr_html_() and "<polyline" in run._repr_html_()
-        writing.event("error", "ValueError: <b>", step=3)
-        writing.event("end", "the run failed", status="failed")
-    assert "failed, 3 steps" in run._repr_html_() and not (run.folder / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("nothing", "is not there"), (".", "has no file events.jsonl")]
 )

@@ -2,15 +2,11 @@
 same bounds."""
 
 import asyncio
-import gc
 import json
 import random
 import signal
-import sys
 import threading
 import time
-import traceback
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,36 +178,6 @@ def test_what_generate_cannot_run_is_said(tmp_path: Path) -> None:
             rollouts.generate([1], temprature=1.0)
 
 
-def test_a_step_without_an_update_a_missing_column_and_a_call_after_the_end_are_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with opened(tmp_path / "run") as rollouts:
-        batch = rollouts.prepare_batch()
-        with pytest.raises(
-            UserError, match=r"actor.train_step: the loss reads the column 'advantages'"
-        ):
-            rollouts.actor.train_step(batch, PolicyObjective("vanilla", {}, derives_old=True))
-        rollouts.publish()
-        assert "publish ends a step in which nothing was trained" in "".join(capfd.readouterr())
-        learn(rollouts, rollouts.prepare_batch())
-        rollouts.publish()
-        assert "nothing was trained" not in "".join(capfd.readouterr())
-    with pytest.raises(UserError, match="have ended with their `with` block"):
-        rollouts.prepare_batch()
-
-
-@pytest.mark.slow
-def test_a_function_of_apply_writes_columns(tmp_path: Path) -> None:
-    with opened(tmp_path / "run") as rollouts:
-        batch = rollouts.prepare_batch()
-        rollouts.apply(batch, doubled)
-        assert torch.equal(batch["advantages"], 2 * batch["token_level_rewards"])
-
-
-def doubled(batch: Batch) -> None:
-    batch["advantages"] = 2 * batch["token_level_rewards"]
-
-
 MORE = {"algorithm__filter_groups__oversampling": 1.0}
 
 
@@ -358,27 +324,6 @@ def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
     )
 
 
-def test_submitted_prompts_are_forgotten_with_their_groups(tmp_path: Path) -> None:
-    """Memory must not grow with the number of prompts: those of trained and of dropped groups go,
-    not those that wait. Each has a function of its own, which lives as long as its row."""
-    kept = list[weakref.ref]()
-    given = OWN[:4]
-    with opened(tmp_path / "run", None) as rollouts:
-        for row in given:
-
-            def accepts(group: Batch, answer: str = row["answer"]) -> bool:
-                return group["ground_truth"][0] == answer != "4"
-
-            kept.append(weakref.ref(accepts))
-            rollouts.submit(row, should_accept=accepts)
-            del accepts
-        assert prompts(rollouts.wait(2)) == [given[0]["prompt"], given[2]["prompt"]]
-        rollouts.publish()
-        gc.collect()
-        assert [of() is None for of in kept] == [True, True, True, False]
-        assert prompts(rollouts.wait(1)) == [given[3]["prompt"]]
-
-
 def test_submitted_prompts_go_before_those_of_the_data(tmp_path: Path) -> None:
     with opened(tmp_path / "run") as rollouts:
         rollouts.submit(OWN[0])
@@ -435,31 +380,6 @@ def test_each_call_may_bring_a_function_of_its_own(tmp_path: Path) -> None:
         assert prompts(rollouts.wait(2)) == [OWN[3]["prompt"], OWN[1]["prompt"]]
         rollouts.publish()
     assert set(verify(tmp_path / "run" / "ledger.jsonl").dropped) == {"not 5", "not 3"}
-
-
-@pytest.mark.slow
-def test_waiting_for_more_than_were_accepted_says_what_became_of_the_others(tmp_path: Path) -> None:
-    with opened(
-        tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2"
-    ) as rollouts:
-        for row in OWN[:2]:
-            rollouts.submit(row)
-        with pytest.raises(
-            NothingToWaitFor, match="1 of .* are finished; .* dropped so far: 1 rejected"
-        ):
-            rollouts.wait(2)
-        assert prompts(rollouts.wait(1)) == [OWN[1]["prompt"]]
-        rollouts.publish()
-
-
-def test_a_failing_function_is_named_with_its_error(tmp_path: Path) -> None:
-    def accepts(group: Batch) -> bool:
-        raise ZeroDivisionError("no such group")
-
-    rollouts = opened(tmp_path / "run", should_accept=accepts)
-    with pytest.raises(UserError, match=r"(?s)should_accept.*no such group"), rollouts:
-        rollouts.prepare_batch()
-    assert rollouts.run.status == "failed"
 
 
 @pytest.mark.slow
@@ -532,48 +452,6 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
         rollouts.prepare_batch()
 
 
-def interrupt_once_it_waits() -> None:
-    ident = threading.main_thread().ident
-    assert ident is not None
-    while "take" not in {
-        frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[ident])
-    }:
-        time.sleep(0.02)
-    time.sleep(0.2)
-    signal.pthread_kill(ident, signal.SIGINT)
-
-
-@pytest.mark.usefixtures("go_on")
-def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
-    interrupt = threading.Thread(target=interrupt_once_it_waits)
-    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "run", None, reward=slow) as rollouts:
-        rollouts.submit(OWN[0])
-        interrupt.start()
-        try:
-            rollouts.wait(1)
-        finally:
-            with pytest.raises(UserError, match="was interrupted: call distflow.rollouts again"):
-                rollouts.wait(1)
-    verify(tmp_path / "run" / "ledger.jsonl")
-
-
-@pytest.mark.slow
-def test_leaving_early_is_no_failure_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    seen = []
-    for _ in range(2):
-        with opened(tmp_path / "run", async__max_staleness=1) as rollouts:
-            for _ in range(2):
-                seen += prompts(rollouts.prepare_batch())
-                rollouts.publish()
-        assert rollouts.run.status == "finished"
-    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), (
-        "the second start began behind the first"
-    )
-    with opened(tmp_path / "run", async__max_staleness=1) as rollouts:
-        assert rollouts.version == 4 and rollouts.prepare_batch() is None
-    verify(tmp_path / "run" / "ledger.jsonl")
-
-
 def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> None:
     with opened(tmp_path / "run", None) as rollouts:
         for row, said in (
@@ -613,13 +491,6 @@ def test_what_cannot_work_is_said_before_anything_is_built(
 ) -> None:
     with pytest.raises(UserError, match=said), opened(tmp_path / "run", **changed):
         pytest.fail("it was entered")
-
-
-def test_a_batch_with_an_unusable_row_submits_none_of_them(tmp_path: Path) -> None:
-    with opened(tmp_path / "run", None) as rollouts:
-        with pytest.raises(UserError, match="submitted prompt 2: the prompt has 80 tokens"):
-            rollouts.rollout_batch([OWN[0], {"prompt": "1+" * 40, "answer": "2"}])
-        assert prompts(rollouts.rollout_batch(OWN[1:3])) == [row["prompt"] for row in OWN[1:3]]
 
 
 class _Worker:

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import random
-import re
 import signal
 import threading
 from pathlib import Path
@@ -14,11 +12,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import distflow
-from distflow.api.train import claimed_for_a_run
 from distflow.cli import main
-from distflow.config import load_config
 from distflow.errors import ConfigError, UserError
-from distflow.launch.threads import make_process_ready
 from tests.api.reward_results import lengths
 from tests.api.small import ROWS, TINY, small
 
@@ -81,13 +76,6 @@ def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -
     for sample in samples:
         assert sample["ground_truth"] == answers[sample["prompt"]]
         assert sample["score"] == lengths(sample["response"], sample["ground_truth"])["score"]
-
-
-def test_its_report_says_that_python_set_what_it_set(run: distflow.Run) -> None:
-    changed = json.loads((run.folder / "run.json").read_text())["changed"]
-    where = {change["key"]: change["where"] for change in changed}
-    assert where["trainer.save_freq"] == where["data.train_files"] == "given in Python"
-    assert "command line" not in where.values()
 
 
 def test_callbacks_are_told_and_one_that_raises_ends_nothing(
@@ -177,18 +165,6 @@ def test_a_signal_saves_and_the_process_goes_on(tmp_path: Path) -> None:
     )
     assert stopped.status == "stopped" and stopped.num_steps == 1
     assert [path.name for path in stopped.checkpoints] == ["step-000001"]
-
-
-def test_a_second_signal_is_a_keyboard_interrupt(tmp_path: Path) -> None:
-    def impatient(step: int, metrics: dict) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lengths, on_step=impatient)
-    assert signal.getsignal(signal.SIGINT) is before
-    assert distflow.load_run(tmp_path / "run").status == "failed"
 
 
 @pytest.mark.slow
@@ -379,36 +355,6 @@ def test_several_at_once_each_with_its_own_rows_and_functions(tmp_path: Path) ->
     )
 
 
-def test_what_is_wrong_with_one_of_several_is_said_before_any_is_written(tmp_path: Path) -> None:
-    def several(of_b: dict, **more: object) -> None:
-        runs = {
-            name: {"preset_or_config": TINY, "overrides": small(tmp_path / name), "data": ROWS}
-            for name in "ab"
-        }
-        distflow.train_several(
-            {**runs, "b": runs["b"] | of_b},
-            {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu", **more},
-        )
-
-    with pytest.raises(
-        UserError, match="^b: no argument on_step for one of several runs; use preset_or_config, "
-    ):
-        several({"on_step": print})
-    with pytest.raises(UserError, match="^b: reward: .*takes .*unknown"):
-        several({"reward": lambda *, unknown: 1.0})
-    with pytest.raises(UserError, match="^b: . problems? in the config"):
-        several({"overrides": {**small(tmp_path / "b"), "trainer.seed": -1, "trainer.nnodes": 0}})
-    with pytest.raises(UserError, match="a and b have the same folder"):
-        several({"overrides": small(tmp_path / "a")})
-    with pytest.raises(UserError, match="^pass a dict of runs by name, each a dict of arguments"):
-        distflow.train_several([{"preset_or_config": TINY}])  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="^pass a dict of runs by name, each a dict of arguments"):
-        distflow.train_several({})
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(UserError, match="2 independent parts, but only 1 device"):
-        several({}, **{"trainer.n_gpus_per_node": 1, "trainer.device": "cpu"})
-
-
 @pytest.mark.slow
 def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path) -> None:
     def broken(token_level_rewards, response_mask):
@@ -422,37 +368,3 @@ def test_one_of_several_that_fails_is_named_and_the_other_is_done(tmp_path: Path
     with pytest.raises(RuntimeError, match="^b failed"):
         distflow.train_several(runs, {"trainer.n_gpus_per_node": 2, "trainer.device": "cpu"})
     assert distflow.load_run(tmp_path / "a").status == "finished"
-
-
-def test_advice_on_resuming_is_for_the_call(folder: Path, run: distflow.Run) -> None:
-    with pytest.raises(UserError, match="with another config") as refused:
-        distflow.train(
-            TINY, small(folder, trainer__seed=7), data=iter(ROWS), val_data=ROWS[:2], reward=lengths
-        )
-    said = str(refused.value)
-    assert (
-        re.search(r"allow_change=\[.*'trainer.seed'", said)
-        and 'resume="never" (existing' in said
-        and "--" not in said
-    )
-    with pytest.raises(UserError, match=r"allow_change=\['nosuch.key'\]: there is no such key"):
-        distflow.train(TINY, small(folder), data=ROWS, reward=lengths, allow_change=["nosuch.key"])
-
-
-def test_what_a_run_sets_in_the_process_is_as_before_afterwards(tmp_path: Path) -> None:
-    def state() -> tuple[object, ...]:
-        mask = os.umask(0o022)
-        os.umask(mask)
-        return (
-            torch.get_num_threads(),
-            torch.backends.cuda.cudnn_sdp_enabled(),
-            random.getstate(),
-            mask,
-        )
-
-    before = state()
-    with claimed_for_a_run(tmp_path / "run"):
-        make_process_ready(load_config("grpo", ["trainer.num_threads=3"], complete=False).config)
-        random.random()
-        assert state()[:2] == (3, False)
-    assert state() == before

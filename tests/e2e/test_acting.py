@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.observe.run_reader import read_samples
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_vision_models import write_tiny_llava
 
@@ -89,41 +88,6 @@ LEVELS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["action", "chunk"])
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce"])
-def test_every_check_passes_at_each_level(
-    playground: Playground, estimator: str, level: str
-) -> None:
-    levels = [each.format(level) for each in LEVELS]
-    run = playground.run(
-        "grpo", *ACTS, options(score="return"), *levels, f"algorithm.adv_estimator={estimator}"
-    )
-    passed = {name for step in run.checks() for name in step["passed"]}
-    assert {"episodes", "gradients", "loss", "masks", "rewards", "turns"} <= passed
-    assert not run.notes("warning")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [4, 2])
-def test_every_check_passes_where_each_decision_is_a_sample(
-    playground: Playground, groups: int
-) -> None:
-    """The loss's own log-probs are the old ones, or a node has computed them before two updates."""
-    sizes = f"actor_rollout_ref.actor.ppo_mini_batch_size={groups}"
-    run = playground.run("grpo", *ACTS, options(), *DECISIONS, sizes)
-    for step in run.checks():
-        assert {
-            "episodes",
-            "gradients",
-            "log_probs",
-            "loss",
-            "masks",
-            "mini-batches",
-        } <= {*step["passed"]}
-    assert not run.notes("warning")
-
-
 DECISIONS = (
     "algorithm.sample_level=decision",
     "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
@@ -177,31 +141,6 @@ def test_a_resumed_run_is_bit_equal(playground: Playground) -> None:
         "embodied_srpo", *saves, "trainer.total_training_steps=3", name="cut"
     ).weights(3)
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
-
-
-@pytest.mark.slow
-def test_two_processes_end_where_one_does(playground: Playground) -> None:
-    saves = (
-        *ACTS,
-        *DECISIONS,
-        options(),
-        "trainer.save_freq=2",
-        "embodied_sampling.filter_accuracy=false",
-    )
-    one = playground.run("embodied_srpo", *saves, name="one")
-    assert (
-        main(
-            [
-                "train",
-                "embodied_srpo",
-                *playground.overrides("two", *saves, "trainer.n_gpus_per_node=2"),
-            ]
-        )
-        == 0
-    )
-    two = Run(playground.folder / "two", one.config, one.outcome)
-    for name, weight in one.weights(2).items():
-        assert torch.allclose(weight, two.weights(2)[name], atol=1e-5), name
 
 
 @pytest.mark.slow

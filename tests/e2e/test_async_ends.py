@@ -1,20 +1,14 @@
 """How asynchronous runs come to their end: short data, few steps, filters, evaluations beside the
 stream."""
 
-import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distflow.observe.run_reader import read_samples, sample_steps
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
 from tests.ledger_audit import verify
-from tests.patience import at_some_deadline
 from tests.sparse_params import one_fast_in
 
 CHEAP = (
@@ -89,18 +83,6 @@ DYNAMIC = (
 )
 
 
-@pytest.mark.slow
-def test_a_filter_that_drops_most_groups_trains_the_others(ground: Playground) -> None:
-    ground.write_reward(NOW_AND_THEN.format(one_in=12))
-    done = run(ground, 2, *DYNAMIC[:2], f"{DYNAMIC[2]}10", preset="dapo")
-    survived = whole(ground, 2, 4)
-    assert (
-        set(survived.dropped.values()) == {"all_equal"}
-        and len(survived.dropped) > len(survived.step) > 0
-    )
-    assert done.metrics()[-1]["async/dropped/all_equal"] == len(survived.dropped)
-
-
 def test_a_step_that_does_not_fill_goes_on_with_what_there_is(ground: Playground) -> None:
     ground.write_reward(NOW_AND_THEN.format(one_in=3))
     # the same answers at any version
@@ -125,57 +107,3 @@ def test_a_step_that_does_not_fill_ends_the_run_where_that_is_wanted(ground: Pla
         Exhausted, match=r"needs 4 prompt groups, but of the .* drawn for it .*max_num_gen_batches"
     ):
         run(ground, 2, *DYNAMIC[:2], f"{DYNAMIC[2]}1", preset="dapo")
-
-
-FAILS_ON_HELD_OUT = """
-import time
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if "held out" in ground_truth:
-        {how}
-    return sum(map(ord, solution_str)) % 7 / 6
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", one_fast_in(2, ["raise KeyError('not there')", "time.sleep(300)"]))
-def test_an_evaluation_beside_the_stream_counts_for_itself(ground: Playground, how: str) -> None:
-    """Verifiers fail on validation prompts alone: training groups, which go on meanwhile, count
-    none of it."""
-    ground.write_reward(FAILS_ON_HELD_OUT.format(how=how))
-    held_out = ground.folder / "held_out.jsonl"
-    held_out.write_text(
-        "".join(json.dumps({"prompt": f"{i}=", "answer": "held out"}) + "\n" for i in range(3))
-    )
-    keys = (f"data.val_files={held_out}", "trainer.test_freq=1", "trainer.val_before_train=true")
-
-    def check(deadline_s: float) -> None:
-        shutil.rmtree(ground.folder / "run", ignore_errors=True)
-        patience = (f"reward.timeout_s={deadline_s}", "reward.num_workers=3")
-        counts_for_itself(ground, run(ground, 2, *keys, *patience, "trainer.total_epochs=1"))
-
-    at_some_deadline(check, *((0.4, 3.0) if "sleep" in how else (30.0,)))
-
-
-def counts_for_itself(ground: Playground, done: Run) -> None:
-    assert not whole(ground, 2, 1).dropped
-    for metrics in done.metrics():
-        assert (
-            metrics.get("reward/error_rate", 0) == 0
-            and metrics["reward/errors"] == 0 == metrics["reward/timeouts"]
-        )
-        assert metrics["timing_s/eval"] > 0
-    warned = [note for note in done.notes("warning") if "reward errors" in note]
-    assert warned and all(
-        "3 of 3 scores are reward errors (100%) in a validation" in note for note in warned
-    )
-    answers = list(evaluations(done))
-    assert len(answers) == 4
-    for step, rows in answers:
-        assert {tuple(row["versions"]) for row in rows} == {(step,)}, (
-            "one version, that of the weights judged"
-        )
-
-
-def evaluations(done: Run) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    for step in sample_steps(done.folder, "val"):
-        yield step, list(read_samples(done.folder, step, split="val"))

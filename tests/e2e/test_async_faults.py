@@ -2,7 +2,6 @@
 it loses nothing."""
 
 import json
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from distflow.launch.one_process_launcher import LASTING_S
 from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import audit, records
@@ -337,59 +335,3 @@ def spans(ground: Playground, actor: str) -> list[dict[str, Any]]:
             (ground.folder / "run" / "spans" / f"{actor}.jsonl").read_text().splitlines(),
         )
     )
-
-
-SLOW_REWARD = """
-import time
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep({seconds} if "{answer}" in ground_truth else 0)
-    return sum(map(ord, solution_str)) % 7 / 6
-"""
-
-
-def test_one_slow_verdict_keeps_nobody_else(ground: Playground) -> None:
-    rows = [{"prompt": f"{i}=", "answer": "slow" if i == 3 else "7"} for i in range(NUM_ROWS)]
-    ground.write_rows(rows)
-    ground.write_reward(SLOW_REWARD.format(seconds=4, answer="slow"))
-    run = start(ground, "none", "reward.num_workers=3", "data.shuffle=false")
-    assert run.status() == 0, run.said()
-    assert unharmed(ground) == {}
-    (slow,) = [s for s in group_spans(ground) if s["group_id"] == 3]
-    assert slow["t1"] - slow["t0"] >= 4
-    assert [s for s in group_spans(ground) if s["group_id"] > 3 and s["t1"] < slow["t1"]]
-
-
-def test_verifiers_slower_than_everything_bound_what_is_under_way(ground: Playground) -> None:
-    ground.write_reward(SLOW_REWARD.format(seconds=0.06, answer="7"))
-    run = start(ground, "none")
-    assert run.status() == 0, run.said()
-    assert unharmed(ground) == {}
-    live = 0
-    most = 0
-    for record in records(ground.folder / "run"):
-        live += {"issued": 1, "dropped": -1}.get(record["kind"], 0) - len(
-            record.get("group_ids", ())
-        )
-        most = max(most, live)
-    assert most == (STALENESS + 1) * 4
-    waits = spans(ground, "reward")
-    assert {(span["what"], span["on"]) for span in waits} == {
-        ("scores", "reward functions")
-    } and len(waits) == NUM_ROWS
-    assert sum(span["t1"] - span["t0"] for span in waits) > 0.06 * 2 * NUM_ROWS
-
-
-@pytest.mark.slow
-def test_a_stop_says_that_it_is_the_verifiers_who_are_waited_for(ground: Playground) -> None:
-    ground.write_reward(SLOW_REWARD.format(seconds=6.5, answer="7"))
-    run = start(ground, "none", "reward.num_workers=2")
-    run.wait_for((ground.folder / "run" / "ledger.jsonl").exists)
-    time.sleep(LASTING_S + 3)
-    run.send(signal.SIGINT)
-    run.wait_for(lambda: "a second signal exits at once" in run.said())
-    assert (
-        "s for scores (on: reward functions)" in run.said()
-        and "s for step 1 (on: rollout)" in run.said()
-    ), run.said()
-    run.send(signal.SIGINT)
-    assert run.status() == 130

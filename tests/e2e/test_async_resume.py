@@ -1,11 +1,9 @@
 """Killed at any moment while answers are under way, a run loses no prompt, trains none twice and
 none too late."""
 
-import json
 import random
 import shutil
 import signal
-import time
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -243,18 +241,6 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(
         assert again["attempt"] == group["prompt_group"]["attempt"] + (not group["complete"])
 
 
-def test_a_run_goes_on_in_another_folder(
-    ground: Playground, cut: Path, undisturbed: Survivors
-) -> None:
-    left = Left(cut)
-    folder = finish(ground, "elsewhere", flags=("--resume", str(left.checkpoint.path)))
-    verify(folder / "ledger.jsonl")
-    before = records(cut, left.run["coordinator"]["ledger"]["offset"])
-    survived = audit(folder, STALENESS, PLACES, before)
-    assert survived.lengths == {place: undisturbed.lengths[place] for place in survived.lengths}
-    assert not survived.dropped
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 5])
 def test_a_run_goes_on_with_another_bound(
     ground: Playground, cut: Path, undisturbed: Survivors, staleness: int
@@ -334,21 +320,6 @@ def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -
     assert max(survived.ages.values()) > 0, "it never ran ahead"
 
 
-@pytest.mark.by_hand
-@pytest.mark.slow
-def test_resumed_from_every_step(ground: Playground, undisturbed: Survivors) -> None:
-    """In an epoch and at its edge, before the last step."""
-    source = finish(ground, "every", "trainer.keep_last=99")
-    for step in range(1, 14):
-        path = source / "checkpoints" / f"step-{step:06d}"
-        keys = ("trainer.save_freq=99", "trainer.keep_last=99")
-        folder = finish(ground, f"from-{step}", *keys, flags=("--resume", str(path)))
-        offset = json.loads((path / "run.json").read_text())["coordinator"]["ledger"]["offset"]
-        survived = audit(folder, STALENESS, PLACES, records(source, offset))
-        assert survived.lengths == {place: undisturbed.lengths[place] for place in survived.lengths}
-        assert max(survived.step.values()) == 14
-
-
 def steps_journaled(folder: Path) -> int:
     path = folder / "ledger.jsonl"
     return path.read_bytes().count(b'"kind":"version"') if path.exists() else 0
@@ -372,20 +343,3 @@ def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(
     left = Left(ground.folder / name)
     assert 2 <= left.checkpoint.step < 14 and left.run["coordinator"]["live"]
     same_account(finish(ground, name, "trainer.save_freq=99"), undisturbed)
-
-
-def test_the_second_signal_leaves_at_once_and_costs_nothing_that_was_saved(
-    ground: Playground, undisturbed: Survivors
-) -> None:
-    run = start(ground, "twice", HELD="23")
-    run.wait_for(lambda: (ground.folder / "twice" / "checkpoints" / "step-000005").exists())
-    children = children_of(run.pid)
-    run.send(signal.SIGINT)  # step 6 waits for the answer that never comes
-    run.wait_for(lambda: "a second signal exits at once" in run.said())
-    run.send(signal.SIGINT)
-    assert run.status() == 130
-    deadline = time.monotonic() + 60
-    while any(map(is_alive, children)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    same_account(finish(ground, "twice"), undisturbed)

@@ -2,30 +2,20 @@
 nothing lost."""
 
 import json
-import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distflow import cli
-from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
-HOLD_LOCK = """
-import fcntl, os, sys
-fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
 pytestmark = pytest.mark.slow
 CHEAP = ("trust.check_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
 
@@ -257,23 +247,6 @@ def test_one_message_names_what_to_change(
     refused(capsys, 2, status, *needed)
 
 
-def test_a_broken_yaml_and_an_unknown_key_name_file_and_line(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = ground.folder / "mine.yaml"
-    file.write_text("trainer: {seed: 1\ndata: [\n")
-    refused(capsys, 2, cli.main(["train", str(file)]), "mine.yaml")
-    file.write_text("defaults: [grpo, _self_]\ntrainer:\n  seed: 1\n  sav_freq: 3\n")
-    refused(capsys, 2, cli.main(["train", str(file)]), "mine.yaml:4", "trainer.save_freq")
-
-
-def test_the_traceback_comes_only_when_asked_for(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(ground, "data.train_files=/nowhere/rows.jsonl", flags=("--debug",)) == 2
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_a_user_s_node_is_the_user_s_fault_and_named_with_its_line(
     ground: Playground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,50 +363,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
     refused(capsys, 2, train(ground, *saving), "no checkpoint in", "is complete", "--resume never")
 
 
-def test_a_damaged_line_of_the_metrics_is_told_and_costs_nothing_else(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saving = ("trainer.save_freq=1", "trainer.total_epochs=2")
-    assert train(ground, *saving) == 0
-    metrics = ground.folder / "run" / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines()
-    assert len(lines) == 2
-    metrics.write_bytes(b"\n".join([b"\0" * 40, *lines]) + b"\n")
-    capsys.readouterr()
-    assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=3") == 0
-    assert "warning: 1 line of metrics.jsonl cannot be read" in capsys.readouterr().out
-    assert len(read_metrics(ground.folder / "run")) == 3
-    assert (
-        "1 line of metrics.jsonl cannot be read"
-        in (ground.folder / "run" / "report.html").read_text()
-    )
-
-
-def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second touches nothing of the first: no checkpoint that is being written, no line of its
-    journal."""
-    assert train(ground, "trainer.save_freq=1") == 0
-    partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
-    partial.mkdir()
-    journal = (ground.folder / "run" / "ledger.jsonl").read_bytes()
-    command = [sys.executable, "-c", HOLD_LOCK, str(ground.folder / "run" / ".writer")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        capsys.readouterr()
-        status = train(ground, "trainer.save_freq=1")
-        refused(
-            capsys,
-            2,
-            status,
-            "another process (",
-            "is writing to the run's folder",
-            "trainer.default_local_dir",
-        )
-        other.communicate()
-    assert partial.exists()
-    assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == journal
-
-
 def limited(ground: Playground, num_bytes: int, *overrides: str) -> CliRun:
     """A run that may write no file larger than `num_bytes`: to it the disk is full."""
     run = CliRun(
@@ -465,26 +394,3 @@ def test_a_full_disk_while_saving(ground: Playground) -> None:
     ]
     assert events[-1]["status"] == "failed"
     assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=2") == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="wants root, to mount a small disk")
-def test_a_full_disk_where_everything_goes(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    disk = ground.folder / "run"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=500k", "none", str(disk)], capture_output=True
-    ).returncode:
-        pytest.skip("wants the right to mount a small disk")
-    try:
-        status = train(
-            ground, "trainer.save_freq=1", "trainer.total_epochs=8", "trainer.save_groups=all"
-        )
-        refused(capsys, 2, status, str(disk), "trainer.default_local_dir")
-        if any((disk / "checkpoints").glob("step-*/manifest.json")):
-            assert CheckpointStore(disk / "checkpoints").load().step >= 1
-    finally:
-        # The data set's file stays mapped as long as a row of it lives: the disk goes when that
-        # goes.
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)

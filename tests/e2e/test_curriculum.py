@@ -2,7 +2,6 @@
 one that fails."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,30 +158,3 @@ def test_ahead_of_training_a_change_holds_for_tickets_that_were_not_granted(
         shares[:3] == [0.5] * 3
         and shares[3] == shares[4] == eval(records[0]["shares"]["math"]) != 0.5
     )
-
-
-@pytest.mark.slow
-def test_one_that_fails_ends_the_run_and_costs_no_checkpoint(
-    ground: Playground, tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def weights(progress, step, state):\n"
-        "    return {'math': 1, 'code': -1 if step == 3 else 1}\n"
-    )
-    settings = given(
-        ground, f"data.curriculum.function='{file}:weights'", "trainer.total_training_steps=4"
-    )
-    with pytest.raises(
-        UserError, match=r"mine.py:weights: after step 3 the curriculum gave 'code' the weight -1"
-    ):
-        ground.run("grpo", *settings, name="fails")
-    assert sorted(
-        path.name for path in (ground.folder / "fails" / "checkpoints").glob("step-*")
-    ) == ["step-000002"]
-    moved = tmp_path / "mended.py"
-    moved.write_text("def weights(progress, step, state):\n    return {'math': 1, 'code': 1}\n")
-    with pytest.raises(UserError, match="--allow-change data.curriculum.function"):
-        ground.run(
-            "grpo", *given(ground, f"data.curriculum.function='{moved}:weights'"), name="fails"
-        )

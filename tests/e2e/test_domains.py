@@ -222,13 +222,6 @@ def test_what_no_domain_asks_for_is_refused(ground: Playground, setting: str) ->
         ground.spec("grpo", *given(ground, *FILTERED, setting, domains=domains))
 
 
-def test_a_column_that_a_domain_lacks_is_told_with_its_key(ground: Playground) -> None:
-    domains = {**DOMAINS, "code": {**DOMAINS["code"], "prompt_key": "prompt"}}
-    said = r"'prompt' \(data.domains.code.prompt_key\); set data.domains.code.prompt_key=question"
-    with pytest.raises(UserError, match=said):
-        ground.spec("grpo", *given(ground, *FILTERED, domains=domains))
-
-
 @pytest.mark.parametrize("estimator", one_fast_in(3, ["grpo", "rloo", "reinforce_plus_plus"]))
 def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator: str) -> None:
     domains = {"math": {"train_files": "math.jsonl", "n": 3}, "code": {"train_files": "code.jsonl"}}

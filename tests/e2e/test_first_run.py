@@ -8,7 +8,6 @@ import yaml
 
 from distflow.cli import main
 from tests.tiny_models import write_tiny_model
-from tests.user_code import forgotten
 
 GRADED = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -118,94 +117,6 @@ def test_a_mistake_is_refused_with_its_fix(
     assert status == 2 and all(word in said for word in words), said
 
 
-def test_what_is_no_checkpoint_is_not_called_damaged(
-    bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", "model", "--to", "out"]) == 2
-    said = capsys.readouterr().err
-    assert "model is neither a run's folder nor a checkpoint" in said and "damaged" not in said
-
-
-def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "grpo", MODEL]) == 2
-    assert "set data.val_files=" in capsys.readouterr().err
-    assert main(["eval", "grpo", MODEL, "data.val_files=row.jsonl"]) == 2
-    said = capsys.readouterr().err
-    assert "data.val_files = 'row.jsonl'" in said and "data.train_files" not in said
-
-
-def test_rows_and_rates_that_are_probably_mistakes_are_noted(
-    bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [{"prompt": "1+1=", "answer": "2"}] * 3 + [
-        {"prompt": "1+1=", "answer": [2]},
-        {"prompt": "1+2="},
-    ]
-    (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = ("trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=5")
-    assert main(["train", "grpo", MODEL, "data.train_files=odd.jsonl", REWARD, *keys]) == 0
-    said = capsys.readouterr().out
-    assert "note: 2 of 5 rows are duplicates" in said
-    assert "ground truths of several types (str 3, list 1, NoneType 1; see odd.jsonl:5)" in said
-    assert "note: 1 of 5 rows have no answer (the first: odd.jsonl:5)" in said
-    assert "note: actor_rollout_ref.actor.optim.lr=5 is unusually high" in said
-    odd = [{"prompt": "1+1=", "answer": "2", "level": 1}] * 9 + [
-        {"prompt": "☃=", "answer": "2 ", "images": ["a.png"]}
-    ]
-    (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
-    sizes = (
-        "actor_rollout_ref.actor.clip_ratio_high=1.28",
-        "reward.timeout_s=7200",
-        "data.prompt_template='{prompt}\\n'",
-    )
-    model = (
-        "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
-        "actor_rollout_ref.model.init=random",
-    )
-    others = (keys[0], "trainer.experiment_name=c")
-    assert (
-        main(["train", "grpo", "data.train_files=odd.jsonl", REWARD, *model, *others, *sizes]) == 0
-    )
-    said = capsys.readouterr().out
-    for note in (
-        "1 of 10 rows lack the column 'level' (the first: odd.jsonl:10)",
-        (
-            "1 of 10 rows have images or videos, which the model will not see: it reads only text "
-            "(the first: odd"
-        ),
-        "1 of 10 rows have an answer that begins or ends in white space (the first: odd.jsonl:10)",
-        (
-            "1 of 10 rows have a prompt with characters that the tokenizer does not know (the "
-            "first: odd.jsonl:10)"
-        ),
-        (
-            "clip_ratio_high=1.28 is unusually high: clip_ratio_high is counted from 1, so ratios "
-            "up to 2.28 are allowed"
-        ),
-        "reward.timeout_s=7200 lets a call of a reward function take 2 hours",
-        "data.prompt_template has a backslash and an n, not a line break",
-    ):
-        assert f"note: {note}" in said or f"actor.{note}" in said, note
-    seeds = [{"prompt": "1+1=", "answer": "2", "seed": seed} for seed in range(5)]
-    (bare / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in seeds))
-    assert (
-        main(
-            [
-                "train",
-                "grpo",
-                MODEL,
-                "data.train_files=odd.jsonl",
-                REWARD,
-                keys[0],
-                "trainer.experiment_name=b",
-            ]
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert "duplicates" not in said and "several types" not in said and "unusually high" not in said
-
-
 ESTIMATORS = {
     "nan": (
         "returned NaN or infinity for",
@@ -230,30 +141,6 @@ def test_what_an_estimator_must_not_return_is_named_with_the_function(
     assert said in told and "mine.py:own" in told
 
 
-def test_tools_that_no_template_shows_are_noted(
-    bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (bare / "tools.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "tools": []}\n')
-    assert (
-        main(
-            [
-                "train",
-                "grpo",
-                MODEL,
-                "data.train_files=tools.jsonl",
-                REWARD,
-                "trainer.total_training_steps=1",
-            ]
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert (
-        "note: rows have the column 'tools', which only a chat template" in said
-        and "chat_template_kwargs" not in said
-    )
-
-
 @pytest.mark.slow
 def test_a_program_of_ones_own_runs_with_a_preset(
     bare: Path, capsys: pytest.CaptureFixture[str]
@@ -267,18 +154,3 @@ def test_a_program_of_ones_own_runs_with_a_preset(
         capsys.readouterr().err
     )
     assert "your code: dag.pipeline: pipe.py:prog" in capsys.readouterr().out
-
-
-def test_a_loss_that_returns_one_number_is_told_what_to_return(
-    bare: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (bare / "pipe.py").write_text(
-        "from distflow import register_policy_loss\n\n\n@register_policy_loss('test_one_number')\n"
-        "def one_number(log_probs, advantages, loss_mask, old_log_probs):\n"
-        "    return -(log_probs * advantages * loss_mask).sum()\n"
-    )
-    loss = ("trainer.imports=[pipe]", "actor_rollout_ref.actor.policy_loss=test_one_number")
-    with forgotten("pipe"):
-        assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *loss]) == 2
-    said = capsys.readouterr().err
-    assert "returned one number" in said and "return losses, {}" in said and "loss_agg_mode" in said

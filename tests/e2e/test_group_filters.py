@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back
@@ -100,24 +99,3 @@ def test_a_function_drops_groups_for_reasons_of_its_own(ground: Playground) -> N
     assert all(
         torch.equal(value, killed.weights(4)[name]) for name, value in run.weights(4).items()
     )
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("algorithm.filter_groups.mean_range=[0.1,0.9]",), "keys without effect in pipeline"),
-        ((*BAND, "algorithm.filter_groups.mean_range=[0.9,0.1]"), "holds no number"),
-        ((ENABLED[0], "algorithm.filter_groups.mean_range=[1,2]"), "no share of correct responses"),
-        (
-            ("algorithm.filter_groups.should_accept={}/accept.py:waits",),
-            "is an async function: use a synchronous one",
-        ),
-        (("algorithm.filter_groups.should_accept={}/accept.py:nothing",), "should_accept"),
-        (("algorithm.filter_groups.should_accept={}/accept.py:reads",), "nothing_writes_it"),
-    ],
-)
-def test_filters_that_cannot_work_are_told_before_the_start(
-    ground: Playground, more: tuple[str, ...], said: str
-) -> None:
-    with pytest.raises((UserError, ValueError), match=said):
-        ground.spec("grpo", *(each.format(ground.folder) for each in more))

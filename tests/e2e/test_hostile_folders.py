@@ -2,7 +2,6 @@
 memory, with one message that names the file, or does without it."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -10,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -19,17 +17,12 @@ from safetensors.torch import save_file
 import distflow
 from distflow import cli
 from distflow.errors import UserError
-from distflow.observe.report.build import MOST_BYTES
-from distflow.untrusted_files import open_file
 from tests.e2e.hostile import assert_harmless
 from tests.e2e.hostile_folders import (
     JOURNALS,
     KINDS,
     YAML,
-    after,
-    fifo,
     line,
-    sparse,
     spoil_journal,
 )
 from tests.e2e.runs import Playground
@@ -142,34 +135,6 @@ def test_tokens_and_weights_that_are_no_files(
     )
 
 
-@pytest.mark.parametrize("name", one_fast_in(3, JOURNALS))
-def test_journals_that_hold_too_much(
-    run: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    spoil_journal(run, name)
-    assert look("report", run) == 0
-    one_message(capsys, 0)
-    assert (run / "report.html").stat().st_size < MOST_BYTES
-    for step in (1, 9):
-        one_message(capsys, look("why", run, step))
-
-
-@pytest.mark.slow
-def test_the_report_says_what_it_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sparse(run / "metrics.jsonl")
-    after(b"\n")(run / "metrics.jsonl")
-    spoil_journal(run, "100,000 names")
-    (run / "events.jsonl").write_bytes(b" " * 70_000_000 + b"\n" + line(kind="start", message="m"))
-    assert look("report", run) == 0
-    capsys.readouterr()
-    page = (run / "report.html").read_text()
-    assert (
-        "metrics.jsonl is too long: its first" in page
-        and "events.jsonl is too long: its first" in page
-    )
-    assert "names more than 4,096 metrics" in page
-
-
 @pytest.mark.parametrize("kind", [*YAML, *KINDS])
 def test_a_config_of_a_run_is_shown_or_left_out(
     run: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -214,45 +179,6 @@ def test_configs_that_are_no_files(
         status = look("config", folder / f"{name}.yaml")
         assert (status == 0) == (kind == "link out"), "a config may be a link"
         assert "own" in one_message(capsys, status) or status == 0
-
-
-def test_references_in_a_config_still_repeat_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text(
-        "defaults: [grpo, _self_]\n"
-        "trainer: {project_name: a, experiment_name: "
-        "'${.project_name}-${trainer.project_name}-${oc.env:NOT,b}'}\n"
-    )
-    assert look("config", file) == 0
-    assert "experiment_name: a-a-b\n" in capsys.readouterr().out
-
-
-def test_a_config_says_that_the_modules_it_names_were_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text("defaults: [grpo, _self_]\ntrainer: {imports: [not_there]}\n")
-    assert look("config", file) == 0
-    out, err = capsys.readouterr()
-    assert "was not run: not_there" in err and "not_there" in out
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_whose_an_unreadable_file_is() -> None:
-    with TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        file = Path(folder, "run.json")
-        file.touch(0o600)
-        os.seteuid(65534)
-        try:
-            with pytest.raises(
-                PermissionError, match=r"\(it belongs to root, with the mode 0600\)"
-            ):
-                open_file(file)
-        finally:
-            os.seteuid(0)
 
 
 def watched(commands: list[list[str]]) -> tuple[list[int], int]:
@@ -316,11 +242,3 @@ def test_checkpoints_and_models(trained: Playground, tmp_path: Path, kind: str) 
     statuses, peak = watched(commands)
     assert statuses[:9] == [2, 2, 0] * 3 and peak < MOST_MB
     assert kind == "link out" or statuses[9:] == [2, 2, 2], "a hub's cache has links"
-
-
-def test_a_fifo_in_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ground = Playground(tmp_path, num_rows=4)
-    fifo(tmp_path / "model" / "config.json")
-    capsys.readouterr()  # a bar, of who wrote the model
-    assert cli.main(["train", "grpo", *ground.overrides("run")]) == 2
-    assert "model/config.json' cannot be read: it is a FIFO" in one_message(capsys, 2)

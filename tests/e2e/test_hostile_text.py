@@ -2,10 +2,7 @@
 lets it act."""
 
 import io
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,46 +78,6 @@ def test_a_run_with_such_text_everywhere(
     assert "<script>document" not in page and page.count("<script") == 3
 
 
-ERRORS: dict[str, tuple[str, ...]] = {
-    "unknown command": (f"trai{CANARY}",),
-    "unknown argument": ("report", ".", f"--{CANARY}"),
-    "no such run": ("report", CANARY),
-    "no such checkpoint": ("export", CANARY, "--to", "out"),
-    "no such preset": ("train", CANARY),
-    "no override": ("train", "grpo", CANARY),
-    "unknown key": ("train", "grpo", f"trainer.{CANARY}=1"),
-    "no such data": (
-        "train",
-        "grpo",
-        "actor_rollout_ref.model.path=m",
-        quoted("data.train_files", CANARY),
-    ),
-    "no such model": (
-        "train",
-        "grpo",
-        quoted("actor_rollout_ref.model.path", CANARY),
-        "data.train_files=builtin:sums",
-    ),
-    "with a traceback": ("report", CANARY, "--debug"),
-    "no bundle": ("replay", CANARY),
-    "explained": ("config", "grpo", "--explain", CANARY),
-}
-
-
-@pytest.mark.parametrize("what", ERRORS)
-def test_messages(what: str, capfd: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = cli.main(ERRORS[what])
-    except SystemExit as end:
-        status = int(str(end.code))
-    out, err = capfd.readouterr()
-    assert status == 2, (out, err)
-    assert_harmless(out + err)
-    assert sys.stdout is not None and not hasattr(sys.stdout, "below"), (
-        "the streams are what they were"
-    )
-
-
 def test_what_a_run_prints() -> None:
     out = io.StringIO()
     view = TerminalLines(3, file=out)
@@ -144,21 +101,3 @@ def test_what_a_run_prints() -> None:
         "\x08",
     ):
         assert acting not in shown, repr(acting)
-
-
-def test_lines_of_json_are_read_back_as_they_were(tmp_path: Path) -> None:
-    from distflow.observe.crash_safe_files import LineFile, read_records
-
-    record: dict[str, Any] = {
-        CANARY: CANARY,
-        "half": "\ud800",
-        "tag": "\U000e0041",
-        "plain": "日本語 é",
-    }
-    file = LineFile(tmp_path / "lines.jsonl")
-    file.append(record)
-    file.close()
-    text = (tmp_path / "lines.jsonl").read_text(encoding="utf-8")
-    assert_harmless(text.rstrip("\n"))
-    assert "日本語 é" in text and read_records(tmp_path / "lines.jsonl") == ([record], 0)
-    assert json.loads(text) == record

@@ -74,22 +74,6 @@ def test_a_row_that_is_left_out_is_replaced_and_a_killed_run_goes_on_as_if_it_wa
     assert verify(whole.folder / "ledger.jsonl") == verify(killed.folder / "ledger.jsonl")
 
 
-def test_a_row_whose_turn_never_comes_is_never_read_and_one_whose_turn_comes_ends_the_run(
-    ground: Playground,
-) -> None:
-    """The checks would read some of all rows."""
-    given = (
-        *STEPS,
-        "trust.check_freq=0",
-        f"data.train_files={ground.folder}/broken.jsonl",
-        "data.lazy=true",
-    )
-    run = ground.run("grpo", *given, "data.shuffle=false", name="broken")
-    assert run.outcome.steps == 4 and dropped(run) == []
-    with pytest.raises(UserError, match=r"broken.jsonl:\d+: not JSON"):
-        ground.run("grpo", *given, "trainer.total_training_steps=20", name="shuffled")
-
-
 def test_rows_of_unknown_number_are_the_same_in_any_form_and_after_a_kill(
     ground: Playground,
 ) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 
 from distflow.config import load_config
-from distflow.errors import ConfigError, UserError
+from distflow.errors import UserError
 from distflow.launch.make_spec import make_spec
 from distflow.scheduling.ledger import timeline
 from tests.cluster.distance import distance
@@ -181,13 +181,6 @@ def test_keys_that_no_run_can_have_are_refused_with_the_node(
         refused(ground, graph, *more)
 
 
-def test_without_a_data_set_anywhere_it_is_missing(ground: Playground) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.train_files.*\n.*\n.*there is no data to train on"
-    ):
-        refused(ground, "named", "data.train_files=[]")
-
-
 def test_each_path_may_have_a_data_set_of_its_own(ground: Playground) -> None:
     for policy, file, lazy in (("actor", "own", True), ("b", "rows", False)):
         more = (
@@ -249,14 +242,6 @@ def test_each_process_tokenises_the_rows_of_its_own_groups_and_the_driver_a_few_
     assert len(driver) == 256 < NUM_ROWS and len(issued) == 16
     ours, others = (set(rows) - CANARY for rows in encoded.values())
     assert ours and others and not ours & others and ours | others == set(issued) - CANARY
-
-
-@pytest.mark.slow
-def test_a_stream_is_read_no_further_than_the_run_needs(ground: Playground) -> None:
-    """The end of the file cannot be decompressed."""
-    assert run(ground, "streamed", name="streamed").outcome.steps == 4
-    with pytest.raises(UserError, match=r"broken\.jsonl\.gz"):
-        run(ground, "streamed", "data.lazy=false", name="in_full")
 
 
 @pytest.mark.slow

@@ -21,13 +21,6 @@ ACTOR = "actor_rollout_ref.actor"
 CHECKED = ("trust.check_freq=1", "trainer.total_training_steps=3")
 KEPT = ("trainer.save_freq=3", "trainer.save_groups=all", *CHECKED)
 RECOMPUTES = "algorithm.recompute_old_log_probs=true"
-NODE = """
-def look(old_log_probs, advantages):
-    return {"advantages": advantages * (old_log_probs <= 0)}
-
-def handed(batch, ctx):
-    return batch
-"""
 
 
 @pytest.fixture
@@ -65,15 +58,6 @@ def test_it_trains_what_a_pass_of_its_own_does(playground: Playground, preset: s
     same_run(left_out, playground.run(preset, *KEPT, *more, RECOMPUTES, name="true"))
 
 
-@pytest.mark.slow
-def test_a_step_of_the_critics_warm_up_is_measured_too(playground: Playground) -> None:
-    more = ("algorithm.use_kl_in_reward=false", "trainer.critic_warmup=1")
-    run = playground.run("ppo", *KEPT, *more)
-    assert "actor/loss" not in run.metrics()[0] and "mismatch/mean_abs" in run.metrics()[0]
-    # The critic's update of step 2 has old log-probs, which the policy's update wrote.
-    assert not [note for note in run.notes("warning") if "check" in note]
-
-
 def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[str, ...]) -> bool:
     """Whether the pipeline of these overrides has a forward pass for old log-probs."""
     return score_policy in functions(
@@ -83,45 +67,6 @@ def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[s
 
 def functions(pipeline: BoundPipeline) -> list[Any]:
     return [node.fn for node in pipeline.nodes]
-
-
-@pytest.mark.parametrize(
-    "reader",
-    [
-        (f"{ACTOR}.ppo_epochs=2",),
-        (f"{ACTOR}.ppo_mini_batch_size=2",),
-        ("algorithm.use_kl_in_reward=true",),
-        ("algorithm.rollout_correction.rollout_is=token",),
-        ("algorithm.rollout_correction={rollout_rs: token_k1, rollout_rs_threshold: 2}",),
-        (f"{ACTOR}.policy_loss=clip_cov",),
-        ("async.max_staleness=1",),
-        (RECOMPUTES,),
-    ],
-    ids=lambda overrides: overrides[0],
-)
-def test_where_something_else_needs_them_they_are_computed(
-    playground: Playground, reader: tuple[str, ...]
-) -> None:
-    assert scores(playground.folder / "run", playground, "grpo", reader)
-
-
-@pytest.mark.parametrize("name", ["look", "handed"])
-def test_a_node_of_the_users_may_need_them(
-    playground: Playground, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine_of_old.py").write_text(
-        f"""{NODE}
-from distflow.pipelines.grpo import grpo_pipeline
-
-def pipeline(config):
-    graph = grpo_pipeline(config)
-    from distflow.graph import Node
-    graph.add_node(Node("mine", {name}, ("calculate_advantages",), writes="advantages"))
-    return graph
-"""
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert scores(tmp_path, playground, "grpo", ("dag.pipeline=mine_of_old:pipeline",))
 
 
 @pytest.mark.slow

@@ -138,28 +138,3 @@ def test_a_ledger_of_two_writers_is_repaired_from_the_newest_checkpoint_before(
     capsys.readouterr()
     assert train(ground, "trainer.total_training_steps=8") == 0
     assert "two runs" not in capsys.readouterr().out, "it is told once"
-
-
-@pytest.mark.slow
-def test_a_ledger_of_two_writers_without_a_checkpoint_before_names_the_ways_to_go_on(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = ground.folder / "run"
-    longer = "trainer.total_training_steps=6"
-    first_line = (run / "ledger.jsonl").read_bytes().index(b"\n") + 1
-    mix_in_another_writer(run, place_of(run, 1) - first_line)
-    before = state_of(run)
-    capsys.readouterr()
-    assert train(ground, longer) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    newest = f"{run}/checkpoints/step-000003"
-    for part in (
-        "two runs may have written",
-        f"--resume {newest} trainer.default_local_dir=",
-        "--resume never",
-    ):
-        assert part in said, said
-    after = state_of(run)
-    assert {name for name in after if after[name] != before.get(name)} <= {".writer"}
-    assert train(ground, longer, f"trainer.resume_mode={newest}", name="elsewhere") == 0
-    assert Left(ground.folder / "elsewhere").checkpoint.step == 6

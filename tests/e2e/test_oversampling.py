@@ -6,14 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from distflow.cli import main
-from distflow.data.batch import Batch
-from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.runtime.sample_queue.protocol import AbortedGroups
-from distflow.runtime.sample_queue.queue_base import SharedSampleQueue
 from distflow.scheduling.ledger import timeline
 from distflow.scheduling.sample_queue import Exhausted
-from tests.e2e.runs import Playground, Run, notes
+from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
 from tests.ledger_audit import verify
 from tests.sparse_params import one_fast_in
@@ -120,56 +115,3 @@ def test_a_domain_whose_groups_are_all_dropped_ends_the_run(ground: Playground) 
     with pytest.raises(Exhausted, match=r"of the domain 'code', but of the 3 drawn for it"):
         ground.run("grpo", *given(ground, *keys, MORE), name="nothing")
     ground.write_reward(REWARD)
-
-
-def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
-    ground: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines, seen = list[EmbeddedEngine](), list[tuple[int, bool, int]]()
-    begin = EmbeddedEngine.__aenter__
-    abort = SharedSampleQueue.abort
-
-    async def noted(engine: EmbeddedEngine) -> EmbeddedEngine:
-        engines.append(engine)
-        return await begin(engine)
-
-    def looked(queue: SharedSampleQueue[Batch], aborted: AbortedGroups) -> None:
-        (engine,) = engines
-        held = sum(lane.slots.keys.numel() + len(lane.prompts) for lane in engine._lanes)
-        seen.append((len(engine._pending), engine._has_work(), held))
-        abort(queue, aborted)
-
-    monkeypatch.setattr(EmbeddedEngine, "__aenter__", noted)
-    monkeypatch.setattr(SharedSampleQueue, "abort", looked)
-    ground.run("grpo", MORE, "trainer.total_training_steps=2", name="slots")
-    assert seen == [(0, False, 0)] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("trainer.n_gpus_per_node=2",)])
-def test_ahead_of_training_no_row_is_trained_on_twice_or_too_late(
-    ground: Playground, more: tuple[str, ...]
-) -> None:
-    """In one process and in two, resumed in the middle. Some rewards take long, so that their
-    groups are late."""
-    slow = REWARD.replace("return sum", "slowly(solution_str); return sum")
-    ground.write_reward(DAWDLES.replace("3 / 20", "3 / 3") + slow)
-    (ground.folder / "reward.py.slow").touch()
-    keys = (MORE, "async.max_staleness=1", "trust.check_freq=2", *more)
-    folder = ground.folder / f"ahead{len(more)}"
-    for until in ("trainer.total_training_steps=4", "trainer.total_training_steps=8"):
-        assert (
-            main(
-                [
-                    "train",
-                    "grpo",
-                    *ground.overrides(folder.name, *keys, until, "trainer.save_freq=4"),
-                ]
-            )
-            == 0
-        )
-    ground.write_reward(REWARD)
-    account = verify(folder / "ledger.jsonl")
-    assert account.consumed == 32 and account.aborted > 2
-    assert not notes(folder, "warning")
-    assert (folder / "events.jsonl").read_text().count('"checks"') >= 2

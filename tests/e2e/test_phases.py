@@ -4,11 +4,9 @@ whatever is slow."""
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distflow.launch import run_start
 from distflow.launch.one_process_launcher import launch_local
 from distflow.runtime.checkpoint import checkpoint_store as checkpoint
 from distflow.runtime.rollout_loop.user_calls import Callbacks
@@ -101,19 +99,3 @@ def test_named_phases_add_up_to_the_clock(
         # less what is recorded before `on_step`
         beside_the_clock.append(step["step"] != pytest.approx(step["clock"], abs=SLOW_S / 3))
     assert not all(left_out) and not all(beside_the_clock)
-
-
-@pytest.mark.slow
-def test_what_comes_before_the_first_step_is_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_facts = run_start.write_facts
-
-    def slowly(*args: Any) -> None:
-        time.sleep(SLOW_S)
-        write_facts(*args)
-
-    monkeypatch.setattr(run_start, "write_facts", slowly)
-    run = Playground(tmp_path).run("grpo", "trainer.total_training_steps=1", "trust.check_freq=0")
-    (step,) = run.metrics()
-    assert step["timing_s/start"] >= SLOW_S > step["timing_s/other"]

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import distflow
 from distflow.cli import main
-from distflow.errors import UserError
 from tests.e2e.runs import Playground
 
 
@@ -50,13 +48,3 @@ def test_each_worker_records_its_own(ground: Playground) -> None:
     assert main(["train", "grpo", *ground.overrides("two", *keys)]) == 0
     files = sorted(file.name for file in (ground.folder / "two" / "profiles").iterdir())
     assert files == ["step-000002-1.json.gz", "step-000002.json.gz"]
-
-
-def test_a_loop_of_ones_own_records_for_itself(ground: Playground) -> None:
-    with pytest.raises(UserError, match="use torch.profiler in your own loop"):
-        distflow.rollouts("grpo", ground.overrides("own", "profiler.enable=true")).__enter__()
-
-
-def test_steps_without_the_profiler_are_refused(ground: Playground) -> None:
-    with pytest.raises(UserError, match="profiler.steps"):
-        ground.spec("grpo", "profiler.steps=[1]")

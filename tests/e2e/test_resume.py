@@ -105,28 +105,6 @@ def test_epochs_added_behind_a_short_last_step_are_trained_whole(ground: Playgro
     assert sorted(grown.trained_rows()) == [(epoch, row) for epoch in range(2) for row in range(10)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "step", [2, *(pytest.param(step, marks=pytest.mark.by_hand) for step in (1, 3, 4))]
-)
-def test_resumed_from_every_step(ground: Playground, step: int) -> None:
-    """At an epoch's edge, in an epoch, before the last step: the checkpoint is all that a run
-    needs."""
-    keep = ("trainer.total_epochs=2", "trainer.keep_last=9")
-    if not (ground.folder / "every").exists():
-        finish(ground, "ppo", "every", *keep)
-    whole = Left(ground.folder / "every")
-    source = ground.folder / "every" / "checkpoints" / f"step-{step:06d}"
-    name = f"from-{step}"
-    resumed = finish(
-        ground, "ppo", name, *keep, "trainer.save_freq=100", flags=("--resume", str(source))
-    )
-    assert resumed.checkpoint.step == 5
-    for key, tensor in whole.tensors().items():
-        assert tensor.equal(resumed.tensors()[key]), key
-    assert resumed.run["nodes"] == whole.run["nodes"]
-
-
 def steps_journaled(folder: Path) -> int:
     path = folder / "ledger.jsonl"
     return path.read_bytes().count(b'"kind":"version"') if path.exists() else 0

@@ -2,7 +2,6 @@
 worked out again."""
 
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.observe.run_reader import read_metrics
-from tests.e2e import three_domains
-from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground, Run
-from tests.ledger_audit import verify
 
 REWARDS = """
 def sums(data_source, solution_str, ground_truth, extra_info=None):
@@ -216,38 +211,3 @@ def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> 
         if "reward errors" not in note and "had no token" not in note
     ]
     assert told == [], "the checks understand it all"
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-def test_killed_ahead_of_training_and_resumed_its_shares_are_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GSM8K's, MBPP's and IFEval's forms with their verifiers live, by the command itself."""
-    three_domains.write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    keys = three_domains.small(
-        tmp_path / "run",
-        "async.max_staleness=1",
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
-    )
-    killed = CliRun(tmp_path / "killed.log", ["train", "examples/rlvr_three.yaml", *keys])
-    killed.wait_for((tmp_path / "run" / "checkpoints" / "step-000002").is_dir)
-    assert killed.kill()
-    resumed = CliRun(tmp_path / "resumed.log", ["train", "examples/rlvr_three.yaml", *keys])
-    assert resumed.status() == 0, resumed.said()
-    assert "resumed from step-" in resumed.said()
-    assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
-    account = verify(tmp_path / "run" / "ledger.jsonl")
-    assert {name: each.consumed for name, each in account.domains.items()} == {
-        "math": 8,
-        "code": 4,
-        "instructions": 4,
-    }
-    ages = [
-        record.values["async/version_diff/max"]
-        for record in read_metrics(tmp_path / "run")
-        if record.kind == "train"
-    ]
-    assert len(ages) == 4 and max(ages) == 1

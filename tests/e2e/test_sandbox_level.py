@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from distflow import load_run
 from distflow.observe.crash_safe_files import read_object
 from distflow.observe.report.build import report_data
-from distflow.observe.run_reader import read_samples, sample_splits
+from distflow.observe.run_reader import read_samples
 from distflow.sandbox import local_sandbox
 from tests.e2e.runs import Playground
 
@@ -42,35 +41,3 @@ def test_the_level_is_in_the_runs_folder_and_a_resume_at_another_is_told(
         for note in run.notes("warning")
     )
     assert read_object(run.folder / "run.json")["sandbox"] == weakest
-
-
-@pytest.mark.slow
-def test_answers_of_groups_without_a_signal_are_in_the_report(tmp_path: Path) -> None:
-    ground = Playground(tmp_path)
-    ground.write_reward(
-        "def compute_score(solution_str, extra_info, data_source='', ground_truth=None):\n"
-        "    spread = sum(map(ord, solution_str)) % 2 if extra_info['index'] % 2 else 1\n"
-        "    return {'score': float(spread), 'why': 'odd'}\n"
-    )
-    ground.write_rows([{"prompt": f"{i}=", "answer": "7", "index": i} for i in range(12)])
-    run = ground.run(
-        "dapo", "algorithm.filter_groups.enable=true", "trainer.total_training_steps=1"
-    )
-    assert "dropped" not in sample_splits(run.folder) and "sandbox" not in read_object(
-        run.folder / "run.json"
-    )
-    dropped = read_samples(run.folder, 1, "dropped")
-    assert dropped and all(
-        row["dropped"] and row["extra"] == {"custom/why": "odd"} for row in dropped
-    )
-    trained = {row["uid"] for row in read_samples(run.folder, 1)}
-    assert trained.isdisjoint(row["uid"] for row in dropped)
-    found = load_run(run.folder)
-    assert not [row for row in found.samples() if row["split"] == "dropped"]
-    assert {row["uid"] for row in found.samples(split="dropped")} >= {row["uid"] for row in dropped}
-    shown = [
-        group
-        for group in report_data(run.folder)["samples"]["groups"]
-        if group["split"] == "dropped"
-    ]
-    assert shown and shown[0]["responses"][0]["dropped"]

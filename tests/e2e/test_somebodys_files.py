@@ -2,7 +2,6 @@
 
 import os
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from safetensors.torch import save_file
 
 from distflow import cli
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
-from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
 from tests.observe.writing.test_folder_lock import state_of
 
@@ -118,22 +116,6 @@ def test_every_file_of_a_run_is_for_its_owner_alone_whatever_the_umask(
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_first_start_that_is_killed_can_be_started_again(
-    ground: Playground, tmp_path: Path
-) -> None:
-    run = ground.folder / "run"
-    delays = (0.0, 0.1)
-    for number, delay in enumerate(delays):
-        first = CliRun(
-            tmp_path / f"log-{number}", ["train", "grpo", *ground.overrides("run", *CHEAP)]
-        )
-        while first.running and not (run / ".writer").exists():
-            time.sleep(0.005)
-        time.sleep(delay)
-        first.kill()
-    assert train(ground) == 0
-
-
 @pytest.mark.parametrize("target", ["full", "file", "below a file", "a link to a full one"])
 def test_an_export_takes_no_folder_that_holds_something(
     ground: Playground, capsys: pytest.CaptureFixture[str], target: str
@@ -149,17 +131,3 @@ def test_an_export_takes_no_folder_that_holds_something(
     assert cli.main(["export", str(ground.folder / "run"), "--to", str(to)]) == 2
     assert "distflow: '" in capsys.readouterr().err
     assert state_of(full) == before and (ground.folder / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("mode", [0o700, 0o750, 0o2775])
-def test_an_export_into_an_empty_folder_leaves_its_mode(ground: Playground, mode: int) -> None:
-    assert train(ground, "trainer.total_epochs=1") == 0
-    folder = ground.folder / "out"
-    folder.mkdir()
-    folder.chmod(mode)
-    (ground.folder / "link").symlink_to(folder)
-    assert (
-        cli.main(["export", str(ground.folder / "run"), "--to", str(ground.folder / "link")]) == 0
-    )
-    assert stat.S_IMODE(folder.stat().st_mode) == mode and (folder / "model.safetensors").is_file()
-    assert sorted(path.name for path in ground.folder.iterdir() if path.name.startswith(".")) == []

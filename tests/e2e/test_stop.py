@@ -81,20 +81,6 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     same_run(Left(ground.folder / "stopped"), Left(ground.folder / "whole"))
 
 
-def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -> None:
-    (ground.folder / "hold").touch()
-    run = start(ground, "unsaved", "trainer.save_freq=-1", "reward.timeout_s=120")
-    wait_for_verdicts(ground, run)
-    run.send(signal.SIGINT)
-    run.wait_for(lambda: "a second signal exits at once" in run.said())
-    (ground.folder / "hold").unlink()
-    assert run.status() == 130
-    assert "not saving (trainer.save_freq is off)" in run.said()
-    assert not (ground.folder / "unsaved" / "checkpoints").exists()
-    assert "no checkpoint was saved, so the same command starts from the beginning" in run.said()
-    assert "saved: no checkpoint (trainer.save_freq)" in run.said()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_twice_leaves_at_once_and_leaves_nothing_behind(
     ground: Playground, number: signal.Signals
@@ -116,15 +102,6 @@ def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
     assert start(ground, "killed", seconds=0.0).status() == 0
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_while_the_run_starts_ends_it(ground: Playground, number: signal.Signals) -> None:
-    run = start(ground, "early", "trainer.total_epochs=100000")
-    run.wait_for(lambda: "distflow" in run.said())
-    run.send(number)
-    assert run.status() == 128 + number
-    assert "Traceback" not in run.said()
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -144,29 +121,6 @@ def test_an_evaluation_ends_and_leaves_no_folder_behind(
     assert "Traceback" not in run.said()
     assert list((ground.folder / "tmp").iterdir()) == []
     assert_gone(children)
-
-
-def test_supervised_training_has_the_signals_status_too(ground: Playground) -> None:
-    rows = ground.folder / "sft.jsonl"
-    rows.write_text('{"prompt": "ab", "response": "cd"}\n' * 8)
-    keys = [
-        key
-        for key in ground.overrides("sft")
-        if key.startswith(("actor_rollout_ref.model", "trainer.default"))
-    ]
-    sizes = (
-        "data.train_batch_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "trainer.total_epochs=100000",
-    )
-    run = CliRun(
-        ground.folder / "sft.log",
-        ["sft", *keys, f"data.train_files={rows}", *sizes, "trainer.num_threads=1"],
-    )
-    run.wait_for(lambda: "grad norm" in run.said())
-    run.send(signal.SIGTERM)
-    assert run.status() == 143, run.said()
-    assert Left(ground.folder / "sft").checkpoint.step >= 1
 
 
 def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playground) -> None:

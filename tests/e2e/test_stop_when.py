@@ -75,23 +75,6 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def test_a_metric_that_never_appears_is_told_after_a_validation_and_at_the_end(
-    ground: Playground,
-) -> None:
-    keys = (
-        f"data.val_files={ground.folder}/rows.jsonl",
-        "trainer.test_freq=1",
-        "trainer.total_training_steps=2",
-    )
-    run = ground.run("grpo", *CHEAP, *keys, "trainer.stop_when=val/eror > 5")
-    told = "trainer.stop_when=val/eror > 5: "
-    assert [note for note in notes(run.folder, "warning") if note.startswith(told)] == [
-        f"{told}no metric of that name so far, with a validation done; did you mean val/errors?",
-        f"{told}the run ended without a metric of that name; did you mean val/errors?",
-    ]
-    assert run.outcome.steps == 2
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -118,14 +101,3 @@ def test_a_condition_that_cannot_hold_is_refused_before_the_start(
 ) -> None:
     with pytest.raises(UserError, match=words):
         ground.spec("grpo", *CHEAP, *(key.format(ground.folder) for key in keys))
-
-
-def test_an_accuracy_that_no_validation_has_is_refused_before_the_start(ground: Playground) -> None:
-    keys = (
-        f"data.val_files={ground.folder}/rows.jsonl",
-        "data.allow_overlap=true",
-        "trainer.test_freq=1",
-    )
-    with pytest.raises(UserError, match=r"validation has no 'al'; did you mean 'all'\?"):
-        ground.spec("grpo", *keys, "trainer.stop_when=val_correct/al/mean>0.9")
-    ground.spec("grpo", *keys, "trainer.stop_when=val_correct/all/mean>0.9")

@@ -1,21 +1,16 @@
 """Runs whose domains choose their rows of one file by tags, and validation by tag."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
-import torch
 
 from distflow.data import dataset_columns
 from distflow.errors import TrustError, UserError
 from distflow.launch.data_sets import DataSource
 from distflow.observe.run_reader import read_metrics, read_samples
-from distflow.runtime.step_metrics import validation_names
 from tests.e2e.runs import Playground
-from tests.e2e.test_domains import go_back, steps_of
 from tests.sparse_params import one_fast_in
 
 # All responses to rows of one tag are right, a third of the others.
@@ -114,19 +109,6 @@ def test_accuracy_is_reported_by_tag(ground: Playground) -> None:
     assert not [note for note in run.notes("warning") if "sampled policy" not in note]
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_and_resumed_is_the_run_that_was_not(ground: Playground) -> None:
-    settings = given(
-        ground, "trainer.total_training_steps=4", "trainer.save_freq=2", "trainer.test_freq=4"
-    )
-    whole = ground.run("grpo", *settings, name="unbroken")
-    go_back(whole, 2, "killed")
-    killed = ground.run("grpo", *settings, name="killed")
-    assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
-    for name, weight in whole.weights(4).items():
-        assert torch.equal(weight, killed.weights(4)[name]), name
-
-
 BAD = {
     "no domain has it": (
         {"prompt": "5", "answer": "5", "tag": "gms"},
@@ -194,29 +176,6 @@ def test_tags_and_domains_that_do_not_fit_are_told_before_the_start(
         ground.spec("grpo", *given(ground, change, *more))
 
 
-def test_a_tag_that_no_row_has_is_noted(ground: Playground) -> None:
-    from distflow.config import load_config
-    from distflow.launch.make_spec import make_spec
-
-    said: list[str] = []
-    more = given(ground, "data.domains.math.tags=[gsm,aime,gsm8k]")
-    make_spec(load_config("grpo", ground.overrides("noted", *more)), say=said.append)
-    assert any(
-        "data.domains.math.tags has 'gsm8k', but no used row has that tag" in line for line in said
-    )
-
-
-def test_a_name_of_two_things_is_refused() -> None:
-    assert validation_names([("math", "math"), ("code", "apps")])["math"] == [("math", "math")]
-    with pytest.raises(UserError, match="val_correct/math/mean would be over two sets of rows"):
-        validation_names([("math", "gsm"), ("code", "math")])
-    assert list(validation_names([("default", "gsm"), ("default", "aime")])) == [
-        "all",
-        "gsm",
-        "aime",
-    ]
-
-
 def test_the_run_finds_rows_in_another_domain_than_their_tags(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,27 +206,3 @@ def test_the_run_finds_rows_of_a_tag_that_are_lost(
         TrustError, match=r"\(data\): 18 rows of the train_files are wanted, but 15 are used"
     ):
         ground.run("grpo", *given(ground), name="lost")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_that_are_read_one_by_one_make_the_same_run(ground: Playground, kind: str) -> None:
-    frame = pyarrow.Table.from_pylist(
-        [json.loads(line) for line in (ground.folder / "rows.jsonl").open()]
-    )
-    pyarrow.parquet.write_table(frame, ground.folder / "rows.parquet", row_group_size=5)
-    steps = (
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=4",
-        "trainer.test_freq=4",
-        "trust.check_freq=1",
-    )
-    settings = given(ground, f"data.train_files={ground.folder}/rows.{kind}", *steps)
-    eager = ground.run("grpo", *settings, name=f"eager_{kind}")
-    lazy = ground.run("grpo", *settings, "data.lazy=true", name=f"lazy_{kind}")
-    assert steps_of(lazy) == [Counter(math=3, code=1)] * 4
-    for name, weight in eager.weights(4).items():
-        assert torch.equal(weight, lazy.weights(4)[name]), name
-    assert "data" in sum((check["passed"] for check in lazy.checks()), []) and not lazy.notes(
-        "warning"
-    )

@@ -14,7 +14,6 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import generate
-from distflow.rollout.engine import GenerateRequest
 from tests.e2e.runs import Playground
 
 pytestmark = pytest.mark.slow
@@ -153,29 +152,3 @@ def test_a_turn_that_goes_on_from_anothers_is_found(
         TrustError, match=r"counts as the policy's, but no request for this sample drew it"
     ):
         playground.run(*GRPO, "trainer.total_training_steps=1")
-
-
-def test_drafts_and_cut_turns_are_no_fault_and_repeated_random_numbers_are_named(
-    playground: Playground, example: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def drafted(group: Any, *services: Any) -> list[Sample]:
-        await generate(replace(group, params=replace(group.params, max_tokens=3)), *services)
-        return await generate(group, *services)
-
-    def cut(sample: Sample, segments: list[Segment], **changes: Any) -> Sample:
-        *before, last = segments
-        columns = (last.token_ids, last.rollout_log_probs, last.sampling_log_probs, last.versions)
-        return replace(
-            sample,
-            segments=[*before, Segment("policy", *(column[:2] for column in columns))],
-            **changes,
-        )
-
-    monkeypatch.setattr(example, "generate", drafted)
-    monkeypatch.setattr(example, "replace", cut)
-    monkeypatch.setattr(
-        example, "GenerateRequest", lambda *fields, num_drawn: GenerateRequest(*fields)
-    )
-    run = playground.run(*GRPO, "trainer.total_training_steps=2")
-    (warning,) = run.notes("warning")
-    assert "random numbers of earlier turns" in warning

@@ -1,8 +1,6 @@
 """Functions of the user that draw from, and seed, the global random generators: the run is as
 repeatable as any."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.cli_runs import CliRun, Left, same_run
@@ -26,12 +24,6 @@ VERIFIER = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     "    return noise()\n"
 )
-LATE = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    import random
-    import numpy as np
-    return random.random() + float(np.random.rand())
-"""
 PROGRAM = """
 import asyncio
 import time
@@ -139,51 +131,3 @@ def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground: Playground
     same_run(whole, kill_and_finish(ground, "killed"))
     other = finish(ground, "other", "trainer.seed=2")
     assert any(not tensor.equal(other.tensors()[name]) for name, tensor in whole.tensors().items())
-
-
-@pytest.mark.slow
-@pytest.mark.by_hand
-def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
-    """In a fresh process numpy's generator cannot be seeded before the call that imports it."""
-    ground.write_reward(LATE)
-    same_run(finish(ground, "late"), kill_and_finish(ground, "late-killed"))
-
-
-@pytest.mark.slow
-@pytest.mark.by_hand
-def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
-    """The same scores with and without draws beside them: the same samples, shuffles and
-    weights."""
-    ground = Playground(tmp_path, num_rows=8)
-    score = "    return sum(map(ord, solution_str)) % 7 / 6\n"
-    asked = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    (tmp_path / "beside.py").write_text(
-        DRAWS + "from distflow import node\nfrom distflow.graph import Node\n"
-        "from distflow.pipelines.grpo import grpo_pipeline\n"
-        "@node(writes={'drawn': 'sample'})\ndef draw(responses):\n"
-        "    return [noise() for text in responses]\n"
-        "@node(writes={'more': 'sample'})\ndef learn(advantages, drawn):\n"
-        "    return drawn + noise()\n"
-        "def with_draws(config):\n    torch.manual_seed(0)\n    graph = grpo_pipeline(config)\n"
-        "    graph.add_node(Node('draw', draw))\n    graph.add_node(Node('learn', learn))\n"
-        "    return graph\n"
-    )
-    left = []
-    for name, prefix, pipeline in (
-        ("without", "", ()),
-        ("with", DRAWS, (f"dag.pipeline={tmp_path}/beside.py:with_draws",)),
-    ):
-        ground.write_reward(prefix + asked + ("    noise()\n" if prefix else "") + score)
-        keys = ground.overrides(
-            name, "trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2"
-        )
-        run = CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys, *pipeline])
-        assert run.status() == 0, run.said()
-        left.append(Left(tmp_path / name))
-    ours, theirs = (
-        {name: t for name, t in one.tensors().items() if not name.startswith("live.")}
-        for one in left
-    )
-    assert ours.keys() == theirs.keys() and all(
-        tensor.equal(theirs[name]) for name, tensor in ours.items()
-    )

@@ -168,30 +168,6 @@ def warned(ground: Playground) -> list[str]:
     return notes(ground.folder / "run", "warning")
 
 
-def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ground.write_reward(SOME_FAIL.format(percent=25))
-    assert train(ground, "trainer.total_epochs=3", "reward.max_error_rate=1") == 0
-    out = capsys.readouterr().out
-    records = [
-        record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"
-    ]
-    shares = [values["reward/error_rate"] for values in records]
-    assert 0 < sum(shares) / len(shares) < 0.5
-    counted = [values["reward/errors"] / values["reward/calls"] for values in records]
-    assert shares == pytest.approx(counted), (
-        "each verdict counts once, also those of groups that were dropped"
-    )
-    told = [message for message in warned(ground) if "reward errors" in message]
-    assert 1 <= len(told) < len([share for share in shares if share > 0.05])
-    assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5) (domain 'default')" in told[0]
-    assert (
-        "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "reward errors" in out
-    )
-    assert "The reward function failed on" in (ground.folder / "run" / "report.html").read_text()
-
-
 @pytest.mark.parametrize("preset", one_fast_in(3, ["grpo", "ppo", "dapo"]))
 def test_above_the_limit_the_run_stops_before_it_learns(
     ground: Playground, capsys: pytest.CaptureFixture[str], preset: str
@@ -219,19 +195,6 @@ def test_above_the_limit_the_run_stops_before_it_learns(
         record.step for record in read_metrics(ground.folder / "run") if record.kind == "train"
     ]
     assert learned == list(range(1, step))
-
-
-def test_a_step_that_cannot_be_filled_for_its_errors_says_that(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ground.write_reward(SOME_FAIL.format(percent=55))
-    keys = (
-        "algorithm.filter_groups.max_num_gen_batches=1",
-        "reward.max_error_rate=0.2",
-        "trainer.total_epochs=9",
-    )
-    assert train(ground, *keys, *SHORT["dapo"], preset="dapo") == 2
-    assert "more than reward.max_error_rate=0.2 allows" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -273,44 +236,3 @@ def test_a_reward_that_is_a_node_counts_too(
     assert cli.main(["train", "grpo", *keys, "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
     err = capsys.readouterr().err
     assert "more than reward.max_error_rate=0.5 allows" in err and said in err
-
-
-@pytest.mark.slow
-def test_a_reward_that_never_answers_is_reported_after_the_first_group(ground: Playground) -> None:
-    ground.write_reward("import time\ndef compute_score(*arguments, **more):\n    time.sleep(60)\n")
-    assert train(ground, "reward.timeout_s=0.2", "reward.max_error_rate=1") == 2
-    (warning,) = notes(ground.folder / "run", "warning")
-    assert warning.startswith(
-        "the first prompt group has too few scores: no score within 0.2 s from custom"
-    )
-
-
-@pytest.mark.slow
-def test_a_reward_that_hangs_after_a_resume_had_scores_before(ground: Playground) -> None:
-    """A run is ended early by a function that never returned: that it did before the resume
-    counts."""
-    ground.write_reward(FAULTY.format(fault="return 1.0"))
-    keys = (
-        "reward.max_error_rate=0.9",
-        "reward.timeout_s=2",
-        "trainer.save_freq=1",
-        "trainer.total_epochs=9",
-    )
-    assert train(ground, *keys, "trainer.total_training_steps=1") == 0
-    asked = ground.folder / "asked"
-    code = f"with open({str(asked)!r}, 'a') as file:\n        file.write('x')\n"
-    code += f"    if len(open({str(asked)!r}).read()) <= 5:\n        time.sleep(600)"
-    ground.write_reward(FAULTY.replace("if number % 4 == 0:\n        {fault}", code))
-    assert train(ground, *keys, "trainer.total_training_steps=3") == 0
-    timeouts = [record.values["reward/timeouts"] for record in read_metrics(ground.folder / "run")]
-    assert len(asked.read_text()) > 5 and sum(timeouts) >= 5
-
-
-@pytest.mark.slow
-def test_what_the_judgement_says_at_the_end_is_not_said_before_it(
-    ground: Playground, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Eight steps are the first that say it of a run that goes on."""
-    ground.write_reward("def compute_score(*arguments, **more):\n    return 0.0\n")
-    assert train(ground, "trainer.total_training_steps=8", "trainer.total_epochs=9") == 0
-    assert capsys.readouterr().out.count("The reward was 0 for every response of all 8 steps") == 1
