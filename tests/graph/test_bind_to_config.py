@@ -71,7 +71,7 @@ def test_what_a_partial_sets_goes_before_the_group(config):
         "gamma": 0.1,
         "lam": 1.0,
     }
-    with pytest.raises(PipelineError, match="'x'.*'gama'.*'gamma'"):
+    with pytest.raises(PipelineError, match="'x'.*cannot be inspected"):
         one(functools.partial(by_lambda, gama=0.5))
 
 
@@ -98,7 +98,8 @@ def test_a_group_of_the_nodes_own(config):
     bound_pipeline = one(f, config="algorithm.kl_ctrl", scale=2).bind(config, ["responses"])
     assert bound_pipeline.node("x").options == {"scale": 2, "kl_coef": 0.001}
     assert bound_pipeline.node("x").config_key == "algorithm.kl_ctrl" and bound.config_key is None
-    assert "did you mean 'scale'?" in fails(one(f, config={"scal": 3}), config, ["responses"])
+    with pytest.raises(PipelineError, match="'scal'; did you mean 'scale'?"):
+        one(f, config={"scal": 3})
     assert "did you mean 'kl_ctrl'?" in fails(
         one(f, config="algorithm.kl_ctr"), config, ["responses"]
     )
@@ -112,30 +113,6 @@ def test_a_field_that_nobody_has(config):
     message = fails(one(by_group), config, ["token_level_reward", "response_mask", "group_index"])
     assert "node 'x' reads 'token_level_rewards'" in message
     assert "did you mean 'token_level_reward'?" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("token_level_score", "did you mean 'token_level_scores'?"),  # derived
-        ("lam_bda", "did you mean 'lam'?"),
-        # of a batch, but no earlier node writes it
-        ("finish_reasn", "did you mean 'finish_reason'?"),
-        (
-            "xyzzy",
-            (
-                "no such column; known: acc, loss_mask, response_mask, scores, "
-                "token_level_rewards, token_level_scores"
-            ),
-        ),
-    ],
-)
-def test_a_hint_is_a_column_before_it_is_a_key(config, name, told):
-    def f(batch): ...
-
-    function = node(reads=("response_mask", name), writes="values")(f)
-    message = fails(one(function, node_role="ADVANTAGE"), config, ["scores", "response_mask"])
-    assert told in message
 
 
 def test_an_optional_field_that_nobody_has_is_fine(config):
@@ -172,14 +149,6 @@ def test_derived_fields_are_those_of_a_batch(name):
     sources = DERIVED[name]
     assert has(sources)
     assert not any(has([s for s in sources if s != missing]) for missing in sources)
-
-
-def test_a_node_that_declares_no_writes_is_pointed_at(config):
-    graph = graph_of(
-        ("silent", lambda batch, ctx: None, [], {}), ("read", by_group, ["silent"], {})
-    )
-    message = fails(graph, config, ["response_mask", "group_index"])
-    assert "if 'silent' writes it, declare that with @node(writes=...)" in message
 
 
 def test_fields_of_the_program(config):

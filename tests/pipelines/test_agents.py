@@ -18,8 +18,9 @@ from distflow.graph import Node
 from distflow.graph.bind_to_config import bind_alone
 from distflow.pipelines.nodes import compute_advantage
 from distflow.pipelines.nodes.rollout_reward_filter import reward_episodes
+from distflow.pipelines.nodes.settings_by_domain import run_part
 from distflow.rewards.reward_results import Error
-from distflow.runtime.compiled_node import NodeContext, compile_inputs
+from distflow.runtime.compiled_node import NodeContext
 from distflow.runtime.rollout_loop.group import Group
 from distflow.training.engine import OneRank
 from tests.pipelines.test_episodes import Engine, run_group
@@ -279,10 +280,7 @@ def test_advantages_of_an_agent_are_among_its_own_of_the_group(
     batch = episodes(num_agents, seed=num_agents)
     part = bind_alone(Node("advantages", compute_advantage), config)
     ctx: Any = NodeContext(config, 0, None)  # type: ignore[arg-type]
-    positional, keyword = compile_inputs(part, {"reduce": OneRank()})(
-        batch, {"batch": batch, "ctx": ctx}
-    )
-    found: Any = part.fn(*positional, **keyword)
+    found: Any = run_part(part, batch, ctx, OneRank())
     wanted = expected(batch, names, rewards == "margin")
     for row, values in enumerate(wanted):
         own = found.batch["advantages"][row, : len(values)].tolist()

@@ -26,17 +26,14 @@ def inputs_of(fn, resources=(), columns=COLUMNS, call=(), **settings):
 
 
 def test_columns_by_the_names_that_the_function_uses():
-    assert inputs_of(lambda prompts, index: None) == ([], {"prompts": ["p"], "index": [0]})
+    assert inputs_of(lambda prompts, index: None) == {"prompts": ["p"], "index": [0]}
 
 
 def test_an_optional_column_that_is_not_there_is_left_to_the_default():
     def f(prompts, values="default"): ...
 
-    assert inputs_of(f) == ([], {"prompts": ["p"]})
-    assert inputs_of(f, columns={**COLUMNS, "values": [1.0]}) == (
-        [],
-        {"prompts": ["p"], "values": [1.0]},
-    )
+    assert inputs_of(f) == {"prompts": ["p"]}
+    assert inputs_of(f, columns={**COLUMNS, "values": [1.0]}) == {"prompts": ["p"], "values": [1.0]}
 
 
 def test_a_required_column_that_is_not_there_is_no_silence():
@@ -44,56 +41,43 @@ def test_a_required_column_that_is_not_there_is_no_silence():
         inputs_of(lambda values: None)
 
 
-def test_positional_only_columns_in_their_order():
-    def f(responses, values=None, prompts=None, /, *, index=None): ...
-
-    declared = node(reads=("responses", "?values", "?prompts", "?index"))(f)
-    assert inputs_of(declared) == ([["r"], None, ["p"]], {"index": [0]})
-
-
 def test_columns_that_come_in_the_batch_are_not_passed():
     f = node(reads=("prompts", "responses"))(lambda responses, batch: None)
-    assert inputs_of(f, call={"batch": "B"}) == ([], {"responses": ["r"], "batch": "B"})
+    assert inputs_of(f, call={"batch": "B"}) == {"responses": ["r"], "batch": "B"}
 
 
 def test_engines_services_and_reduce():
     resources = {
         name: name.upper() for name in ("reward_fn", "tokenizer", "reduce", "critic", "ref")
     }
-    assert inputs_of(lambda reduce, critic, *, reward_fn, tokenizer: None, resources) == (
-        [],
-        {
-            "reduce": "REDUCE",
-            "critic": "CRITIC",
-            "reward_fn": "REWARD_FN",
-            "tokenizer": "TOKENIZER",
-        },
-    )
+    assert inputs_of(lambda reduce, critic, *, reward_fn, tokenizer: None, resources) == {
+        "reduce": "REDUCE",
+        "critic": "CRITIC",
+        "reward_fn": "REWARD_FN",
+        "tokenizer": "TOKENIZER",
+    }
 
 
 def test_a_barrier_is_over_all_ranks_that_run_it_and_not_over_those_with_samples_alone():
     inputs = inputs_of(None, {"reduce": "REDUCE", "dp_group": "DP_GROUP"}, node_type="BARRIER_SYNC")
-    assert inputs == ([], {"reduce": "DP_GROUP"})
+    assert inputs == {"reduce": "DP_GROUP"}
 
 
 def test_a_name_for_an_engine_is_given_its_engine_and_no_column():
-    assert inputs_of(lambda critic: None, {"critic": 1}, columns={"critic": 2}) == (
-        [],
-        {"critic": 1},
-    )
+    assert inputs_of(lambda critic: None, {"critic": 1}, columns={"critic": 2}) == {"critic": 1}
 
 
 def test_what_the_call_has_is_passed_as_far_as_it_is_wanted():
     call = {"batch": "B", "samples": "S", "group": "G", "ctx": "C"}
-    assert inputs_of(lambda samples, ctx: None, call=call) == ([], {"samples": "S", "ctx": "C"})
-    assert inputs_of(lambda batch, group: None, call=call) == ([], {"batch": "B", "group": "G"})
+    assert inputs_of(lambda samples, ctx: None, call=call) == {"samples": "S", "ctx": "C"}
+    assert inputs_of(lambda batch, group: None, call=call) == {"batch": "B", "group": "G"}
 
 
 def test_one_compilation_serves_many_calls():
     inputs = compile_inputs(bound_of(lambda prompts, ctx: None), {})
     assert [inputs({"prompts": i}, {"ctx": -i}) for i in (1, 2)] == [
-        ([], {"prompts": 1, "ctx": -1}),
-        ([], {"prompts": 2, "ctx": -2}),
+        {"prompts": 1, "ctx": -1},
+        {"prompts": 2, "ctx": -2},
     ]
 
 
@@ -101,16 +85,13 @@ def test_options_and_the_config(config):
     def f(prompts, gamma, config, *, lam, scale=1.0): ...
 
     bound = bound_of(f, config, node_role="ADVANTAGE", lam=0.5)
-    assert compile_inputs(bound, {})(COLUMNS, {}) == (
-        [],
-        {
-            "prompts": ["p"],
-            "gamma": config.algorithm.gamma,
-            "lam": 0.5,
-            "scale": 1.0,
-            "config": config.algorithm,
-        },
-    )
+    assert compile_inputs(bound, {})(COLUMNS, {}) == {
+        "prompts": ["p"],
+        "gamma": config.algorithm.gamma,
+        "lam": 0.5,
+        "scale": 1.0,
+        "config": config.algorithm,
+    }
 
 
 def test_the_function_can_be_called_with_it():
@@ -118,16 +99,16 @@ def test_the_function_can_be_called_with_it():
         return prompts, ctx, values, scale, shift
 
     fn = functools.partial(f, scale=2)
-    positional, keyword = inputs_of(fn, call={"ctx": "C"}, shift=3)
-    assert fn(*positional, **keyword) == (["p"], "C", None, 2, 3)
+    assert fn(**inputs_of(fn, call={"ctx": "C"}, shift=3)) == (["p"], "C", None, 2, 3)
 
 
 def test_a_batch_reward_receives_its_batch_config_and_options(config):
     bound = bound_of(lambda batch, config, **kwargs: None, config, weight=2)
-    assert compile_inputs(bound, {})({}, {"batch": "B", "ctx": "C"}) == (
-        [],
-        {"batch": "B", "config": config.reward, "weight": 2},
-    )
+    assert compile_inputs(bound, {})({}, {"batch": "B", "ctx": "C"}) == {
+        "batch": "B",
+        "config": config.reward,
+        "weight": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -137,12 +118,12 @@ def test_the_parameter_engine_is_that_of_the_role_or_of_add_node(config, setting
     inputs = compile_inputs(
         bound_of(lambda engine: None, config, **settings), {"critic": "critic", "ref": "ref"}
     )
-    assert inputs({}, {}) == ([], {"engine": engine})
+    assert inputs({}, {}) == {"engine": engine}
 
 
 def test_the_parameter_engine_is_not_one_that_the_function_names_besides(config):
     bound = bound_of(lambda engine, ref: None, config, node_role="CRITIC")
-    assert compile_inputs(bound, {"critic": 1, "ref": 2})({}, {}) == ([], {"engine": 1, "ref": 2})
+    assert compile_inputs(bound, {"critic": 1, "ref": 2})({}, {}) == {"engine": 1, "ref": 2}
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,7 @@ class CheckedRun:
             ctx = NodeContext(
                 self.spec.config, self.inputs.version.step, self.resources.tokenizer, state
             )
-            positional, keyword = step.inputs(batch, {"batch": batch, "ctx": ctx})
-            return step.fn(*positional, **keyword)
+            return step.fn(**step.inputs(batch, {"batch": batch, "ctx": ctx}))
         return None
 
 

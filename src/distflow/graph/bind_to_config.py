@@ -4,14 +4,12 @@ frozen pipeline."""
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from inspect import Parameter, signature
-from types import SimpleNamespace, UnionType
-from typing import Union, get_args, get_origin
+from types import SimpleNamespace
 
-from distflow.errors import MissingColumn, PipelineError, hint, nearest
-from distflow.graph.contract_from_signature import REQUIRED, Contract, Form, canonical
+from distflow.errors import MissingColumn, PipelineError, hint
+from distflow.graph.contract_from_signature import REQUIRED, Contract, canonical
 from distflow.graph.drawing import Box, flowchart, text_drawing
-from distflow.graph.fields import STANDARD_FIELDS, Axis, Field, find_field
+from distflow.graph.fields import Axis, Field, find_field
 from distflow.graph.graph_node import (
     NODE_SETTINGS,
     Node,
@@ -21,7 +19,6 @@ from distflow.graph.graph_node import (
 )
 from distflow.graph.node_roles import NodeRole, NodeType, Plane
 from distflow.graph.wiring import Wiring
-from distflow.import_target import is_ours
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,6 @@ class BoundPipeline:
         ]
 
 
-_PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
-
-
 @dataclass(frozen=True)
 class _ConfiguredNode:
     """A node with its function, and the part of the config that it receives.
@@ -171,43 +165,19 @@ _NOT_HERE = {
 
 
 def check_options(node: Node, contract: Contract) -> None:
-    """Raises PipelineError for an option that the function does not take or that has another
-    type."""
-    for name, value in node.own_options.items():
+    """Raises PipelineError for an option that the function does not take."""
+    own = list(node.own_options)
+    if isinstance(node.config, Mapping) and "config" not in contract.reserved:
+        own += node.config
+    for name in own:
         if name in contract.options or contract.open_options:
-            wanted = _plain_types(node, name) if name in contract.options else ()
-            fits = type(value) in wanted or (
-                isinstance(value, int) and not isinstance(value, bool) and float in wanted
-            )
-            if wanted and value is not None and not fits:
-                names = " or ".join(t.__name__ for t in wanted)
-                raise PipelineError(
-                    f"{node.where}: option '{name}' must be {names}, {value!r} given"
-                )
-        elif name in _NOT_HERE:
+            continue
+        if name in _NOT_HERE:
             raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
-        else:
-            known = [*contract.options, *NODE_SETTINGS]
-            raise PipelineError(
-                f"{node.where}: its function takes no option '{name}'{hint(name, known)}"
-            )
-
-
-def _check_own_config(node: Node, contract: Contract) -> None:
-    """Raises PipelineError for an entry of the node's own `config` mapping that its function cannot
-    receive."""
-    if (
-        not isinstance(node.config, Mapping)
-        or contract.open_options
-        or "config" in contract.reserved
-    ):
-        return
-    for name in node.config:
-        if name not in contract.options:
-            raise PipelineError(
-                f"{node.where}: config has '{name}', which its function does not "
-                f"take{hint(name, contract.options)}"
-            )
+        known = [*contract.options, *NODE_SETTINGS]
+        raise PipelineError(
+            f"{node.where}: its function takes no option '{name}'{hint(name, known)}"
+        )
 
 
 def _resolve_options(
@@ -237,37 +207,12 @@ def _resolve_options(
         elif default is not REQUIRED:
             values[name] = default
         else:
-            where = (
-                "its config" if key is None else f"config group '{key}'" if key else "the config"
-            )
+            where = f"config group '{key}'" if key else "its config"
             raise PipelineError(
                 f"{node.where}: option '{name}' has no value: add_node gives none, {where} has no "
-                "such key"
-                f"{hint(name, configured.names())}, and the function has no default"
+                f"such key{hint(name, configured.names())}, and the function has no default"
             )
     return {**values, **fixed}, keys
-
-
-def _plain_types(node: Node, name: str) -> tuple[type, ...]:
-    """The plain types (bool, int, float, str) in the parameter's annotation; empty for any other
-    annotation."""
-    try:
-        parameter = signature(node.fn).parameters.get(name)
-    except (ValueError, TypeError):
-        return ()
-    annotation = Parameter.empty if parameter is None else parameter.annotation
-    if isinstance(annotation, str):  # postponed annotations
-        words = [part.strip() for part in annotation.split("|")]
-        parts: tuple[object, ...] = tuple(_PLAIN_TYPES.get(word, word) for word in words)
-    else:
-        parts = (
-            get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        )
-    plain = tuple(
-        part for part in parts if isinstance(part, type) and part in _PLAIN_TYPES.values()
-    )
-    none = sum(part in (None, "None", type(None)) for part in parts)
-    return plain if len(plain) + none == len(parts) else ()
 
 
 DataFields = Iterable[str] | Mapping[str, Field]
@@ -290,14 +235,18 @@ def bind_pipeline(
     )
     for key, contract in contracts.items():
         check_options(resolved[key], contract)
-        _check_own_config(resolved[key], contract)
     wiring = Wiring(resolved, contracts)
     wiring.check()
     for node_id in wiring.order:
         for name in contracts[node_id].reads:
-            if canonical(name) not in wiring.columns(node_id, loaded):
+            columns = wiring.columns(node_id, loaded)
+            if canonical(name) not in columns:
+                known = {*columns, *configured[node_id].names()}
                 raise MissingColumn(
-                    _missing(wiring, configured[node_id], name, loaded), canonical(name)
+                    f"{resolved[node_id].where} reads '{name}', but the data has no such column "
+                    "and no earlier node declares that it writes it (@node(writes=...))"
+                    f"{hint(name, known)}",
+                    canonical(name),
                 )
     bound = tuple(_bind_node(wiring, configured[key]) for key in wiring.order)
     return BoundPipeline(
@@ -315,27 +264,6 @@ def bind_alone(node: Node, config: object) -> BoundNode:
     configured = _configure(node, config)
     contract = contract_of(configured.node, config=dir(configured.config))
     return _bind_node(Wiring({node.node_id: configured.node}, {node.node_id: contract}), configured)
-
-
-def _missing(wiring: Wiring, reader: _ConfiguredNode, name: str, loaded: Iterable[str]) -> str:
-    """The error message for a missing field, with the likeliest reason."""
-    columns = wiring.columns(reader.node.node_id, loaded)
-    keys = reader.names()
-    message = (
-        f"{reader.node.where} reads '{name}', but no earlier node writes it and the data has no "
-        "such column"
-    )
-    standard = STANDARD_FIELDS.keys() - {*(reader.node.writes or ())}
-    message += hint(
-        name, next((names for names in (columns, keys, standard) if nearest(name, names)), columns)
-    )
-    for node_id in wiring.order:
-        vertex = wiring.vertices[node_id]
-        may_write = vertex.contract.form is not Form.WIRED or "batch" in vertex.contract.reserved
-        may_write = may_write and not is_ours(vertex.node.fn)
-        if may_write and not vertex.writes and node_id != reader.node.node_id:
-            return f"{message}; if '{node_id}' writes it, declare that with @node(writes=...)"
-    return message
 
 
 def _written(wiring: Wiring) -> dict[str, Field]:

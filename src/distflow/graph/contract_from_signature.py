@@ -1,7 +1,6 @@
 """Derives a node function's contract from its signature: fields read and written, options, engines
 and scope."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,15 +50,13 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class FieldsRead:
-    """Fields that a function reads. Those that are passed neither by keyword nor by position come
-    in `batch`."""
+    """Fields that a function reads. Those that are not passed by keyword come in `batch`."""
 
     reads: tuple[str, ...] = ()
     """Required fields."""
     optional: tuple[str, ...] = ()
     """Fields that may be missing."""
     by_keyword: tuple[str, ...] = ()
-    by_position: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +114,14 @@ def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contr
     parameters = list[Parameter]()
     form = Form.WIRED
     if fn is not None:
-        found = _parameters(fn, declared.where)
-        form = form_of(found)
-        fields = _fields(form, found, declared)
-        parameters = found or []
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())
+        except (ValueError, TypeError) as error:
+            raise PipelineError(
+                f"{declared.where}: its function cannot be inspected ({error}); write one around it"
+            ) from error
+        form = form_of(parameters)
+        fields = _fields(form, parameters, declared)
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
     return Contract(
@@ -137,36 +138,10 @@ def read_contract(fn: Callable[..., object] | None, declared: Declared) -> Contr
     )
 
 
-def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None:
-    """None if the callable cannot be inspected (some builtins)."""
-    if isinstance(fn, functools.partial):
-        _check_keywords(fn, _parameters(fn.func, where), where)
-    try:
-        return list(inspect.signature(fn).parameters.values())
-    except (ValueError, TypeError):
-        return None
-
-
-def _check_keywords(
-    fn: functools.partial[object], parameters: list[Parameter] | None, where: str
-) -> None:
-    """parameters: of the function inside; None if they are not known. Raises PipelineError for an
-    option that it does not take."""
-    if parameters is None or any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-        return
-    names = [p.name for p in parameters]
-    for keyword in fn.keywords:
-        if keyword not in names:
-            raise PipelineError(
-                f"{where}: its function takes no option '{keyword}'{hint(keyword, names)}"
-            )
-
-
-def form_of(parameters: list[Parameter] | None) -> Form:
+def form_of(parameters: list[Parameter]) -> Form:
     """The form, recognised by the exact names of the parameters."""
-    known = parameters or []
-    names = tuple(p.name for p in known)
-    rest = [p.kind for p in known[2:]]
+    names = tuple(p.name for p in parameters)
+    rest = [p.kind for p in parameters[2:]]
     if names[:2] == ("batch", "config") and rest == [Parameter.VAR_KEYWORD]:
         return Form.BATCH_REWARD
     if names[:3] == _SAMPLE_REWARD[:3]:
@@ -174,15 +149,20 @@ def form_of(parameters: list[Parameter] | None) -> Form:
     return Form.WIRED
 
 
-def _fields(form: Form, parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
+def _fields(form: Form, parameters: list[Parameter], declared: Declared) -> FieldsRead:
     if form is Form.BATCH_REWARD:
         return FieldsRead(*_explicit(declared))
     if form is Form.SAMPLE_REWARD:
         required = ("data_source", "responses", "ground_truth")
         optional: tuple[str, ...] = ()
-        if any(p.name == "extra_info" for p in parameters or ()):
+        if any(p.name == "extra_info" for p in parameters):
             optional = ("extra_info",)
-        return FieldsRead(required, optional, by_keyword=(*required, *optional))
+        return FieldsRead(required, optional, (*required, *optional))
+    for p in parameters:
+        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
+            raise PipelineError(
+                f"{declared.where}: '{p}' cannot be passed by a name, as fields and options are"
+            )
     if declared.spec.reads is not None:
         return _explicit_fields(parameters, declared)
     return _signature_fields(parameters, declared)
@@ -192,7 +172,7 @@ def _role_of(
     parameter: Parameter, declared: Declared
 ) -> Literal["field", "optional", "option", "special", "rest"]:
     """The meaning of a parameter that `reads` does not name."""
-    if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+    if parameter.kind is Parameter.VAR_KEYWORD:
         return "rest"
     if parameter.name in _SPECIAL:
         return "special"
@@ -208,43 +188,26 @@ def _role_of(
     return "option"
 
 
-def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
-    if parameters is None:
-        raise PipelineError(
-            f"{declared.where}: its function cannot be inspected; declare what it reads with "
-            "@node(reads=...)"
-        )
-    # estimators receive only their named parameters
-    named_only = declared.role is NodeRole.ADVANTAGE
+def _signature_fields(parameters: list[Parameter], declared: Declared) -> FieldsRead:
     required = list[str]()
     optional = list[str]()
     by_keyword = list[str]()
-    by_position = list[str]()
     for p in parameters:
-        is_open_keyword = p.kind is Parameter.VAR_KEYWORD and not named_only
-        if p.kind is Parameter.VAR_POSITIONAL or is_open_keyword:
+        # estimators receive only their named parameters
+        if p.kind is Parameter.VAR_KEYWORD and declared.role is not NodeRole.ADVANTAGE:
             raise PipelineError(
                 f"{declared.where}: '{p}' does not say what it reads; declare it with "
                 "@node(reads=...)"
             )
         role = _role_of(p, declared)
-        is_passed = role in ("field", "optional")
-        if p.kind is Parameter.POSITIONAL_ONLY and not is_passed:
-            # calls pass only fields by position
-            raise PipelineError(
-                f"{declared.where}: '{p.name}' is positional-only, which is allowed only for fields"
-            )
-        if not is_passed:
-            continue
         if role == "field":
             required.append(p.name)
-        else:
+        elif role == "optional":
             optional.append(p.name)
-        if p.kind is Parameter.POSITIONAL_ONLY:
-            by_position.append(p.name)
         else:
-            by_keyword.append(p.name)
-    return FieldsRead(tuple(required), tuple(optional), tuple(by_keyword), tuple(by_position))
+            continue
+        by_keyword.append(p.name)
+    return FieldsRead(tuple(required), tuple(optional), tuple(by_keyword))
 
 
 def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -255,44 +218,26 @@ def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return required, optional
 
 
-def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> FieldsRead:
+def _explicit_fields(parameters: list[Parameter], declared: Declared) -> FieldsRead:
     required, optional = _explicit(declared)
-    named = tuple(n.removeprefix("?") for n in declared.spec.reads or ())
-    if parameters is None:
-        return FieldsRead(required, optional, by_position=named)
-    by_position_kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    leading = [p for p in parameters if p.kind in by_position_kinds]
-    ordinary = [p for p in leading if p.name not in _SPECIAL]
-    for p in ordinary:
+    named = tuple(name.removeprefix("?") for name in declared.spec.reads or ())
+    for p in parameters:
         if p.name not in named and _role_of(p, declared) == "field":
             raise PipelineError(
                 f"{declared.where}: @node(reads=...) leaves out its parameter "
                 f"'{p.name}'{hint(p.name, named)}"
             )
-    kinds = {p.kind for p in parameters}
-    if Parameter.VAR_POSITIONAL in kinds:
-        first = tuple(p.name for p in leading)
-        if first != named[: len(first)]:
-            raise PipelineError(
-                f"{declared.where}: before its *args it takes {', '.join(first)}; @node(reads=...) "
-                "must begin so"
-            )
-        return FieldsRead(required, optional, by_position=named)
-    names = {p.name for p in ordinary}
-    names |= {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
-    takes_any = Parameter.VAR_KEYWORD in kinds
-    takes_columns = any(p.name in ("batch", "samples", "group") for p in parameters)
-    for name in named:
-        if name not in names and not takes_any and not takes_columns:
-            raise PipelineError(
-                f"{declared.where}: it reads '{name}' but has no parameter for "
-                f"it{hint(name, names)}; name one, or take `batch` or `samples`"
-            )
-    positional_only = [p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY]
-    by_position = tuple(name for name in positional_only if name in named)
-    passed = named if takes_any else tuple(name for name in named if name in names)
-    by_keyword = tuple(name for name in passed if name not in by_position)
-    return FieldsRead(required, optional, by_keyword, by_position)
+    names = {p.name for p in parameters}
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        return FieldsRead(required, optional, named)
+    by_keyword = tuple(name for name in named if name in names)
+    if by_keyword != named and names.isdisjoint(("batch", "samples", "group")):
+        missing = next(name for name in named if name not in names)
+        raise PipelineError(
+            f"{declared.where}: it reads '{missing}' but has no parameter for "
+            f"it{hint(missing, names)}; name one, or take `batch` or `samples`"
+        )
+    return FieldsRead(required, optional, by_keyword)
 
 
 def _writes(form: Form, declared: Declared) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Draws a graph as a Mermaid flowchart (https://mermaid.js.org), or as text for a terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -51,58 +51,19 @@ def flowchart(boxes: Sequence[Box]) -> str:
 
 
 def text_drawing(boxes: Sequence[Box]) -> str:
-    """Nodes in order, with rails on the left from each node (●) down to those that run after it;
-    below each node is what it reads from which node."""
+    """Nodes in order; below each is what it reads from which node."""
     by_id = {box.node_id: box for box in boxes}
-    last_use = {dep: box.node_id for box in boxes for dep in box.deps}
-    rails: list[str | None] = []  # the node of the rail in each column
-    lines: list[tuple[str, str]] = []
+    lines = []
     plane = None
     for box in boxes:
         if box.plane != plane:
             plane = box.plane
-            lines.append((_rails(rails), f"═══ {plane} loop ═══"))
-        lines.append((_joint(rails, box, last_use), f"{box.node_id}  ({box.kind})"))
-        read = {dep: ", ".join(_passed(by_id[dep], box)) or "(order only)" for dep in box.deps}
-        lines += [(_rails(rails), f"    {fields}  ◀ {dep}") for dep, fields in read.items()]
-    width = max(len(drawn) for drawn, _ in lines)
-    return "".join(f"{drawn:<{width}} {text}\n" for drawn, text in lines)
-
-
-def _rails(rails: Sequence[str | None]) -> str:
-    return " ".join("│" if rail else " " for rail in rails)
-
-
-def _joint(rails: list[str | None], box: Box, last_use: Mapping[str, str]) -> str:
-    """The node's mark joined with the rails of its dependencies; changes `rails` to those that
-    continue below."""
-    joined = {i for i, rail in enumerate(rails) if rail in box.deps}
-    ended = {i for i in joined if last_use[str(rails[i])] == box.node_id}
-    own = min([*ended, *(i for i, rail in enumerate(rails) if rail is None), len(rails)])
-    first = min(joined | {own})
-    last = max(joined | {own})
-    rails += [None] * (own + 1 - len(rails))
-    drawn = ""
-    for i, rail in enumerate(rails):
-        if i == own:
-            mark = "●"
-        elif i in joined:
-            mark = (
-                ("├", "└")[i in ended]
-                if i == first
-                else ("┤", "┘")[i in ended]
-                if i == last
-                else "┼┴"[i in ended]
-            )
-        else:
-            mark = "│" if rail else "─" if first < i < last else " "
-        drawn += mark + ("─" if first <= i < last else " ")
-    for i in ended:
-        rails[i] = None
-    rails[own] = box.node_id if box.node_id in last_use else None
-    while rails and rails[-1] is None:
-        rails.pop()
-    return drawn.rstrip()
+            lines.append(f"{plane} loop")
+        lines.append(f"  {box.node_id}  ({box.kind})")
+        for dep in box.deps:
+            fields = ", ".join(_passed(by_id[dep], box)) or "(order only)"
+            lines.append(f"      {fields}  ◀ {dep}")
+    return "\n".join(lines) + "\n"
 
 
 def _arrow(start: Box, end: Box) -> str:

@@ -190,13 +190,9 @@ class Node:
         takes_own = "engine" in contract.reserved
         if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
             with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
-            wants = (
-                "takes its role's `engine`" if takes_own else f"is of type {self.node_type.name}"
-            )
             raise PipelineError(
-                f"{self.where} {wants}, but neither its function nor its role "
-                f"{self.node_role.name} names an engine; "
-                f"the roles with one: {', '.join(with_one)}"
+                f"{self.where} uses an engine, but neither its function nor its role "
+                f"{self.node_role.name} names one; the roles with one: {', '.join(with_one)}"
             )
 
 
@@ -239,13 +235,16 @@ def contract_of(node: Node, fields: Collection[str] = (), config: Collection[str
     fields: names of fields, besides the registered ones. config: names in the config group of the
     node.
     """
+    known = {*node.own_options, *config}
+    if isinstance(node.config, Mapping):
+        known.update(node.config)
     declared = Declared(
         where=node.where,
         spec=node.spec,
         role=node.node_role or node.spec.role or NodeRole.DEFAULT,
         scope="global" if node.node_type in MARKER_TYPES else node.scope,
         is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
-        is_option=lambda name: name in node.own_options or name in config,
+        is_option=known.__contains__,
     )
     return read_contract(None if is_factory(node.fn) else node.fn, declared)
 
@@ -300,16 +299,6 @@ def _check_arguments(node: Node) -> None:
         or node.retry_limit < 0
     ):
         raise PipelineError(f"{where}: retry_limit must be an int from 0, not {node.retry_limit!r}")
-    for name, kind, wanted in (
-        ("only_forward_compute", bool, "True or False"),
-        ("engine", str | None, "the name of one"),
-        ("config", str | Mapping | None, "a dotted key of the config or a mapping"),
-        ("phase", str | None, "a str"),
-        ("policy", str | None, "the name of one"),
-        ("validates", bool | None, "True or False"),
-    ):
-        if not isinstance(getattr(node, name), kind):
-            raise PipelineError(f"{where}: {name} must be {wanted}, not {getattr(node, name)!r}")
     planes = ("rollout", "training")
     if node.plane is not None and node.plane not in planes:
         raise PipelineError(f"{where}: plane {node.plane!r} is none{hint(str(node.plane), planes)}")

@@ -75,7 +75,7 @@ class Wiring:
                 raise PipelineError(
                     f"node '{node_id}' {needs}, which needs the rollout loop, but runs in the "
                     "training loop: "
-                    f"{self._reason(node_id)}"
+                    f"{self._training_because[node_id]}"
                 )
             for name in self._sources(node_id):
                 self._check_read(node_id, name)
@@ -134,18 +134,11 @@ class Wiring:
         elif train:
             self._training_because[node_id] = f"it uses the train engine '{train[0]}'"
         elif inherited:
-            self._training_because[node_id] = f"it comes after '{inherited[0]}'"
+            first = self._training_because[inherited[0]]
+            self._training_because[node_id] = f"it comes after '{inherited[0]}' ({first})"
         elif vertex.node.plane == "training":
             self._training_because[node_id] = "its plane is training"
         return "training" if node_id in self._training_because else "rollout"
-
-    def _reason(self, node_id: str) -> str:
-        """Why a node is in the training loop, traced back to the first such node."""
-        because = self._training_because[node_id]
-        first = next(
-            (dep for dep in self.deps[node_id] if because == f"it comes after '{dep}'"), None
-        )
-        return because if first is None else f"{because} ({self._reason(first)})"
 
     def _check_writers(self) -> None:
         for name, writers in self.writers.items():
@@ -181,16 +174,9 @@ class Wiring:
             # a node that updates the field needs it to exist already
             if name not in self.vertices[writer].reads:
                 raise PipelineError(
-                    f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}' before "
-                    f"'{writer}'"
-                    f"{self._in_plane(writer, node_id)} writes it; put '{node_id}' after '{writer}'"
+                    f"node '{node_id}' reads '{name}' before '{writer}' writes it; put "
+                    f"'{node_id}' after '{writer}'"
                 )
-
-    def _in_plane(self, node_id: str, other: str) -> str:
-        """Text that names the node's plane if the other's differs, else empty."""
-        return (
-            "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} loop)"
-        )
 
 
 def _why_rollout(vertex: Vertex) -> str | None:

@@ -141,7 +141,7 @@ def _try_nodes(config: Config, pipeline: BoundPipeline) -> None:
             continue
         named = {
             *contract.reads,
-            *STANDARD_FIELDS.keys() & {*contract.by_position, *contract.by_keyword},
+            *STANDARD_FIELDS.keys() & {*contract.by_keyword},
         }
         batch = made_up(named | (_all_columns() - {*contract.writes} if "batch" in more else set()))
         if batch is None:

@@ -217,9 +217,8 @@ class _NoState(UserDict[str, Any]):
         )
 
 
-Arguments = tuple[list[object], dict[str, object]]
-Inputs = Callable[[Batch | Group, Mapping[str, object]], Arguments]
-"""(columns, this call's `batch`, `samples`, `group`, `ctx`) → positional and keyword arguments."""
+Inputs = Callable[[Batch | Group, Mapping[str, object]], dict[str, object]]
+"""(columns, this call's `batch`, `samples`, `group`, `ctx`) → keyword arguments."""
 
 
 def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
@@ -250,14 +249,13 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     fixed |= node.options
     required = frozenset(contract.reads)
 
-    def inputs(columns: Batch | Group, call: Mapping[str, object]) -> Arguments:
-        positional = [columns[name] if name in columns else None for name in contract.by_position]  # noqa: SIM401
+    def inputs(columns: Batch | Group, call: Mapping[str, object]) -> dict[str, object]:
         keyword = {
             name: columns[name]
             for name in contract.by_keyword
             if name in required or name in columns
         }
-        return positional, {**keyword, **{name: call[name] for name in of_the_call}, **fixed}
+        return {**keyword, **{name: call[name] for name in of_the_call}, **fixed}
 
     return inputs
 
@@ -279,9 +277,9 @@ class Step:
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
-                positional, keyword = self.inputs(batch, {"batch": batch, "ctx": ctx})
-                before = self._versions(positional, keyword)
-                output = self.fn(*positional, **keyword)
+                keyword = self.inputs(batch, {"batch": batch, "ctx": ctx})
+                before = self._versions(keyword)
+                output = self.fn(**keyword)
                 break
             except (NodeError, TrustError, UserError):
                 raise
@@ -344,17 +342,17 @@ class Step:
         call = {"group": group, "samples": group.samples, "ctx": replace(ctx, call_user=call_user)}
         if "batch" in self.node.contract.reserved:
             call["batch"] = group.batch()
-        positional, keyword = self.inputs(group, call)
-        before = self._versions(positional, keyword)
+        keyword = self.inputs(group, call)
+        before = self._versions(keyword)
         try:
             if not is_async(self.fn):
                 return await plain_calls.run(
-                    partial(self.fn, *positional, **keyword), deadline_s, *identity
+                    partial(self.fn, **keyword), deadline_s, *identity
                 ), before
             # waits for engine and reward functions, which have their own deadlines
             if is_ours(self.node.fn):
-                return await self.fn(*positional, **keyword), before
-            work = partial(self.fn, *positional, **keyword)
+                return await self.fn(**keyword), before
+            work = partial(self.fn, **keyword)
             return await run_async(work, deadline_s, plain_calls.turn, *identity), before
         except DeadlinePassed as err:
             what = f"did not return within {deadline_s:g} s (reward.timeout_s for each sample){err}"
@@ -378,16 +376,14 @@ class Step:
         group.measured.append(measured)
         return None
 
-    def _versions(self, positional: Sequence[object], keyword: Mapping[str, object]) -> Versions:
+    def _versions(self, keyword: Mapping[str, object]) -> Versions:
         """Of the columns that a user's function gets; of none for an estimator, which may
         change its arguments."""
-        contract = self.node.contract
         if is_ours(self.node.fn) or self.node.node_role is NodeRole.ADVANTAGE:
             return {}
-        named = {**dict(zip(contract.by_position, positional, strict=False)), **keyword}
         return {
             name: (x, x._version)
-            for name, x in named.items()
+            for name, x in keyword.items()
             if isinstance(x, Tensor) and not x.is_inference()
         }
 

@@ -46,9 +46,10 @@ from distflow.pipelines.nodes.settings_by_domain import (
     by_domain,
     columns_of,
     masks_samples,
+    run_part,
 )
 from distflow.rewards.reward_results import RIGHT
-from distflow.runtime.compiled_node import NodeContext, compile_inputs
+from distflow.runtime.compiled_node import NodeContext
 from distflow.training.engine import Collective
 from distflow.user_values import LARGEST_NUMBER
 
@@ -423,11 +424,7 @@ def of_agents(
     rows["token_level_rewards"] = own.flatten(0, 1)
     rows["valid"] = (has_spoken & batch["valid"].bool()).flatten()
     rows["group_index"] = torch.cat([batch["group_index"] * num + agent for agent in range(num)])
-    positional, keyword = compile_inputs(part, {"reduce": reduce})(
-        rows, {"batch": rows, "ctx": ctx}
-    )
-    returned = part.fn(*positional, **keyword)
-    output = returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
+    output = run_part(part, rows, ctx, reduce)
     columns = {}
     for name, value in columns_of(output.batch, part.contract.writes).items():
         rows[name] = value

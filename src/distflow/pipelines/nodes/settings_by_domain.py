@@ -116,10 +116,7 @@ def in_domains(
             state = ctx.state.setdefault("rest", {})
             if domain is not None:
                 state = ctx.state.setdefault("domains", {}).setdefault(domain, {})
-            call = {"batch": own, "ctx": replace(ctx, state=state)}
-            positional, keyword = compile_inputs(part, {"reduce": reduce})(own, call)
-            returned = part.fn(*positional, **keyword)
-            output = returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
+            output = run_part(part, own, replace(ctx, state=state), reduce)
             end = "" if domain is None else f"/{domain}"
             weight = output.weight
             measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
@@ -131,6 +128,13 @@ def in_domains(
         done.append(own.only(writes))
     order = torch.tensor([row for domain in parts for row in rows[domain]], dtype=torch.int64)
     return NodeOutput(Batch.concat(done).select(order.argsort()), metrics)
+
+
+def run_part(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective) -> NodeOutput:
+    """What the function of a node within a node returns for a batch."""
+    arguments = compile_inputs(part, {"reduce": reduce})(batch, {"batch": batch, "ctx": ctx})
+    returned = part.fn(**arguments)
+    return returned if isinstance(returned, NodeOutput) else NodeOutput(returned)
 
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:
