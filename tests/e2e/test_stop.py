@@ -68,7 +68,7 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     assert f"{number.name}: finishing this step, saving, then exiting" in run.said()
     assert (
         f"stopped by {number.name} after" in run.said()
-        and "the same command resumes from there" in run.said()
+        and "the same command resumes from step " in run.said()
     )
     assert end_event(ground.folder / "stopped") == "stopped"
     assert not any(is_alive(pid) for pid in children)

@@ -170,7 +170,6 @@ def _described(found: "Finding") -> list[str]:
         "try ": found.action,
         "numbers ": numbers,
         "samples ": ", ".join(found.uids),
-        "files ": ", ".join(found.files),
     }
     return [
         f"{found.level} {found.rule}{since}",

@@ -274,7 +274,7 @@ def test_reward_errors_are_shown_with_their_exception(tmp_path: Path) -> None:
         run.samples(2, [row("0-0", errors="custom: ValueError: no")], "val")
     said = texts(report_data(tmp_path)["sentences"])
     assert (
-        "The reward function failed on 6 of 200 responses in training, which are left out, and "
+        "The reward function failed on 6 of 200 responses in training, which are left out and "
         "on 1 validation response"
     ) in said
     assert "“custom: KeyError: 'answer' (at r.py:3)” (4 times in the samples)" in said

@@ -166,7 +166,7 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
         (
             ["stopped"],
             True,
-            "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from there.",
+            "It was stopped by SIGTERM after 3 of 9 steps; the same command resumes from step 3.",
         ),
         (
             ["stopped"],

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from distflow.observe.crash_safe_files import to_number
 from distflow.observe.findings.finding import MANY_STEPS, Finding, known_values, readable_s
 from distflow.observe.findings.learning_rules import (
     LEARNING_RULES,
@@ -16,22 +15,18 @@ from distflow.observe.findings.learning_rules import (
 )
 from distflow.observe.findings.run_rules import (
     MAX_SHOWN,
-    MAX_UIDS,
     PLANNED,
     idle_workers,
     predicted_and_measured,
     reward_errors,
-    starved_prompts,
 )
 from distflow.observe.findings.step_rules import STEP_RULES, rules_over
 from distflow.observe.findings.summary import NO_END, failure, group_events, status
 from distflow.observe.report.chart_data import tabulate
 from distflow.observe.run_reader import comparable_validations
 from distflow.observe.run_records import RunRecords
-from distflow.observe.sample_files import SAMPLES, sample_file_name
 
 BROKEN = "policy-broken"
-_OF_ENTROPY = ("entropy-collapse", "entropy-explosion")
 _MOST_WARNINGS = 5
 
 
@@ -41,7 +36,7 @@ class RunRule(NamedTuple):
     name: str
 
     needs: str
-    """A metric, "groups" or "spans"; empty if it needs nothing."""
+    """A metric or "spans"; empty if it needs nothing."""
 
     level: str
     """Of a finding whose tone is bad or flat; others are no problem."""
@@ -49,8 +44,6 @@ class RunRule(NamedTuple):
     check: Callable[[RunRecords], Finding | None]
 
     def can_look(self, run: RunRecords) -> bool:
-        if self.needs == "groups":
-            return bool(run.activity.groups)
         if self.needs == "spans":
             return bool(run.times.windows)
         return not self.needs or self.needs in run.metrics
@@ -75,7 +68,6 @@ RUN_RULES = (
     ),
     RunRule("reward-errors", "", "", reward_errors),
     RunRule("idle-workers", "spans", "warning", idle_workers),
-    RunRule("slow-prompts-starved", "groups", "warning", starved_prompts),
     RunRule(PLANNED, "timing_s/step", "warning", predicted_and_measured),
 )
 """In the order in which a report shows their findings."""
@@ -120,28 +112,12 @@ def examine(run: RunRecords) -> Examination:
         found.append(each._replace(rule=rule.name, level=level))
     known = {each.rule for each in found if each.level}
     if BROKEN in known:
-        known.update(_OF_ENTROPY)  # the same, without its cause
+        known.add("entropy-collapse")  # the same, without its cause
     found += [each for each in step_rules.findings() if each.rule not in known]
     bad = {each.rule for each in found if each.level}
     names = {rule.name for rule in RUN_RULES} | {*STEP_RULES}
     clean = sorted(names - {*lacking} - bad)
-    return Examination([_with_samples(run, each) for each in found], clean, lacking)
-
-
-def _with_samples(run: RunRecords, found: Finding) -> Finding:
-    """The finding with the samples of its first step that show it."""
-    if found.first is None or not found.level:
-        return found
-    rows = run.samples(found.first)
-    sizes: dict[str, float] = {}
-    for row in rows:
-        size = to_number(row.get(found.worst))
-        if size is not None:
-            sizes[str(row.get("uid"))] = abs(size)
-    largest = sorted(sizes, key=lambda uid: -sizes[uid])
-    uids = found.uids or tuple(largest[:MAX_UIDS])
-    name = f"{SAMPLES}/{sample_file_name(found.first, 'train')}"
-    return found._replace(uids=uids, files=("metrics.jsonl", *([name] if rows else [])))
+    return Examination(found, clean, lacking)
 
 
 def problems(run: RunRecords, found: Examination, is_running: bool) -> list[Finding]:
@@ -161,7 +137,6 @@ def _warned(run: RunRecords) -> Iterator[Finding]:
                 level="warning",
                 first=group["first"],
                 last=group["last"],
-                files=("events.jsonl",),
             )
 
 
@@ -176,9 +151,7 @@ def _unfinished(run: RunRecords, is_running: bool) -> Finding | None:
             "runs elsewhere."
         )
         advice = "The same command resumes it."
-        return Finding(
-            "flat", text, advice, rule="run-killed", level="warning", files=("events.jsonl",)
-        )
+        return Finding("flat", text, advice, rule="run-killed", level="warning")
     seconds = known_values(run.steps, "timing_s/step")
     if not seconds or not run.records:
         return None
@@ -213,7 +186,4 @@ def _failed_run(run: RunRecords) -> Finding | None:
         return None
     text = f"The run failed: {error.message[:MAX_SHOWN]}"
     advice = "Its traceback is in events.jsonl."
-    files = ("events.jsonl",)
-    return Finding(
-        "bad", text, advice, rule="run-failed", level="error", first=error.step, files=files
-    )
+    return Finding("bad", text, advice, rule="run-failed", level="error", first=error.step)

@@ -56,13 +56,7 @@ class Finding(NamedTuple):
     """Where to see it: metrics,"""
 
     uids: tuple[str, ...] = ()
-    """samples,"""
-
-    files: tuple[str, ...] = ()
-    """and files of the run."""
-
-    worst: str = ""
-    """The key of samples by which those to show are chosen, largest first."""
+    """and samples."""
 
 
 def setting(config: Config, key: str) -> JSON:
@@ -130,22 +124,14 @@ def steps_with(steps: Steps, metric: str) -> str:
 
 
 def since_step(steps: Steps, name: str, limit: float) -> int | None:
-    """The first step in which a metric reached its limit, of the last ones whose means over ten
-    steps are above it."""
-    known = []
+    """The step since which the metric has reached its limit in each step that has it."""
+    since = None
     for step, values in sorted(steps.items()):
-        if name in values:
-            known.append((step, values[name]))
-    start = 0
-    for end in range(len(known), 0, -1):
-        last_ten = [value for _, value in known[max(end - 10, 0) : end]]
-        if mean(last_ten) < limit:
-            start = max(end - 10, 0)
-            break
-    for step, value in known[start:]:
-        if value >= limit:
-            return step
-    return None
+        if values.get(name, limit) < limit:
+            since = None
+        elif since is None:
+            since = step
+    return since
 
 
 def readable_s(seconds: float) -> str:

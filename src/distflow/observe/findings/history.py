@@ -34,9 +34,7 @@ class History:
         self._first: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        phases = [metrics[name] for name in _fitting(tuple(metrics), r"memory/process/(?!peak).+")]
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        finite |= {"memory/process": max(phases)} if phases else {}
         before = self.metrics if step == self.step else {}
         self.step = step
         self.metrics = {**before, **finite}

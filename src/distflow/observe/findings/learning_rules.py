@@ -67,7 +67,6 @@ def truncation(steps: Steps, config: Config) -> Finding | None:
         action=action,
         first=since_step(steps, "rollout/truncated", MANY_CUT),
         numbers={"rollout/truncated": late},
-        worst="response_length",
     )
 
 
@@ -106,19 +105,14 @@ def constant_reward(steps: Steps, config: Config) -> Finding | None:
     return Finding("bad", text, advice, hinders=True)
 
 
-def broken_policy(steps: Steps, config: Config, abruptly: bool = True) -> Finding | None:
+def broken_policy(steps: Steps, config: Config) -> Finding | None:
     """A policy whose entropy fell to a tenth without a better reward, or to a third or to three
-    times with a worse one. abruptly: within a few steps; a slow change is judged by other rules."""
-    entropies = {}
-    for step, values in sorted(steps.items()):
-        if _ENTROPY in values:
-            entropies[step] = values[_ENTROPY]
+    times with a worse one."""
+    entropies = known_values(steps, _ENTROPY)
     rewards = known_values(steps, REWARD)
-    if len(entropies) < 2 or len(rewards) < 2:
+    if len(entropies) < 2 or len(rewards) < 2 or draws_numbers(config):
         return None
-    if draws_numbers(config):
-        return None
-    first = next(iter(entropies.values()))
+    first = entropies[0]
     last = late_mean(steps, _ENTROPY)
     gain = mean(last_quarter(rewards)) - rewards[0]
     highest = max(known_values(steps, "reward/max"), default=0)
@@ -131,30 +125,19 @@ def broken_policy(steps: Steps, config: Config, abruptly: bool = True) -> Findin
         return None
     middle = math.sqrt(max(first, 1e-9) * max(last, 1e-9))
     since = None
-    for step, value in entropies.items():
-        if (value < middle) if is_low else (value > middle):
+    for step, values in sorted(steps.items()):
+        value = values.get(_ENTROPY, first)
+        if since is None and ((value < middle) if is_low else (value > middle)):
             since = step
-            break
-    if since is None:
-        return None
-    before = [value for step, value in entropies.items() if since - 5 <= step < since]
-    if abruptly:
-        fall = 1.5 if is_worse else 2
-        if not before:
-            return None
-        if is_low and before[0] <= fall * middle or not is_low and before[0] >= middle / 1.5:
-            return None
     rate = setting(config, _LR)
     now = action = ""
     if isinstance(rate, int | float):
         now = f" ({_LR}, now {rate:g})"
         action = f"{_LR}={rate / 10:g}" if rate else ""
-    norm = steps[since].get("actor/grad_norm")
-    at = f"; its gradient's norm was {norm:.3g}" if norm else ""
     return Finding(
         "bad",
         f"The policy came apart at step {since}: its entropy went from {first:.3g} to {last:.3g} "
-        f"nats, and the reward did not rise{at}.",
+        "nats, and the reward did not rise.",
         f"Lower the learning rate{now}. What is said of its later responses follows from this.",
         hinders=True,
         action=action,
@@ -253,10 +236,11 @@ class LearningRule(NamedTuple):
     def find(self, steps: Steps, whole: Steps, config: Config) -> Finding | None:
         """What it finds in some steps, unless it follows from a policy that came apart. whole:
         with the first steps."""
+        broken = broken_policy(whole, config)
         if self.check is broken_policy:
-            return broken_policy(whole, config)
+            return broken
         found = self.check(steps, config)
-        if found is None or broken_policy(whole, config, abruptly=False) is None:
+        if broken is None:
             return found
         is_cause = self.check is constant_reward and constant_reward(whole, config) is not None
         return found if is_cause else None

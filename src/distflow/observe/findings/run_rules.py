@@ -12,9 +12,7 @@ from distflow.observe.findings.finding import (
     Finding,
     Steps,
     known_values,
-    setting,
 )
-from distflow.observe.ledger_groups import Group
 from distflow.observe.run_reader import sample_splits
 from distflow.observe.run_records import RunRecords
 from distflow.observe.writing.timing import DATA, ENGINE, RANKS, REWARDS
@@ -36,7 +34,6 @@ _MAX_NAMED = 5
 _SOME_ERRORS = 0.02
 _BAD_ERRORS = 0.05
 _MANY_ERRORS = 0.1
-_FEW_DROPPED = 20
 _ADVICE_BY_CAUSE = {
     REWARDS: (
         "Give the reward functions more processes (reward.num_workers), or a shorter "
@@ -147,8 +144,7 @@ def reward_errors(run: RunRecords) -> Finding | None:
     parts = []
     if errors:
         of = f" of {num_calls:,.0f}" if num_calls else ""
-        end = "," if validation else ""
-        parts.append(f"on {num_failed:,.0f}{of} responses in training, which are left out{end}")
+        parts.append(f"on {num_failed:,.0f}{of} responses in training, which are left out")
     if validation:
         number = sum(validation.values())
         parts.append(f"on {number:,.0f} validation responses, which count as wrong")
@@ -156,10 +152,9 @@ def reward_errors(run: RunRecords) -> Finding | None:
     for split in sample_splits(run.run_dir):
         if split != "train":
             messages.update(_messages(run, split, validation))
-    kinds = []
-    for message, number in messages.most_common(2):
-        kinds.append(f"“{message}” ({number:,} times in the samples)")
-    said = f" It said {joined(kinds)}." if kinds else ""
+    said = ""
+    for message, number in messages.most_common(1):
+        said = f" It said “{message}” ({number:,} times in the samples)."
     share = num_failed / num_calls if num_calls else float(bool(errors))
     level = ""
     if share > _MANY_ERRORS:
@@ -220,33 +215,4 @@ def idle_workers(run: RunRecords) -> Finding | None:
     advice = next(
         (text for start, text in _ADVICE_BY_CAUSE.items() if longest.startswith(start)), ""
     )
-    return Finding("flat", text, advice, numbers={"idle": share, **shares}, files=("spans/",))
-
-
-def starved_prompts(run: RunRecords) -> Finding | None:
-    """Long groups that are dropped as stale more often than short ones: the policy then learns from
-    short ones."""
-    sized = [group for group in run.activity.groups.values() if group.tokens]
-    sized.sort(key=lambda group: group.tokens or 0)
-    quarter = len(sized) // 4
-    short = [group for group in sized[:quarter] if _is_stale(group)]
-    long = [group for group in sized[-quarter:] if _is_stale(group)]
-    if len(short) + len(long) < _FEW_DROPPED or len(long) <= 2 * len(short):
-        return None
-    bound = setting(run.config, "async.max_staleness")
-    shares = {"longest quarter": len(long) / quarter, "shortest quarter": len(short) / quarter}
-    return Finding(
-        "flat",
-        f"Of the longest quarter of groups {shares['longest quarter']:.0%} were dropped as stale, "
-        f"of the shortest {shares['shortest quarter']:.0%}.",
-        "The policy learns from short responses alone: allow more staleness, or recompute instead "
-        "of aborting.",
-        action=f"async.max_staleness={bound + 1}" if isinstance(bound, int) else "",
-        numbers=shares,
-        uids=tuple(f"{group.group_id}-0" for group in long[-MAX_UIDS:]),
-        files=("ledger.jsonl",),
-    )
-
-
-def _is_stale(group: Group) -> bool:
-    return (group.reason or "").startswith("stale")
+    return Finding("flat", text, advice, numbers={"idle": share, **shares})

@@ -23,7 +23,7 @@ _MAX_GROUPS = 200
 _FEW_VALUES = 4
 _SMALL_CHANGE = 0.02
 """Of an accuracy on an unknown number of problems."""
-_SMALL_SHARE = 0.01  # of the time: phases below it are summarised
+_SMALL_SHARE = 0.01  # of the time: phases below it are left out
 PROBLEM_KINDS = ("error", "warning", "finding")
 
 
@@ -258,7 +258,7 @@ def describe_checks(events: Sequence[Event]) -> Finding:
 
 
 def time_sentence(steps: Steps) -> str:
-    """The number of steps, their time, and the share of each phase, with small ones combined."""
+    """The number of steps, their time, and the share of each phase that is not small."""
     total = sum(values.get("timing_s/step", 0.0) for values in steps.values())
     phases: dict[str, float] = {}
     for values in steps.values():
@@ -269,16 +269,10 @@ def time_sentence(steps: Steps) -> str:
     if not total or not phases or not math.isfinite(total):
         return ""
     phrases = []
-    small: dict[str, float] = {}
     for phase, seconds in sorted(phases.items(), key=lambda item: -item[1]):
         share = seconds / total
         if share >= _SMALL_SHARE:
             phrases.append(f"{phase} {share:.0%}")
-        elif share > 0:
-            small[phase] = share
-    if small:
-        named = joined([*small]) if len(small) < 3 else f"{len(small)} others"
-        phrases.append(f"{named} {sum(small.values()):.0%}")
     num_steps = sum("timing_s/step" in values for values in steps.values())
     took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
     return f"{took} {readable_s(total)}: {', '.join(phrases)}."
@@ -347,7 +341,7 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
     if word == "failed":
         return Finding("bad", f"It failed {after}.")
     if word == "stopped":
-        return _stopped(events, done, after)
+        return _stopped(events, after)
     if word == NO_END["word"]:
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
         why = "it is still running, or it was killed"
@@ -358,18 +352,12 @@ def ending(events: Sequence[Event], steps: Steps, planned: JSON, written: float)
     return Finding("good", f"It ended {after}: {reasons[-1]}.")
 
 
-def _stopped(events: Sequence[Event], done: int, after: str) -> Finding:
+def _stopped(events: Sequence[Event], after: str) -> Finding:
     by = ""
-    saved: list[int] = []
+    then = "no checkpoint was saved, so the same command starts from the beginning"
     for event in events:
         if signal := re.match(r"(SIG[A-Z]+): ", event.message):
             by = f" by {signal[1]}"
-        if event.kind == "checkpoint" and event.step is not None and not event.rolled_back:
-            saved.append(event.step)
-    if not saved:
-        then = "no checkpoint was saved, so the same command starts from the beginning"
-    elif done in saved:
-        then = "the same command resumes from there"
-    else:
-        then = f"the same command resumes from step {max(saved):,}"
+        if event.kind == "checkpoint" and not event.rolled_back:
+            then = f"the same command resumes from step {event.step}"
     return Finding("flat", f"It was stopped{by} {after}; {then}.")
