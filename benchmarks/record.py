@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from distflow.launch.without_run.device_checks import find_device
+from distflow.commands.selftest.device import find_device
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/RESULTS.md"

@@ -115,7 +115,7 @@ class TrainEngineEntry(Entry):
 class RolloutEngineEntry(Entry):
     """A rollout engine. sizes: as for a train engine. in_server: it computes in a server, to which
     weights are sent. draws_by_stream: it draws with the sample's own random stream, which a check
-    repeats. takes_weights: otherwise it cannot be used for training. reports_truncated: its
+    repeats. reports_truncated: its
     log-probs with top_p, min_p and repetition_penalty are those of the distribution that it then
     samples from. serves_adapters: beside the base weights, in a server that the run starts.
     size_option: an option of its server for several devices, if its size in an allocation is always
@@ -124,7 +124,6 @@ class RolloutEngineEntry(Entry):
     sizes: str = "d"
     in_server: bool = False
     draws_by_stream: bool = True
-    takes_weights: bool = True
     reports_truncated: bool = True
     serves_adapters: bool = False
     size_option: str = ""

@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.cluster.ray_launcher import launch_ray
-from distflow.commands.selftest.runs import ANSWERS, SAMPLED
 from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_samples
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.spec import LaunchOptions
 from tests.cluster.distance import distance
 from tests.cluster.free_runs import first_difference
+from tests.cluster.replay import ANSWERS, SAMPLED
 from tests.e2e.runs import Playground, Run
 from tests.sparse_params import BY_HAND, one_fast_in
 
@@ -38,7 +38,7 @@ KEYS = (
     f"{ACTOR}.optim.scheduler=constant",
     "actor_rollout_ref.rollout.stop=['1','5','a','e','i','o','u',' ']",  # answers of unlike lengths
 )
-REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.check_freq=0")
+REPLAYED = ("dag.pipeline=tests.cluster.replay:replayed", "trust.check_freq=0")
 
 
 @pytest.fixture(scope="module")

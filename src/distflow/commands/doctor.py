@@ -187,7 +187,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
     config = load_config(preset, overrides, complete=False, trust_code=trusted).config
     print(f"distflow {__version__} · device", flush=True)
     with importing():
-        from distflow.commands.selftest.compared_runs import check_all
+        from distflow.commands.selftest.device import check_device
         from distflow.launch.select_pipeline import import_user_modules
         from distflow.launch.threads import make_process_ready
         from distflow.launch.user_code import model_code, only_if_trusted, pipeline_code
@@ -196,7 +196,7 @@ def _check_device(words: list[str], trusted: bool) -> int:
     import_user_modules(config)
     make_process_ready(config)
     with tempfile.TemporaryDirectory(prefix="distflow-device-") as folder:
-        for found in check_all(config, Path(folder)):
+        for found in check_device(config, Path(folder)):
             failed += found.outcome == "failed"
             print(
                 f"{found.name:<24} {found.outcome:<9} {escape_control(found.text, one_line=True)}",

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Loaded, UserError, to_yaml
 from distflow.config.derived_settings import with_own_policies
 from distflow.data.encoded_prompts import PromptRow
@@ -118,7 +117,6 @@ def _check_files(loaded: Loaded, reading: Reading, say: Say) -> tuple[Loaded, Re
 def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
     config = loaded.config
     run_dir = config.trainer.run_dir
-    rollout = config.actor_rollout_ref.rollout
     train: Sequence[PromptRow] = data.train
     left_out = {"train": 0}
     if not isinstance(data.train, LazyRows):
@@ -149,8 +147,7 @@ def _spec(loaded: Loaded, pipeline: BoundPipeline, data: Data) -> Spec:
         sampling=sampling_params(config),
         weight_dtype=engine_dtype(config),
         # an adapter on shared storage is applied unmerged
-        sends_weights=ROLLOUT_ENGINES[rollout.name].takes_weights
-        and not (shares and config.actor_rollout_ref.model.lora_rank > 0),
+        sends_weights=not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         shares_weights=shares,
         tolerance=Tolerance.of(is_exact),
         ratio_limit=ratio_limit if is_anchored(config) else math.inf,

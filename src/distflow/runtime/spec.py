@@ -9,11 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from distflow.algorithms.mismatch_check import Tolerance
-from distflow.builtin_names import ROLLOUT_ENGINES
 from distflow.config import Config
 from distflow.config.derived_settings import agent_sampling
 from distflow.data.encoded_prompts import PromptRow
-from distflow.errors import UserError
 from distflow.graph import BoundPipeline
 from distflow.observe.writing.trackers import check_trackers
 from distflow.planning.plan import Plan, RankPlan
@@ -220,17 +218,8 @@ class Spec:
         return agent_sampling(self.config, agent).get("temperature", self.sampling.temperature)
 
     def check_can_train(self) -> None:
-        """Raises UserError if the rollout engine cannot load weights, or a tracker is not
-        installed."""
+        """Raises UserError if a tracker is not installed."""
         check_trackers(self.config.trainer.logger)
-        name = self.config.actor_rollout_ref.rollout.name
-        if self.plan.generates and not ROLLOUT_ENGINES[name].takes_weights:
-            can_train = [name for name, entry in ROLLOUT_ENGINES.items() if entry.takes_weights]
-            raise UserError(
-                f"actor_rollout_ref.rollout.name={name} is for `distflow eval`: its server takes "
-                "no weights. To train, "
-                f"set it to one of {', '.join(can_train)}"
-            )
 
 
 @dataclass(frozen=True)

@@ -202,56 +202,6 @@ class SGLang:
             else {"tokens": tokens}
         )
 
-    async def models(self, body: Json) -> Json:
-        length = {"max_model_len": self.args.get("context_length")}
-        return {
-            "object": "list",
-            "data": [{"id": name, "object": "model", **length} for name in self.args["names"]],
-        }
-
-    async def completions(self, body: Json) -> Json:
-        """Of OpenAI, with token ids in and out; `returns` is how: by "token_ids", as "tokens", or
-        not at all."""
-        if body["model"] not in self.args["names"]:
-            raise Refused(404, {"message": f"The model `{body['model']}` does not exist."})
-        ids = tuple(body["prompt"])
-        returns = self.args.get("returns", "token_ids")
-        # the first is the client's test of the interface
-        if self.lie == "never answers" and self.prompts:
-            await asyncio.Event().wait()
-        self.prompts.append(ids)
-        params = SamplingParams(
-            max_tokens=body["max_tokens"],
-            temperature=body["temperature"] or 1.0,
-            greedy=body["temperature"] == 0,
-            top_k=body.get("top_k", -1),
-            stop=tuple(body.get("stop", ())),
-            stop_token_ids=tuple(body.get("stop_token_ids", ())),
-        )
-        (found,) = await self.engine.generate(
-            GenerateRequest(ids, (0,), params, Stream(body.get("seed", 0), "", 0, 0))
-        )
-        names = [f"token_id:{each}" if returns == "tokens" else "text" for each in found.token_ids]
-        log_probs: list[float | None] = [
-            None if self.lie == "NaN" else each for each in found.rollout_log_probs
-        ]
-        choice = {
-            "index": 0,
-            "finish_reason": found.finish_reason,
-            "text": "",
-            "logprobs": {"tokens": names},
-        }
-        choice["logprobs"]["token_logprobs"] = log_probs[
-            : 1 if self.lie == "one log-prob" else None
-        ]
-        if returns == "token_ids":
-            tokens = found.token_ids if self.lie != "other tokens" else [10**6] * len(names)
-            choice |= {
-                "token_ids": tokens,
-                "prompt_token_ids": [*ids][: 1 if self.lie == "other prompt" else None],
-            }
-        return {"object": "text_completion", "choices": [choice]}
-
     async def pause_generation(self, body: Json) -> Json:
         self.modes.append(body["mode"])
         self.paused = True
@@ -394,7 +344,7 @@ class SGLang:
         return {}
 
 
-GET = ("models", "get_weight_version", "get_model_info", "server_info", "health", "health_generate")
+GET = ("get_weight_version", "get_model_info", "server_info", "health", "health_generate")
 
 
 class Running:

@@ -16,7 +16,6 @@ from distflow.rollout.engine import GenerateRequest
 from distflow.rollout.engine_weights import stripe_hashes
 from distflow.rollout.servers import http_engine
 from distflow.rollout.servers.http_engine import HttpEngine, ServerFailed
-from distflow.rollout.servers.openai_engine import OpenAIEngine
 from distflow.rollout.servers.sglang_engine import SGLangEngine
 from distflow.rollout.servers.vllm_engine import VllmEngine
 from distflow.runtime.weight_sync.protocol import check_receipt
@@ -45,8 +44,7 @@ def make(url: str, kind: type[HttpEngine] = VllmEngine, **options: Any) -> Any:
 def run(engine: Any, story: Callable[[Any], Awaitable[Any]]) -> Any:
     async def with_engine() -> Any:
         async with engine:
-            if not isinstance(engine, OpenAIEngine):
-                await engine.load_weights(FIRST, list(engine.model.named_parameters()))
+            await engine.load_weights(FIRST, list(engine.model.named_parameters()))
             return await asyncio.wait_for(story(engine), DEADLINE_S)
 
     return asyncio.run(with_engine())
@@ -182,7 +180,7 @@ def test_a_response_that_cannot_be_true(server: Server, name: str) -> None:
     run(make(server.url), story)
 
 
-KINDS = {SGLangEngine: "/generate", OpenAIEngine: "/v1/completions"}
+SGLANG = "/generate"
 NUMBERS = {
     "400 digits": b"-" + b"9" * 400,
     "400 digits above 0": b"9" * 400,
@@ -201,18 +199,13 @@ OTHER_TYPES = {
 NUMBERS |= OTHER_TYPES
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(
-    server: Server, kind: type[HttpEngine], name: str
-) -> None:
+def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(server: Server, name: str) -> None:
     """Also with top_k, where SGLang's are computed with."""
 
     def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
         return (
-            json.dumps(true).encode().replace(b"-1.0", NUMBERS[name], 1)
-            if path == KINDS[kind]
-            else true
+            json.dumps(true).encode().replace(b"-1.0", NUMBERS[name], 1) if path == SGLANG else true
         )
 
     async def story(engine: Any) -> None:
@@ -226,18 +219,13 @@ def test_a_log_prob_that_is_no_log_prob_is_its_servers_error(
         )
         assert said in str(error.value)
 
-    run(make(server.url, kind), story)
+    run(make(server.url, SGLangEngine), story)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_than_were_asked_for_are_their_servers_error(
-    server: Server, kind: type[HttpEngine]
-) -> None:
+def test_more_tokens_than_were_asked_for_are_their_servers_error(server: Server) -> None:
     def lie(path: str, asked: dict[str, Any], true: Any) -> Any:
-        if path == KINDS[kind]:
-            asked.get("sampling_params", asked)[
-                {SGLangEngine: "max_new_tokens"}.get(kind, "max_tokens")
-            ] = 9
+        if path == SGLANG:
+            asked["sampling_params"]["max_new_tokens"] = 9
             return server.answer(path, asked)
         return true
 
@@ -246,7 +234,7 @@ def test_more_tokens_than_were_asked_for_are_their_servers_error(
         with pytest.raises(TrustError, match=f"{server.url} answered 9 tokens where at most 4"):
             await engine.generate(request())
 
-    run(make(server.url, kind), story)
+    run(make(server.url, SGLangEngine), story)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +245,6 @@ def test_more_tokens_than_were_asked_for_are_their_servers_error(
         (SGLangEngine, "/server_info", []),
         (SGLangEngine, "/server_info", {"context_length": "long"}),
         (SGLangEngine, "/get_model_info", b"[" * 200_000),
-        (OpenAIEngine, "/v1/models", {"data": [1]}),
-        (OpenAIEngine, "/v1/models", {"data": [{"id": "policy", "max_model_len": "x"}]}),
     ],
     ids=str,
 )
@@ -620,7 +606,7 @@ def test_a_refused_look_does_not_end_the_watch(
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [(VllmEngine, GENERATE), (SGLangEngine, "/generate"), (OpenAIEngine, "/v1/completions")],
+    [(VllmEngine, GENERATE), (SGLangEngine, "/generate")],
 )
 def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: str) -> None:
     """With its wait in the server's queue and all pauses; everything else has a limit."""
@@ -632,8 +618,7 @@ def test_a_response_may_take_as_long_as_it_takes(kind: type[HttpEngine], path: s
     async def story(url: str) -> None:
         async with kind(make_model(), tiny_tokenizer(), version=FIRST, url=url) as engine:
             engine.client.event_hooks = {"request": [note]}
-            if kind is not OpenAIEngine:
-                await engine.load_weights(FIRST, list(engine.model.named_parameters()))
+            await engine.load_weights(FIRST, list(engine.model.named_parameters()))
             await engine.generate(request())
             await engine.pause()
         assert limits.pop(path, 0) is None and {*limits.values()} == {http_engine.CALL_S}

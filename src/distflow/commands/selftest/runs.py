@@ -1,14 +1,6 @@
 """The runs that the selftest compares: the same tiny run on each path, in its own folder, with its
-models, its reward function, and the built-in pipelines with recorded responses instead of sampled
-ones.
+models and its reward function; and the numbers of a run that another run must reproduce."""
 
-Also the numbers of a run that another run must reproduce, the differences between two runs, and
-`reference.json`: the figures of the plain reference loop, and the groups that it trained on.
-Sampled responses may differ between processors, so the groups are part of the record; weights are
-float32, their bytes in base64.
-"""
-
-import base64
 import json
 import os
 import random
@@ -22,188 +14,94 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import Template
-from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
-from distflow import NodeRole, TaskGraph, node
 from distflow.cluster.ray_launcher import launch_ray
-from distflow.config import Config, load_config
-from distflow.data.batch import Batch
-from distflow.data.sample import Sample, Segment
+from distflow.config import load_config
 from distflow.launch.make_spec import make_spec
 from distflow.launch.one_process_launcher import launch_local
 from distflow.models.loading import quiet_transformers
 from distflow.models.model_paths import resolve_path
 from distflow.observe.run_reader import read_metrics, read_timeline
-from distflow.pipelines.grpo import grpo_pipeline
-from distflow.pipelines.nodes.rollout_reward_filter import RESPONSE_FIELDS
-from distflow.pipelines.ppo import ppo_pipeline
 from distflow.runtime.checkpoint.checkpoint_store import CheckpointStore
 from distflow.runtime.checkpoint.files import LATEST
 from distflow.runtime.checkpoint.find_checkpoint import CHECKPOINTS
 from distflow.runtime.fault_injection import VARIABLE, Fault
-from distflow.runtime.rollout_loop.group import Group
 from distflow.runtime.run_recorder import load_groups
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop_signals import Interrupted
 
-RECORDED = Path(__file__).with_name("reference.json")
-_LOSS = "/loss"
-_NORM = "/grad_norm"
+NUM_STEPS = 8
+_BATCH_SIZE = 4
 
 
 class Unlike(Exception):
-    """Two runs differ in more than numbers: in tokens or in steps."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step. answers: token ids of each response. sampled, log_probs: log-probs of
-    these tokens, from the engine that sampled them and from the trainer before the step. scores: of
-    each sample. updates: loss and gradient norm by the run's names, means over the step's
-    updates."""
-
-    answers: Sequence[Sequence[int]]
-    sampled: Sequence[Sequence[float]]
-    log_probs: Sequence[Sequence[float]]
-    scores: Sequence[float]
-    updates: Mapping[str, float]
+    """Two runs differ in more than numbers: in tokens, scores or steps."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a whole run. weights: at its end, by "role.name"."""
+    """What a whole run trained on, and its numbers."""
 
-    steps: Sequence[Step]
-    weights: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Differences:
-    """The largest difference of each kind: |a - b|, relative for numbers beyond 1."""
-
-    loss: float
-    grad_norm: float
-    log_prob: float
-    weight: float
-
-    def within(self, limit: float) -> bool:
-        """Whether all differences are within the limit; False if one is NaN."""
-        return all(
-            found <= limit for found in (self.loss, self.grad_norm, self.log_prob, self.weight)
-        )
+    trained_on: Sequence[object]
+    """Of each step: lengths and token ids of its responses, and their scores."""
+    numbers: Mapping[str, Tensor]
+    """Losses, gradient norms, log-probs (of the engine and of the trainer), and the final
+    weights, each flat."""
 
 
 def figures_of(run_dir: Path) -> Figures:
     """The figures of a finished run, whose folder has all groups and the last checkpoint."""
-    steps = []
+    trained_on = list[object]()
+    losses = list[float]()
+    norms = list[float]()
+    log_probs = list[Tensor]()
     for record in read_metrics(run_dir):
-        if record.kind == "train":
-            batch = load_groups(run_dir, record.step)
-            updates = {name: value for name, value in record.values.items() if is_update(name)}
-            steps.append(step_of(batch, batch.flat("old_log_probs"), updates))
+        if record.kind != "train":
+            continue
+        batch = load_groups(run_dir, record.step)
+        lengths = batch.lengths("response").tolist()
+        trained_on.append((lengths, batch.flat("response_ids").tolist(), batch["scores"].tolist()))
+        log_probs += [batch.flat("rollout_log_probs"), batch.flat("old_log_probs")]
+        for role in ("actor", "critic"):
+            if f"{role}/loss" in record.values:
+                losses.append(record.values[f"{role}/loss"])
+                norms.append(record.values[f"{role}/grad_norm"])
     checkpoint = CheckpointStore(run_dir / CHECKPOINTS).load()
-    if checkpoint.step != len(steps):
-        raise Unlike(
-            f"{run_dir} has {len(steps)} steps, and its last checkpoint is of step "
-            f"{checkpoint.step}"
-        )
-    weights = {
-        f"{role}.{name.removeprefix('model.')}": tensor
-        for role in ("actor", "critic")
-        if role in checkpoint.files
-        for name, tensor in checkpoint.load(role).items()
-        if name.startswith("model.")
+    weights = list[Tensor]()
+    for role in ("actor", "critic"):
+        tensors = checkpoint.load(role) if role in checkpoint.files else {}
+        weights += [
+            tensors[name].flatten() for name in sorted(tensors) if name.startswith("model.")
+        ]
+    numbers = {
+        "loss": torch.tensor(losses, dtype=torch.float64),
+        "grad norm": torch.tensor(norms, dtype=torch.float64),
+        "log-prob": torch.cat(log_probs),
+        "weight": torch.cat(weights),
     }
-    return Figures(steps, weights)
+    return Figures(trained_on, numbers)
 
 
-def is_update(metric: str) -> bool:
-    """Whether a step's metric is a loss or a gradient norm of one of its engines."""
-    return metric in (f"{role}{kind}" for role in ("actor", "critic") for kind in (_LOSS, _NORM))
-
-
-def step_of(batch: Batch, log_probs: Tensor, updates: Mapping[str, float]) -> Step:
-    """The figures of a step's batch. log_probs: flat, the trainer's."""
-    lengths = batch.lengths("response").tolist()
-    answers, sampled, scored = (
-        [part.tolist() for part in column.split(lengths)]
-        for column in (batch.flat("response_ids"), batch.flat("rollout_log_probs"), log_probs)
-    )
-    return Step(answers, sampled, scored, batch["scores"].tolist(), updates)
-
-
-def differences(one: Figures, other: Figures) -> Differences:
-    """Raises Unlike if the runs differ in steps, responses, scores or the names of weights."""
-    if len(one.steps) != len(other.steps):
-        raise Unlike(f"{len(one.steps)} steps and {len(other.steps)}")
-    _same("weights", one.weights.keys(), other.weights.keys())
-    for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
-        _same(f"responses in step {number}", a.answers, b.answers)
-        _same(f"scores in step {number}", a.scores, b.scores)
-        _same(f"losses in step {number}", a.updates.keys(), b.updates.keys())
-    return Differences(
-        *(_largest(a, b) for a, b in zip(_numbers(one), _numbers(other), strict=True))
-    )
-
-
-def _same(what: str, one: object, other: object) -> None:
-    if one != other:
-        raise Unlike(f"other {what}")
-
-
-def _numbers(figures: Figures) -> Iterator[Tensor]:
-    """Losses, gradient norms, log-probs and weights of the whole run."""
-    for kind in (_LOSS, _NORM):
-        names = (
-            (step, name)
-            for step in figures.steps
-            for name in sorted(step.updates)
-            if name.endswith(kind)
-        )
-        yield torch.tensor([step.updates[name] for step, name in names], dtype=torch.float64)
-    samples = (sample for step in figures.steps for sample in (*step.sampled, *step.log_probs))
-    yield torch.tensor([value for sample in samples for value in sample])
-    yield torch.cat([figures.weights[name].flatten() for name in sorted(figures.weights)])
-
-
-def _largest(one: Tensor, other: Tensor) -> float:
-    a = one.double()
-    b = other.double()
-    return float(((a - b).abs() / a.abs().clamp(min=1)).max())
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The record of a pipeline. prompts: of each step, in order; a step's responses follow the
-    order of its prompts."""
-
-    prompts: list[list[str]]
-    figures: Figures
-
-
-def read_recorded(path: Path) -> dict[str, Recorded]:
-    """The records, by pipeline."""
-    return {
-        name: Recorded(
-            found["prompts"],
-            Figures(
-                [Step(**step) for step in found["steps"]],
-                {name: _tensor(text, shape) for name, (shape, text) in found["weights"].items()},
-            ),
-        )
-        for name, found in json.loads(path.read_text()).items()
-    }
-
-
-def _tensor(text: str, shape: list[int]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)).view(
-        shape
-    )
+def differences(one: Figures, other: Figures) -> dict[str, float]:
+    """The largest difference of each kind of number: |a - b|, relative beyond 1, NaN for NaN.
+    Raises Unlike if the runs differ in steps, responses or scores."""
+    if len(one.trained_on) != len(other.trained_on):
+        raise Unlike(f"{len(one.trained_on)} steps and {len(other.trained_on)}")
+    for number, (a, b) in enumerate(zip(one.trained_on, other.trained_on, strict=True), 1):
+        if a != b:
+            raise Unlike(f"other responses or scores in step {number}")
+    found = dict[str, float]()
+    for name, own in one.numbers.items():
+        if own.shape != other.numbers[name].shape:
+            raise Unlike(f"another number of {name}s")
+        a = own.double()
+        error = (a - other.numbers[name].double()).abs() / a.abs().clamp(min=1)
+        found[name] = float(error.max())
+    return found
 
 
 TOKENIZER = "builtin:tiny-arithmetic"
@@ -243,36 +141,6 @@ def _draw_weights(model: transformers.PreTrainedModel, seed: str) -> transformer
     return model
 
 
-ANSWERS = "answers"
-SAMPLED = "sampled"
-"""Columns of a data set: token ids of each sample of the row's group, and the log-probs that they
-were drawn with."""
-
-
-def replayed(config: Config) -> TaskGraph:
-    """The pipeline of the estimator: PPO with a critic, else GRPO."""
-    graph = (
-        ppo_pipeline(config) if config.algorithm.adv_estimator == "gae" else grpo_pipeline(config)
-    )
-    graph.update_node("rollout_actor", func=replay)
-    return graph
-
-
-@node(writes=RESPONSE_FIELDS, role=NodeRole.ROLLOUT, scope="group")
-async def replay(group: Group, tokenizer: transformers.PreTrainedTokenizerBase) -> list[Sample]:
-    """The recorded responses of the group's row."""
-    recorded: Mapping[str, Any] = group.row.extra_info or {}
-    samples = []
-    for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
-        versions = (group.prompt_group.version,) * len(ids)
-        # nothing is truncated
-        segment = Segment("policy", tuple(ids), tuple(sampled), tuple(sampled), versions)
-        text = str(tokenizer.decode(ids, skip_special_tokens=True))
-        reason = "length" if len(ids) == group.params.max_tokens else "stop"
-        samples.append(group.sample(index, segment, text, reason))
-    return samples
-
-
 REWARD = """
 def graded(solution_str):
     return sum(map(ord, solution_str)) % 7 / 6
@@ -284,10 +152,6 @@ _DEADLINE_S = 1800.0  # of a run that takes seconds on an idle machine
 _STEP_S = 0.05  # the approximate time of a step
 _KEYS = tomllib.loads(Path(__file__).with_name("keys.toml").read_text("utf-8"))
 PRESET_KEYS: dict[str, Sequence[str]] = _KEYS["presets"]
-
-REPLAYED = ("dag.pipeline=distflow.commands.selftest.runs:replayed", "trust.check_freq=0")
-"""Checks of whole steps need engine requests, of which there are none; the reference loop checks
-each step instead."""
 
 _SHARDED = "actor_rollout_ref.actor.strategy=fsdp"
 _UNCHECKED = "trust.check_freq=0"
@@ -302,40 +166,33 @@ class Died(Exception):
 
 @dataclass(frozen=True)
 class Lab:
-    """Runs of one pipeline, each in a folder below `folder`. prompts: of each step."""
+    """Runs of one pipeline, each in a folder below `folder`."""
 
     folder: Path
     preset: str
-    prompts: Sequence[Sequence[str]]
+    num_steps: int
 
     @staticmethod
-    def of(folder: Path, preset: str, recorded: Recorded) -> "Lab":
+    def of(folder: Path, preset: str, num_steps: int = NUM_STEPS) -> "Lab":
         """Write the models and data of the runs: a row for each group of each step."""
         folder.mkdir()
         write_models(folder)
         (folder / "reward.py").write_text(REWARD)
         with (folder / "rows.jsonl").open("w") as file:
-            for prompts, step in zip(recorded.prompts, recorded.figures.steps, strict=True):
-                size = len(step.answers) // len(prompts)
-                for i, prompt in enumerate(prompts):
-                    own = slice(i * size, (i + 1) * size)
-                    row = {"prompt": prompt, ANSWERS: step.answers[own], SAMPLED: step.sampled[own]}
-                    file.write(json.dumps(row) + "\n")
-        return Lab(folder, preset, recorded.prompts)
+            for number in range(num_steps * _BATCH_SIZE):
+                step, place = divmod(number, _BATCH_SIZE)
+                row = {"prompt": f"{17 * step + place}+{7 * place}="}
+                file.write(json.dumps(row) + "\n")
+        return Lab(folder, preset, num_steps)
 
     def keys(self, name: str) -> list[str]:
         """The config of the run `name` as lines of a command."""
-        batch = len(self.prompts[0])
         lines = (*_KEYS["every"], *PRESET_KEYS[self.preset])
-        sizes = {"num_steps": len(self.prompts), "batch": batch, "half": batch // 2}
+        sizes = {"num_steps": self.num_steps, "batch": _BATCH_SIZE, "half": _BATCH_SIZE // 2}
         return [Template(line).substitute(sizes, folder=self.folder, run=name) for line in lines]
 
-    def replayed(self) -> Figures:
-        """A synchronous run on the recorded responses."""
-        return self._run(self._spec("replayed", *REPLAYED))
-
     def sync(self) -> Figures:
-        """A synchronous run that samples its responses."""
+        """A synchronous run."""
         return self._run(self._spec("sync"))
 
     def on_device(self, device: str) -> Figures:

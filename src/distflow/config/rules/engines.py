@@ -10,9 +10,6 @@ from distflow.config.rules import ACTOR, ROLLOUT, Finding, Findings
 from distflow.errors import count_of
 
 _NAME = f"{ROLLOUT}.name"
-_AT_TEMPERATURE_1 = (
-    "the server reports log-probs at temperature 1, by which it is compared with the model"
-)
 
 
 def allocation_decides(config: Config) -> bool:
@@ -62,21 +59,6 @@ def no_server(config: Config) -> Findings:
     for key in server_keys(config):
         why = f"the engine '{config.actor_rollout_ref.rollout.name}' has no server"
         yield Finding((key, _NAME), why, f"set {_NAME}={able}, or remove it")
-
-
-def temperature(config: Config) -> Findings:
-    """A server that is only compared with the model samples at temperature 1."""
-    rollout = config.actor_rollout_ref.rollout
-    server = server_of(config)
-    if server is None or server.takes_weights:
-        return
-    if any(agent.temperature not in (None, 1) for agent in rollout.agents.values()):
-        keys = (f"{ROLLOUT}.agents", _NAME)
-        yield Finding(keys, _AT_TEMPERATURE_1, "remove the agents' temperatures")
-    if rollout.temperature != 1:
-        key = f"{ROLLOUT}.temperature"
-        advice = f"set {key}=1; {ROLLOUT}.val_kwargs.temperature may differ"
-        yield Finding((key, _NAME), _AT_TEMPERATURE_1, advice)
 
 
 def batch_invariant(config: Config) -> Findings:
@@ -161,7 +143,6 @@ def _devices_of_engine(config: Config, key: str, size: int) -> Findings:
 RULES = (
     weight_sync,
     no_server,
-    temperature,
     batch_invariant,
     running_servers,
     engine_options,
