@@ -39,8 +39,7 @@ from tests.e2e.runs import Playground
 HOOKS = {
     Checker: (
         "loop_begins step_taken node_finished before_update after_update step_trained "
-        "step_released validated "
-        "part_validated state_saved"
+        "validated part_validated state_saved"
     ),
     Invariants: "step_taken updated step_trained",
     Canary: "compare",
@@ -105,18 +104,19 @@ class Costs:
             for name in names.split():
                 setattr(owner, name, self.wrap(part, getattr(owner, name)))
         begins = Checker.loop_begins
-        released = Checker.step_released
+        trained = Checker.step_trained
 
         def loop_begins(checker: Checker) -> None:
             self.began = self.clock()
             begins(checker)
 
-        def step_released(checker: Checker, *more: Any) -> None:
-            released(checker, *more)
+        def step_trained(checker: Checker, *more: Any) -> dict[str, float]:
+            found = trained(checker, *more)
             self.ends.append(self.clock())
+            return found
 
         Checker.loop_begins = loop_begins  # type: ignore[method-assign]
-        Checker.step_released = step_released  # type: ignore[method-assign]
+        Checker.step_trained = step_trained  # type: ignore[method-assign]
         for name in LISTS if by_check else ():
             setattr(all_checks, name, tuple(map(self.wrap_check, getattr(all_checks, name))))
 

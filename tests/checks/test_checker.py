@@ -12,19 +12,14 @@ import torch
 
 from distflow.checks.schedule import CheckSchedule
 from distflow.checks.update_records import striped, trained
-from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.pipelines.nodes import rollout_reward_filter
-from distflow.rewards.router import RewardRouter
 from distflow.rollout.embedded import engine as embedded
-from distflow.rollout.embedded import sampler
 from distflow.runtime.rollout_loop.group import Group
-from distflow.runtime.validation import ValidationRunner
 from distflow.runtime.weight_sync.sender import WeightSync
-from distflow.runtime.worker import Worker
 from distflow.training import torch_engine
-from distflow.training.torch_engine import TorchScorer, TorchTrainEngine
-from tests.e2e.planting import plant_behind, plant_from
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.e2e.planting import plant_from
 from tests.e2e.runs import Playground
 
 Patch = pytest.MonkeyPatch
@@ -129,46 +124,6 @@ def test_gradients_of_updates_that_nothing_else_watches(
     )
 
 
-def advantages_reversed(batch: Batch) -> None:
-    """The samples of each group have one another's advantages."""
-    order = torch.arange(len(batch))
-    for group in batch["group_index"].unique():
-        rows = (batch["group_index"] == group).nonzero()[:, 0]
-        order[rows] = rows.flip(0)
-    batch["advantages"] = batch["advantages"][order]
-
-
-def scores_reversed(patch: Patch) -> None:
-    """The samples of each group have one another's scores."""
-    original = RewardRouter.__call__
-
-    async def planted(self: RewardRouter, samples: Any) -> Any:
-        return (await original(self, samples))[::-1]
-
-    patch.setattr(RewardRouter, "__call__", planted)
-
-
-@pytest.mark.parametrize("name", ["advantages", pytest.param("scores", marks=slow)])
-def test_scores_or_advantages_of_other_samples_where_nothing_else_is_checked(
-    playground: Playground, monkeypatch: Patch, name: str
-) -> None:
-    no_step_is_checked(monkeypatch)
-    begin = BEGIN - (name == "scores")  # when the scores of the next step are given
-    plant = (
-        scores_reversed
-        if name == "scores"
-        else plant_behind("calculate_advantages", advantages_reversed)
-    )
-    steps = plant_from(monkeypatch, begin, plant)
-    says = (
-        rf"step {BEGIN + 1} found \(advantages\): sample .* by its reward functions and the "
-        r"advantage"
-    )
-    with pytest.raises(TrustError, match=says):
-        playground.run("grpo", *TWO)
-    assert steps[-1] == BEGIN
-
-
 def stands_still(patch: Patch) -> None:
     """A weight that is not among the few whose gradient is summed."""
     original = TorchTrainEngine._step
@@ -195,47 +150,8 @@ def test_a_weight_that_stands_still(playground: Playground, monkeypatch: Patch) 
     )
 
 
-def moments_halved(engine: TorchTrainEngine) -> None:
-    for entries in engine.optimizer.state.values():
-        entries["exp_avg_sq"].mul_(0.5)
-
-
-def weights_scaled(engine: TorchTrainEngine) -> None:
-    for parameter in engine.model.parameters():
-        parameter.data.mul_(1.001)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [(moments_halved, "exp_avg_sq of "), (weights_scaled, "lm_head.weight, model.")],
-)
 @slow
-def test_a_model_that_changes_between_two_updates(
-    playground: Playground,
-    monkeypatch: Patch,
-    change: Callable[[TorchTrainEngine], None],
-    says: str,
-) -> None:
-    original = Worker._after_step
-
-    def planted(self: Worker, released: Any, *more: Any) -> None:
-        original(self, released, *more)
-        if released.version.step == BEGIN:
-            change(self.resources.actor)  # type: ignore[arg-type]  # it is torch's
-
-    monkeypatch.setattr(Worker, "_after_step", planted)
-    (said,) = [
-        each
-        for each in playground.run("grpo", *TWO).notes("warning")
-        if "between two optimizer steps" in each
-    ]
-    assert said.startswith(says)
-
-
-@slow
-def test_a_sync_and_a_validation_that_are_left_out(
-    playground: Playground, monkeypatch: Patch
-) -> None:
+def test_a_sync_that_is_left_out(playground: Playground, monkeypatch: Patch) -> None:
     send = WeightSync.send
 
     def planted(self: WeightSync, version: Any) -> Any:
@@ -248,40 +164,9 @@ def test_a_sync_and_a_validation_that_are_left_out(
             match=f"step {BEGIN + 1} begins with version {BEGIN - 1} sent, but {BEGIN} is",
         ):
             playground.run("grpo", *TWO, "async.max_staleness=2", name="unsent")
-    validating = (
-        f"data.val_files={playground.folder}/rows.jsonl",
-        "data.allow_overlap=true",
-        "trainer.test_freq=2",
-    )
-    monkeypatch.setattr(ValidationRunner, "validate", lambda self, step: {})
-    with pytest.raises(
-        TrustError,
-        match="the validation after step 2 is due by trainer.test_freq, but was not made",
-    ):
-        playground.run("grpo", *TWO, *validating, name="not-validated")
 
 
 VALIDATING = ("data.allow_overlap=true", "trainer.test_freq=1")
-
-
-def test_greedy_responses_that_are_sampled(playground: Playground, monkeypatch: Patch) -> None:
-    draw = sampler.draw_by_law
-
-    def planted(policy: Any, logits: Any, law: Any, *more: Any) -> Any:
-        return draw(policy, logits, law._replace(greedy=False), *more)
-
-    plant_from(monkeypatch, BEGIN, lambda patch: patch.setattr(sampler, "draw_by_law", planted))
-    with pytest.raises(
-        TrustError, match=rf"validation after step {BEGIN + 1} found .* than the most likely one"
-    ):
-        playground.run("grpo", *TWO, *VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
-
-
-@slow
-def test_greedy_responses(playground: Playground) -> None:
-    validating = (*VALIDATING, f"data.val_files={playground.folder}/rows.jsonl")
-    for name, more in (("plain", ()), ("ahead", ("async.max_staleness=2",))):
-        assert playground.run("grpo", *TWO, *validating, *more, name=name).notes("error") == []
 
 
 @slow
@@ -393,40 +278,6 @@ def test_errors_of_a_validation_that_count_as_scores(
     says = r"\(validation\): val/errors is reported as 0, but \d+ by the recorded scores"
     with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
         playground.run("grpo", *TWO, *keys, "reward.max_error_rate=0.9")
-
-
-@slow
-@pytest.mark.parametrize("is_planted", [True, False])
-def test_pairs_that_are_validated_by_another_tokens_score(
-    tmp_path: Path, monkeypatch: Patch, is_planted: bool
-) -> None:
-    forward = TorchScorer.forward
-
-    def planted(self: TorchScorer, batch: Batch, outputs: tuple[str, ...]) -> Batch:
-        scored = forward(self, batch, outputs)
-        scored["text_scores"] = scored.flat("text_scores").roll(int(is_planted))
-        return scored
-
-    monkeypatch.setattr(TorchScorer, "forward", planted)
-    playground = Playground(tmp_path)
-    playground.write_rows(
-        [{"prompt": f"a{i}", "chosen": f"yes{i}", "rejected": f"no{i}"} for i in range(16)]
-    )
-    none = (
-        "~reward.functions",
-        "~custom_reward_function.path",
-        "~reward.num_workers",
-        "~actor_rollout_ref.rollout.n",
-    )
-    keys = (
-        "data.max_prompt_length=32",
-        "data.max_response_length=32",
-        "trainer.total_training_steps=2",
-        *VALIDATING,
-    )
-    says = r"\(validation\): the chosen text of row \d+ of 'val' has the score"
-    with pytest.raises(TrustError, match=says) if is_planted else nullcontext():
-        playground.run("rm", *none, *keys, f"data.val_files={tmp_path}/rows.jsonl")
 
 
 def one_weight_drawn_anew(patch: Patch) -> None:

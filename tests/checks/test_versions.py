@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distflow.checks import draws, losses
+from distflow.checks import draws
 from distflow.checks.sharded_passes import ShardedPasses
 from distflow.errors import TrustError
 from distflow.models.packed_attention import PACKED_ATTENTION
@@ -59,25 +59,6 @@ def test_too_large_moves_by_rounding_are_not_checked(
     assert "too far" in own["not_checked"]["draws"]
 
 
-def test_gradients_moved_too_far_are_not_checked(
-    rough: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(losses, "WEIGHT_ROUNDED", 0.05)
-    run = rough.run("grpo", *BFLOAT16)
-    (own,) = run.checks()
-    assert "rounding alone moves the gradient" in own["not_checked"]["loss"]
-
-
-def test_gradients_that_float32_rounds_too_far_are_not_checked(
-    rough: Playground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with weights that a learning rate has blown up: the packed pass is not to blame."""
-    monkeypatch.setattr(losses, "WEIGHT_EXACT", 1e-7)
-    run = rough.run("grpo", "trust.check_freq=1", "trainer.total_training_steps=1")
-    (own,) = run.checks()
-    assert "rounding alone moves the gradient" in own["not_checked"]["loss"]
-
-
 def test_gradients_that_rounding_does_not_explain_are_an_alarm(
     rough: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,10 +66,10 @@ def test_gradients_that_rounding_does_not_explain_are_an_alarm(
 
     def gradients(turns: Any, model: Any, *asked: Any) -> list[Any]:
         is_packed = model.config._attn_implementation == PACKED_ATTENTION
-        return [each * (1.01 if is_packed else 1.0) for each in original(turns, model, *asked)]
+        return [each * (1.05 if is_packed else 1.0) for each in original(turns, model, *asked)]
 
     monkeypatch.setattr(ShardedPasses, "gradients", gradients)
-    with pytest.raises(TrustError, match=r"\(loss\): .* differs by 0\.0(1|09)"):
+    with pytest.raises(TrustError, match=r"\(loss\): .* differs by 0\.05"):
         rough.run("grpo", "trust.check_freq=1", "trainer.total_training_steps=1")
 
 

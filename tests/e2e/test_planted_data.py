@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from distflow.data import encode_rows, rows_on_demand
-from distflow.data.chat_template import ChatTemplate
+from distflow.data import encode_rows
 from distflow.data.encoded_prompts import PromptRow
 from distflow.errors import TrustError
-from distflow.launch import data_sets, make_spec
+from distflow.launch import make_spec
 from distflow.observe.run_reader import read_events
 from distflow.rewards.pool import domain_pools
 from tests.e2e.runs import Playground
@@ -48,10 +47,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
         },
         "long": [{"prompt": f"{'ab' * 9}{i}=", "answer": str(i)} for i in range(9)],
         "chat": [{"prompt": chat, "answer": "1"} for chat in chats],
-        "graded": [
-            {"prompt": "a" * (i + 5), "answer": "1", "pass_rate": i / 10} for i in range(10)
-        ],
-        "pairs": [{"prompt": f"{i}+{i}", "response": f"it is {2 * i}"} for i in range(8)],
         "talks": [talk(i, i % 3 + 1) for i in range(8)],
     }
     for name, own in rows.items():
@@ -75,7 +70,6 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
     }
     domains = f"data.domains={{{', '.join(f'{name}: {own}' for name, own in each.items())}}}"
     return {
-        "plain": ("grpo", f"{file}/one.jsonl", ONE),
         "epochs": ("grpo", f"{file}/one.jsonl", "trainer.total_epochs=2"),
         "domains": ("grpo", "data.train_files=[]", domains, "~reward.functions", ONE),
         "stops": ("grpo", f"{file}/one.jsonl", "actor_rollout_ref.rollout.stop=[q, '8']", ONE),
@@ -94,16 +88,7 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
             "data.truncation=middle",
             ONE,
         ),
-        "pairs": ("sft", *SFT, f"{file}/pairs.jsonl"),
         "talks": ("sft", *SFT, f"{file}/talks.jsonl"),
-        "longest": ("grpo", f"{file}/graded.jsonl", "data.max_prompt_length=12", ONE),
-        "rates": (
-            "grpo",
-            f"{file}/graded.jsonl",
-            "data.pass_rate=[0.2, 0.6]",
-            "data.max_prompt_length=20",
-            ONE,
-        ),
         "lazy": ("grpo", f"{file}/one.jsonl", "data.lazy=true", ONE),
         "streamed": ("grpo", f"data.train_files='{ground.folder}/o*.jsonl'", "data.lazy=true", ONE),
     }[name]
@@ -111,10 +96,6 @@ def setup(ground: Playground, name: str) -> tuple[str, ...]:
 
 def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
-
-
-def without_special(original: Any) -> Any:
-    return lambda tokenizer, texts, **settings: original(tokenizer, texts, add_special_tokens=False)
 
 
 def chats(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
@@ -126,14 +107,6 @@ def chats(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
     return wrapped(encode_rows, "_prompt", wrap)
 
 
-def of_the_next(original: Any) -> Any:
-    def planted(*given: Any) -> dict[int, list[int]]:
-        found = original(*given)
-        return dict(zip(found, [*found.values()][1:] + [*found.values()][:1], strict=True))
-
-    return planted
-
-
 def of_the_first(original: Any) -> Any:
     return lambda config: dict.fromkeys(found := original(config), next(iter(found.values())))
 
@@ -142,76 +115,16 @@ def last_turn(answer: Any) -> Any:
     return lambda row, *rest: answer(replace(row, turns=row.turns[-1:]), *rest)
 
 
-def reversed_rows(read: Any) -> Any:
-    def planted(*given: Any) -> Any:
-        found = read(*given)
-        rows = zip(found, reversed(found.values()), strict=True)
-        return {index: replace(row, index=index) for index, row in rows}
-
-    return planted
-
-
-def one_less_later(one_pass: Any) -> Any:
-    """From the second pass on the first row is missing."""
-    begun = set[Any]()
-
-    def planted(self: Any) -> Any:
-        rows = one_pass(self)
-        if self in begun:
-            next(rows)
-        begun.add(self)
-        return rows
-
-    return planted
-
-
 PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     "one domain's reward functions for all": (
         "domains",
         wrapped(domain_pools, "reward_functions", of_the_first),
         r"\(reward_results\): reward function '.*words.py:score' was never called",
     ),
-    "no begin token": (
-        "plain",
-        wrapped(encode_rows, "_tokenise", without_special),
-        r"\(data\): the prompt of ",
-    ),
-    "no system prompt": ("chat", chats(lambda messages: messages[1:]), r"\(data\): the prompt of "),
     "earlier messages lost": (
         "chat",
         chats(lambda messages: [messages[0], messages[-1]]),
         r"\(data\): the prompt of ",
-    ),
-    "no prompt to generate": (
-        "chat",
-        wrapped(
-            ChatTemplate,
-            "render",
-            lambda render: lambda *given, prompts: render(*given, prompts=False),
-        ),
-        r"\(data\): the prompt of ",
-    ),
-    "prompts cut elsewhere": (
-        "cut",
-        wrapped(
-            encode_rows, "truncated", lambda cut: lambda ids, most, side: cut(ids, most, "left")
-        ),
-        r"\(data\): the prompt of ",
-    ),
-    "responses of the next row": (
-        "pairs",
-        wrapped(encode_rows, "_response_ids", of_the_next),
-        r"\(data\): the response of ",
-    ),
-    "lazy rows in another order": (
-        "lazy",
-        wrapped(data_sets.LazyRows, "_read", reversed_rows),
-        r"\(data\): row \d+ of the data is ",
-    ),
-    "a row less in later passes": (
-        "streamed",
-        wrapped(rows_on_demand.RowStream, "_one_pass", one_less_later),
-        r"\(data\): row \d+ of the data is ",
     ),
     "no stops": (
         "stops",
@@ -227,16 +140,12 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     ),
 }
 HEALTHY = (
-    "plain",
     "epochs",
     "domains",
     "stops",
     "chat",
     "cut",
-    "pairs",
     "talks",
-    "longest",
-    "rates",
     "lazy",
     "streamed",
 )

@@ -2,7 +2,6 @@
 a validation, and in the rows as they are read. The checks name each, and say nothing where there
 is none."""
 
-import csv
 import json
 import random
 from builtins import range as every
@@ -487,16 +486,6 @@ def without_last(original: Any) -> Any:
     )
 
 
-def by_another_model(original: Any) -> Any:
-    def planted(sets: Any, actor: Any) -> Any:
-        metrics, rows = original(sets, actor)
-        return {"sft/val_loss": 0.99 * metrics["sft/val_loss"]}, [
-            {**row, "loss": 0.99 * row["loss"]} for row in rows
-        ]
-
-    return planted
-
-
 LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
     "end tokens left out": (
         replaced(validation, "Batch", without_ends),
@@ -505,10 +494,6 @@ LOSS_FAULTS: dict[str, tuple[Plant, str]] = {
     "a mean of means": (
         replaced(validation, "validation_loss", over_all),
         "sft/val_loss is reported as",
-    ),
-    "a loss of other weights": (
-        replaced(validation, "validation_loss", by_another_model),
-        r"has the loss .* by the model's own forward",
     ),
     "a row left out": (
         replaced(validation, "validation_loss", without_last),
@@ -666,13 +651,7 @@ DATA_FAULTS: dict[str, tuple[Callable[[list[RawRow]], list[RawRow]], str]] = {
         lambda rows: [replace(row, prompt=row.prompt[:-1]) for row in rows],
         "the prompt of ",
     ),
-    "extra info lost": (lambda rows: [replace(row, extra_info={}) for row in rows], "hint of "),
-    "another domain": (lambda rows: [replace(row, domain="other") for row in rows], "domain of "),
-    "the last row lost": (
-        lambda rows: rows[:-1],
-        "20 rows of the train_files are wanted, but 19 are used",
-    ),
-    "a row twice": (lambda rows: [*rows, replace(rows[0])], "but 21 are used"),
+    "a row twice": (lambda rows: [*rows, replace(rows[0])], "is used twice"),
     "the last of twenty ground truths": (
         lambda rows: [*rows[:-1], replace(rows[-1], answer="0")],
         r"ground truth of \S*rows.* is '0'",
@@ -680,10 +659,10 @@ DATA_FAULTS: dict[str, tuple[Callable[[list[RawRow]], list[RawRow]], str]] = {
 }
 
 
-FILES = ("jsonl", "json", "csv", "parquet")
+FILES = ("jsonl", "parquet")
 
 
-@pytest.fixture(scope="module", params=one_fast_in(4, FILES))
+@pytest.fixture(scope="module", params=one_fast_in(2, FILES))
 def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
     rows = [
         {"prompt": f"a{i}\n=", "answer": f"é{i}", "hint": f"h{i}", "data_source": "xy"[i % 2]}
@@ -692,13 +671,6 @@ def rows_file(request: pytest.FixtureRequest, ground: Playground) -> Path:
     path = ground.folder / f"rows-{request.param}.{request.param}"
     if request.param == "jsonl":
         path.write_text("\n" + "".join(json.dumps(row) + "\n\n" for row in rows))
-    elif request.param == "json":
-        path.write_text(json.dumps(rows))
-    elif request.param == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
     return path
@@ -717,7 +689,7 @@ def read_again(ground: Playground, path: Path, name: str) -> Any:
 @pytest.mark.parametrize(
     ("rows_file", "name"),
     [
-        *one_fast_in(4, [(kind, "ground truths of the next row") for kind in FILES], unpack=True),
+        *one_fast_in(2, [(kind, "ground truths of the next row") for kind in FILES], unpack=True),
         *(pytest.param(FILES[0], name, marks=pytest.mark.slow) for name in [*DATA_FAULTS][1:]),
     ],
     indirect=["rows_file"],
@@ -735,25 +707,6 @@ def test_rows_as_they_are_pass(ground: Playground, rows_file: Path) -> None:
     assert "data" in read_again(ground, rows_file, "rows")["passed"]
 
 
-def test_bad_long_and_left_out_rows_are_counted(ground: Playground) -> None:
-    path = ground.folder / "mixed.jsonl"
-    good = [
-        json.dumps({"prompt": f"b{i}", "answer": str(i), "pass_rate": i / 10}) for i in every(10)
-    ]
-    path.write_text(
-        "\n".join(
-            [*good, "no json", json.dumps({"prompt": "x" * 99, "answer": "1", "pass_rate": 0.3})]
-        )
-    )
-    options = ("data.bad_rows=skip", "data.pass_rate=[0.2, 0.8]")
-    run = ground.run(
-        "grpo", f"data.train_files={path}", *options, "trainer.total_training_steps=1", name="mixed"
-    )
-    assert "data" in next(
-        event.fields["passed"] for event in read_events(run.folder) if event.kind == "checks"
-    )
-
-
 def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playground) -> None:
     (ground.folder / "made.py").write_text(
         "def rows():\n    return [{'prompt': f'd{i}', 'answer': '1'} for i in range(8)]"
@@ -765,4 +718,4 @@ def test_rows_without_a_second_reader_are_said_not_to_be_checked(ground: Playgro
     unproven = next(
         event.fields["not_checked"] for event in read_events(run.folder) if event.kind == "checks"
     )
-    assert unproven == {"data": f"not read a second time: {source}"}
+    assert unproven == {"data": f"not read a second time: '{source}'"}

@@ -14,7 +14,6 @@ from distflow.algorithms.objectives import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
 from distflow.runtime.rollout_loop import group_tasks
-from distflow.scheduling.data_plan import Timetable
 from distflow.scheduling.group_states import PromptGroup
 from distflow.training import torch_engine
 from tests.e2e.planting import plant_behind, plant_from
@@ -140,23 +139,6 @@ def test_tokens_of_responses_alone_in_the_ledger(
         TrustError, match=r"the ledger have \d+ tokens for group 0, but its samples have \d+"
     ):
         playground.run("grpo", "trainer.total_training_steps=1")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_is_due_and_not_written(
-    playground: Playground, monkeypatch: Patch
-) -> None:
-    is_due = Timetable.is_due
-
-    def due(self: Timetable, step: int, num_passed: int, is_last: bool = False) -> bool:
-        return is_due(self, step, num_passed, is_last) and step != 4
-
-    monkeypatch.setattr(Timetable, "is_due", due)
-    with pytest.raises(
-        TrustError,
-        match="the checkpoint after step 4 is due by trainer.save_freq, but was not written",
-    ):
-        playground.run("grpo", "trainer.save_freq=2", "trainer.total_training_steps=6")
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distflow.algorithms.objectives import PolicyObjective
-from distflow.checks.update_records import NUM_STRIPES, UpdateWatch
 from distflow.cluster.process_groups import ProcessGroups, TorchCollective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
@@ -87,16 +86,6 @@ CASES = {
     "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
     "adapter": (adapter, POLICY, 4, ("2", "2x2"), {"gradient_checkpointing": True}),
 }
-# Each kind of mesh once, and each kind of model.
-WATCHED = (
-    ("policy", "4"),
-    ("policy", "2x2"),
-    ("policy", "2t2"),
-    ("policy", "2x1t2"),
-    ("critic", "2"),
-    ("tied", "1t2"),
-)
-WATCHED += (("adapter", "2x2"),)
 
 
 def make_engine(
@@ -133,30 +122,6 @@ def main(rank: int, folder: Path) -> None:
             torch.save(dict(engine.weights()), folder / f"{name}.pt")
             shards = own_shards(engine.state().tensors, leads=rank == 0)
             save_file(dict(shards.tensors), folder / f"{name}.safetensors", shards.file_metadata)
-            if (case, layout.role) in WATCHED:
-                check_watched(case, engine, SHARES[layout.sizes.data][layout.place(rank)["data"]])
-
-
-def check_watched(case: str, engine: TorchTrainEngine, rows: list[int]) -> None:
-    """What a watch of an update sees of each weight before the sums over ranks adds up to what the
-    optimizer is given: of all weights, in turns."""
-    _, loss, _, _, options = CASES[case]
-    summed = set[str]()
-    for turn in range(8):
-        batch = mini_batch(1).select(rows)
-        watch = UpdateWatch("actor", engine, batch, loss)
-        watch.begin(turn)
-        metrics = engine.train_step(batch, watch)
-        most = options.get("max_grad_norm", 1.0)
-        factor = 1.0 if most is None else min(1.0, float(most) / metrics["grad_norm"])  # type: ignore[arg-type]
-        for name, stripe in watch.end(metrics).stripes.items():
-            assert stripe.gradient is not None
-            if stripe.contributions is None:  # only its move is watched
-                continue
-            summed.add(name)
-            scale = max(float(stripe.gradient.norm()), 1e-5 * metrics["grad_norm"])
-            assert float((stripe.gradient - factor * stripe.contributions).norm()) < 2e-4 * scale
-    assert len(summed) > NUM_STRIPES + 2
 
 
 def check_places(engine: TorchTrainEngine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distflow.checks import all_checks
-from distflow.checks.advantages import check_advantages, check_order
+from distflow.checks.advantages import check_advantages
 from distflow.checks.check import NOT_APPLICABLE, Check, Wrong
 from distflow.checks.gradients import check_cleared
 from distflow.checks.group_records import GroupRecord, GroupRecords
@@ -22,7 +22,6 @@ from distflow.checks.resume import Memory
 from distflow.checks.schedule import CheckSchedule, drawn_update
 from distflow.checks.update_records import OpenEngine, UpdateWatch
 from distflow.checks.validation import Facts, Validated, sample_facts
-from distflow.checks.versions import check_marked, remember_marked
 from distflow.data import global_random_states
 from distflow.data.batch import Batch
 from distflow.errors import TrustError, count_of
@@ -91,11 +90,6 @@ class Checker:
         self._recorded: RecordedStep | None = None
         """The same with a copy of the columns before the first update, if the step is checked."""
         self._watch: UpdateWatch | None = None
-        self._validated = -1
-        """The number of steps before the last validation."""
-        self._released = self._first_step
-        self._saved = self._first_step
-        """The number of steps before the last checkpoint."""
         self._found: dict[str, str | None] = {}
         self._has_told = False
         """Whether it was reported what cannot be checked."""
@@ -114,7 +108,6 @@ class Checker:
     def state_saved(
         self, nodes: Mapping[str, Any], point: ResumePoint[Batch] | None
     ) -> dict[str, Any]:
-        self._saved = self._released
         if not self._is_on:
             return {}
         return {**self._memory.models(), **self._memory.others(nodes, point)}
@@ -228,8 +221,6 @@ class Checker:
         if taken is None:
             return found
         with self._schedule.timed(), global_random_states.lent(), _on_one_thread():
-            remember_marked(taken)
-            self._check("advantages", check_order, replace(taken))
             if self._is_due:
                 recorded = self._recorded or self._begin(taken)
                 # a pass that could not be made stays the reason
@@ -240,35 +231,11 @@ class Checker:
         self._recorded = None
         return found
 
-    def step_released(self, step: int, batch: Batch) -> None:
-        self._released = step + 1
-        if not self._is_on:
-            return
-        released = RecordedStep(self._run, step, {}, (), batch, None, {}, {})
-        self._check("versions", check_marked, released)
-        spec = self._run.spec
-        validates = spec.data.validates.steps if spec.validation else 0
-        leads = self._run.inputs.ports.everyone.rank == 0
-        knows = spec.plan.generates or self._run.resources.actor is not None
-        is_due = validates > 0 and (step + 1) % validates == 0
-        if leads and knows and is_due and self._validated != step + 1:
-            raise TrustError(
-                f"the validation after step {step + 1} is due by trainer.test_freq, but was not "
-                "made"
-            )
-        saves = spec.data.saves.steps
-        is_due = saves > 0 and step > self._first_step and step % saves == 0
-        if is_due and self._saved != step:
-            raise TrustError(
-                f"the checkpoint after step {step} is due by trainer.save_freq, but was not written"
-            )
-
     def part_validated(self, rows: Facts) -> Facts:
         records = self.groups.take_validated()
         return sample_facts(self._run, records, rows) if self._is_on else []
 
     def validated(self, step: int, rows: Facts, metrics: Mapping[str, float]) -> None:
-        self._validated = step
         if not self._is_on:
             return
         every = self._run.spec.update_frequency

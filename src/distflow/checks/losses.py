@@ -6,10 +6,8 @@ through the engine's packed pass. The loss function is called once more for the 
 and for the few sequences alone. So packing, shared prefixes, micro-batches and the scaling over
 ranks are compared with plain computations, without a second formula of the loss."""
 
-import copy
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +44,8 @@ KINK = 1e-5
 OUTPUT_EXACT = 1e-3
 OUTPUT_ROUNDED = 0.15
 """Largest mean difference between the loss's inputs and the outputs of the model's own forward."""
-WEIGHT_EXACT = 1e-3
+WEIGHT_EXACT = 1e-2
+"""Not less, since float32 is rough where weights have grown without bounds."""
 WEIGHT_ROUNDED = 0.5
 NOISE = 1e-3
 """A smaller gradient, in units of the largest, is compared as if it had this size."""
@@ -63,18 +62,19 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
     compute = getattr(engine, "compute", None)
     if not isinstance(engine, OpenEngine) or compute is None:
         return "the train engine does not expose its model"
-    units = _drawn_units(recorded, update, engine.model)
+    if "text_scores" in update.loss.outputs:
+        return None  # the loss of one text depends on the other one of its pair
+    rows = _drawn_rows(recorded, update, engine.model)
     spread = is_spread(engine.model)
-    if not units and not spread:
+    if not rows and not spread:
         return "no sequence is short enough"
     passes = recorded.run.passes
     names, weights = zip(*striped(trained(engine.model), recorded.step), strict=True)
     found = PlainPass()
-    turns = [*units, *[[]] * (NUM_SEQUENCES - len(units))] if spread else units
-    apart = [
-        _plain_gradients(recorded, update, engine.model, unit, weights, dtype_of(engine), found)
-        for unit in turns
-    ]
+    turns: list[int | None] = [*rows]
+    if spread:  # all ranks make equally many passes
+        turns += [None] * (NUM_SEQUENCES - len(rows))
+    apart = [_plain_gradients(recorded, update, engine, row, weights, found) for row in turns]
 
     def packed_loss() -> Tensor:
         flat = compute(update.batch.select(found.rows), update.loss.outputs)
@@ -86,35 +86,25 @@ def run_plainly(recorded: RecordedStep, update: UpdateRecord) -> str | None:
         return total
 
     packed = passes.gradients(engine.model, weights, packed_loss)
-    if not units:
+    if not rows:
         return "no sequence is short enough"
     update.plain = found
-    sums = [torch.stack(others).sum(0) for others in zip(*apart, strict=True)]
+    sums = [torch.stack(others).sum(0).double() for others in zip(*apart, strict=True)]
     if not all(bool(torch.isfinite(other).all()) for other in sums):
         return "a gradient is not finite"
     # The gradient of a bias of keys without positions is rounding alone.
-    least = max(1e-9, NOISE * max(float(other.double().norm()) for other in sums))
+    least = max(1e-9, NOISE * max(float(other.norm()) for other in sums))
     limit = recorded.limit(WEIGHT_EXACT, WEIGHT_ROUNDED)
-    for place, (one, other) in enumerate(zip(packed, sums, strict=True)):
-        apart_by = float((one.double() - other.double()).norm())
-        error = apart_by / max(float(other.double().norm()), least)
-        if error <= limit:
-            continue
-        if not spread:  # all ranks make equally many passes
-            rounding = _rounding(recorded, update, units, names[place], other, found)
-            if error <= 2 * rounding:
-                return (
-                    f"rounding alone moves the gradient of {names[place]} by {rounding:.2g} of "
-                    "itself, which is too far"
-                )
-        sharded = ", or gradients are summed over the ranks in less than float32" if spread else ""
-        uids = ", ".join(update.uids[row] for row in found.rows)
-        raise Wrong(
-            f"the gradient of {names[place]} by the {update.role}'s loss of samples {uids} differs "
-            f"by {error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: "
-            "there is attention between packed sequences, or part of the model gets no gradient"
-            f"{sharded}"
-        )
+    for name, one, other in zip(names, packed, sums, strict=True):
+        error = float((one.double() - other).norm()) / max(float(other.norm()), least)
+        if error > limit:
+            uids = ", ".join(update.uids[row] for row in found.rows)
+            raise Wrong(
+                f"the gradient of {name} by the {update.role}'s loss of samples {uids} differs by "
+                f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded "
+                "one: there is attention between packed sequences, part of the model gets no "
+                "gradient, or gradients are summed over the ranks in less than float32"
+            )
     return None
 
 
@@ -150,8 +140,8 @@ def _check_update(recorded: RecordedStep, update: UpdateRecord) -> str | None:
         for place, row in enumerate(update.plain.rows):
             _same_outputs(recorded, update, row, update.plain.outputs[place], outputs)
     every = list(range(len(update.batch)))
-    apart = [every, *_units_of(update, update.plain.rows if update.plain is not None else [])]
-    for rows in apart:
+    alone = update.plain.rows if update.plain is not None else []
+    for rows in [every, *([row] for row in alone)]:
         wrong = _wrong_gradients(update, rows, outputs, gradients)
         if not wrong:
             continue
@@ -249,84 +239,54 @@ def _recorded(update: UpdateRecord) -> tuple[list[dict[str, Tensor]], list[dict[
     return outputs, gradients
 
 
-def _drawn_units(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) -> list[list[int]]:
-    """Rows of a few short sequences of the mini-batch with tokens that count, each alone, or with
-    the other text of its pair."""
+def _drawn_rows(recorded: RecordedStep, update: UpdateRecord, model: nn.Module) -> list[int]:
+    """Rows of a few short sequences of the mini-batch with tokens that count."""
     batch = update.batch
     lengths = batch.lengths("response").tolist()
     counted = torch.zeros(len(batch)).index_add(0, batch.rows(), batch.flat("loss_mask").float())
     rows = [row for row, number in enumerate(counted.tolist()) if number > 0]
     drawn = random.Random(recorded.step).sample(rows, min(MOST_TRIED, len(rows)))
     most = MOST_ENTRIES // vocabulary_of(model)
-    short = [row for row in drawn if lengths[row] <= most]
-    return _units_of(update, short)[:NUM_SEQUENCES]
-
-
-def _units_of(update: UpdateRecord, rows: Sequence[int]) -> list[list[int]]:
-    """The rows, each alone, or with the other text of its pair."""
-    if "text_scores" not in update.loss.outputs:
-        return [[row] for row in rows]
-    groups = update.batch["group_index"].tolist()
-    pairs = dict[int, list[int]]()
-    for row in rows:
-        pairs[groups[row]] = [place for place, group in enumerate(groups) if group == groups[row]]
-    return list(pairs.values())
+    return [row for row in drawn if lengths[row] <= most][:NUM_SEQUENCES]
 
 
 def _plain_gradients(
     recorded: RecordedStep,
     update: UpdateRecord,
-    model: nn.Module,
-    unit: Sequence[int],
+    engine: OpenEngine,
+    row: int | None,
     weights: Sequence[nn.Parameter],
-    dtype: torch.dtype | None,
     found: PlainPass,
-    gradients: Outputs | None = None,
 ) -> list[Tensor]:
-    """The gradient of some weights by the loss of these rows, through a padded pass, which `found`
-    receives. unit: empty for a pass of one token with gradient 0. dtype: of the products.
-    gradients: of the loss by the outputs, if they are known."""
-    batch = update.batch.select(unit)
-    samples = samples_of(batch)
+    """The gradient of some weights by the loss of this row alone, through a padded pass, which
+    `found` receives. row: None for a pass of one token with gradient 0."""
 
     def loss() -> Tensor:
-        tokens = [ids for sample in samples for ids in _sequences(sample, update.loss)]
-        parts = logits_of(nn.Module.__call__, model, tokens or [Ids((0,), (0,))])
-        if not samples:
-            return next(parts).sum() * 0.0
-        outputs = list[dict[str, Tensor]]()
-        for sample in samples:
-            own = [next(parts) for _ in _sequences(sample, update.loss)]
-            outputs.append(_outputs_of(recorded, update.loss, sample, joined_logits(own)))
-        flat = {name: torch.cat([own[name] for own in outputs]) for name in outputs[0]}
+        if row is None:
+            (logits,) = logits_of(nn.Module.__call__, engine.model, [Ids((0,), (0,))])
+            return logits.sum() * 0.0
+        batch = update.batch.select([row])
+        (sample,) = samples_of(batch)
+        parts = logits_of(nn.Module.__call__, engine.model, sequences_of(sample))
+        flat = _outputs_of(recorded, update.loss, sample, joined_logits([*parts]))
         known = {name: values.detach().cpu() for name, values in flat.items()}
-        cotangents = gradients or call_loss(update.loss, batch, known, update.counts)[1]
-        found.rows += unit
-        found.outputs += [{n: doubles(values) for n, values in own.items()} for own in outputs]
-        found.gradients.append(dict(cotangents))
+        cotangents = call_loss(update.loss, batch, known, update.counts)[1]
+        found.rows.append(row)
+        found.outputs.append({name: doubles(values) for name, values in flat.items()})
+        found.gradients.append(cotangents)
         total = torch.zeros(())
         for name, values in flat.items():
             total = total + (values * cotangents[name].to(values)).sum().cpu()
         return total
 
-    with plainly(model, compute_dtype=dtype):
-        return recorded.run.passes.gradients(model, weights, loss)
-
-
-def _sequences(sample: Sample, loss: LossFn) -> list[Ids]:
-    """The score of a text is that after its last token, which one more token gives."""
-    found = sequences_of(sample)
-    if "text_scores" in loss.outputs:
-        found = [ids._replace(response=[*ids.response, 0]) for ids in found]
-    return found
+    with plainly(engine.model, compute_dtype=dtype_of(engine)):
+        return recorded.run.passes.gradients(engine.model, weights, loss)
 
 
 def _outputs_of(
     recorded: RecordedStep, loss: LossFn, sample: Sample, logits: Tensor
 ) -> dict[str, Tensor]:
     """The outputs that the loss reads, from the logits of the sample's response tokens."""
-    if "text_scores" in loss.outputs:
-        return {"text_scores": logits[1:, 0]}
     if "values" in loss.outputs:
         return {"values": logits[:, 0]}
     ids = torch.tensor(ids_of(sample).response, device=logits.device)
@@ -342,31 +302,6 @@ def _outputs_of(
         entropy = entropy.cpu().double().index_put((drawn,), normal.entropy().double())
     found = {"log_probs": log_probs, "entropy": entropy}
     return {name: found[name] for name in loss.outputs}
-
-
-def _rounding(
-    recorded: RecordedStep,
-    update: UpdateRecord,
-    units: Sequence[Sequence[int]],
-    name: str,
-    rounded: Tensor,
-    found: PlainPass,
-) -> float:
-    """How far rounding moves the gradient of a weight through a padded pass, relative: against one
-    in a more exact type than the run's. Weights that have grown without bounds make float32 rough
-    too."""
-    engine: Any = update.engine
-    model: nn.Module = engine.model
-    if dtype_of(engine) in (None, torch.float32):
-        model = copy.deepcopy(model).double()
-    weight = dict(trained(model))[name]
-    exact = torch.zeros_like(weight)
-    for unit, gradients in zip(units, found.gradients, strict=True):
-        (own,) = _plain_gradients(
-            recorded, update, model, unit, [weight], None, PlainPass(), gradients
-        )
-        exact = exact + own
-    return float((rounded - exact.to(rounded)).norm() / exact.norm())
 
 
 def _same_outputs(
@@ -404,16 +339,11 @@ def _users_fault(loss: LossFn) -> str:
     name = (
         f"the loss '{loss.policy_loss.name}'" if isinstance(loss, PolicyObjective) else "the loss"
     )
-    scalar = loss.scalar_loss if isinstance(loss, PolicyObjective) else None
-    if scalar is not None and not scalar.uses_agg_loss:
-        return (
-            f"{name} does not aggregate with distflow.algorithms.agg_loss: micro-batches are "
-            "weighted by their tokens, so the loss may depend on how a mini-batch is split"
-        )
     return (
         f"{name} gives a sample alone other gradients than in its micro-batch: it reads outside "
-        "the mask or other samples, or is not deterministic. What it gives depends on which "
-        "samples share the micro-batch; multiply by the mask before summing"
+        "the mask or other samples, does not aggregate with distflow.algorithms.agg_loss, or is "
+        "not deterministic. What it gives depends on which samples share the micro-batch; multiply "
+        "by the mask before summing"
     )
 
 
@@ -426,26 +356,13 @@ def _message(
     place: int,
     is_whole: bool,
 ) -> str:
-    got = float(found[place])
-    want = float(expected[place])
     row = int(batch.rows()[place])
     token = place - int(batch.lengths("response")[:row].sum())
-    ratios = (found / expected)[expected != 0]
-    hint = "another sample's numbers, or numbers outside the mask, go into it"
-    if got and want and float((ratios / ratios[0] - 1).abs().max()) < 10 * LIMIT:
-        hint = (
-            f"it is {float(ratios[0]):.4g} times that at every token, with {len(update.micros)} "
-            "micro-batches in the mini-batch: a factor of gradient accumulation, or counts that "
-            "are not the sums over all ranks"
-        )
-    elif not want:
-        hint = "a token outside the mask, or a sample without a score, is trained on"
-    elif not got:
-        hint = "a token that should be trained on is left out"
-    elif got * want < 0:
-        hint = "its sign is flipped"
     alone = "for the whole mini-batch at once" if is_whole else "for the sample alone"
     return (
-        f"the gradient of the {update.role}'s loss by {name} is {got:.4g} at token {token} of "
-        f"sample {batch.row_names[row]}, but the loss function gives {want:.4g} {alone}: {hint}"
+        f"the gradient of the {update.role}'s loss by {name} is {float(found[place]):.4g} at token "
+        f"{token} of sample {batch.row_names[row]}, but the loss function gives "
+        f"{float(expected[place]):.4g} {alone} ({len(update.micros)} micro-batches): another "
+        "sample's numbers or tokens outside the mask go into it, a factor of gradient "
+        "accumulation, or counts that are not the sums over all ranks"
     )

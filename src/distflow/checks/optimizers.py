@@ -25,8 +25,7 @@ KNOWN = ("adamw", "sgd")
     "optimizer",
     "the learning rate follows the schedule, the optimizer has the config's options for all "
     "weights and has counted every step, and sampled elements of several weights and their moments "
-    "move as another optimizer of its kind moves them by the same gradient; nothing moves them "
-    "between two steps (else a warning)",
+    "move as another optimizer of its kind moves them by the same gradient",
     needs="adamw or sgd; for other optimizers the learning rate alone",
     limit=f"{LIMIT:g} of the move",
 )
@@ -47,7 +46,6 @@ def check_optimizers(recorded: RecordedStep) -> str | None:
                 _check_moves(update, settings, rate, num_before)
             else:
                 is_known = False
-            _check_between(recorded, update, num_before)
             num_before += 1
     if not is_known:
         return (
@@ -163,24 +161,3 @@ def _moved(
     after = optimizer.state[weight]
     moments = {name: value for name, value in after.items() if value is not None and value.dim()}
     return weight.detach(), moments
-
-
-def _check_between(recorded: RecordedStep, update: UpdateRecord, number: int) -> None:
-    """Warn if a sampled weight or moment has changed since the optimizer step before. number: of
-    earlier steps."""
-    last_number, last = recorded.run.last_stripes.get(update.role, (-1, {}))
-    recorded.run.last_stripes[update.role] = number, update.stripes
-    if last_number != number - 1:
-        return
-    changed = list[str]()
-    for name in sorted(update.stripes.keys() & last.keys()):
-        was: dict[str, Any] = {name: last[name].after, **last[name].moved_moments}
-        now: dict[str, Any] = {name: update.stripes[name].before, **update.stripes[name].moments}
-        for each in sorted(now.keys() & was.keys()):
-            if not torch.equal(torch.as_tensor(now[each]), torch.as_tensor(was[each])):
-                changed.append(name if each == name else f"{each} of {name}")
-    if changed:
-        recorded.run.warn(
-            f"{', '.join(changed[:3])} of the {update.role} changed between two optimizer steps: "
-            "something else wrote to it. Ignore this if your own code does so on purpose"
-        )

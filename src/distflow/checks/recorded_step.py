@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -29,7 +28,7 @@ from distflow.checks.samples import (
     samples_of,
 )
 from distflow.checks.sharded_passes import ShardedPasses
-from distflow.checks.update_records import Stripe, UpdateRecord
+from distflow.checks.update_records import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import BY_WORKFLOW, agent_sampling
 from distflow.data.batch import Batch
@@ -68,11 +67,6 @@ class CheckedRun:
     """With the saved run's, before the first update of a step; see `Check.run`."""
     positions: dict[str, list[int]] = field(default_factory=dict)
     """By stream, the last group's number and its position in its domain."""
-    marked: Counter[int] = field(default_factory=Counter)
-    """Trained tokens by their version."""
-    last_stripes: dict[str, tuple[int, Mapping[str, Stripe]]] = field(default_factory=dict)
-    """By role, the number of earlier optimizer steps and the sampled weights of the last one that
-    was watched."""
     _warnings: set[str] = field(default_factory=set)
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distflow.data.batch import Batch
-from distflow.models.sharding import at_places, is_spread, own_part, square_sum, whole
+from distflow.models.sharding import at_places, own_part, square_sum
 from distflow.training.engine import Collective, Counts, LossFn, OneRank, Sums, TrainEngine
 
 STRIPE = 256
@@ -67,38 +67,19 @@ class Stripe:
     before: Tensor
     moments: dict[str, Any]
     """The optimizer's tensors for the weight before the step, and its number of steps."""
-    own: Tensor
-    """For all sampled elements, the sum of the gradients of this rank's backward passes, followed
-    by their number."""
     contributions: Tensor | None = None
-    """The sum of the gradients of all ranks' backward passes."""
+    """The sum of the gradients of all ranks' backward passes; None for a sharded weight."""
     gradient: Tensor | None = None
     """The optimizer's input."""
     after: Tensor | None = None
     moved_moments: dict[str, Any] = field(default_factory=dict)
     """The optimizer's tensors after the step."""
     passes: list[Tensor] = field(default_factory=list)
-    """Gradients not yet in `own`."""
+    """The gradients of this rank's backward passes."""
 
     def contribute(self, gradient: Tensor) -> None:
-        """gradient: of a backward pass, before summation over the ranks; for a layer that ranks
-        compute together, each has its own part, or a summand."""
-        if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
-            gradient = whole(gradient)
-        if isinstance(gradient, DTensor):
-            here, values = at_places(gradient, _places(gradient))
-            self.own[here] += values.cpu().double()
-            self.own[-1] += 1
-        else:
-            self.passes.append(gradient.detach().reshape(-1)[:: _spacing(gradient)].clone())
-
-    def total(self) -> Tensor:
-        """`own`, with the backward passes that were only copied."""
-        if self.passes:
-            self.own[:-1] += torch.stack(self.passes).cpu().double().sum(0)
-            self.own[-1] += len(self.passes)
-            self.passes = []
-        return self.own
+        """gradient: of a backward pass, before summation over the ranks."""
+        self.passes.append(gradient.detach().reshape(-1)[:: _spacing(gradient)].clone())
 
 
 @dataclass
@@ -110,7 +91,7 @@ class PlainPass:
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
     """Of each row, float64 on the CPU."""
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """Of the loss of the row (or pair of rows) by its outputs."""
+    """Of the loss of each row by its outputs."""
 
 
 @dataclass
@@ -169,14 +150,10 @@ class UpdateWatch:
         self._striped += random.Random(turn).sample(others, min(NUM_MOVED, len(others)))
         for name, parameter in self._striped:
             moments = _moments(engine.optimizer, parameter)
-            stripe = Stripe(_stripe(parameter), moments, _no_sum(parameter))
+            stripe = Stripe(_stripe(parameter), moments)
             self.record.stripes[name] = stripe
             if name in self._summed and not isinstance(parameter, DTensor):
                 self._handles.append(parameter.register_hook(stripe.contribute))
-        if is_spread(engine.model):
-            watch = partial(self._watch_gathered, engine.model, set[int]())
-            for module in engine.model.modules():
-                self._handles.append(module.register_forward_pre_hook(watch))
         self._handles.append(engine.optimizer.register_step_pre_hook(self._before_step))
 
     def counts(self, batch: Batch) -> Counts:
@@ -204,28 +181,24 @@ class UpdateWatch:
         for handle in self._handles:
             handle.remove()
         self.record.metrics = dict(metrics)
-        own = math.fsum(float(micro.share) for micro in self.record.micros)
-        self.record.share = own, _over_ranks({"loss": own}, self._group)["loss"]
+        share = math.fsum(float(micro.share) for micro in self.record.micros)
+        self.record.share = share, _over_ranks({"loss": share}, self._group)["loss"]
         for name, parameter in self._striped:
             stripe = self.record.stripes[name]
             stripe.after = _stripe(parameter)
             engine: Any = self.record.engine  # an open one
             stripe.moved_moments = _moments(engine.optimizer, parameter)
-            sums = self._group.sum(stripe.total()) if name in self._summed else stripe.own
-            if sums[-1] > 0:
-                is_part = isinstance(parameter, DTensor)
-                own_places = at_places(parameter, _places(parameter))[0] if is_part else slice(-1)
-                stripe.contributions = sums[own_places]
+            if name not in self._summed or isinstance(parameter, DTensor):
+                continue  # sharded gradients are summed over the ranks before they are seen
+            num_passes = self._group.sum(float(len(stripe.passes)))
+            total = torch.zeros_like(stripe.before)
+            for each in stripe.passes:
+                total += each.cpu()
+            total = self._group.sum(total)
+            stripe.passes = []
+            if num_passes > 0:
+                stripe.contributions = total
         return self.record
-
-    def _watch_gathered(self, model: nn.Module, seen: set[int], *_: object) -> None:
-        """Called when a module runs: watch the weights that are gathered now, since sums over ranks
-        come later."""
-        for name, parameter in self._striped:
-            gathered = model.get_parameter(name)
-            if name in self._summed and gathered is not parameter and id(gathered) not in seen:
-                seen.add(id(gathered))
-                self._handles.append(gathered.register_hook(self.record.stripes[name].contribute))
 
     def _before_step(self, *_: object) -> None:
         gradients = [p.grad for _, p in self._trained if p.grad is not None]
@@ -270,11 +243,6 @@ def _small(found: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Para
 def _places(tensor: Tensor) -> Tensor:
     """At most `STRIPE` positions, evenly spaced over the whole tensor."""
     return torch.arange(0, tensor.numel(), _spacing(tensor))
-
-
-def _no_sum(tensor: Tensor) -> Tensor:
-    """`Stripe.own` before any backward pass."""
-    return torch.zeros(-(-tensor.numel() // _spacing(tensor)) + 1, dtype=torch.float64)
 
 
 def _spacing(tensor: Tensor) -> int:

@@ -1,37 +1,21 @@
 """Check: a validation generated for every prompt as configured, by the newest weights, and each
-sample has its own score; or the loss of the data's responses is the model's."""
+sample has its own score; or the loss is that of the tokens of the data's responses."""
 
 import math
-import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from distflow.checks.check import Wrong, check, is_builtin
 from distflow.checks.draws import TWIN_NATS
 from distflow.checks.group_records import GroupRecord
-from distflow.checks.log_probs import EXACT, ROUNDED, forward_samples, is_beyond
-from distflow.checks.plain_forward import (
-    MAX_LOGITS,
-    Numbers,
-    log_probs_of,
-    normals_of,
-    vocabulary_of,
-)
 from distflow.checks.recorded_step import CheckedRun
 from distflow.checks.rewards import accuracies
-from distflow.checks.samples import Sample, doubles
-from distflow.checks.update_records import OpenEngine
 from distflow.config.derived_settings import response_limit
 from distflow.data.encoded_prompts import PromptRow
-from distflow.data.sample import Segment
-from distflow.models.sharding import is_spread
 from distflow.rewards.reward_results import RIGHT
-from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
+from distflow.rollout.engine import SamplingParams, Stream
 
 LIMIT = 1e-6
 ACCURACY_LIMIT = 1e-4
@@ -66,7 +50,6 @@ def sample_facts(run: CheckedRun, records: Sequence[GroupRecord], rows: Facts) -
         group = record.prompt_group
         _, name, kind = group.stream.split("/")
         asked = sets[name][group.row]
-        drawn_row = random.Random(group.version).randrange(len(sets[name]))
         wrong_request = _wrong_request(run, record, asked) if is_ours else ""
         for i in range(group.group_size):
             row = shown.get((name, kind, f"{group.group_id}-{i}"), {})
@@ -74,8 +57,6 @@ def sample_facts(run: CheckedRun, records: Sequence[GroupRecord], rows: Facts) -
             facts["versions"] = row.get("versions", [])
             facts["is_right"] = _is_right(row)
             facts["wrong"] = _wrong_score(record, asked, row) or wrong_request
-            if kind == "greedy" and record.generated and group.row == drawn_row:
-                facts["drawn"] = _drawn(*record.generated[0])
             found.append(facts)
     return found
 
@@ -84,13 +65,6 @@ def _is_right(row: Mapping[str, Any]) -> bool | None:
     """None without a score."""
     has_score = row.get("score") is not None and not row.get("errors")
     return (row["acc"] or 0.0) >= RIGHT if has_score else None
-
-
-def _drawn(request: GenerateRequest, result: Sequence[Segment]) -> tuple[Any, ...]:
-    """Prompt, tokens, images, numbers and head of the response."""
-    made = result[0]
-    head = vars(request.params.head) if request.params.head is not None else {}
-    return request.prompt_ids, tuple(made.token_ids), request.images, tuple(made.values), head
 
 
 def _wrong_score(record: GroupRecord, asked: PromptRow, row: Mapping[str, Any]) -> str:
@@ -154,10 +128,8 @@ def _wrong_request(run: CheckedRun, record: GroupRecord, asked: PromptRow) -> st
 @check(
     "validation",
     "each validation prompt was generated once as configured, greedily or sampled, by the newest "
-    "weights, and scored against its own ground truth; the tokens of a drawn greedy response are "
-    "the most likely ones; the reported accuracies of greedy and sampled responses, and numbers "
-    "without a score, are those of the recorded scores; on one row a loss, or the scores of a "
-    "reward model, equal those of the model's own forward pass",
+    "weights, and scored against its own ground truth; the reported accuracies of greedy and "
+    "sampled responses, numbers without a score, and losses are those of the recorded samples",
     needs="for requests and scores the built-in nodes",
     limit=f"{LIMIT:g}",
 )
@@ -173,13 +145,10 @@ def check_validation(seen: Validated) -> str | None:
             raise Wrong(
                 f"{who} is of weight version {row['versions']}, and {seen.version} is the newest"
             )
-        if "drawn" in row:
-            _check_greedy(seen, row)
     if is_loss:
-        _check_loss(seen)
-    elif is_pairs:
-        _check_pair(seen)
-    else:
+        total = math.fsum(row["loss"] for row in seen.rows)
+        _check_metric(seen, "sft/val_loss", total / sum(row["tokens"] for row in seen.rows))
+    elif not is_pairs:
         _check_right(seen)
     return None
 
@@ -224,111 +193,9 @@ def _check_metric(seen: Validated, name: str, counted: float) -> None:
         )
 
 
-def _row_of(seen: Validated, row: Mapping[str, Any]) -> PromptRow:
-    sets = {chosen.name: chosen.rows for chosen in seen.run.spec.validation}
-    return sets[row["set"]][row["row"]]
-
-
-def _open_actor(seen: Validated) -> OpenEngine | None:
-    """The train engine, if this rank alone can run its model."""
-    actor = seen.run.resources.actor
-    return actor if isinstance(actor, OpenEngine) and not is_spread(actor.model) else None
-
-
-def _sample(prompt: Sequence[int], response: Sequence[int], images: Sequence[str] = ()) -> Sample:
-    return {
-        "prompt_ids": torch.tensor(prompt),
-        "response_ids": torch.tensor(response),
-        "images": [images] if images else [],
-    }
-
-
-def _check_loss(seen: Validated) -> None:
-    """The loss is the mean over all tokens, and that of a drawn row is that of the trained model's
-    own forward."""
-    total = math.fsum(row["loss"] for row in seen.rows)
-    _check_metric(seen, "sft/val_loss", total / sum(row["tokens"] for row in seen.rows))
-    actor = _open_actor(seen)
-    row = random.Random(seen.version).choice(seen.rows)
-    answer = _row_of(seen, row)
-    ids = list(answer.response_ids or ())
-    if actor is None or not ids:
-        return
-    if (len(answer.prompt_ids) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
-        return
-    sample = _sample(answer.prompt_ids, ids, answer.images)
-    (log_probs,) = forward_samples(
-        seen.run, actor, [sample], lambda logits, _: log_probs_of(logits, ids, 1.0)
-    )
-    spans = answer.turns or ((0, len(ids)),)
-    expected = -float(sum(log_probs[start:end].sum() for start, end in spans))
-    if not abs(row["loss"] - expected) <= _limits(seen)[0] * max(row["tokens"], 1):
-        raise Wrong(
-            f"row {row['row']} of '{row['set']}' has the loss {row['loss']:.6g}, but "
-            f"{expected:.6g} by the model's own forward: it is of other weights, another "
-            "temperature or other tokens"
-        )
-
-
-def _check_pair(seen: Validated) -> None:
-    """The scores of a drawn pair are those of the last tokens by the reward model's own forward."""
-    actor = _open_actor(seen)
-    row = random.Random(seen.version).choice(seen.rows)
-    answer = _row_of(seen, row)
-    if actor is None:
-        return
-    for name, ids in (("chosen", answer.response_ids), ("rejected", answer.rejected_ids)):
-        # Row i of the output is that of the token before response token i: one more token gives
-        # that of the last.
-        sample = _sample(answer.prompt_ids, [*(ids or ()), 0])
-        (score,) = forward_samples(
-            seen.run, actor, [sample], lambda logits, _: float(logits[-1, 0])
-        )
-        if not abs(row[name] - score) <= _limits(seen)[0] * max(abs(score), 1.0):
-            raise Wrong(
-                f"the {name} text of row {row['row']} of '{row['set']}' has the score "
-                f"{row[name]:.6g}, but {score:.6g} by the model's own forward at its last token: "
-                "it is of another token or text, or of other weights"
-            )
-
-
-def _check_greedy(seen: Validated, row: Mapping[str, Any]) -> None:
-    """Each token of a drawn greedy response is the most likely one by the trained model's own
-    forward; each number of an action is the mean."""
-    run = seen.run
-    actor = _open_actor(seen)
-    prompt, ids, images, values, head = row["drawn"]
-    if actor is None or run.spec.config.dag.policies or not ids:
-        return
-    if run.spec.update_frequency > 1:  # the weights may have moved since
-        return
-    if (len(prompt) + len(ids)) * vocabulary_of(actor.model) > MAX_LOGITS:
-        return
-    run.bring()
-    tokens = torch.tensor(ids)
-
-    def gap_of(logits: Tensor, _: object) -> Tensor:
-        if values:
-            numbers = Numbers(torch.tensor(values, dtype=torch.float64), head)
-            return (normals_of(logits.cpu(), tokens, numbers).mean - numbers.values).abs()
-        return logits.amax(-1) - logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0]
-
-    (gap,) = forward_samples(run, actor, [_sample(prompt, ids, images)], gap_of)
-    gap = doubles(gap)
-    if is_beyond(gap, _limits(seen)):
-        raise Wrong(
-            f"the greedy response to row {row['row']} of '{row['set']}' has another token than the "
-            f"most likely one at token {int(gap.argmax())}, which is e^{float(gap.max()):.3g} "
-            "times as likely: it was sampled, or is of other weights"
-        )
-
-
-def _limits(seen: Validated) -> tuple[float, float]:
-    return EXACT if seen.run.is_exact else ROUNDED
-
-
 def _wrong_tokens(seen: Validated, row: Mapping[str, Any]) -> str:
-    answer = _row_of(seen, row)
+    sets = {chosen.name: chosen.rows for chosen in seen.run.spec.validation}
+    answer: PromptRow = sets[row["set"]][row["row"]]
     spans = answer.turns or ((0, len(answer.response_ids or ())),)
     wanted = sum(end - start for start, end in spans)
     if row["tokens"] == wanted:

@@ -1,5 +1,4 @@
-"""Checks: the weights of a token's version give the log-prob that the engine reported; no more
-tokens have a version than the engines drew with it."""
+"""Check: the weights of a token's version give the log-prob that the engine reported."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -50,7 +49,7 @@ class Prompt(NamedTuple):
     "versions",
     "the engine's log-prob of a token equals that of the weights of its version, over keys and "
     "values as `kv_on_update` requires; the other rule does not fit better; old weights are kept "
-    "for this; no more tokens have a version than the engines drew with it",
+    "for this",
     needs="tokens of the current weights, or of weights that were kept",
     limit=f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
 )
@@ -260,40 +259,3 @@ def _same(recorded: RecordedStep, sample: Sample, scores: PlainScores, known: Te
             "not sent, not loaded or are scaled otherwise, a version that changes before or after "
             "them, keys and values of other weights"
         )
-
-
-def remember_marked(recorded: RecordedStep) -> None:
-    """Count the tokens of each version that was synced since this process began."""
-    run = recorded.run
-    versions = recorded.batch.flat("versions")
-    found, counts = versions[versions > run.inputs.version.step].unique(return_counts=True)
-    run.marked.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
-
-
-def check_marked(recorded: RecordedStep) -> str | None:
-    """Check that no more tokens are marked with a version than the engines have drawn while they
-    had it. Each rank that shares the step calls this, and makes the comparison if all engines are
-    theirs."""
-    run = recorded.run
-    if not run.spec.plan.generates:
-        return NOT_APPLICABLE
-    has_workflow = recorded.config.actor_rollout_ref.rollout.workflow is not None
-    if has_workflow or not recorded.is_ours("responses"):
-        return "branches repeat tokens, and so may a user's node"
-    drawn = dict(getattr(run.resources.rollout, "num_tokens_of_version", {}))
-    every = run.ranks.gather((drawn, run.marked))
-    num_engines = sum("rollout" in rank.engines for rank in run.spec.plan.ranks)
-    if num_engines > sum(bool(own) for own, _ in every):
-        return (
-            "an engine does not count its tokens by version, or is on a worker that does not train"
-        )
-    for version in sorted({number for _, marked in every for number in marked}):
-        num_drawn = sum(own.get(version, 0) for own, _ in every)
-        num_marked = sum(marked.get(version, 0) for _, marked in every)
-        if num_marked > num_drawn:
-            raise Wrong(
-                f"{num_marked} trained tokens are marked with weight version {version}, but the "
-                f"engines drew {num_drawn} tokens while they had it: tokens drawn after a weight "
-                "sync keep an older version, or have one that the engine did not have yet"
-            )
-    return None

@@ -84,9 +84,6 @@ class RunChecks(Protocol):
     def step_trained(self, batch: Batch, metrics: dict[str, float], step: int) -> dict[str, float]:
         """All nodes of the step have run. Returns additional metrics, reduced over all ranks."""
 
-    def step_released(self, step: int, batch: Batch) -> None:
-        """The sample queue has recorded the step as trained."""
-
     def part_validated(self, rows: SampleRows) -> SampleRows:
         """This worker has validated its part. Returns what `validated` needs of each sample.
         Callable on any thread."""

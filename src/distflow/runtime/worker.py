@@ -312,8 +312,6 @@ class Worker:
             metrics |= group_metrics(released.group_counts, figures.versions, step - 1)
             for domain, own in released.domains.items():
                 metrics |= {f"domains/{domain}/{name}": value for name, value in own.items()}
-        with self._recorder.phases("check"):
-            self._parts.checks.step_released(step - 1, batch)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
         if "acting/env_steps" in metrics:

@@ -4,7 +4,6 @@ process."""
 import asyncio
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -99,7 +98,6 @@ class EmbeddedEngine:
         if self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
         self.num_generated_tokens = 0
-        self.num_tokens_of_version = Counter[int]()  # of training
         self.host: Host | None = None
         if not self.shares_weights:
             prepack(self.model)
@@ -263,8 +261,6 @@ class EmbeddedEngine:
                 loop.call_soon_threadsafe(hear, sequence.sample, token)
         lane.keep(finished)
         self.num_generated_tokens += len(step_tokens.sequences)
-        if lane is self._train:
-            self.num_tokens_of_version[self.version.step] += len(step_tokens.sequences)
         self._activity.decoded(
             t0, time.time(), self.version.step, lane.name, len(step_tokens.sequences)
         )
